@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PipelineError
-from pipeline.hub.names import repository_name
-from pipeline.hub.repositories import Repositories
+from pipeline.hub.repositories.names import repository_name
+from pipeline.hub.repositories.store import Repositories
 from pipeline.paths import Home
 from pipeline.retrain.base_model import PRESETS, cached_folder, longest_sequence
 from pipeline.retrain.dataset import check_not_empty, read_dataset

@@ -10,11 +10,11 @@ from itertools import chain
 from pathlib import Path
 
 from pipeline.errors import PipelineError
-from pipeline.hub.contents import changed_files, find_paths, list_paths, read_file
-from pipeline.hub.git_process import PULL_REQUEST_PREFIX
-from pipeline.hub.large_files import LargeFiles
-from pipeline.hub.payloads import RefChange
-from pipeline.hub.repositories import Repository
+from pipeline.hub.contents.trees import changed_files, find_paths, list_paths, read_file
+from pipeline.hub.git.process import PULL_REQUEST_PREFIX
+from pipeline.hub.large_files.store import LargeFiles
+from pipeline.hub.repositories.refs import RefChange
+from pipeline.hub.repositories.store import Repository
 from pipeline.moved_datasets import moved_message, moved_next_step
 from pipeline.pointers import Pointer
 from pipeline.retrain.data_files import CARD, DataFiles, sort_files, why_no_data

@@ -11,7 +11,7 @@ from pathlib import Path
 from jobs.folder import STALE
 from jobs.job import Job
 from jobs.store import JobStore
-from pipeline.hub.webhook_store import jobs_of_webhooks
+from pipeline.hub.webhooks.store import jobs_of_webhooks
 from pipeline.paths import Home
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
 from pipeline.settings import Settings

@@ -13,7 +13,7 @@ from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
 if TYPE_CHECKING:
-    from pipeline.hub.names import RepositoryName
+    from pipeline.hub.repositories.names import RepositoryName
     from pipeline.traces import Traces
     from serving.weights.release import Release
 
@@ -40,7 +40,7 @@ def gc() -> None:
     the repository.
     """
     from pipeline.hub.errors import HubInUse
-    from pipeline.hub.maintenance import collect_garbage
+    from pipeline.hub.repositories.garbage import collect_garbage
     from pipeline.hub.state_folder import stopped_hub
     from pipeline.job_store import open_job_store
     from pipeline.settings import load_settings
@@ -93,7 +93,7 @@ def purge(
     no release, but names the releases that --releases would remove. If the command is interrupted,
     run it again.
     """
-    from pipeline.hub.names import repository_name
+    from pipeline.hub.repositories.names import repository_name
     from pipeline.job_store import open_job_store
     from pipeline.settings import load_settings
     from pipeline.traces import find_traces, jobs_in_the_way, remove_traces
@@ -138,7 +138,7 @@ def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
     function also carries out the purge. With GET, it removes nothing. If the hub runs, the hub does
     the work; otherwise this process does the work."""
     from pipeline.hub.errors import HubInUse
-    from pipeline.hub.purge import plan_purge, purge
+    from pipeline.hub.repositories.purge import plan_purge, purge
     from pipeline.hub.state_folder import stopped_hub
 
     act = plan_purge if method == "GET" else purge

@@ -161,10 +161,10 @@ def _stored_variables(space: str) -> Mapping[str, str]:
     """The secrets and variables of a Space on the stack's own hub. This function reads them from
     the hub's database, because the hub never sends a secret to a client."""
     from pipeline.hub.errors import HubError
-    from pipeline.hub.names import repository_name
-    from pipeline.hub.space_store import environment_of
+    from pipeline.hub.repositories.names import repository_name
+    from pipeline.hub.spaces import environment_of
     from pipeline.hub.state_folder import database_path
-    from pipeline.hub.webhook_store import SecretCipher
+    from pipeline.hub.webhooks.store import SecretCipher
     from pipeline.tokens import load_tokens
 
     home = Home.find()

@@ -13,7 +13,7 @@ from pipeline.paths import Home
 
 if TYPE_CHECKING:
     from pipeline.hub.database import Database
-    from pipeline.hub.repositories import Repositories
+    from pipeline.hub.repositories.store import Repositories
 
 app = typer.Typer(
     help="Manage the hub's tokens for other people and programs. A token allows either only "
@@ -44,12 +44,12 @@ def create(
 
     This command works whether the hub runs or not.
     """
-    from pipeline.hub import token_store, tokens
+    from pipeline.hub.tokens.store import check_name, create_token
 
-    token_store.check_name(name)
+    check_name(name)
     reaches = repository or []
     made = _on_hub(
-        lambda database, repositories: tokens.create(database, repositories, name, role, reaches),
+        lambda database, repositories: create_token(database, repositories, name, role, reaches),
         ("POST", f"tokens/{name}", {"role": role, "repositories": ",".join(reaches)}),
     )
     print(made["token"])
@@ -61,9 +61,9 @@ def list_(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the tokens: their names, what they may do, and when they were last used."""
-    from pipeline.hub import tokens
+    from pipeline.hub.tokens.store import list_tokens
 
-    found = _on_hub(tokens.listed, ("GET", "tokens", {}))
+    found = _on_hub(list_tokens, ("GET", "tokens", {}))
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -84,10 +84,10 @@ def list_(
 @app.command()
 def revoke(name: NameArgument) -> None:
     """Revoke a token. The hub refuses every later request that has this token."""
-    from pipeline.hub import token_store, tokens
+    from pipeline.hub.tokens.store import check_name, revoke_token
 
-    token_store.check_name(name)
-    _on_hub(lambda database, _: tokens.revoke(database, name), ("DELETE", f"tokens/{name}", {}))
+    check_name(name)
+    _on_hub(lambda database, _: revoke_token(database, name), ("DELETE", f"tokens/{name}", {}))
     print(f"revoked {name}")
 
 

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,46 +17,31 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jobs.store import JobStore
-from pipeline.hub import (
-    access,
-    account_routes,
-    activity_routes,
-    auth,
-    card_routes,
-    git_http,
-    http_json,
-    lfs_routes,
-    listing_routes,
-    maintenance_routes,
-    pages,
-    repository_calls,
-    repository_routes,
-    retention,
-    token_routes,
-    token_store,
-    transfer_routes,
-    webhook_routes,
-    xet_routes,
-)
-from pipeline.hub.background import every
+from pipeline.hub import http_json
 from pipeline.hub.database import check_schema, open_database
-from pipeline.hub.deliveries import Deliverer
 from pipeline.hub.errors import HubError, RequestError
-from pipeline.hub.events import EventLog
-from pipeline.hub.git_http import GitHttp
-from pipeline.hub.job_copies import JobLauncher
-from pipeline.hub.maintenance import release_all_unneeded
+from pipeline.hub.events.log import EventLog
+from pipeline.hub.events.reconcile import reconcile, reconcile_at_start
+from pipeline.hub.large_files.signatures import AccessTokens, SignedUrls
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.payloads import RefChange
-from pipeline.hub.reconcile import reconcile, reconcile_at_start
-from pipeline.hub.repositories import Repositories, Repository
-from pipeline.hub.repository_calls import VERBS
+from pipeline.hub.repositories.garbage import release_all_unneeded
+from pipeline.hub.repositories.refs import RefChange
+from pipeline.hub.repositories.store import Repositories, Repository
+from pipeline.hub.routes import access, dispatch, git_http, lfs, transfers, xet
+from pipeline.hub.routes.dispatch import VERBS
+from pipeline.hub.routes.git_http import GitHttp
 from pipeline.hub.service import Hub, Remarks, hub_of
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.signatures import AccessTokens, SignedUrls
 from pipeline.hub.state_folder import database_path, only_hub_in
-from pipeline.hub.webhook_store import SecretCipher
+from pipeline.hub.tokens import auth
+from pipeline.hub.tokens.store import identity_of_token
+from pipeline.hub.webhooks import outbox
+from pipeline.hub.webhooks.deliveries import Deliverer
+from pipeline.hub.webhooks.job_copies import JobLauncher
+from pipeline.hub.webhooks.store import SecretCipher
 from serving.http.bodies import BodiesInFlight
+
+logger = logging.getLogger(__name__)
 
 _TELEMETRY = "/v1/telemetry"
 """`hf_xet` reports here how long its uploads took. The hub has no use for the reports."""
@@ -121,12 +107,12 @@ def create_app(
                 settings.owner,
                 jobs_store,
                 secret_key,
-                find_token=partial(token_store.identity_of_token, database, user=settings.owner),
+                find_token=partial(identity_of_token, database, user=settings.owner),
                 public_host=settings.host if settings.public_reads else None,
             )
             prune = partial(
                 run_in_threadpool,
-                retention.prune,
+                outbox.prune,
                 database,
                 keep_days=settings.keep_deliveries_days,
             )
@@ -136,13 +122,13 @@ def create_app(
             background = [
                 asyncio.create_task(task)
                 for task in (
-                    every(
+                    _every(
                         settings.reconcile_seconds,
                         partial(reconcile, repositories, log),
                         "look for refs that moved",
                     ),
-                    every(PRUNE_SECONDS, prune, "remove old deliveries"),
-                    every(
+                    _every(PRUNE_SECONDS, prune, "remove old deliveries"),
+                    _every(
                         PRUNE_SECONDS,
                         partial(release_all_unneeded, repositories, database, needed_commits),
                         "stop keeping commits that nothing needs",
@@ -155,7 +141,7 @@ def create_app(
                     former = repositories.former_ids(connection, repository)
                 return remarks_on(repository, former, changes)
 
-            app.state.hub = transfers.state.hub = Hub(
+            app.state.hub = signed.state.hub = Hub(
                 settings=settings,
                 database=database,
                 repositories=repositories,
@@ -185,33 +171,20 @@ def create_app(
             Route("/live", alive),
             Route("/metrics", render_metrics),
             Route("/api/agent-harnesses", agent_harnesses),
-            *account_routes.routes(),
-            *card_routes.routes(),
-            *listing_routes.routes(),
-            *repository_routes.routes(),
-            *webhook_routes.routes(),
-            *activity_routes.routes(),
-            *maintenance_routes.routes(),
-            *token_routes.routes(),
-            *pages.routes(),
-            Route(
-                "/api/{rest:anytext}",
-                repository_calls.api,
-                methods=["GET", "POST", "PUT", "DELETE"],
-            ),
-            Route("/{rest:anytext}", repository_calls.files, methods=["GET", "POST"]),
+            *dispatch.routes(),
         ],
         exception_handlers=http_json.EXCEPTION_HANDLERS,
         lifespan=lifespan,
     )
     api.state.bodies = BodiesInFlight(http_json.MAX_BODY_BYTES)
 
-    # These routes check a signed URL or a Xet access token (`signatures.py`) instead of the token.
-    transfers = Starlette(
-        routes=[*transfer_routes.routes(), *xet_routes.routes()],
+    # These routes check a signed URL or a Xet access token (`large_files/signatures.py`)
+    # instead of the token.
+    signed = Starlette(
+        routes=[*transfers.routes(), *xet.routes()],
         exception_handlers=http_json.EXCEPTION_HANDLERS,
     )
-    transfers.state.bodies = api.state.bodies
+    signed.state.bodies = api.state.bodies
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -219,8 +192,8 @@ def create_app(
             if (git_request := git_http.match(scope)) is not None:
                 await api.state.git(git_request, scope, receive, send)
                 return
-            if scope["path"].startswith((transfer_routes.PREFIX, xet_routes.PREFIX)):
-                await transfers(scope, receive, send)
+            if scope["path"].startswith((transfers.PREFIX, xet.PREFIX)):
+                await signed(scope, receive, send)
                 return
             if scope["path"] not in _OPEN_PATHS:
                 try:
@@ -228,12 +201,24 @@ def create_app(
                     auth.check_site(scope)
                     await access.check(api.state.hub, identity, scope, VERBS)
                 except RequestError as error:
-                    refusal = lfs_routes.refusal_by_guard(scope, error)
+                    refusal = lfs.refusal_by_guard(scope, error)
                     await (refusal or http_json.error_response(error))(scope, receive, send)
                     return
         await api(scope, receive, send)
 
     return app
+
+
+async def _every(seconds: float, act: Callable[[], Awaitable[object]], name: str) -> None:
+    """Calls `act` every `seconds` until it is cancelled, the first time after `seconds`. `name`
+    completes "cannot …" in the log."""
+    while True:
+        await asyncio.sleep(seconds)
+        try:
+            await act()
+        except Exception:
+            # In most cases a full disk or a lock, so the next call may succeed.
+            logger.exception("cannot %s; trying again in %g s", name, seconds)
 
 
 async def health(request: Request) -> Response:

@@ -8,18 +8,18 @@ from functools import partial
 
 from starlette.requests import Request
 
-from pipeline.hub.auth import Identity, check_sees
 from pipeline.hub.database import Database
 from pipeline.hub.errors import RepositoryMoved, RepositoryNotFound
-from pipeline.hub.events import EventLog
-from pipeline.hub.job_copies import JobLauncher
+from pipeline.hub.events.log import EventLog
+from pipeline.hub.large_files.signatures import AccessTokens, SignedUrls
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.names import RepositoryName, RepositoryType
-from pipeline.hub.payloads import RefChange
-from pipeline.hub.repositories import Repositories, Repository
+from pipeline.hub.repositories.names import RepositoryName, RepositoryType
+from pipeline.hub.repositories.refs import RefChange
+from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.signatures import AccessTokens, SignedUrls
-from pipeline.hub.webhook_store import SecretCipher
+from pipeline.hub.tokens.auth import Identity, check_sees
+from pipeline.hub.webhooks.job_copies import JobLauncher
+from pipeline.hub.webhooks.store import SecretCipher
 
 Remarks = Callable[[Repository, Sequence[str], Sequence[RefChange]], Sequence[str]]
 """Makes the lines to show to the person who pushed. Its arguments are the repository, the former
@@ -71,8 +71,8 @@ class Hub:
     def find_reached(self, name: RepositoryName, identity: Identity) -> Repository:
         """The repository, as `find`. Also raises RepositoryNotFound if the token does not reach it.
 
-        A route needs this after a body has come in: `access.py` checked before. Meanwhile the
-        repository may have been deleted, and another repository may have its name.
+        A route needs this after a body has come in: `routes/access.py` checked before. Meanwhile
+        the repository may have been deleted, and another repository may have its name.
         """
         repository = self.find(name)
         check_sees(identity, name, repository)

@@ -9,7 +9,7 @@ from filelock import FileLock, Timeout
 
 from pipeline.hub.database import Database, open_database
 from pipeline.hub.errors import HubInUse
-from pipeline.hub.repositories import Repositories
+from pipeline.hub.repositories.store import Repositories
 
 
 def database_path(root: Path) -> Path:

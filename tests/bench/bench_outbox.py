@@ -20,15 +20,16 @@ import uvicorn
 from cryptography.fernet import Fernet
 from sqlalchemy import select
 
-from pipeline.hub import outbox, schema
+from pipeline.hub import schema
 from pipeline.hub.database import Database, open_database
-from pipeline.hub.deliveries import Deliverer
-from pipeline.hub.events import EventLog
+from pipeline.hub.events.log import EventLog
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.names import RepositoryName
-from pipeline.hub.repositories import Repositories, Repository
+from pipeline.hub.repositories.names import RepositoryName
+from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhook_store import CreateWebhook, HubWatchedItem, SecretCipher, create_webhook
+from pipeline.hub.webhooks.activity import list_deliveries
+from pipeline.hub.webhooks.deliveries import Deliverer
+from pipeline.hub.webhooks.store import CreateWebhook, HubWatchedItem, SecretCipher, create_webhook
 from tests.bench.result import Result, at_least, at_most, reported, run_program
 from tests.bench.timing import in_turns, percentile
 from tests.hub_fixtures import listening_socket
@@ -149,7 +150,7 @@ class Bench:
     async def drained(self, webhook_id: str) -> None:
         while True:
             with self.database.read() as connection:
-                if not outbox.list_deliveries(connection, webhook_id, status="pending", limit=1):
+                if not list_deliveries(connection, webhook_id, status="pending", limit=1):
                     return
             await asyncio.sleep(0.02)
 

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, DiscussionWithDetails
 from huggingface_hub.errors import BadRequestError, HfHubHTTPError
 
-from pipeline.hub import discussions
+from pipeline.hub.discussions import store
 from receiver.payload import WebhookPayload
 from tests.hub_fixtures import Receiver, RunningHub, recording_receiver, running_hub, wait_until
 
@@ -251,7 +251,7 @@ def test_bad_requests_are_refused(hub: RunningHub, path: str, body: Any, status:
 
 
 def test_a_discussion_has_room_for_so_much(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discussions, "MAX_BYTES", 1000)
+    monkeypatch.setattr(store, "MAX_BYTES", 1000)
     talk.api.create_discussion(title="Long", **talk.on)
     comment = talk.api.comment_discussion(discussion_num=1, comment="x" * 1000, **talk.on)
     for refused in (

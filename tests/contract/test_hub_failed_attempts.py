@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.hub.webhook_store import SecretCipher
+from pipeline.hub.webhooks.store import SecretCipher
 from tests.hub_fixtures import SECRET_KEY, Receiver, RunningHub, running_hub, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]

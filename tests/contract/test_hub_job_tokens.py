@@ -12,7 +12,7 @@ from jobs.attempt_tokens import attempt_token
 from jobs.job import Job
 from jobs.spec import JobSpec
 from jobs.store import JobStore
-from pipeline.hub.auth import Guard, Identity
+from pipeline.hub.tokens.auth import Guard, Identity
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
 
 

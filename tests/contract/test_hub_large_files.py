@@ -15,9 +15,10 @@ from huggingface_hub import CommitOperationAdd, constants
 from huggingface_hub._commit_api import _upload_files
 from huggingface_hub.errors import HfHubHTTPError
 
-from pipeline.hub import lfs_routes, signatures
-from pipeline.hub.large_files import LargeFiles
-from pipeline.hub.signatures import SignedUrls
+from pipeline.hub.large_files import signatures
+from pipeline.hub.large_files.signatures import SignedUrls
+from pipeline.hub.large_files.store import LargeFiles
+from pipeline.hub.routes import lfs
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub, wait_until
 
 # What the client itself does when it sends a file without Xet.
@@ -114,8 +115,8 @@ def test_what_is_no_file_on_a_disk_comes_too(hub: RunningHub, name: str) -> None
 def test_the_client_sends_a_file_in_parts(
     hub: RunningHub, name: str, monkeypatch: pytest.MonkeyPatch, num_bytes: int
 ) -> None:
-    monkeypatch.setattr(lfs_routes, "MULTIPART_BYTES", 1)
-    monkeypatch.setattr(lfs_routes, "PART_BYTES", 500_000)
+    monkeypatch.setattr(lfs, "MULTIPART_BYTES", 1)
+    monkeypatch.setattr(lfs, "PART_BYTES", 500_000)
     upload(hub, name, CONTENT[:num_bytes])
     oid = hashlib.sha256(CONTENT[:num_bytes]).hexdigest()
     assert files_of(hub, name).path(oid).read_bytes() == CONTENT[:num_bytes]
@@ -125,8 +126,8 @@ def test_the_client_sends_a_file_in_parts(
 def test_parts_that_are_not_the_file_are_refused(
     hub: RunningHub, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lfs_routes, "MULTIPART_BYTES", 1)
-    monkeypatch.setattr(lfs_routes, "PART_BYTES", 1_000_000)
+    monkeypatch.setattr(lfs, "MULTIPART_BYTES", 1)
+    monkeypatch.setattr(lfs, "PART_BYTES", 1_000_000)
     wanted = {"oid": OID, "size": len(CONTENT)}
     told = batch(hub, name, wanted, transfers=["basic", "multipart"]).json()
     assert told["transfer"] == "multipart"
@@ -350,7 +351,7 @@ def test_a_part_that_goes_on_after_the_end_changes_no_file(
     hub: RunningHub, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client gave the part up, sent it again, and completed the upload."""
-    monkeypatch.setattr(lfs_routes, "MULTIPART_BYTES", 1)
+    monkeypatch.setattr(lfs, "MULTIPART_BYTES", 1)
     told = batch(hub, name, {"oid": OID, "size": len(CONTENT)}, transfers=["multipart"]).json()
     action = told["objects"][0]["actions"]["upload"]
     part = action["header"]["1"]

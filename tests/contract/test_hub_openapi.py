@@ -16,8 +16,8 @@ from schemathesis import Case, GenerationMode
 
 from jobs.spec import JobSpec
 from jobs.store import JobStore
-from pipeline.hub import transfer_routes
 from pipeline.hub.app import create_app
+from pipeline.hub.routes import transfers
 from pipeline.hub.settings import HubSettings
 from tests.hub_fixtures import SECRET_KEY, TOKEN, RunningHub, running_hub
 
@@ -179,7 +179,7 @@ def test_each_route_stands_answers_and_asks_for_the_token(
         def check(case: Case) -> None:
             if case.path not in OPEN:
                 # What the hub signs needs no token, and the token replaces no signature.
-                refused = 403 if case.path.startswith(transfer_routes.PREFIX) else 401
+                refused = 403 if case.path.startswith(transfers.PREFIX) else 401
                 assert case.call().status_code == refused, case.path
             headers = {"Authorization": f"Bearer {hub.token}"}
             if (service := case.path.rpartition("/")[2]) in SERVICES:

@@ -8,9 +8,9 @@ import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
-from pipeline.hub.names import RepositoryName
-from pipeline.hub.space_store import environment_of
-from pipeline.hub.webhook_store import SecretCipher
+from pipeline.hub.repositories.names import RepositoryName
+from pipeline.hub.spaces import environment_of
+from pipeline.hub.webhooks.store import SecretCipher
 from tests.hub_fixtures import SECRET_KEY, RunningHub, recording_receiver, running_hub
 
 SPACE = "ada/receiver"

@@ -18,10 +18,10 @@ from huggingface_hub import CommitOperationAdd
 from huggingface_hub._commit_api import _upload_files
 from huggingface_hub.utils import _xet
 
-from pipeline.hub import signatures, xet_store
-from pipeline.hub.large_files import LargeFiles
-from pipeline.hub.signatures import AccessTokens
-from pipeline.hub.xet import list_chunks, xorb_hash
+from pipeline.hub.large_files import signatures, xet_store
+from pipeline.hub.large_files.signatures import AccessTokens
+from pipeline.hub.large_files.store import LargeFiles
+from pipeline.hub.large_files.xet_format import list_chunks, xorb_hash
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
 
 MAX_FILE_BYTES = 200_000_000

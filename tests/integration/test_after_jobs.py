@@ -20,12 +20,7 @@ from jobs.store import Delivery, JobStore
 from pipeline import retention
 from pipeline.after_jobs import after_jobs, prune
 from pipeline.hub.database import open_database
-from pipeline.hub.webhook_store import (
-    CreateWebhook,
-    HubWatchedItem,
-    SecretCipher,
-    create_webhook,
-)
+from pipeline.hub.webhooks.store import CreateWebhook, HubWatchedItem, SecretCipher, create_webhook
 from pipeline.job_store import open_job_store
 from pipeline.logs import JsonFormatter
 from pipeline.paths import Home

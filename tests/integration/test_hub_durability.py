@@ -48,7 +48,7 @@ root, port, token, key, fault = sys.argv[1:]
 if fault == "before-record":
     # The worst moment: git has moved the refs, the hub knows nothing of it yet.
     import os, signal
-    from pipeline.hub import git_http
+    from pipeline.hub.routes import git_http
     git_http.record_ref_changes = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 settings = HubSettings(
     port=int(port), delivery_schedule_seconds=(0,) + (0.05,) * 50,

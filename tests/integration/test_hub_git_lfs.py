@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import HfFileSystem, hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 
-from pipeline.hub.large_files import LargeFiles
+from pipeline.hub.large_files.store import LargeFiles
 from pipeline.pointers import Pointer
 from tests.hub_fixtures import RunningHub, commit_file, running_hub
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline.hub import attributes
+from pipeline.hub.contents import attributes
 from tests.hub_fixtures import RunningHub, running_hub
 
 

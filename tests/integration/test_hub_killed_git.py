@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from jobs.launchers.process import IS_LINUX
-from pipeline.hub import git_backend
-from pipeline.hub.git_process import PLACE, git, git_environment
+from pipeline.hub.git import backend
+from pipeline.hub.git.process import PLACE, git, git_environment
 from tests.hub_fixtures import RunningHub, commit_file, run_git, running_hub, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]
@@ -153,7 +153,7 @@ def test_a_push_that_is_broken_off_takes_its_locks_away(
         with tempfile.TemporaryFile() as file:
             file.write(body)
             file.seek(0)
-            push = asyncio.create_task(git_backend.run(environment, file))
+            push = asyncio.create_task(backend.run(environment, file))
             while not marker.exists():
                 await asyncio.sleep(0.01)
             assert locks(repository)

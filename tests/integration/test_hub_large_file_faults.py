@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pipeline.hub.large_files import LargeFiles
-from pipeline.hub.signatures import SignedUrls
+from pipeline.hub.large_files.signatures import SignedUrls
+from pipeline.hub.large_files.store import LargeFiles
 from serving.http.connections import Limits
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub, wait_until
 from tests.slow_clients import connected, is_ended, request
@@ -129,7 +129,7 @@ def test_a_forged_url_is_refused_before_its_body_is_read(hub: RunningHub) -> Non
 PROGRAM = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from pipeline.hub.large_files import LargeFiles
+from pipeline.hub.large_files.store import LargeFiles
 folder, oid, size, moment = sys.argv[1:]
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)

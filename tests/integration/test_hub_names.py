@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from pipeline.hub.database import open_database
-from pipeline.hub.events import EventLog
-from pipeline.hub.git_process import git
+from pipeline.hub.events.log import EventLog, record_ref_changes
+from pipeline.hub.events.reconcile import reconcile
+from pipeline.hub.git.process import git
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.names import RepositoryName
-from pipeline.hub.reconcile import reconcile
-from pipeline.hub.refs import record_ref_changes
-from pipeline.hub.repositories import Repositories, Repository
+from pipeline.hub.repositories.names import RepositoryName
+from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.schema import events
 from tests.hub_fixtures import RunningHub, commit_file
 

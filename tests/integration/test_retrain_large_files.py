@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.hub.large_files import LargeFiles
+from pipeline.hub.large_files.store import LargeFiles
 from pipeline.pointers import Pointer
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.git_snapshot import GitDataset

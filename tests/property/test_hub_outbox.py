@@ -6,15 +6,16 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.hub import outbox, schema
+from pipeline.hub import schema
 from pipeline.hub.database import open_database
-from pipeline.hub.events import EventLog
+from pipeline.hub.events.log import EventLog
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.names import RepositoryName
-from pipeline.hub.outbox import Attempt
-from pipeline.hub.repositories import Repositories
+from pipeline.hub.repositories.names import RepositoryName
+from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhook_store import CreateWebhook, HubWatchedItem, SecretCipher, create_webhook
+from pipeline.hub.webhooks import outbox
+from pipeline.hub.webhooks.outbox import Attempt
+from pipeline.hub.webhooks.store import CreateWebhook, HubWatchedItem, SecretCipher, create_webhook
 from receiver.payload import WebhookPayload
 from tests.hub_fixtures import SECRET_KEY
 

@@ -13,17 +13,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from sqlalchemy import select, update
 
-from pipeline.hub import outbox, suspension
 from pipeline.hub.database import open_database
-from pipeline.hub.events import EventLog
+from pipeline.hub.events.log import EventLog
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.names import RepositoryName
-from pipeline.hub.outbox import Attempt
-from pipeline.hub.repositories import Repositories
+from pipeline.hub.repositories.names import RepositoryName
+from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.schema import deliveries, webhooks
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.states import DELIVERY_MOVES, WEBHOOK_MOVES, Move, WebhookEvent
-from pipeline.hub.webhook_store import (
+from pipeline.hub.webhooks import outbox, suspension
+from pipeline.hub.webhooks.activity import replay_delivery
+from pipeline.hub.webhooks.outbox import Attempt
+from pipeline.hub.webhooks.states import DELIVERY_MOVES, WEBHOOK_MOVES, Move, WebhookEvent
+from pipeline.hub.webhooks.store import (
     CreateWebhook,
     HubWatchedItem,
     SecretCipher,
@@ -118,7 +119,7 @@ class HubMachine(RuleBasedStateMachine):
             ids = connection.scalars(select(deliveries.c.id).order_by(deliveries.c.created_at))
             if found := ids.all():
                 chosen = data.draw(st.integers(0, len(found) - 1))
-                outbox.replay(connection, self.id, found[chosen], force=force)
+                replay_delivery(connection, self.id, found[chosen], force=force)
 
     @rule(event=st.sampled_from(["enabled", "disabled", "changed"]))
     def decide(self, event: WebhookEvent) -> None:
@@ -164,11 +165,11 @@ def test_every_move_of_the_tables_can_be_made() -> None:
         hub.decide("enabled")
         with hub.database.write_relaxed() as connection:
             for id in connection.scalars(select(deliveries.c.id)).all():
-                outbox.replay(connection, hub.id, id)
+                replay_delivery(connection, hub.id, id)
         hub.send("taken")
         with hub.database.write_relaxed() as connection:
             ids = connection.scalars(select(deliveries.c.id).filter_by(status="delivered"))
-            outbox.replay(connection, hub.id, ids.all()[0])
+            replay_delivery(connection, hub.id, ids.all()[0])
         assert hub.moved() == ALLOWED
     finally:
         hub.teardown()

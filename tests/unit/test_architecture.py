@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from jobs.job import TRANSITIONS, JobState
-from pipeline.hub.states import DELIVERY_MOVES, WEBHOOK_MOVES, DeliveryStatus, Move
+from pipeline.hub.webhooks.states import DELIVERY_MOVES, WEBHOOK_MOVES, DeliveryStatus, Move
 from receiver.webhooks import WebhookStatus
 from serving.swap_schemas import SwapPhase, SwapResult
 from tests.doors import DOORS, ROOT

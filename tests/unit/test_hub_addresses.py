@@ -20,11 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pipeline.hub import posting
-from pipeline.hub.addresses import Unreachable, is_forbidden, resolve
-from pipeline.hub.outbox import Attempt, Due
-from pipeline.hub.posting import Poster, headers
-from pipeline.hub.webhook_store import CreateWebhook
+from pipeline.hub.webhooks import posting
+from pipeline.hub.webhooks.addresses import Unreachable, is_forbidden, resolve
+from pipeline.hub.webhooks.outbox import Attempt, Due
+from pipeline.hub.webhooks.posting import Poster, headers
+from pipeline.hub.webhooks.store import CreateWebhook
 from tests.hub_fixtures import recording_receiver
 
 DUE = Due(id="d1", payload="{}", attempt=0, queued_at=0, next_attempt_at=0)

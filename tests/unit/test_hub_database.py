@@ -11,7 +11,7 @@ from sqlalchemy import create_engine
 
 from pipeline.hub.database import KNOWN_REVISIONS, SCHEMA_REVISION, open_database
 from pipeline.hub.schema import metadata
-from pipeline.hub.webhook_store import list_webhooks
+from pipeline.hub.webhooks.store import list_webhooks
 
 
 def test_a_new_database_has_the_tables_of_the_code(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.hub.errors import TooSlow
-from pipeline.hub.git_process import git, git_beginning
+from pipeline.hub.git.process import git, git_beginning
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.hub import large_files
 from pipeline.hub.errors import BadRequest, Conflict, DiskFull
-from pipeline.hub.large_files import CHUNK_BYTES, LargeFiles
+from pipeline.hub.large_files import store
+from pipeline.hub.large_files.store import CHUNK_BYTES, LargeFiles
 from pipeline.pointers import MAX_POINTER_BYTES, MIN_POINTER_BYTES, Pointer
 
 CONTENT = random.Random(17).randbytes(2 * CHUNK_BYTES + 17)
@@ -101,7 +101,7 @@ def test_a_full_disk_is_told(files: LargeFiles, monkeypatch: pytest.MonkeyPatch)
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(large_files.os, "fsync", full)
+    monkeypatch.setattr(store.os, "fsync", full)
     with pytest.raises(DiskFull, match="No space left on device"):
         receive(files, CONTENT)
     assert files.size(OID) is None

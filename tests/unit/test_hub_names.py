@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeline.hub.errors import BadRequest, RepositoryNotFound
-from pipeline.hub.names import (
+from pipeline.hub.repositories.names import (
     file_path,
     is_ref_name,
     repository_name,

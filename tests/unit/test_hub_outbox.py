@@ -11,16 +11,18 @@ import pytest
 from cryptography.fernet import Fernet
 from sqlalchemy import Engine, event, func, select, update
 
-from pipeline.hub import outbox, retention, schema, suspension
+from pipeline.hub import schema
 from pipeline.hub.database import Database, open_database
-from pipeline.hub.events import EventLog
+from pipeline.hub.events.log import EventLog
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.names import RepositoryName
-from pipeline.hub.outbox import Attempt, Due
-from pipeline.hub.posting import MAX_RETRY_AFTER_SECONDS, _retry_after_seconds
-from pipeline.hub.repositories import Repositories
+from pipeline.hub.repositories.names import RepositoryName
+from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhook_store import (
+from pipeline.hub.webhooks import outbox, suspension
+from pipeline.hub.webhooks.activity import OutboxDelivery, list_deliveries
+from pipeline.hub.webhooks.outbox import Attempt, Due
+from pipeline.hub.webhooks.posting import MAX_RETRY_AFTER_SECONDS, _retry_after_seconds
+from pipeline.hub.webhooks.store import (
     CreateWebhook,
     HubWatchedItem,
     SecretCipher,
@@ -141,17 +143,17 @@ class Kept:
             suspension.after_attempt(connection, webhook, attempt, status, told)
             return get_webhook(connection, self._id)
 
-    def deliveries(self) -> list[outbox.OutboxDelivery]:
+    def deliveries(self) -> list[OutboxDelivery]:
         """Newest first."""
         with self.database.read() as connection:
-            return list(outbox.list_deliveries(connection, None, status=None, limit=99))
+            return list(list_deliveries(connection, None, status=None, limit=99))
 
     def is_pruned(self, *, suspended: bool = False, **columns: object) -> bool:
         self.change(**columns)
         if suspended:
             with self.database.write() as connection:
                 connection.execute(update(schema.webhooks).values(suspended_at=1.0))
-        retention.prune(self.database, keep_days=30)
+        outbox.prune(self.database, keep_days=30)
         return not self.deliveries()
 
 
@@ -283,7 +285,7 @@ def test_many_go_a_few_at_a_time_and_their_events_with_them(kept: Kept) -> None:
 
     event.listen(Engine, "after_cursor_execute", note)
     try:
-        retention.prune(kept.database, keep_days=30)
+        outbox.prune(kept.database, keep_days=30)
     finally:
         event.remove(Engine, "after_cursor_execute", note)
     assert sizes == [200, 200, 51] * 2

@@ -1,0 +1,102 @@
+"""Turns the operations of a commit that comes over the API into the changes that git stores: puts
+pointers in place of large files, and adds their paths to `.gitattributes`."""
+
+from collections.abc import Collection, Iterable
+from functools import partial
+
+from pipeline.hub.commits.body import CommitBody, Operation
+from pipeline.hub.commits.checks import Change
+from pipeline.hub.contents.attributes import ATTRIBUTES_FILE, large_file_paths, tracking_line
+from pipeline.hub.contents.trees import Folders, read_folders
+from pipeline.hub.errors import BadRequest
+from pipeline.hub.git.process import git
+from pipeline.hub.large_files.store import LargeFiles
+from pipeline.hub.repositories.names import folders_of
+from pipeline.hub.repositories.store import Repository
+from pipeline.pointers import Pointer
+
+MAX_GIT_BYTES = 10 * 1024 * 1024
+"""A larger file becomes a large file, even if `.gitattributes` does not say so."""
+
+
+def planned_changes(repository: Repository, head: str | None, body: CommitBody) -> list[Change]:
+    """The changes of the commit, with pointers in place of large files. Adds the lines that the
+    root's `.gitattributes` lacks for them. Raises BadRequest if a large file was not uploaded."""
+    files = LargeFiles(repository.folder)
+    added = [each for each in body.operations if each.kind in ("file", "lfsFile")]
+    paths = [each.path for each in added]
+    folders = read_folders(repository, head, folders_of([*paths, ATTRIBUTES_FILE]))
+    attributes = attributes_files(folders)
+    for operation in added:
+        if operation.path.rpartition("/")[2] == ATTRIBUTES_FILE and operation.kind == "file":
+            attributes[operation.path] = _store_blob(repository, body.content(operation))
+    tracked = large_file_paths(repository, attributes, paths)
+
+    changes, untracked = [], []
+    for operation in body.operations:
+        path = operation.path
+        if operation.kind == "deletedFile":
+            changes.append(Change(action="delete file", path=path))
+        elif operation.kind == "deletedFolder":
+            changes.append(Change(action="delete folder", path=path))
+        else:
+            is_large = _becomes_large(operation, tracked)
+            if is_large and path not in tracked:
+                untracked.append(path)
+            read = (
+                partial(_render_pointer, files, body, operation)
+                if is_large
+                else partial(body.content, operation)
+            )
+            changes.append(Change(action="add", path=path, read=read))
+            if operation.kind == "lfsFile" and not files.keep(operation.oid):
+                raise BadRequest(
+                    f"{path!r} is the large file {operation.oid}, which the hub does not have: "
+                    "upload the file before the commit."
+                )
+    if untracked:
+        changes.append(_tracking(repository, attributes.get(ATTRIBUTES_FILE), untracked))
+    return changes
+
+
+def _becomes_large(operation: Operation, tracked: Collection[str]) -> bool:
+    if operation.kind == "lfsFile":
+        return True
+    is_tracked = operation.path in tracked and operation.size_bytes > 0
+    return is_tracked or operation.size_bytes > MAX_GIT_BYTES
+
+
+def _render_pointer(files: LargeFiles, body: CommitBody, operation: Operation) -> bytes:
+    if operation.kind == "lfsFile":
+        size = files.size(operation.oid)
+        assert size is not None
+        return Pointer(oid=operation.oid, size=size).render()
+    content = body.content(operation)
+    if Pointer.parse(content) is not None:
+        return content
+    oid = files.store([content], None, len(content))
+    return Pointer(oid=oid, size=len(content)).render()
+
+
+def _tracking(repository: Repository, blob: str | None, paths: Iterable[str]) -> Change:
+    """The change that adds a line for each path to the `.gitattributes` in the root. Without this
+    line, a clone would have the pointer instead of the file."""
+    before = b"" if blob is None else git(repository.folder, "cat-file", "blob", blob)
+    if before and not before.endswith(b"\n"):
+        before += b"\n"
+    content = before + "".join(map(tracking_line, paths)).encode()
+    return Change(action="add", path=ATTRIBUTES_FILE, read=lambda: content)
+
+
+def attributes_files(folders: Folders) -> dict[str, str]:
+    """Maps the path of each `.gitattributes` to the sha of its blob."""
+    return {
+        entry.path: entry.oid
+        for entries in folders.values()
+        if (entry := entries.get(ATTRIBUTES_FILE)) is not None and entry.type == "file"
+    }
+
+
+def _store_blob(repository: Repository, content: bytes) -> str:
+    sha = git(repository.folder, "hash-object", "-w", "--stdin", stdin=content)
+    return sha.decode().strip()

@@ -1,0 +1,142 @@
+"""Checks the changes of a commit that comes over the API, before the commit is made."""
+
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pipeline.hub.contents.trees import Folders, read_folders
+from pipeline.hub.errors import BadRequest, EntryNotFound
+from pipeline.hub.git.process import git
+from pipeline.hub.repositories.names import folders_of, parents_of
+from pipeline.hub.repositories.store import Repository
+
+# `huggingface_hub` looks for these words in the error, and then explains how to delete a folder.
+_NOT_THERE = "A file with this name doesn't exist"
+_BATCH_BYTES = 16 * 1024 * 1024
+# Also matches names that other file systems read as the same file, such as `GITMOD~1`.
+_CHECKED = re.compile(r"\W*\.git\W*(modules|attributes).*|gi.*~.*", re.IGNORECASE | re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One file or folder of a commit. The changes of a commit apply in their order."""
+
+    action: Literal["add", "delete file", "delete folder"]
+    path: str
+    read: Callable[[], bytes] = bytes
+    """What git stores for an added file: its content, or the pointer to a large file."""
+
+
+def check_changes(changes: Sequence[Change], repository: Repository, head: str | None) -> None:
+    """Raises EntryNotFound or BadRequest if one of the changes is not possible in the tree of
+    `head` (an empty tree if None) after the changes before it."""
+    tree = _Tree(read_folders(repository, head, folders_of(each.path for each in changes)))
+    for change in changes:
+        kind = tree.kind(change.path)
+        if change.action == "add":
+            above = next(
+                (each for each in parents_of(change.path) if tree.kind(each) == "file"), None
+            )
+            if above is not None:
+                raise BadRequest(
+                    f"{change.path!r} cannot be added, because {above!r} is a file: delete this "
+                    "file in the same commit, before the other is added, or choose another path."
+                )
+            if kind == "folder":
+                raise BadRequest(
+                    f"{change.path!r} cannot be added as a file, because it is a folder: delete "
+                    "the folder in the same commit, before the file is added, or choose another "
+                    "path."
+                )
+            tree.add(change.path)
+        elif kind != change.action.removeprefix("delete "):
+            raise EntryNotFound(f"{_NOT_THERE}: {change.path}", commit=head or "")
+        else:
+            tree.delete(change.path)
+
+
+class _Tree:
+    """Knows which paths are files and which are folders, while changes apply one after the other.
+
+    For each path, it remembers the number of the change that added it last, and of the one that
+    deleted it last. A path exists if it was added after the last deletion of the path or of a
+    folder above it. So each change takes the same time, however many changes there are.
+    """
+
+    def __init__(self, folders: Folders) -> None:
+        self._folders = folders
+        self._now = 0
+        self._added: dict[str, int] = {}
+        self._made: dict[str, int] = {}
+        """The folders above added files."""
+        self._deleted: dict[str, int] = {}
+
+    def kind(self, path: str) -> Literal["file", "folder"] | None:
+        deleted = max(self._deleted.get(each, 0) for each in (path, *parents_of(path)))
+        if self._added.get(path, 0) > deleted:
+            return "file"
+        if self._made.get(path, 0) > deleted:
+            return "folder"
+        if deleted:
+            return None
+        folder, _, name = path.rpartition("/")
+        entry = self._folders.get(folder, {}).get(name)
+        if entry is None:
+            return None
+        return "folder" if entry.type == "directory" else "file"
+
+    def add(self, path: str) -> None:
+        self._now += 1
+        self._added[path] = self._now
+        for folder in parents_of(path):
+            self._made[folder] = self._now
+
+    def delete(self, path: str) -> None:
+        self._now += 1
+        self._deleted[path] = self._now
+
+
+def check_files(files: Iterable[tuple[str, Callable[[], bytes]]]) -> None:
+    """Raises BadRequest if git would refuse one of the files in a push. `files` are paths, each
+    with a function that returns the content; it is called only for names that git itself reads,
+    such as `.gitmodules`.
+
+    Git checks these files in a push, but `git fast-import`, which makes the commits of the API,
+    does not. A wrong `.gitmodules` may harm a person who clones the repository. And nobody could
+    push a history with such a file to another server that checks it.
+    """
+    batch: list[tuple[str, bytes]] = []
+    num_bytes = 0
+    for path, read in files:
+        if _CHECKED.fullmatch(path.rpartition("/")[2]):
+            batch.append((path, read()))
+            num_bytes += len(batch[-1][1])
+        if num_bytes > _BATCH_BYTES:
+            _check_batch(batch)
+            batch, num_bytes = [], 0
+    if batch:
+        _check_batch(batch)
+
+
+def _check_batch(files: list[tuple[str, bytes]]) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        # In a new repository, so that git checks only these files.
+        folder = Path(place)
+        git(folder, "init", "--quiet", "--bare", "--template=")
+        stream = [b"commit refs/heads/main\ncommitter hub <hub@localhost> 0 +0000\ndata 0\n"]
+        for number, (path, content) in enumerate(files):
+            name = path.rpartition("/")[2].replace("\\", "\\\\").replace('"', '\\"')
+            stream.append(f'M 100644 inline "{number}/{name}"\ndata {len(content)}\n'.encode())
+            stream += [content, b"\n"]
+        git(folder, "fast-import", "--quiet", stdin=b"".join(stream))
+        complaints: list[str] = []
+        git(folder, "fsck", "--no-dangling", may_exit_with=range(1, 256), complaints=complaints)
+    errors = [line.partition(": ")[2] for line in complaints if line.startswith("error in ")]
+    if errors:
+        names = ", ".join(repr(path) for path, _ in files[:5])
+        raise BadRequest(
+            f"Git refuses {names} in a push: {'; '.join(errors[:5])}. Correct the file."
+        )

@@ -1,0 +1,180 @@
+"""Makes one commit of the changes that an API client sends, with one `git fast-import`.
+
+The caller holds the repository's lock. Git documents the format of its input at
+https://git-scm.com/docs/git-fast-import.
+"""
+
+import contextlib
+import secrets
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from pipeline.hub.commits.checks import Change, check_changes, check_files
+from pipeline.hub.contents.attributes import ATTRIBUTES_FILE, NEW_REPOSITORY
+from pipeline.hub.contents.history import read_commit
+from pipeline.hub.errors import BadRequest, DiskFull, EntryNotFound, HubError, PreconditionFailed
+from pipeline.hub.git.process import INCOMING_PREFIX, PLACE, git, git_environment, is_disk_full
+from pipeline.hub.repositories.names import DEFAULT_BRANCH
+from pipeline.hub.repositories.refs import RefChange
+from pipeline.hub.repositories.store import Repository
+from pipeline.hub.tokens.auth import Signature
+
+_MOVED_ON = (
+    "The branch was updated since you opened this page. Please refresh and try again: {branch} is "
+    "at {head}, and the commit was made for {parent}."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewCommit:
+    message: str
+    author: Signature
+    changes: Sequence[Change]
+    parent: str | None = None
+    """The sha, or at least its first 7 digits, of the commit on which the client based the changes.
+    None if the client did not say; the changes then apply to any head."""
+
+
+def make_commit(repository: Repository, ref: str, head: str | None, new: NewCommit) -> str:
+    """Makes the commit on top of `head`, moves `ref` to it, and returns its sha. If the files stay
+    as they are in `head`, this makes no commit and returns `head`.
+
+    A client that lost the answer to a commit sends the commit again. If `head` already is this
+    commit, it is returned.
+
+    Raises PreconditionFailed if the client based the changes on another commit than `head`;
+    EntryNotFound if something to delete does not exist; BadRequest if a file would get the path of
+    a folder, or the other way round, or if git would refuse a file in a push; DiskFull.
+    """
+    try:
+        if new.parent is not None and not (head or "").startswith(new.parent):
+            raise PreconditionFailed(
+                _MOVED_ON.format(branch=ref, head=head or "its first commit", parent=new.parent)
+            )
+        check_changes(new.changes, repository, head)
+    except (PreconditionFailed, EntryNotFound, BadRequest):
+        if head is not None and _is_repeated(repository, head, new):
+            return head
+        raise
+    with imported_commit(repository, head, new) as (incoming, commit, has_changes):
+        if head is not None and not has_changes:
+            return head
+        moves = f"update {ref} {commit} {head or '0' * 40}\ndelete {incoming}\n"
+        git(repository.folder, "update-ref", "--stdin", stdin=moves.encode())
+    return commit
+
+
+def first_commit(repository: Repository, author: Signature) -> RefChange:
+    """Makes the first commit of a new repository, which has only a `.gitattributes`. Every new
+    repository on the Hugging Face Hub begins with such a commit."""
+    attributes = Change(action="add", path=ATTRIBUTES_FILE, read=NEW_REPOSITORY.encode)
+    new = NewCommit(message="initial commit\n", author=author, changes=[attributes])
+    sha = make_commit(repository, DEFAULT_BRANCH, None, new)
+    return RefChange(ref=DEFAULT_BRANCH, old_sha=None, new_sha=sha)
+
+
+def _is_repeated(repository: Repository, head: str, new: NewCommit) -> bool:
+    """Whether `head` is this same commit, made by an earlier request of the client: it has the same
+    message, parent and tree."""
+    made = read_commit(repository, head)
+    before = made.parents[0] if len(made.parents) == 1 else None
+    if made.message != new.message or (new.parent and not (before or "").startswith(new.parent)):
+        return False
+    try:
+        check_changes(new.changes, repository, before)
+    except (EntryNotFound, BadRequest):
+        return False
+    with imported_commit(repository, before, new) as (_, commit, _):
+        return read_commit(repository, commit).tree == made.tree
+
+
+@contextlib.contextmanager
+def imported_commit(
+    repository: Repository, parent: str | None, new: NewCommit
+) -> Iterator[tuple[str, str, bool]]:
+    """Makes a commit, and a hidden ref that leads to it within the block. Gives the ref, the sha of
+    the commit, and whether its tree differs from that of `parent`.
+
+    After the block, the ref is deleted. Git collects the objects later, unless another ref leads to
+    them. Raises BadRequest for files that git would refuse in a push, and DiskFull.
+    """
+    check_files((each.path, each.read) for each in new.changes if each.action == "add")
+    incoming = f"{INCOMING_PREFIX}{secrets.token_hex(8)}"
+    try:
+        _fast_import(repository, _stream(incoming, parent, new))
+        commit = git(repository.folder, "rev-parse", "--verify", incoming).decode().strip()
+        before = None if parent is None else read_commit(repository, parent).tree
+        yield incoming, commit, read_commit(repository, commit).tree != before
+    finally:
+        # If the disk is full, git fails even to delete a ref that does not exist.
+        if (repository.folder / incoming).exists():
+            git(repository.folder, "update-ref", "-d", incoming)
+
+
+def _stream(ref: str, parent: str | None, new: NewCommit) -> Iterator[bytes]:
+    who = f"{new.author.name} <{new.author.email}> {int(time.time())} +0000"
+    message = new.message.encode()
+    yield f"commit {ref}\nauthor {who}\ncommitter {who}\ndata {len(message)}\n".encode()
+    yield message
+    yield b"\n"
+    if parent is not None:
+        yield f"from {parent}\n".encode()
+    for change in new.changes:
+        path = _quoted(change.path)
+        if change.action == "add":
+            content = change.read()
+            yield b"M 100644 inline %s\ndata %d\n" % (path, len(content))
+            yield content
+            yield b"\n"
+        else:
+            yield b"D %s\n" % path
+    yield b"done\n"
+
+
+def _quoted(path: str) -> bytes:
+    escaped = path.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'.encode()
+
+
+def _fast_import(repository: Repository, stream: Iterable[bytes]) -> None:
+    process = subprocess.Popen(
+        ["git", f"--git-dir={repository.folder}", "fast-import", "--quiet", "--done"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=git_environment({PLACE: str(repository.folder)}),
+    )
+    assert process.stdin is not None and process.stderr is not None
+    try:
+        _write(process.stdin, stream)
+        reason = process.stderr.read().decode(errors="replace").strip()
+    finally:
+        # Without the last line of the stream, git makes no commit.
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        process.stderr.close()
+        process.wait()
+    if process.returncode != 0:
+        for report in repository.folder.glob("fast_import_crash_*"):
+            report.unlink(missing_ok=True)
+        # If the disk was full, an incomplete pack is left. No other process writes one now, because
+        # the caller holds the repository's lock.
+        for pack in repository.folder.glob("objects/pack/tmp_pack_*"):
+            pack.unlink(missing_ok=True)
+        if is_disk_full(reason):
+            raise DiskFull(
+                "The hub could not store the commit, because its disk is full: make room there, "
+                "then send the commit again."
+            )
+        raise HubError(f"git fast-import failed in {repository.folder}: {reason}")
+
+
+def _write(stdin: IO[bytes], stream: Iterable[bytes]) -> None:
+    # If git ends early, the pipe breaks. The caller then reads the reason from standard error.
+    with contextlib.suppress(BrokenPipeError):
+        for piece in stream:
+            stdin.write(piece)
+        stdin.close()

@@ -1,0 +1,109 @@
+"""Asks git which paths are large files by `.gitattributes`, and which `.gitignore` excludes."""
+
+import re
+import tempfile
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from pipeline.hub.errors import BadRequest, TooSlow
+from pipeline.hub.git.process import git
+from pipeline.hub.repositories.store import Repository
+
+ATTRIBUTES_FILE = ".gitattributes"
+IGNORE_FILE = ".gitignore"
+
+_MATCHING_SECONDS = 20.0
+"""For 100,000 paths and ordinary patterns, git needs less than one second. For a pattern with many
+`*`, it may need years."""
+
+_TRACKED = "filter=lfs diff=lfs merge=lfs -text"
+"""The attributes that `git lfs track` writes after a pattern."""
+
+_ENDINGS = (
+    *("7z", "arrow", "avro", "bin", "bz2", "ckpt", "feather", "gguf", "gz", "h5", "joblib", "lz4"),
+    *("mds", "msgpack", "npy", "npz", "onnx", "orc", "parquet", "pickle", "pkl", "pt", "pth"),
+    *("rar", "safetensors", "tar", "tgz", "wasm", "webdataset", "xz", "zip", "zst"),
+    *("flac", "m4a", "mp3", "ogg", "pcm", "wav"),
+    *("avif", "bmp", "gif", "jpeg", "jpg", "png", "tiff", "webp", "avi", "mkv", "mp4", "webm"),
+)
+NEW_REPOSITORY = "".join(f"*.{ending} {_TRACKED}\n" for ending in _ENDINGS)
+"""The `.gitattributes` of a new repository. It lists formats whose files are often large and that
+no diff can show."""
+
+
+def large_file_paths(
+    repository: Repository, attributes: Mapping[str, str], paths: Collection[str]
+) -> set[str]:
+    """The paths among `paths` that are large files by the `.gitattributes` files.
+
+    `attributes` maps the path of each `.gitattributes` to the sha of its blob.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        index = {"GIT_INDEX_FILE": f"{folder}/index"}
+        entries = "".join(f"100644 {sha}\t{path}\0" for path, sha in attributes.items())
+        git(
+            repository.folder,
+            *("update-index", "-z", "--index-info"),
+            stdin=entries.encode(),
+            extra=index,
+        )
+        answer = _matched(
+            repository,
+            ATTRIBUTES_FILE,
+            *("check-attr", "--cached", "-z", "--stdin", "filter"),
+            stdin="".join(f"{path}\0" for path in paths).encode(),
+            extra=index,
+        )
+    fields = answer.decode().split("\0")
+    return {path for path, value in zip(fields[::3], fields[2::3], strict=False) if value == "lfs"}
+
+
+def ignored_paths(repository: Repository, ignore_file: bytes, paths: Collection[str]) -> set[str]:
+    """The paths among `paths` that a `.gitignore` in the root with the text `ignore_file`
+    excludes."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / IGNORE_FILE).write_bytes(ignore_file)
+        answer = _matched(
+            repository,
+            IGNORE_FILE,
+            f"--work-tree={folder}",
+            *("check-ignore", "--no-index", "--verbose", "--non-matching", "-z", "--stdin"),
+            # With `./`, because git gives a colon at the beginning of a path a special meaning.
+            stdin="".join(f"./{path}\0" for path in paths).encode(),
+        )
+    # Git prints four fields for each path: the file, the number of the line, the pattern, the path.
+    fields = answer.decode().split("\0")
+    records = zip(fields[2::4], fields[3::4], strict=False)
+    return {path[2:] for pattern, path in records if pattern and not pattern.startswith("!")}
+
+
+def _matched(
+    repository: Repository,
+    file: str,
+    *arguments: str,
+    stdin: bytes,
+    extra: Mapping[str, str] | None = None,
+) -> bytes:
+    """What git prints. Raises BadRequest if comparing the patterns of `file` takes too long."""
+    try:
+        return git(
+            repository.folder,
+            *arguments,
+            stdin=stdin,
+            extra=extra,
+            may_exit_with=(1,),
+            seconds=_MATCHING_SECONDS,
+        )
+    except TooSlow:
+        raise BadRequest(
+            f"Git needs more than {_MATCHING_SECONDS:g} s to compare the paths with the patterns "
+            f"in {file}: use fewer `*` in each pattern of {file}, or send fewer files at once."
+        ) from None
+
+
+def tracking_line(path: str) -> str:
+    """The line of `.gitattributes` that makes only the file `path` a large file."""
+    pattern = re.sub(r"([\\*?\[\]])", r"\\\1", path)
+    # White space would end the pattern.
+    pattern = re.sub(r"\s", "[[:space:]]", pattern)
+    return f"/{pattern} {_TRACKED}\n"

@@ -1,0 +1,140 @@
+"""Reads the metadata of a repository, which is YAML at the beginning of its README. Finds errors in
+it, and the tags by which lists of repositories can be filtered."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import yaml
+
+from pipeline.hub.git.process import git
+
+MAX_HEAD_CHARACTERS = 100_000
+"""Longer metadata is an error, because it would take seconds to read."""
+README = "README.md"
+
+# The same expression as `huggingface_hub.repocard.REGEX_YAML_BLOCK`.
+_HEAD = re.compile(r"^(\s*---(?:\r\n|\r|\n))([\S\s]*?)((?:\r\n|\r|\n)---[ \t]*(\r\n|\n|$))")
+_TAGGED = (
+    "language",
+    "license",
+    "multilinguality",
+    "size_categories",
+    "task_categories",
+    "task_ids",
+)
+_TEXTS = ("license_name", "license_link", "pretty_name", "pipeline_tag", "library_name")
+_LISTS = ("tags",)
+_TEXT_OR_LIST = ("license", "language", "task_categories", "task_ids", "datasets", "metrics")
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """The YAML loader. It is not CSafeLoader, because deep nesting overflows the stack of that
+    loader and ends the process.
+
+    It refuses aliases, because a few lines with aliases can become gigabytes.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(
+                None, None, "aliases (`*name`) are not read here", event.start_mark
+            )
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
+
+
+# Dates are read as text: JSON has no dates, and an impossible date would be an error.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    metadata: Mapping[str, object] = field(default_factory=dict)
+    errors: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def tags(self) -> list[str]:
+        """The tags of the repository. Certain keys become tags such as `license:mit`; those under
+        the key `tags` stay as they are."""
+        found = [f"{key}:{value}" for key in _TAGGED for value in _texts(self.metadata.get(key))]
+        return [*found, *_texts(self.metadata.get("tags"))]
+
+
+def parse_card(content: str) -> Card:
+    """Reads the card from the text of a README. An error names the line of the README if it is in
+    one line."""
+    found = _HEAD.match(content)
+    if found is None or not found[2].strip():
+        return Card(warnings=("empty or missing yaml metadata in repo card",))
+    text = found[2]
+    if len(text) > MAX_HEAD_CHARACTERS:
+        reason = f"the metadata has more than {MAX_HEAD_CHARACTERS} characters"
+        return Card(errors=(reason,))
+    lines_before = len(found[1].splitlines())
+    try:
+        metadata = _plain(yaml.load(text, _Loader))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = "" if mark is None else f" (line {mark.line + lines_before + 1})"
+        reason = error.problem or error.context or "it cannot be read"
+        return Card(errors=(f"the metadata is no YAML: {reason}{where}",))
+    except RecursionError:
+        return Card(errors=("the metadata is nested too deeply",))
+    except (yaml.YAMLError, ValueError) as error:
+        # ValueError: such as an explicit `!!int` before a word.
+        return Card(errors=(f"the metadata is no YAML: {error}",))
+    if not isinstance(metadata, dict):
+        return Card(errors=("the metadata must be a mapping, `key: value` lines",))
+    return Card(metadata=metadata, errors=tuple(_wrong(metadata, text, lines_before)))
+
+
+def _plain(value: object) -> object:
+    """The value with only types that JSON has. Keys, and values of other types, become text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _wrong(metadata: Mapping[str, object], text: str, lines_before: int) -> Iterator[str]:
+    for key, value in metadata.items():
+        is_text = isinstance(value, str)
+        is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        if value is None:
+            continue
+        if key in _TEXTS and not is_text:
+            kind = "a text"
+        elif key in _LISTS and not is_list:
+            kind = "a list of texts"
+        elif key in _TEXT_OR_LIST and not (is_text or is_list):
+            kind = "a text or a list of texts"
+        else:
+            continue
+        lines = enumerate(text.splitlines(), lines_before + 1)
+        line = next((number for number, each in lines if each.startswith(f"{key}:")), None)
+        where = "" if line is None else f" (line {line})"
+        yield f'"{key}" must be {kind}; put quotes around numbers, yes and no{where}'
+
+
+def _texts(value: object) -> list[str]:
+    many = value if isinstance(value, list) else [value]
+    return [item for item in many if isinstance(item, str)]
+
+
+@lru_cache(maxsize=1000)
+def read_card(folder: Path, oid: str) -> Card:
+    """The card of the README whose blob is `oid`, in the repository in `folder`. The result can be
+    cached, because a blob never changes."""
+    return parse_card(git(folder, "cat-file", "blob", oid).decode(errors="replace"))

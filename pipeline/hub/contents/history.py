@@ -1,0 +1,183 @@
+"""Finds the commit that a revision names, and the one that last changed a path. Reads commits. It
+changes nothing."""
+
+import re
+import subprocess
+import time
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from pipeline.hub.errors import RevisionNotFound
+from pipeline.hub.git.process import git, git_environment
+from pipeline.hub.repositories.names import SHA, is_ref_name, parents_of
+from pipeline.hub.repositories.objects import look_up
+from pipeline.hub.repositories.refs import peeled_refs
+from pipeline.hub.repositories.store import Repository
+
+MAX_COMMITS = 50_000
+MAX_SECONDS = 10.0
+"""A walk ends after this many commits or seconds. A path that did not change in these commits gets
+no commit."""
+_CHUNK_BYTES = 64 * 1024
+_ABBREVIATED = re.compile(r"[0-9a-f]{7,39}")
+# 9999-12-31, the latest date that Python has. A commit may have any date.
+_LATEST_SECONDS = 253402300799
+# The fields end with a line feed, because neither the name of an author nor a title can have one.
+_AS_RECORDS = ("-z", "--encoding=UTF-8", "--format=%H%n%an%n%ct%n%s%n%b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    sha: str
+    author: str
+    committed_at: int
+    """Seconds since the epoch, UTC."""
+    title: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitHead:
+    """The fields of a commit object."""
+
+    tree: str
+    parents: tuple[str, ...]
+    message: str
+
+
+def resolve_revision(repository: Repository, revision: str) -> str:
+    """The sha of the commit that `revision` names: a branch, a tag, a full ref, or a sha with 7
+    digits or more. A sha is also found if no ref leads to it any more.
+
+    Raises RevisionNotFound.
+    """
+    for found in look_up(repository, [f"{name}^{{commit}}" for name in candidates(revision)]):
+        if found is not None:
+            return found[0]
+    raise no_revision(repository, revision)
+
+
+def no_revision(repository: Repository, revision: str) -> RevisionNotFound:
+    branches = [name for name, _ in peeled_refs(repository, "refs/heads/")]
+    if not branches:
+        return RevisionNotFound(
+            f"The {repository.name} has no commit yet: push one with "
+            f"`git push <this hub>/{repository.name.path} HEAD:main`."
+        )
+    return RevisionNotFound(
+        f"The {repository.name} has no branch, tag or commit {revision!r}: choose one of its "
+        f"branches, such as {', '.join(branches[:10])}."
+    )
+
+
+def candidates(revision: str) -> list[str]:
+    if SHA.fullmatch(revision):
+        return [revision]
+    if not is_ref_name(revision):
+        return []
+    if revision == "HEAD" or revision.startswith("refs/"):
+        return [revision]
+    names = [f"refs/heads/{revision}", f"refs/tags/{revision}"]
+    return [*names, revision] if _ABBREVIATED.fullmatch(revision) else names
+
+
+def read_commit(repository: Repository, sha: str) -> CommitHead:
+    head, _, message = git(repository.folder, "cat-file", "commit", sha).partition(b"\n\n")
+    lines = [line.split(b" ", 1) for line in head.decode(errors="replace").encode().split(b"\n")]
+    return CommitHead(
+        tree=next(value.decode() for name, value in lines if name == b"tree"),
+        parents=tuple(value.decode() for name, value in lines if name == b"parent"),
+        message=message.decode(errors="replace"),
+    )
+
+
+def list_commits(
+    repository: Repository, commit: str, *, skip: int, limit: int, without: str | None = None
+) -> list[Commit]:
+    """The commits that `commit` leads to and `without` does not lead to, newest first."""
+    window = (f"--skip={skip}", f"--max-count={limit}")
+    others = [] if without is None else [f"^{without}"]
+    return _parse_commits(
+        git(repository.folder, "log", *_AS_RECORDS, *window, commit, *others, "--")
+    )
+
+
+def read_commits(repository: Repository, shas: Sequence[str]) -> Mapping[str, Commit]:
+    """The commits of `shas`, by their shas."""
+    if not shas:
+        return {}
+    output = git(
+        repository.folder,
+        *("log", *_AS_RECORDS, "--no-walk=unsorted", "--stdin"),
+        stdin="".join(f"{sha}\n" for sha in shas).encode(),
+    )
+    return {commit.sha: commit for commit in _parse_commits(output)}
+
+
+def _parse_commits(output: bytes) -> list[Commit]:
+    records = output.decode(errors="replace").split("\0") if output else []
+    commits = []
+    for record in records:
+        if not record.strip():
+            continue
+        sha, author, seconds, title, message = record.split("\n", 4)
+        commits.append(
+            Commit(
+                sha=sha,
+                author=author,
+                committed_at=min(int(seconds or 0), _LATEST_SECONDS),
+                title=title,
+                message=message.strip("\n"),
+            )
+        )
+    return commits
+
+
+def last_commits(repository: Repository, commit: str, paths: Iterable[str]) -> Mapping[str, Commit]:
+    """For each file or folder in `paths`, the last commit up to `commit` that changed it. Only
+    first parents are followed, so for a change that came with a merge this is the merge."""
+    wanted = set(paths)
+    shas: dict[str, str] = {}
+    deadline = time.monotonic() + MAX_SECONDS
+    if wanted:
+        with closing(_changes(repository, commit)) as changes:
+            for sha, path in changes:
+                for changed in wanted.intersection((path, *parents_of(path))):
+                    wanted.discard(changed)
+                    shas[changed] = sha
+                if not wanted or time.monotonic() > deadline:
+                    break
+    commits = read_commits(repository, sorted(set(shas.values())))
+    return {path: commits[sha] for path, sha in shas.items()}
+
+
+def _changes(repository: Repository, commit: str) -> Generator[tuple[str, str], None, None]:
+    """The sha and the path of each change, newest first. Closing the generator ends git."""
+    process = subprocess.Popen(
+        [
+            *("git", f"--git-dir={repository.folder}", "log", "--first-parent", "-m", "-z"),
+            # `--raw` prints the modes before each name. Without them, a name could look like a sha.
+            *("--raw", "--no-renames", f"--max-count={MAX_COMMITS}", "--format=%H", commit, "--"),
+        ],
+        env=git_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    with process:
+        try:
+            sha, rest, is_name = "", b"", False
+            while chunk := process.stdout.read(_CHUNK_BYTES):
+                *fields, rest = (rest + chunk).split(b"\0")
+                for field in fields:
+                    if is_name:
+                        yield sha, field.decode(errors="replace")
+                        is_name = False
+                    elif field.lstrip(b"\n").startswith(b":"):
+                        is_name = True
+                    else:
+                        sha = field.strip().decode()
+        finally:
+            process.kill()

@@ -1,0 +1,261 @@
+"""Reads the trees and files of a repository. It changes nothing."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pipeline.hub.contents.history import candidates, no_revision, resolve_revision
+from pipeline.hub.errors import EntryNotFound
+from pipeline.hub.git.process import git, git_environment
+from pipeline.hub.repositories.objects import look_up, read_pointers
+from pipeline.hub.repositories.store import Repository
+from pipeline.pointers import Pointer, may_be_pointer
+
+SMALL_FILE_BYTES = 1024 * 1024
+_CHUNK_BYTES = 256 * 1024
+_SHA_BYTES = 20
+_EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+# The longest path of a file system. An argument of a program may be much longer.
+_PATH_MAX_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    type: Literal["file", "directory"]
+    path: str
+    oid: str
+    """The SHA-1 of git's blob or tree."""
+    size_bytes: int = 0
+    """The size of git's blob, which for a large file is the size of the pointer. 0 for a folder,
+    and where sizes are not read."""
+    lfs: Pointer | None = None
+    """The pointer, if the blob is a pointer to a large file and was looked at. Else None."""
+
+    @property
+    def content_bytes(self) -> int:
+        """The size of the content that a reader gets: of the large file, if the blob points to
+        one."""
+        return self.size_bytes if self.lfs is None else self.lfs.size
+
+
+Folders = Mapping[str, Mapping[str, Entry]]
+"""The entries of each folder by their names. A folder that does not exist has no entries."""
+
+
+def find_file(repository: Repository, revision: str, path: str) -> tuple[str, Entry]:
+    """The sha of the commit, and the file. The entry does not say whether the blob is a pointer
+    (its `lfs` is None). Raises RevisionNotFound or EntryNotFound."""
+    if _CONTROL.search(path):
+        sha = resolve_revision(repository, revision)
+        for odd in _odd_entries(repository, sha, [path]):
+            if odd.type == "file":
+                return sha, odd
+        raise _no_file(repository, revision, path, sha)
+    # One git process finds both the commit and the file, because clients call this most often.
+    names = candidates(revision)
+    found = look_up(
+        repository, [f"{name}{what}" for name in names for what in ("^{commit}", f":{path}")]
+    )
+    for commit, file in zip(found[::2], found[1::2], strict=True):
+        if commit is None:
+            continue
+        if file is None or file[1] != "blob":
+            raise _no_file(repository, revision, path, commit[0])
+        return commit[0], Entry(type="file", path=path, oid=file[0], size_bytes=file[2])
+    raise no_revision(repository, revision)
+
+
+def list_tree(
+    repository: Repository, commit: str, folder: str = "", *, recursive: bool
+) -> list[Entry]:
+    """The files and folders in `folder` (`""` is the root), in git's order. Raises EntryNotFound if
+    there is no such folder."""
+    if folder:
+        found = find_paths(repository, commit, [folder])
+        if not found or found[0].type != "directory":
+            raise EntryNotFound(
+                f"The {repository.name} has no folder {folder!r} in the commit {commit}.",
+                commit=commit,
+            )
+    options = ["-r", "-t"] if recursive else []
+    output = git(repository.folder, "ls-tree", "-z", "-l", *options, f"{commit}:{folder}")
+    return _with_pointers(repository, list(_parse_tree(output, f"{folder}/" if folder else "")))
+
+
+def find_paths(repository: Repository, commit: str, paths: Sequence[str]) -> list[Entry]:
+    """The entries of the `paths` that exist, in the order of `paths`."""
+    usual = [path for path in paths if not _CONTROL.search(path)]
+    found: dict[str, Entry] = {}
+    for path, item in zip(
+        usual, look_up(repository, [f"{commit}:{path}" for path in usual]), strict=True
+    ):
+        if item is not None and item[1] == "blob":
+            found[path] = Entry(type="file", path=path, oid=item[0], size_bytes=item[2])
+        elif item is not None and item[1] == "tree":
+            found[path] = Entry(type="directory", path=path, oid=item[0])
+    odd = [path for path in paths if _CONTROL.search(path)]
+    found |= {entry.path: entry for entry in _odd_entries(repository, commit, odd)}
+    return _with_pointers(repository, [found[path] for path in paths if path in found])
+
+
+def read_folders(repository: Repository, commit: str | None, folders: Iterable[str]) -> Folders:
+    """The entries of each of `folders` (`""` is the root). The sizes of files are not read. If
+    `commit` is None, no folder has entries."""
+    wanted = sorted(folders)
+    if commit is None:
+        return {folder: {} for folder in wanted}
+    questions = "".join(f"{commit}:{folder}\n" for folder in wanted)
+    answer = git(repository.folder, "cat-file", "--batch", stdin=questions.encode())
+    found: dict[str, dict[str, Entry]] = {}
+    start = 0
+    for folder in wanted:
+        end = answer.index(b"\n", start)
+        fields = answer[start:end].rsplit(b" ", 2)
+        start = end + 1
+        found[folder] = {}
+        if len(fields) == 3 and fields[2].isdigit():
+            size = int(fields[2])
+            if fields[1] == b"tree":
+                entries = _parse_tree_object(answer[start : start + size], folder)
+                found[folder] = {entry.path.rpartition("/")[2]: entry for entry in entries}
+            start += size + 1
+    return found
+
+
+def _parse_tree_object(content: bytes, folder: str) -> Iterator[Entry]:
+    """https://git-scm.com/book/en/v2/Git-Internals-Git-Objects#_tree_objects"""
+    prefix = f"{folder}/" if folder else ""
+    start = 0
+    while start < len(content):
+        name_end = content.index(b"\0", start)
+        mode, _, name = content[start:name_end].partition(b" ")
+        start = name_end + 1 + _SHA_BYTES
+        yield Entry(
+            type="directory" if mode == b"40000" else "file",
+            path=prefix + name.decode(errors="replace"),
+            oid=content[name_end + 1 : start].hex(),
+        )
+
+
+def list_paths(repository: Repository, commit: str) -> list[str]:
+    """The path of every file. Faster than `list_tree`, which also looks up sizes and pointers."""
+    output = git(repository.folder, "ls-tree", "-r", "-z", "--name-only", commit)
+    return output.decode(errors="replace").split("\0")[:-1]
+
+
+def changed_files(repository: Repository, before: str | None, after: str) -> list[Entry]:
+    """The files of the commit `after` that `before` does not have, or has with other content. All
+    files if `before` is None."""
+    output = git(
+        repository.folder,
+        *("diff-tree", "-r", "-z", "--no-renames", "--diff-filter=AMT"),
+        before or _EMPTY_TREE,
+        after,
+    )
+    fields = output.decode(errors="replace").split("\0")
+    # Git prints two fields for each file: ":<mode> <mode> <sha> <sha> <letter>", and the path.
+    facts = [field.split(" ") for field in fields[:-1:2]]
+    paths = fields[1::2]
+    files = [
+        (path, fact[3])
+        for fact, path in zip(facts, paths, strict=False)
+        if fact[1] in ("100644", "100755")
+    ]
+    sizes = look_up(repository, [oid for _, oid in files])
+    return [
+        Entry(type="file", path=path, oid=oid, size_bytes=found[2] if found else 0)
+        for (path, oid), found in zip(files, sizes, strict=True)
+    ]
+
+
+def read_file(repository: Repository, file: Entry) -> bytes:
+    """The complete content. For small files, because `stream_file` would be slower for them."""
+    return git(repository.folder, "cat-file", "blob", file.oid)
+
+
+async def stream_file(
+    repository: Repository, file: Entry, *, start: int, length: int
+) -> AsyncIterator[bytes]:
+    """Gives `length` bytes of the file from the offset `start`. Only one chunk is in memory."""
+    if length == 0:
+        return
+    process = await asyncio.create_subprocess_exec(
+        "git",
+        f"--git-dir={repository.folder}",
+        "cat-file",
+        "blob",
+        file.oid,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env=git_environment(),
+        limit=_CHUNK_BYTES,
+    )
+    assert process.stdout is not None
+    try:
+        while length and (chunk := await process.stdout.read(_CHUNK_BYTES)):
+            start, chunk = max(0, start - len(chunk)), chunk[start : start + length]
+            length -= len(chunk)
+            if chunk:
+                yield chunk
+    finally:
+        # Not `Process.kill`: it would collect the exit code of an ended process, which asyncio's
+        # watcher needs.
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        # Read the pipe to its end, because asyncio's `wait` also waits until it is closed.
+        while await process.stdout.read(_CHUNK_BYTES):
+            pass
+        await process.wait()
+
+
+def _odd_entries(repository: Repository, commit: str, paths: Sequence[str]) -> list[Entry]:
+    """The entries of the `paths` that exist. For paths with control characters: `look_up` writes
+    each path into a line, which a line feed would end."""
+    asked = {path for path in paths if len(path.encode()) <= _PATH_MAX_BYTES}
+    if not asked:
+        return []
+    output = git(
+        repository.folder,
+        *("ls-tree", "-z", "-l", "-t", commit, "--", *asked),
+        extra={"GIT_LITERAL_PATHSPECS": "1"},
+    )
+    return [entry for entry in _parse_tree(output, "") if entry.path in asked]
+
+
+def _no_file(repository: Repository, revision: str, path: str, commit: str) -> EntryNotFound:
+    return EntryNotFound(
+        f"The {repository.name} has no file {path!r} at {revision}.", commit=commit
+    )
+
+
+def _with_pointers(repository: Repository, entries: Sequence[Entry]) -> list[Entry]:
+    small = [entry.oid for entry in entries if may_be_pointer(entry.size_bytes)]
+    pointers = read_pointers(repository, small)
+    return [replace(entry, lfs=pointers.get(entry.oid)) for entry in entries]
+
+
+def _parse_tree(output: bytes, prefix: str) -> Iterator[Entry]:
+    """The entries that `git ls-tree -z -l` printed, with `prefix` before each path. Leaves out
+    submodules, and names that are not UTF-8: no client can ask for them, so a client that downloads
+    all listed files would fail."""
+    for record in output.split(b"\0"):
+        facts, _, name = record.partition(b"\t")
+        try:
+            path = name.decode()
+        except UnicodeDecodeError:
+            continue
+        if not path:
+            continue
+        _, type, oid, size = facts.decode().split()
+        if type == "blob":
+            yield Entry(type="file", path=prefix + path, oid=oid, size_bytes=int(size))
+        elif type == "tree":
+            yield Entry(type="directory", path=prefix + path, oid=oid)

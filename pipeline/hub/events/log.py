@@ -1,0 +1,307 @@
+"""Stores events, and in the same transaction a delivery for each webhook that gets the event. A ref
+that changed becomes an event here and nowhere else.
+
+A webhook does not get a change that brings only commits of jobs, so that the commit of a job does
+not start the job again. A commit is a job's if its committer has the mail domain that the runner
+sets for git in a job's environment. A commit that is made without this environment can have the
+trailer `Pipeline-Job: <job id>` at the end of its message instead.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from sqlalchemy import Connection, insert
+
+from jobs.environment import COMMITTER_DOMAIN
+from pipeline.hub import schema
+from pipeline.hub.database import Database
+from pipeline.hub.discussions.store import Discussion, DiscussionEvent
+from pipeline.hub.errors import DamagedRefs, HubError
+from pipeline.hub.events.payloads import compose
+from pipeline.hub.git.process import git, lines_of
+from pipeline.hub.metrics import HubMetrics
+from pipeline.hub.repositories.names import DEFAULT_BRANCH
+from pipeline.hub.repositories.refs import (
+    RefChange,
+    known_refs,
+    read_refs,
+    ref_changes,
+    remember,
+    repair_refs,
+    retain_unreachable,
+)
+from pipeline.hub.repositories.store import Repository
+from pipeline.hub.webhooks import outbox
+from pipeline.hub.webhooks.store import StoredWebhook, list_webhooks
+from receiver.payload import PING, EventAction
+
+logger = logging.getLogger(__name__)
+
+TRAILER = "Pipeline-Job"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventLog:
+    database: Database
+    hub_url: str
+    metrics: HubMetrics
+    deliver_job_commits: bool = False
+    """Whether webhooks also get the changes of refs whose new commits all come from jobs."""
+    wake: Callable[[], None]
+    """Tells the deliverer that there are new deliveries. Called after the database transaction that
+    stored them, from any thread."""
+
+    def record_refs(self, repository: Repository, refs: Mapping[str, str]) -> list[RefChange]:
+        """Compares `refs` with the refs as they were at the last event. Stores one event with all
+        changes, because one push may move several refs, and returns the changes.
+
+        The caller holds the repository's lock and read `refs` under it. When this returns, the
+        event and its deliveries are on disk.
+        """
+        with self.database.read() as connection:
+            known = known_refs(connection, repository)
+        changes = list(ref_changes(known, refs))
+        if not changes:
+            return []
+        told = self._told(repository, changes, known)
+        with self.database.write() as connection:
+            self._store(
+                connection,
+                action="update",
+                scope="repo.content",
+                repository=repository,
+                head_sha=refs.get(DEFAULT_BRANCH),
+                changes=changes,
+                told=told,
+            )
+            remember(connection, repository, changes)
+        self.metrics.events.labels(scope="repo.content").inc()
+        self.wake()
+        return changes
+
+    def _told(
+        self, repository: Repository, changes: Sequence[RefChange], known: Mapping[str, str]
+    ) -> Sequence[RefChange]:
+        """The changes that webhooks get."""
+        if self.deliver_job_commits:
+            return changes
+        silent = _of_jobs(repository, changes, set(known.values()))
+        for change in silent:
+            logger.info(
+                "%s of %s: no webhook gets this change, because jobs made all its commits",
+                *(change.ref, repository.name),
+            )
+        return [change for change in changes if change not in silent]
+
+    def record(
+        self,
+        connection: Connection,
+        repository: Repository,
+        *,
+        action: EventAction,
+        scope: str = "repo",
+        moved_to: Repository | None = None,
+    ) -> None:
+        """Stores an event of the repository itself, such as its deletion, in the caller's
+        transaction. After this transaction, the caller calls `wake`.
+        """
+        head_sha = known_refs(connection, repository).get(DEFAULT_BRANCH)
+        self._store(
+            connection,
+            action=action,
+            scope=scope,
+            repository=repository,
+            head_sha=head_sha,
+            moved_to=moved_to,
+        )
+        self.metrics.events.labels(scope=scope).inc()
+
+    def record_discussion(
+        self,
+        connection: Connection,
+        repository: Repository,
+        discussion: Discussion,
+        comment: DiscussionEvent | None,
+        *,
+        action: EventAction,
+    ) -> None:
+        """Stores an event of a discussion, as `record` does. `comment` is the first comment of a
+        new discussion, else None."""
+        self._record_talk(connection, repository, discussion, comment, action, "discussion")
+
+    def record_comment(
+        self,
+        connection: Connection,
+        repository: Repository,
+        discussion: Discussion,
+        comment: DiscussionEvent,
+        *,
+        action: EventAction,
+    ) -> None:
+        """Stores an event of a comment, as `record` does."""
+        self._record_talk(connection, repository, discussion, comment, action, "discussion.comment")
+
+    def _record_talk(
+        self,
+        connection: Connection,
+        repository: Repository,
+        discussion: Discussion,
+        comment: DiscussionEvent | None,
+        action: EventAction,
+        scope: str,
+    ) -> None:
+        self._store(
+            connection,
+            action=action,
+            scope=scope,
+            repository=repository,
+            head_sha=None,
+            discussion=discussion,
+            comment=comment,
+        )
+        self.metrics.events.labels(scope=scope).inc()
+
+    def _store(
+        self,
+        connection: Connection,
+        *,
+        action: EventAction,
+        scope: str,
+        repository: Repository,
+        head_sha: str | None,
+        changes: Sequence[RefChange] = (),
+        told: Sequence[RefChange] = (),
+        moved_to: Repository | None = None,
+        discussion: Discussion | None = None,
+        comment: DiscussionEvent | None = None,
+    ) -> None:
+        """Stores the event with all its `changes`, and a delivery per webhook with the changes in
+        `told`. If there are changes and none of them is in `told`, no webhook gets the event."""
+        event_seq = _insert_event(
+            connection, action=action, scope=scope, repository=repository, changes=changes
+        )
+        for webhook in list_webhooks(connection) if told or not changes else ():
+            if not webhook.wants(repository.name, "repo" if discussion is None else "discussion"):
+                continue
+            payload = compose(
+                action=action,
+                scope=scope,
+                repository=repository,
+                webhook_id=webhook.id,
+                hub_url=self.hub_url,
+                head_sha=head_sha,
+                changes=told,
+                moved_to=moved_to,
+                discussion=discussion,
+                comment=comment,
+            )
+            outbox.put(
+                connection,
+                webhook_id=webhook.id,
+                event_seq=event_seq,
+                payload=payload,
+                not_before=webhook.probe_at or 0,
+            )
+
+    def ping(self, connection: Connection, webhook: StoredWebhook, about: Repository) -> str:
+        """Stores an event of the scope `ping` that only `webhook` gets. Returns the id of its
+        delivery. After its transaction, the caller calls `wake`.
+        """
+        event_seq = _insert_event(connection, action="update", scope=PING, repository=about)
+        payload = compose(
+            action="update",
+            scope=PING,
+            repository=about,
+            webhook_id=webhook.id,
+            hub_url=self.hub_url,
+        )
+        return outbox.put(connection, webhook_id=webhook.id, event_seq=event_seq, payload=payload)
+
+
+def record_ref_changes(repository: Repository, log: EventLog) -> list[RefChange]:
+    """Stores one event with all refs that changed since the last event, and returns these changes.
+    Keeps the commits that no ref leads to any more. Repairs a ref that git cannot read.
+
+    The caller holds the repository's lock. When this returns, the event is on disk.
+    """
+    try:
+        refs = read_refs(repository)
+    except DamagedRefs as error:
+        repair_refs(repository, log.database, error.refs)
+        refs = read_refs(repository)
+    retain_unreachable(repository, log.database, refs)
+    return log.record_refs(repository, refs)
+
+
+def _insert_event(
+    connection: Connection,
+    *,
+    action: EventAction,
+    scope: str,
+    repository: Repository,
+    changes: Sequence[RefChange] = (),
+) -> int:
+    inserted = connection.execute(
+        insert(schema.events).values(
+            repository_id=repository.id,
+            type=repository.name.type,
+            owner=repository.name.owner,
+            name=repository.name.name,
+            action=action,
+            scope=scope,
+            updated_refs=[asdict(change) for change in changes],
+            created_at=time.time(),
+        )
+    )
+    assert inserted.inserted_primary_key is not None
+    return int(inserted.inserted_primary_key[0])
+
+
+def _of_jobs(
+    repository: Repository, changes: Sequence[RefChange], known: Collection[str]
+) -> list[RefChange]:
+    """The changes that brought new commits, if jobs made all of these commits. `known` are shas
+    that the refs had before: what they lead to is not new."""
+    news = [change.new_sha for change in changes if change.new_sha is not None]
+    try:
+        marks = _marks(repository, news, known)
+        if not any(marks):
+            return []
+        if len(news) == 1:
+            return [one for one in changes if one.new_sha is not None and all(marks)]
+        # Look at each change by itself, because another one may bring commits of people.
+        return [
+            one
+            for one in changes
+            if one.new_sha is not None
+            and (own := _marks(repository, [one.new_sha], known))
+            and all(own)
+        ]
+    except HubError as error:
+        # A tag of a file, or a damaged repository. Without an answer, webhooks get the changes.
+        logger.warning(
+            "cannot find out who made the new commits of %s, so webhooks get them: %s",
+            *(repository.name, error),
+        )
+        return []
+
+
+def _marks(repository: Repository, shas: Sequence[str], known: Collection[str]) -> list[bool]:
+    """Whether a job made it, for each commit that `shas` lead to and `known` do not lead to."""
+    revisions = "".join(f"{sha}\n" for sha in (*shas, *(f"^{sha}" for sha in known)))
+    lines = git(
+        repository.folder,
+        "log",
+        "--ignore-missing",
+        f"--format=%ce%x09%(trailers:key={TRAILER},valueonly,unfold,separator=%x2C)",
+        "--stdin",
+        stdin=revisions.encode(),
+    )
+    return [_is_marked(commit) for commit in lines_of(lines)]
+
+
+def _is_marked(commit: str) -> bool:
+    committer, _, trailer = commit.partition("\t")
+    return committer.endswith(f"@{COMMITTER_DOMAIN}") or bool(trailer.strip())

@@ -1,0 +1,60 @@
+"""Compares the repositories on disk with the database, and stores the events that are missing. Such
+a difference comes from a hub that was killed, or from a person who changed a repository's folder.
+"""
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from pipeline.hub.errors import HubError
+from pipeline.hub.events.log import EventLog, record_ref_changes
+from pipeline.hub.repositories.store import Repositories, Repository
+
+logger = logging.getLogger(__name__)
+
+_NUM_THREADS = 8
+
+
+def reconcile_at_start(repositories: Repositories, log: EventLog) -> int:
+    """Enters new folders into the database, removes the entries of missing folders, and stores the
+    changes of refs that have no event. Returns the number of these changes.
+
+    It takes no locks, so it must end before the hub answers its first request.
+    """
+    repositories.clear_leftovers()
+    with log.database.write() as connection:
+        known = {repository.name: repository for repository in repositories.all(connection)}
+        on_disk = set(repositories.on_disk())
+        for name, repository in known.items():
+            if name not in on_disk:
+                logger.warning(
+                    "%s is deleted, because its folder %s is missing", name, repository.folder
+                )
+                log.record(connection, repository, action="delete")
+                repositories.forget(connection, repository)
+        for name in sorted(on_disk - known.keys(), key=str):
+            logger.warning("%s is new: its folder was found, and no row in the database", name)
+            log.record(
+                connection, repositories.adopt(connection, name, private=True), action="create"
+            )
+        present = repositories.all(connection)
+    # In threads, because each repository waits for a git process.
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        return sum(threads.map(partial(_record_or_complain, log=log), present))
+
+
+async def reconcile(repositories: Repositories, log: EventLog) -> None:
+    """Stores the changes of refs that did not come through the hub: made by a git process that
+    lived longer than a killed hub, or by a person in the folder."""
+    await repositories.for_each(
+        log.database, lambda repository: _record_or_complain(repository, log)
+    )
+
+
+def _record_or_complain(repository: Repository, log: EventLog) -> int:
+    # Errors are only logged, because the hub must serve the other repositories.
+    try:
+        return len(record_ref_changes(repository, log))
+    except HubError as error:
+        logger.error("the refs of %s cannot be read: %s", repository.name, error)
+        return 0

@@ -1,0 +1,151 @@
+"""Runs git in an environment that has only what is set here, so that git ignores the settings of
+the user who started the hub."""
+
+import os
+import subprocess
+import threading
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from pipeline.hub.errors import DiskFull, HubError, TooSlow
+
+PLACE = "GIT_PROJECT_ROOT"
+"""The environment variable that holds the repository of each git process. `cleanup.py` finds the
+processes of a killed hub by it."""
+KEEP_PREFIX = "refs/keep/"
+"""Refs that keep commits which are on no branch any more (`repositories/refs.py`). Clients neither
+see nor move them."""
+INCOMING_PREFIX = "refs/incoming/"
+"""Refs to commits that the API is making (`commits/fast_import.py`). If a killed hub left some, the
+next hub removes them when it starts."""
+PUSHED_PREFIXES = ("refs/heads/", "refs/tags/")
+"""Branches and tags. Clients see and move them; a push of any other ref might change what the hub
+reads."""
+PULL_REQUEST_PREFIX = "refs/pr/"
+"""Refs of pull requests. The hub creates them. Clients see all of them, and move those of open pull
+requests."""
+SEEN_PREFIXES = (*PUSHED_PREFIXES, PULL_REQUEST_PREFIX)
+
+# Limits on the memory of each git process. Git never holds a file above `bigFileThreshold` in
+# memory as a whole. It stores such a file complete, and a smaller one as its difference from
+# another version, which makes packs smaller.
+_MEMORY = (
+    ("core.bigFileThreshold", "16m"),
+    ("core.packedGitWindowSize", "16m"),
+    ("core.packedGitLimit", "64m"),
+    ("core.deltaBaseCacheLimit", "32m"),
+    ("pack.windowMemory", "64m"),
+)
+
+# A full disk in an error text of git: the first two come from the system (in English, because
+# LC_ALL is C), the others from git itself.
+_DISK_FULL = ("No space left", "Disk quota", "write error", "couldn't write")
+
+
+def git_environment(
+    extra: Mapping[str, str] | None = None, settings: Iterable[tuple[str, str]] = ()
+) -> dict[str, str]:
+    """The environment of one git process: `extra` are further variables, and `settings` are keys
+    and values of git's configuration for this process only."""
+    configured = [*_MEMORY, *settings]
+    configuration = {"GIT_CONFIG_COUNT": str(len(configured))}
+    for number, (key, value) in enumerate(configured):
+        configuration |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
+    return {
+        "PATH": os.environ.get("PATH", os.defpath),
+        "HOME": os.devnull,
+        "LC_ALL": "C",
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_OPTIONAL_LOCKS": "0",
+        # Otherwise, a ref named refs/replace/SHA would make git return other bytes for this sha.
+        "GIT_NO_REPLACE_OBJECTS": "1",
+        **configuration,
+        **(extra or {}),
+    }
+
+
+def lines_of(output: bytes) -> list[str]:
+    """The lines that git printed. `str.splitlines` would also split at U+2028, which may be in the
+    name of a ref or a file. A byte that is not UTF-8 becomes an escape such as `\\xff`, so that two
+    different names stay different."""
+    return output.decode(errors="backslashreplace").removesuffix("\n").split("\n") if output else []
+
+
+def is_disk_full(reason: str) -> bool:
+    """Whether `reason`, an error text of git, says that the disk is full or cannot be written."""
+    return any(words in reason for words in _DISK_FULL)
+
+
+def git_beginning(folder: Path, *arguments: str, max_bytes: int, seconds: float) -> bytes:
+    """The first `max_bytes` bytes that `git` prints; after them git is ended. Empty if git fails
+    before it prints anything. Raises TooSlow, and ends git, if git needs more than `seconds`."""
+    process = subprocess.Popen(
+        ["git", f"--git-dir={folder}", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=git_environment({PLACE: str(folder)}),
+    )
+    assert process.stdout is not None
+    is_over = threading.Event()
+
+    def end() -> None:
+        is_over.set()
+        process.kill()
+
+    limit = threading.Timer(seconds, end)
+    limit.start()
+    with process:
+        try:
+            output = process.stdout.read(max_bytes)
+        finally:
+            limit.cancel()
+            process.kill()
+    if is_over.is_set():
+        raise _too_slow(arguments[0], seconds)
+    return output
+
+
+def git(
+    folder: Path,
+    *arguments: str,
+    stdin: bytes = b"",
+    extra: Mapping[str, str] | None = None,
+    may_exit_with: Collection[int] = (),
+    seconds: float | None = None,
+    complaints: list[str] | None = None,
+) -> bytes:
+    """Runs `git` in the bare repository `folder` and returns what it printed.
+
+    Raises HubError with git's own error text if the exit code is neither 0 nor in `may_exit_with`,
+    or DiskFull if this text says that the disk is full. Raises TooSlow, and ends git, if git needs
+    more than `seconds`. The lines that git wrote to standard error are added to `complaints`.
+    """
+    try:
+        done = subprocess.run(
+            ["git", f"--git-dir={folder}", *arguments],
+            input=stdin,
+            capture_output=True,
+            env=git_environment({PLACE: str(folder), **(extra or {})}),
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        raise _too_slow(arguments[0], seconds) from None
+    except FileNotFoundError:
+        raise HubError("The program 'git' is not on PATH; install git and start again.") from None
+    if done.returncode not in (0, *may_exit_with):
+        reason = done.stderr.decode(errors="replace").strip()
+        if is_disk_full(reason):
+            raise DiskFull(
+                f"The hub's disk is full (git {arguments[0]}): make room, and try again."
+            )
+        raise HubError(f"git {arguments[0]} failed in {folder}: {reason}")
+    if complaints is not None:
+        complaints += lines_of(done.stderr)
+    return done.stdout
+
+
+def _too_slow(command: str, seconds: float | None) -> TooSlow:
+    return TooSlow(f"git {command} needed more than {seconds:g} s.")

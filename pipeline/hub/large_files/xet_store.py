@@ -1,0 +1,190 @@
+"""Stores the xorbs that `hf_xet` has sent for a repository, in `lfs/xet/<store id>` of its folder.
+`store.py` gets the files that are made of them.
+
+The client remembers which chunks it has sent to which URL, and does not send them there again. The
+URL has the id of a store. If the newest store lacks a xorb that a client has sent, the hub begins
+another store, and clients send everything again to its URL. Uploads to the older store go on.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO
+
+from starlette.concurrency import run_in_threadpool
+
+from pipeline.hub.errors import BadRequest, TooLarge
+from pipeline.hub.large_files.store import LargeFiles, in_chunks, make_folder, publish, to_disk
+from pipeline.hub.large_files.xet_format import (
+    MAX_SHARD_BYTES,
+    MAX_XORB_BYTES,
+    Chunk,
+    Term,
+    XetFile,
+    list_chunks,
+    read_chunk,
+    read_shard,
+    read_terms,
+    xorb_hash,
+)
+from pipeline.pointers import OID
+
+_making = threading.Lock()
+
+
+class XetStore:
+    """The store `id` of the repository in `folder`. It may have been emptied since the client got
+    this id."""
+
+    def __init__(self, folder: Path, id: str) -> None:
+        self.id = id
+        self._folder = folder
+        self._files = LargeFiles(folder)
+        self._xorbs = _stores(folder) / id
+
+    @classmethod
+    def current(cls, folder: Path) -> "XetStore":
+        """The store to which clients send now. Makes one if there is none."""
+        make_folder(_stores(folder))
+        with _making, to_disk():
+            found = sorted(_stores(folder).glob("*"), key=lambda store: store.stat().st_mtime_ns)
+            store = found[-1] if found else _begin(folder)
+            os.utime(store)  # `empty` removes a store only if this time is old
+        return cls(folder, store.name)
+
+    def check_is_there(self) -> None:
+        """Raises BadRequest if the store was emptied. After this error the client does not try
+        again."""
+        if not self._xorbs.is_dir():
+            raise BadRequest("The hub has emptied this Xet store: start the upload again.")
+
+    async def receive_xorb(self, body: AsyncIterator[bytes], hash: str) -> None:
+        """Stores a xorb. Raises BadRequest if the body is not a xorb with this hash, TooLarge and
+        DiskFull."""
+        async with self._draft(body, MAX_XORB_BYTES) as file:
+
+            def move() -> None:
+                if (found := xorb_hash(file)) != hash:
+                    raise BadRequest(
+                        f"The xorb has the hash {found} instead of {hash}: send it again."
+                    )
+                self.check_is_there()
+                publish(file, self._xorb(hash), below=self._xorbs)
+
+            await run_in_threadpool(move)
+
+    async def receive_shard(self, body: AsyncIterator[bytes], *, max_file_bytes: int) -> None:
+        """Makes each file that the shard describes out of the stored xorbs, and stores it as a
+        large file.
+
+        Raises BadRequest if a file has another sha256 than the shard says, or if the hub does not
+        have a xorb; TooLarge if a file has more than `max_file_bytes` bytes; DiskFull.
+        """
+        async with self._draft(body, MAX_SHARD_BYTES) as file:
+
+            def rebuild() -> None:
+                for each in read_shard(file):
+                    if each.size > max_file_bytes:
+                        raise TooLarge(
+                            f"A file may have {max_file_bytes} bytes at most: "
+                            "raise [hub] max_push_bytes."
+                        )
+                # The first loop has read the complete shard, so an invalid shard stores nothing.
+                for each in read_shard(file):
+                    if each.sha256 is None or not self._files.keep(each.sha256):
+                        self._files.store(self._content(file, each), each.sha256, each.size)
+
+            await run_in_threadpool(rebuild)
+
+    def _content(self, shard: BinaryIO, file: XetFile) -> Iterator[bytes]:
+        chunks = lru_cache(maxsize=16)(self._chunks)
+        for term in read_terms(shard, file):
+            with self._open(term.xorb) as xorb:
+                found = chunks(term.xorb)[term.start : term.end]
+                if sum(chunk.num_bytes for chunk in found) != term.num_bytes:
+                    raise BadRequest(_not_as_told(term))
+                for chunk in found:
+                    yield read_chunk(xorb, chunk)
+
+    def _chunks(self, hash: str) -> list[Chunk]:
+        with self._open(hash) as xorb:
+            return list_chunks(xorb)
+
+    def _open(self, hash: str) -> BinaryIO:
+        try:
+            return self._xorb(hash).open("rb")
+        except FileNotFoundError:
+            # The hub was restored from a backup, for example. The client believes that it has sent
+            # this xorb, and sends it again only to the address of another store. This store stays,
+            # because other clients may be sending to it.
+            with _making, to_disk():
+                _begin(self._folder)
+            raise BadRequest(
+                f"The hub does not have the xorb {hash}: start the upload again, which sends it."
+            ) from None
+
+    def _xorb(self, hash: str) -> Path:
+        if not OID.fullmatch(hash):
+            raise BadRequest(f"{hash!r} is not the hash of a xorb: write 64 hexadecimal digits.")
+        return self._xorbs / hash
+
+    @contextlib.asynccontextmanager
+    async def _draft(self, body: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[BinaryIO]:
+        """A temporary file with the complete body."""
+        self.check_is_there()
+        make_folder(self._files.incoming)
+        with to_disk():
+            file = tempfile.NamedTemporaryFile(dir=self._files.incoming, delete=False)  # noqa: SIM115
+        try:
+            with file:
+                async for piece in in_chunks(body):
+                    with to_disk():
+                        await run_in_threadpool(file.write, piece)
+                    if file.tell() > max_bytes:
+                        raise TooLarge(
+                            f"A xorb or shard may have {max_bytes} bytes at most: make it smaller."
+                        )
+                yield file  # type: ignore[misc]
+        finally:
+            Path(file.name).unlink(missing_ok=True)
+
+
+def empty(folder: Path, *, grace_seconds: float) -> None:
+    """Removes all xorbs of the repository, unless a client began an upload in the last
+    `grace_seconds` seconds: this client would have to begin again. The files that were made of
+    xorbs stay."""
+    for store in _stores(folder).glob("*"):
+        # The lock keeps the store from being given to a client at this moment.
+        with _making, contextlib.suppress(FileNotFoundError):
+            if store.stat().st_mtime <= time.time() - grace_seconds:
+                # First move the store away, so that no client gets the id of a store that is being
+                # deleted.
+                doomed = LargeFiles(folder).incoming / f"xet-{store.name}"
+                make_folder(doomed.parent)
+                store.rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _begin(folder: Path) -> Path:
+    """Make an empty store, the newest of the repository."""
+    store = _stores(folder) / secrets.token_hex(8)
+    store.mkdir()
+    return store
+
+
+def _stores(folder: Path) -> Path:
+    return folder / "lfs" / "xet"
+
+
+def _not_as_told(term: Term) -> str:
+    return (
+        f"The shard says that chunks {term.start} to {term.end} of xorb {term.xorb} have "
+        f"{term.num_bytes} bytes, but they have another size: start the upload again."
+    )

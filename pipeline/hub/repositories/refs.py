@@ -1,0 +1,221 @@
+"""The refs of a repository: where git has them now, where they were at the last event, and the refs
+that keep commits.
+
+A commit that is on no branch any more gets a ref `refs/keep/<sha>`, because a release may name it.
+Without a ref, `git gc` would remove it. No client sees these refs. A client fetches such a commit
+by its sha.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import Connection, bindparam, delete, insert, select
+
+from pipeline.hub import schema
+from pipeline.hub.database import Database
+from pipeline.hub.errors import DamagedRefs, HubError
+from pipeline.hub.git.process import KEEP_PREFIX, SEEN_PREFIXES, git, lines_of
+from pipeline.hub.repositories.names import DEFAULT_BRANCH
+from pipeline.hub.repositories.store import Repository
+
+logger = logging.getLogger(__name__)
+
+_DAMAGED = re.compile(r"ignoring broken ref (.+)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefChange:
+    """`old_sha` is None for a new ref, and `new_sha` is None for a deleted ref."""
+
+    ref: str
+    old_sha: str | None
+    new_sha: str | None
+
+
+def read_refs(repository: Repository) -> Mapping[str, str]:
+    """The sha of each branch, tag and pull request, by its full name such as `refs/heads/main`.
+
+    Raises DamagedRefs if git cannot read a ref. Git leaves this ref out of its list, so the hub
+    would otherwise record that it was deleted.
+    """
+    complaints: list[str] = []
+    lines = git(
+        repository.folder,
+        *("for-each-ref", "--format=%(objectname) %(refname)", *SEEN_PREFIXES),
+        complaints=complaints,
+    )
+    damaged = [found[1] for line in complaints if (found := _DAMAGED.search(line))]
+    if damaged:
+        raise DamagedRefs(
+            f"Git cannot read {', '.join(damaged)} of the {repository.name}: restore the files "
+            "of these refs from a backup.",
+            refs=damaged,
+        )
+    pairs = (line.split(" ", 1) for line in lines_of(lines))
+    return {ref: sha for sha, ref in pairs}
+
+
+def peeled_refs(repository: Repository, prefix: str) -> list[tuple[str, str]]:
+    """The name without `prefix`, and the sha of the commit, of each ref below `prefix`. A tag may
+    name a file or a folder; such a tag is left out, because a client would take it for a commit."""
+    output = git(
+        repository.folder,
+        "for-each-ref",
+        "--format=%(refname) %(objectname) %(objecttype) %(*objectname) %(*objecttype)",
+        prefix,
+    )
+    found = []
+    for line in lines_of(output):
+        ref, sha, type, peeled, peeled_type = line.split(" ")
+        if (peeled_type or type) not in ("blob", "tree"):
+            found.append((ref.removeprefix(prefix), peeled or sha))
+    return found
+
+
+def repair_refs(repository: Repository, database: Database, damaged: Collection[str]) -> None:
+    """Sets each damaged ref to the commit that it had at its last event. Leaves a ref without any
+    event as it is. Raises HubError if the repository does not have this commit."""
+    with database.read() as connection:
+        known = known_refs(connection, repository)
+    for ref in damaged:
+        if ref not in known:
+            continue
+        git(repository.folder, "cat-file", "-e", known[ref])
+        _replace(repository.folder / ref, f"{known[ref]}\n")
+        logger.error(
+            "git could not read %s of %s: the hub has set it to %s, its commit at the last event",
+            *(ref, repository.name, known[ref]),
+        )
+
+
+def _replace(file: Path, content: str) -> None:
+    """Writes the file of a ref as git would: into a lock file that is then renamed. The ref has a
+    file at every moment, so a kill does not leave a ref that looks deleted. Git itself refuses to
+    change a ref that it cannot read."""
+    lock = file.with_name(f"{file.name}.lock")
+    try:
+        with lock.open("x") as draft:
+            draft.write(content)
+            draft.flush()
+            os.fsync(draft.fileno())
+        lock.rename(file)
+    except OSError as error:
+        raise HubError(f"The ref in {file} cannot be repaired: {error}.") from error
+
+
+def known_refs(connection: Connection, repository: Repository) -> dict[str, str]:
+    """The sha of each ref at its last event, by the ref's full name."""
+    table = schema.refs
+    rows = connection.execute(
+        select(table.c.ref, table.c.sha).where(table.c.repository_id == repository.id)
+    )
+    return {row.ref: row.sha for row in rows}
+
+
+def ref_changes(known: Mapping[str, str], now: Mapping[str, str]) -> Iterator[RefChange]:
+    # The default branch comes first, for receivers that read only the first ref.
+    for ref in sorted(known.keys() | now.keys(), key=lambda ref: (ref != DEFAULT_BRANCH, ref)):
+        old, new = known.get(ref), now.get(ref)
+        if old != new:
+            yield RefChange(ref=ref, old_sha=old, new_sha=new)
+
+
+def remember(connection: Connection, repository: Repository, changes: Sequence[RefChange]) -> None:
+    """Stores the new shas of these refs. The next push is compared with them."""
+    table = schema.refs
+    gone = delete(table).where(
+        table.c.repository_id == repository.id, table.c.ref == bindparam("moved")
+    )
+    connection.execute(gone, [{"moved": change.ref} for change in changes])
+    rows = [
+        {"repository_id": repository.id, "ref": change.ref, "sha": change.new_sha}
+        for change in changes
+        if change.new_sha is not None
+    ]
+    if rows:
+        connection.execute(insert(table), rows)
+
+
+def retain_unreachable(repository: Repository, database: Database, refs: Mapping[str, str]) -> None:
+    """Keeps the commit that a ref had at the last event, if the same ref does not lead to it any
+    more. `refs` has the present sha of each ref.
+
+    Called before the event is stored. If the hub is killed in between, the next comparison finds
+    the same change and keeps the commit.
+    """
+    with database.read() as connection:
+        known = known_refs(connection, repository)
+    for ref, sha in known.items():
+        now = refs.get(ref)
+        if now != sha and (now is None or not _leads_to(repository, now, sha)):
+            try:
+                keep(repository, sha)
+            except HubError as error:
+                # The commit is missing, because of a purge or a damaged disk. This is no reason to
+                # refuse the present push.
+                logger.error(
+                    "the former commit of %s in %s is not kept: %s", ref, repository.name, error
+                )
+
+
+def keep(repository: Repository, sha: str) -> None:
+    """Adds the ref that keeps `sha`. Raises HubError if the repository has no object `sha`."""
+    git(repository.folder, "update-ref", f"{KEEP_PREFIX}{sha}", sha)
+
+
+def delete_refs(repository: Repository, refs: Iterable[str]) -> None:
+    """Deletes all of these refs, or none if one fails. A ref that does not exist is no failure."""
+    commands = "".join(f"delete {ref}\n" for ref in refs)
+    git(repository.folder, "update-ref", "--stdin", stdin=commands.encode())
+
+
+def release_unneeded(
+    repository: Repository, database: Database, needed: Collection[str]
+) -> list[str]:
+    """Deletes the keeping refs of commits that neither `needed` nor a stored event names. Returns
+    the shas of these commits.
+
+    The caller holds the repository's lock. The next `git gc` removes the objects of the commits.
+    """
+    events = schema.events.c
+    named = set(needed)
+    with database.read() as connection:
+        rows = select(events.updated_refs).where(events.repository_id == repository.id)
+        for changes in connection.execute(rows).scalars():
+            named.update(
+                sha for each in changes for sha in (each["old_sha"], each["new_sha"]) if sha
+            )
+    kept = _kept(repository)
+    unneeded = [sha for sha in kept if sha not in named]
+    if not unneeded:
+        return []
+    # A named commit may be kept only because an unneeded commit leads to it. It gets its own ref.
+    revisions = [sha if sha not in named else f"^{sha}" for sha in kept]
+    lost = git(
+        repository.folder,
+        *("rev-list", "--ignore-missing", "--stdin", "--not"),
+        *(f"--glob={prefix}*" for prefix in SEEN_PREFIXES),
+        stdin="\n".join(revisions).encode(),
+    )
+    for sha in named.intersection(lost.decode().split()):
+        keep(repository, sha)
+    delete_refs(repository, [f"{KEEP_PREFIX}{sha}" for sha in unneeded])
+    logger.info("%s: %d commits are not kept any more", repository.name, len(unneeded))
+    return unneeded
+
+
+def _kept(repository: Repository) -> list[str]:
+    lines = git(repository.folder, "for-each-ref", "--format=%(refname)", KEEP_PREFIX)
+    return [ref.removeprefix(KEEP_PREFIX) for ref in lines_of(lines)]
+
+
+def _leads_to(repository: Repository, descendant: str, ancestor: str) -> bool:
+    try:
+        git(repository.folder, "merge-base", "--is-ancestor", ancestor, descendant)
+    except HubError:  # git says no, or one of the two is a tag of something else than a commit
+        return False
+    return True

@@ -1,0 +1,345 @@
+"""Creates, finds, moves and removes the bare git repositories and their rows in the database. It
+stores no events; its callers do."""
+
+import asyncio
+import logging
+import secrets
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from sqlalchemy import Connection, Row, and_, delete, func, insert, select, update
+from sqlalchemy.sql.elements import ColumnElement
+
+from pipeline.hub.database import Database
+from pipeline.hub.errors import BadRequest, Conflict, RepositoryMoved, RepositoryNotFound
+from pipeline.hub.git.cleanup import clear_repository, end_processes
+from pipeline.hub.git.process import git
+from pipeline.hub.large_files.store import LargeFiles
+from pipeline.hub.repositories.names import (
+    DEFAULT_BRANCH,
+    REPOSITORY_TYPES,
+    RepositoryName,
+    RepositoryType,
+    repository_name,
+    requested_name,
+)
+from pipeline.hub.schema import former_names
+from pipeline.hub.schema import repositories as table
+
+logger = logging.getLogger(__name__)
+
+# gc, autogc: git collects no garbage during a push, so that the push does not wait for it.
+# allowAnySHA1InWant: a client can fetch any commit by its sha. A job may need a commit that a
+# force-push removed from its branch.
+# fsync: a push that the hub has confirmed survives a power cut.
+# fsckObjects: git refuses a tree with '..' or '.git' in it when it is pushed, so nobody clones it.
+_CONFIG = """\
+[core]
+\trepositoryformatversion = 0
+\tfilemode = true
+\tbare = true
+\tfsync = all
+\tfsyncMethod = batch
+[gc]
+\tauto = 0
+[receive]
+\tautogc = false
+[transfer]
+\tfsckObjects = true
+[http]
+\treceivepack = true
+[uploadpack]
+\tallowAnySHA1InWant = true
+\tallowFilter = true
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repository:
+    id: str
+    name: RepositoryName
+    private: bool
+    created_at: float
+    folder: Path
+
+
+class Repositories:
+    """The repositories in `root/repos/<type>s/<owner>/<name>.git`. New ones are made in
+    `root/incoming`, and deleted ones go through `root/removed`."""
+
+    def __init__(self, root: Path) -> None:
+        self.incoming = root / "incoming"
+        """Holds unfinished repositories and pushes. It is emptied when the hub starts."""
+        self._root = root
+        self._removed = root / "removed"
+        self._repos = root / "repos"
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    @asynccontextmanager
+    async def locked(self, find: Callable[[], Repository]) -> AsyncIterator[Repository]:
+        """Gives the repository that `find` returns, and holds its lock within the block. Code that
+        changes refs holds the lock from before the change until the event is stored.
+
+        `find` is called again under the lock: while this waited, the repository may have been moved
+        or removed, and another one may have its name. Raises what `find` raises.
+        """
+        while True:
+            found = await asyncio.to_thread(find)
+            async with self._locks[found.id]:
+                repository = await asyncio.to_thread(find)
+                if repository.id == found.id:
+                    yield repository
+                    return
+
+    async def for_each(self, database: Database, act: Callable[[Repository], object]) -> None:
+        """Calls `act` in a thread for each repository whose folder exists, under its lock."""
+
+        def find(id: str) -> Repository:
+            with database.read() as connection:
+                return self.find_by_id(connection, id)
+
+        with database.read() as connection:
+            ids = [repository.id for repository in self.all(connection)]
+        for id in ids:
+            with suppress(RepositoryNotFound):  # the repository was removed meanwhile
+                async with self.locked(partial(find, id)) as repository:
+                    if repository.folder.exists():
+                        await asyncio.to_thread(act, repository)
+
+    def folder(self, name: RepositoryName) -> Path:
+        return self._repos / f"{name.type}s" / name.owner / f"{name.name}.git"
+
+    def find(self, connection: Connection, name: RepositoryName) -> Repository:
+        """The repository of this name. Names are compared without case. The state of an older
+        release may have names that differ only in case: then the exact name is preferred, and any
+        other spelling finds the oldest repository.
+
+        Raises RepositoryMoved for a former name, and RepositoryNotFound.
+        """
+        row = connection.execute(select(table).where(_is(name))).one_or_none()
+        if row is None:
+            oldest = select(table).where(_is_in_any_case(name)).order_by(table.c.created_at)
+            row = connection.execute(oldest).first()
+        if row is not None:
+            return self._record(row)
+        former = connection.execute(select(table).join(former_names).where(_was(name))).first()
+        if former is not None:
+            present = self._record(former)
+            now = present.name
+            raise RepositoryMoved(
+                f"The {name} has moved to {now.id}: use this name.",
+                repository_id=present.id,
+                type=now.type,
+                owner=now.owner,
+                name=now.name,
+            )
+        raise RepositoryNotFound(
+            f"There is no {name} here: check the name, or create the repository with "
+            f"`hf repos create {name.id} --type {name.type}`."
+        )
+
+    def find_as_git(
+        self, connection: Connection, type: RepositoryType, owner: str, name: str
+    ) -> Repository:
+        """As `find`. A git URL `/owner/name` may also mean a dataset, if there is no such model.
+        Raises RepositoryMoved and RepositoryNotFound."""
+        try:
+            return self.find(connection, requested_name(type, owner, name))
+        except RepositoryMoved:
+            raise
+        except RepositoryNotFound:
+            if type != "model":
+                raise
+        try:
+            return self.find(connection, requested_name("dataset", owner, name))
+        except RepositoryMoved:
+            raise
+        except RepositoryNotFound:
+            raise RepositoryNotFound(
+                f"There is no model and no dataset {owner}/{name} here: check the name, or create "
+                f"a dataset with `hf repos create {owner}/{name} --type dataset`."
+            ) from None
+
+    def find_by_id(self, connection: Connection, id: str) -> Repository:
+        """The repository of this id, whatever its name is now. Raises RepositoryNotFound."""
+        row = connection.execute(select(table).where(table.c.id == id)).one_or_none()
+        if row is None:
+            raise RepositoryNotFound(
+                f"There is no repository with the id {id} here any more: look it up by its name."
+            )
+        return self._record(row)
+
+    def former_ids(self, connection: Connection, repository: Repository) -> list[str]:
+        """The former names of the repository that still lead to it: `owner/name` in lower case."""
+        owned = former_names.c.repository_id == repository.id
+        return [
+            f"{row.owner}/{row.name}"
+            for row in connection.execute(select(former_names).where(owned))
+        ]
+
+    def all(self, connection: Connection) -> list[Repository]:
+        return [self._record(row) for row in connection.execute(select(table))]
+
+    def create(
+        self,
+        connection: Connection,
+        name: RepositoryName,
+        *,
+        private: bool,
+        on_error: ExitStack,
+    ) -> Repository:
+        """Makes an empty repository. Raises Conflict if the name is taken.
+
+        Adds to `on_error` a callback that removes the folder. The caller calls it if its
+        transaction fails.
+        """
+        self._check_free(connection, name)
+        aside = self.incoming / f"{secrets.token_hex(12)}.git"
+        git(aside, "init", "--quiet", "--bare", "--template=")
+        (aside / "HEAD").write_text(f"ref: {DEFAULT_BRANCH}\n")
+        (aside / "config").write_text(_CONFIG)
+        self.folder(name).parent.mkdir(parents=True, exist_ok=True)
+        aside.rename(self.folder(name))
+        on_error.callback(shutil.rmtree, self.folder(name), ignore_errors=True)
+        return self.adopt(connection, name, private=private)
+
+    def adopt(self, connection: Connection, name: RepositoryName, *, private: bool) -> Repository:
+        """Makes the row of a repository whose folder exists."""
+        values = {
+            "id": secrets.token_hex(12),
+            "type": name.type,
+            "owner": name.owner,
+            "name": name.name,
+            "private": private,
+            "created_at": time.time(),
+        }
+        connection.execute(delete(former_names).where(_was(name)))
+        connection.execute(insert(table).values(values))
+        return self.find(connection, name)
+
+    def set_private(self, connection: Connection, repository: Repository, private: bool) -> None:
+        connection.execute(update(table).where(table.c.id == repository.id).values(private=private))
+
+    @contextmanager
+    def removal(self, repository: Repository) -> Iterator[None]:
+        """Moves the folder away within the block. Moves it back if the block raises, else deletes
+        it after the block."""
+        aside = self._removed / f"{repository.id}.git"
+        if repository.folder.exists():
+            repository.folder.rename(aside)
+        try:
+            yield
+        except BaseException:
+            aside.rename(repository.folder)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def forget(self, connection: Connection, repository: Repository) -> None:
+        """Deletes the row of the repository."""
+        connection.execute(delete(table).where(table.c.id == repository.id))
+
+    def move(
+        self,
+        connection: Connection,
+        repository: Repository,
+        to: RepositoryName,
+        *,
+        on_error: ExitStack,
+    ) -> Repository:
+        """Gives the repository the name `to`. Raises Conflict if this name is taken. Adds to
+        `on_error` a callback that moves the folder back.
+
+        The old name still leads to the repository, until another repository gets it.
+        """
+        self._check_free(connection, to, but=repository)
+        for former in (repository.name, to):
+            connection.execute(delete(former_names).where(_was(former)))
+        if repository.name.id.lower() != to.id.lower():
+            connection.execute(
+                insert(former_names).values(
+                    type=to.type,
+                    owner=repository.name.owner.lower(),
+                    name=repository.name.name.lower(),
+                    repository_id=repository.id,
+                )
+            )
+        connection.execute(
+            update(table).where(table.c.id == repository.id).values(owner=to.owner, name=to.name)
+        )
+        self.folder(to).parent.mkdir(parents=True, exist_ok=True)
+        repository.folder.rename(self.folder(to))
+        on_error.callback(self.folder(to).rename, repository.folder)
+        return self.find(connection, to)
+
+    def _check_free(
+        self, connection: Connection, name: RepositoryName, but: Repository | None = None
+    ) -> None:
+        taken = connection.execute(select(table).where(_is_in_any_case(name))).all()
+        for row in taken:
+            if but is None or row.id != but.id:
+                raise Conflict(
+                    f"There is a {self._record(row).name} here already: choose another name."
+                )
+        # If `name` differs only in case from the present name, a file system that ignores case
+        # finds the repository's own folder here. `taken` then has its row.
+        if not taken and self.folder(name).exists():
+            raise Conflict(
+                f"There is a folder for a {name} here already: choose another name, or restart the "
+                "hub, which then enters the repository in this folder."
+            )
+
+    def clear_leftovers(self) -> None:
+        """Removes what a killed hub left unfinished. Called before the hub answers a request."""
+        end_processes(self._root)
+        for folder in (self.incoming, self._removed):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        for repository in self._repos.glob("*s/*/*.git"):
+            clear_repository(repository)
+            LargeFiles(repository).clear_leftovers()
+
+    def on_disk(self) -> Iterator[RepositoryName]:
+        """The names of all repository folders. Skips, and logs, a folder with an invalid name."""
+        for type in REPOSITORY_TYPES:
+            for folder in sorted(self._repos.glob(f"{type}s/*/*.git")):
+                name = folder.name.removesuffix(".git")
+                try:
+                    yield repository_name(type, folder.parent.name, name)
+                except BadRequest as error:
+                    logger.warning("the hub ignores the folder %s: %s", folder, error)
+
+    def _record(self, row: Row[tuple[object, ...]]) -> Repository:
+        name = RepositoryName(type=row.type, owner=row.owner, name=row.name)
+        return Repository(
+            id=row.id,
+            name=name,
+            private=row.private,
+            created_at=row.created_at,
+            folder=self.folder(name),
+        )
+
+
+def _is(name: RepositoryName) -> ColumnElement[bool]:
+    return and_(table.c.type == name.type, table.c.owner == name.owner, table.c.name == name.name)
+
+
+def _is_in_any_case(name: RepositoryName) -> ColumnElement[bool]:
+    return and_(
+        table.c.type == name.type,
+        func.lower(table.c.owner) == name.owner.lower(),
+        func.lower(table.c.name) == name.name.lower(),
+    )
+
+
+def _was(name: RepositoryName) -> ColumnElement[bool]:
+    return and_(
+        former_names.c.type == name.type,
+        former_names.c.owner == name.owner.lower(),
+        former_names.c.name == name.name.lower(),
+    )

@@ -1,0 +1,267 @@
+"""API routes for commits: `validate-yaml` checks a README before a client commits it, `preupload`
+tells a client how to send each file, and `commit` makes the commit."""
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from tempfile import TemporaryFile
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from pipeline.hub.commits.body import CommitBody
+from pipeline.hub.commits.changes import MAX_GIT_BYTES, attributes_files, planned_changes
+from pipeline.hub.commits.checks import check_changes
+from pipeline.hub.commits.fast_import import NewCommit, first_commit, imported_commit, make_commit
+from pipeline.hub.contents.attributes import IGNORE_FILE, ignored_paths, large_file_paths
+from pipeline.hub.contents.cards import parse_card
+from pipeline.hub.contents.history import resolve_revision
+from pipeline.hub.contents.trees import Folders, read_folders
+from pipeline.hub.discussions.store import MAX_TITLE
+from pipeline.hub.errors import BadRequest, RevisionNotFound
+from pipeline.hub.events.log import record_ref_changes
+from pipeline.hub.git.process import PULL_REQUEST_PREFIX, git
+from pipeline.hub.http_json import client_warning, hub_url, read_json, receive_into
+from pipeline.hub.repositories.names import (
+    DEFAULT_BRANCH,
+    RepositoryName,
+    folders_of,
+    new_file_path,
+)
+from pipeline.hub.repositories.objects import pointers_of
+from pipeline.hub.repositories.refs import RefChange, read_refs, remember
+from pipeline.hub.repositories.store import Repository
+from pipeline.hub.routes.pull_requests import check_is_open, open_pull_request
+from pipeline.hub.service import Hub
+from pipeline.hub.tokens.auth import Identity, identity_of, signature
+
+
+class PlannedFile(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    path: str
+    size: int = Field(ge=0)
+    sample: str = ""
+    """The first 512 bytes of the file, in base64."""
+
+
+class Preupload(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    files: tuple[PlannedFile, ...]
+    gitIgnore: str | None = None
+
+
+class Readme(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    content: str
+
+
+def routes() -> list[Route]:
+    return [Route("/api/validate-yaml", validate_yaml, methods=["POST"])]
+
+
+async def validate_yaml(request: Request) -> Response:
+    """Answers 400 if the README has errors, so that the client does not commit it. With warnings
+    only, the client may commit it."""
+    body = await read_json(request, Readme)
+    card = await run_in_threadpool(parse_card, body.content)
+    return JSONResponse(
+        {
+            "errors": [{"message": message} for message in card.errors],
+            "warnings": [{"message": message} for message in card.warnings],
+        },
+        status_code=400 if card.errors else 200,
+    )
+
+
+async def preupload(
+    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
+) -> Response:
+    """Says for each file whether the client sends it in the commit (`regular`) or before the commit
+    (`lfs`), whether `.gitignore` excludes it, and the id of the present file of this path."""
+    body = await read_json(request, Preupload)
+    paths = [new_file_path(file.path) for file in body.files]
+    identity = identity_of(request)
+    await _begin(hub, name, identity)
+
+    def read() -> list[dict[str, object]]:
+        repository = hub.find_reached(name, identity)
+        _, head = find_branch(repository, "/".join(rest))
+        folders = read_folders(repository, head, folders_of(paths))
+        tracked = large_file_paths(repository, attributes_files(folders), paths)
+        ignored = _ignored(repository, folders, body.gitIgnore, paths)
+        there = _oids(repository, folders, paths)
+        return [
+            {
+                "path": file.path,
+                "uploadMode": "lfs" if path in tracked or _is_large(file) else "regular",
+                "shouldIgnore": path in ignored,
+                "oid": there.get(path),
+            }
+            for file, path in zip(body.files, paths, strict=True)
+        ]
+
+    return JSONResponse({"files": await run_in_threadpool(read)})
+
+
+async def _begin(hub: Hub, name: RepositoryName, identity: Identity) -> None:
+    """Makes the first commit if the repository has no commit. On the Hugging Face Hub every
+    repository has one, and clients such as `Dataset.push_to_hub` fail without it. No event is
+    stored, because the first commit brings no data."""
+
+    def is_empty() -> bool:
+        return not read_refs(hub.find(name))
+
+    if not await run_in_threadpool(is_empty):
+        return
+
+    async with hub.locked(name, identity) as repository:
+
+        def act() -> None:
+            if read_refs(repository):
+                return
+            first = first_commit(repository, signature(identity))
+            with hub.database.write() as connection:
+                remember(connection, repository, [first])
+
+        await run_in_threadpool(act)
+
+
+async def commit(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
+    """Makes one commit with all operations, or fails and makes none. With `?create_pr=1`, the
+    commit goes to a new pull request."""
+    identity = identity_of(request)
+    identity.require_write("a commit")
+    await run_in_threadpool(hub.find, name)
+    revision, opens = "/".join(rest), request.query_params.get("create_pr") in ("1", "true")
+    with TemporaryFile(dir=hub.repositories.incoming) as file:
+        await receive_into(file, request, max_bytes=hub.settings.max_push_bytes)
+        async with hub.commit_slots:
+            body = await run_in_threadpool(CommitBody, file)
+        act = _commit_for_review if opens else _commit
+        # The slot comes after the lock: a request that has a slot must not wait for a lock.
+        async with hub.locked(name, identity) as repository, hub.commit_slots:
+            made = await run_in_threadpool(act, hub, repository, revision, body, identity)
+    hub.log.wake()
+    web = f"{hub_url(request)}/{repository.name.path}"
+    answer: dict[str, object] = {
+        "success": True,
+        "commitOid": made.sha,
+        "commitUrl": f"{web}/commit/{made.sha}",
+        "hookOutput": "\n".join(made.remarks),
+    }
+    if made.pull_request is not None:
+        answer["pullRequestUrl"] = f"{web}/discussions/{made.pull_request}"
+    return JSONResponse(answer, headers=client_warning(made.sha, made.remarks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    sha: str
+    remarks: Sequence[str] = ()
+    pull_request: int | None = None
+
+
+def _commit(
+    hub: Hub, repository: Repository, revision: str, body: CommitBody, identity: Identity
+) -> _Made:
+    ref, head = find_branch(repository, revision)
+    if ref.startswith(PULL_REQUEST_PREFIX):
+        check_is_open(hub, repository, ref)
+    sha = make_commit(repository, ref, head, _new_commit(repository, head, body, identity))
+    changes = [] if sha == head else record_ref_changes(repository, hub.log)
+    return _Made(sha=sha, remarks=hub.remarks_on(repository, changes) if changes else ())
+
+
+def _commit_for_review(
+    hub: Hub, repository: Repository, revision: str, body: CommitBody, identity: Identity
+) -> _Made:
+    """Makes the commit on a new pull request. Its parent is the commit that the client names, or
+    else the head of the branch."""
+    base, head = find_branch(repository, revision)
+    parent = body.header.parentCommit
+    start = head if parent is None else resolve_revision(repository, parent)
+    new = _new_commit(repository, start, body, identity)
+    check_changes(new.changes, repository, start)
+    with imported_commit(repository, start, new) as (_, sha, _):
+        opened = open_pull_request(
+            hub,
+            repository,
+            identity,
+            title=body.header.summary[:MAX_TITLE],
+            text=body.header.description or body.header.summary,
+            status="open",
+            base=base,
+            head=sha,
+        )
+    change = RefChange(ref=opened.ref, old_sha=start, new_sha=sha)
+    return _Made(sha=sha, remarks=hub.remarks_on(repository, [change]), pull_request=opened.num)
+
+
+def _new_commit(
+    repository: Repository, head: str | None, body: CommitBody, identity: Identity
+) -> NewCommit:
+    return NewCommit(
+        message=body.header.message,
+        author=signature(identity),
+        changes=planned_changes(repository, head, body),
+        parent=body.header.parentCommit,
+    )
+
+
+def find_branch(repository: Repository, revision: str) -> tuple[str, str | None]:
+    """The full name of the branch, and the sha of its head. The sha is None for the default branch
+    of a repository without commits. Raises RevisionNotFound for any other branch that does not
+    exist."""
+    refs = read_refs(repository)
+    ref = revision if revision.startswith("refs/") else f"refs/heads/{revision}"
+    is_branch = ref.startswith(("refs/heads/", PULL_REQUEST_PREFIX))
+    if not is_branch or (ref not in refs and (refs or ref != DEFAULT_BRANCH)):
+        raise RevisionNotFound(
+            f"The {repository.name} has no branch {revision!r}, and a commit can only be made on "
+            "a branch: create the branch first."
+        )
+    return ref, refs.get(ref)
+
+
+def _ignored(
+    repository: Repository, folders: Folders, given: str | None, paths: Sequence[str]
+) -> set[str]:
+    """The ignored paths, by the `.gitignore` that the client sends (`given`), or else by the one in
+    the repository."""
+    if given is not None:
+        return ignored_paths(repository, given.encode(), paths)
+    there = folders.get("", {}).get(IGNORE_FILE)
+    if there is None or there.type != "file":
+        return set()
+    return ignored_paths(repository, git(repository.folder, "cat-file", "blob", there.oid), paths)
+
+
+def _is_large(file: PlannedFile) -> bool:
+    """Whether the file is too large for git, or binary: its sample has a NUL byte."""
+    try:
+        sample = base64.b64decode(file.sample, validate=True)
+    except binascii.Error:
+        raise BadRequest(
+            f"The sample of {file.path!r} is not valid base64: encode it again."
+        ) from None
+    return file.size > MAX_GIT_BYTES or b"\0" in sample
+
+
+def _oids(repository: Repository, folders: Folders, paths: Sequence[str]) -> Mapping[str, str]:
+    """The id of each of `paths` that exists: the sha256 of a large file, or else the sha of the
+    blob. If a client's file has the same id, the client does not send it."""
+    there = {}
+    for path in paths:
+        folder, _, name = path.rpartition("/")
+        entry = folders.get(folder, {}).get(name)
+        if entry is not None and entry.type == "file":
+            there[path] = entry.oid
+    pointers = pointers_of(repository, set(there.values()))
+    return {path: pointers[oid].oid if oid in pointers else oid for path, oid in there.items()}

@@ -1,0 +1,62 @@
+"""API routes for the commands `pipeline hub gc` and `pipeline hub purge` while the hub runs."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from pipeline.hub.repositories.garbage import Collected, collect_garbage
+from pipeline.hub.repositories.names import requested_name
+from pipeline.hub.repositories.purge import plan_purge, purge
+from pipeline.hub.repositories.store import Repository
+from pipeline.hub.service import hub_of
+from pipeline.hub.tokens.auth import identity_of
+
+Answer = TypeVar("Answer")
+_PURGE = "/api/settings/purge/{type}/{owner}/{name}/{sha}"
+
+
+def routes() -> list[Route]:
+    return [
+        Route("/api/settings/gc", gc, methods=["POST"]),
+        Route(_PURGE, plan, methods=["GET"]),
+        Route(_PURGE, remove, methods=["POST"]),
+    ]
+
+
+async def gc(request: Request) -> Response:
+    """Removes from all repositories the commits that nothing needs, the objects that no ref leads
+    to, and the large files that no commit names. Pushes to a repository wait while it is cleaned.
+    """
+    hub, collected = hub_of(request), list[Collected]()
+
+    def collect(repository: Repository) -> None:
+        collected.append(collect_garbage(repository, hub.database, hub.needed_commits))
+
+    await hub.repositories.for_each(hub.database, collect)
+    return JSONResponse(
+        {
+            "released": sum(each.num_commits for each in collected),
+            "large_bytes": sum(each.large_bytes for each in collected),
+        }
+    )
+
+
+async def plan(request: Request) -> Response:
+    """What a purge would remove. 409 if a branch, a tag or a pull request leads to the commit."""
+    return await _locked(request, plan_purge)
+
+
+async def remove(request: Request) -> Response:
+    return await _locked(request, purge)
+
+
+async def _locked(request: Request, act: Callable[[Repository, str], Answer]) -> Response:
+    hub, path = hub_of(request), request.path_params
+    name = requested_name(path["type"], path["owner"], path["name"])
+
+    async with hub.locked(name, identity_of(request)) as repository:
+        return JSONResponse(await run_in_threadpool(act, repository, path["sha"]))

@@ -1,0 +1,200 @@
+"""API routes that list, create and delete branches and tags. Each change stores an event, as a push
+does."""
+
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, StringConstraints
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from pipeline.hub.contents.history import resolve_revision
+from pipeline.hub.errors import BadRequest, Conflict, RevisionNotFound
+from pipeline.hub.events.log import record_ref_changes
+from pipeline.hub.git.process import PULL_REQUEST_PREFIX, git
+from pipeline.hub.http_json import read_json
+from pipeline.hub.repositories.names import DEFAULT_BRANCH, RepositoryName, is_ref_name
+from pipeline.hub.repositories.refs import peeled_refs, read_refs
+from pipeline.hub.repositories.store import Repository
+from pipeline.hub.service import Hub
+from pipeline.hub.tokens.auth import identity_of, signature
+
+_NO_REF = "0" * 40
+
+
+class NewBranch(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    startingPoint: str | None = None
+
+
+Message = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
+"""The message of a commit or a tag. Git allows no NUL character in it."""
+
+
+class Squash(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    message: Message | None = None
+
+
+class NewTag(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    tag: str
+    message: Message | None = None
+
+
+async def list_refs(request: Request, hub: Hub, name: RepositoryName) -> Response:
+    with_prs = request.query_params.get("include_prs", "").lower() in ("1", "true")
+
+    def read() -> dict[str, object]:
+        repository = hub.find(name)
+        return {
+            "branches": _as_json(repository, "refs/heads/"),
+            "tags": _as_json(repository, "refs/tags/"),
+            "converts": [],
+            "pullRequests": _as_json(repository, PULL_REQUEST_PREFIX) if with_prs else [],
+        }
+
+    return JSONResponse(await run_in_threadpool(read))
+
+
+async def create_branch(
+    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
+) -> Response:
+    ref = _full("refs/heads/", "/".join(rest))
+    body = await read_json(request, NewBranch)
+
+    def act(repository: Repository) -> None:
+        _refuse_existing(repository, ref)
+        if body.startingPoint is None and not read_refs(repository):
+            raise BadRequest(
+                f"The {name} has no commit yet, so no branch can begin at one: push a commit to "
+                "the branch, which also creates the branch."
+            )
+        start = resolve_revision(repository, body.startingPoint or "main")
+        git(repository.folder, "update-ref", ref, start, _NO_REF)
+
+    await _change_refs(request, hub, name, act)
+    return Response(status_code=200)
+
+
+async def delete_branch(
+    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
+) -> Response:
+    ref = _full("refs/heads/", "/".join(rest))
+    if ref == DEFAULT_BRANCH:
+        raise BadRequest(
+            f"Cannot delete {DEFAULT_BRANCH}: it is the default branch. Delete another branch, or "
+            "the repository."
+        )
+    await _change_refs(request, hub, name, lambda repository: _delete(repository, ref))
+    return Response(status_code=200)
+
+
+async def create_tag(
+    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
+) -> Response:
+    body = await read_json(request, NewTag)
+    ref = _full("refs/tags/", body.tag)
+
+    def act(repository: Repository) -> None:
+        commit = resolve_revision(repository, "/".join(rest))
+        _refuse_existing(repository, ref)
+        if not body.message:
+            git(repository.folder, "update-ref", ref, commit, _NO_REF)
+            return
+        who = hub.settings.owner
+        tagger = {"GIT_COMMITTER_NAME": who, "GIT_COMMITTER_EMAIL": f"{who}@localhost"}
+        message = body.message.encode()
+        git(
+            repository.folder, "tag", "-a", "-F", "-", body.tag, commit, stdin=message, extra=tagger
+        )
+
+    await _change_refs(request, hub, name, act)
+    return Response(status_code=200)
+
+
+async def delete_tag(
+    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
+) -> Response:
+    ref = _full("refs/tags/", "/".join(rest))
+    await _change_refs(request, hub, name, lambda repository: _delete(repository, ref))
+    return Response(status_code=200)
+
+
+async def super_squash(
+    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
+) -> Response:
+    """Replaces all commits of the branch by one commit that has the present files and no parent."""
+    ref = _full("refs/heads/", "/".join(rest))
+    body = await read_json(request, Squash)
+    who = signature(identity_of(request))
+    author = {
+        f"GIT_{part}_{fact}": value
+        for part in ("AUTHOR", "COMMITTER")
+        for fact, value in (("NAME", who.name), ("EMAIL", who.email))
+    }
+
+    def act(repository: Repository) -> None:
+        head = resolve_revision(repository, ref)
+        message = (body.message or f"Super-squash branch {ref}").encode()
+        squashed = git(
+            repository.folder,
+            *("commit-tree", f"{head}^{{tree}}", "-F", "-"),
+            stdin=message,
+            extra=author,
+        )
+        git(repository.folder, "update-ref", ref, squashed.decode().strip(), head)
+
+    await _change_refs(request, hub, name, act)
+    return JSONResponse({})
+
+
+async def _change_refs(
+    request: Request, hub: Hub, name: RepositoryName, act: Callable[[Repository], None]
+) -> None:
+    async with hub.locked(name, identity_of(request)) as repository:
+
+        def act_and_record() -> None:
+            act(repository)
+            record_ref_changes(repository, hub.log)
+
+        await run_in_threadpool(act_and_record)
+
+
+def _as_json(repository: Repository, prefix: str) -> list[dict[str, str]]:
+    return [
+        {"name": name, "ref": f"{prefix}{name}", "targetCommit": commit}
+        for name, commit in peeled_refs(repository, prefix)
+    ]
+
+
+def _full(prefix: str, name: str) -> str:
+    if not is_ref_name(name) or name == "HEAD" or name.startswith("refs/"):
+        raise BadRequest(
+            f"{name!r} is not a valid name for a branch or a tag: use letters, digits, '-', '_', "
+            "'.' and '/', and neither HEAD nor a name that begins with refs/."
+        )
+    return f"{prefix}{name}"
+
+
+def _refuse_existing(repository: Repository, ref: str) -> None:
+    for existing in read_refs(repository):
+        if existing == ref:
+            raise Conflict(f"Reference {ref} already exists")
+        if existing.startswith(f"{ref}/") or ref.startswith(f"{existing}/"):
+            raise Conflict(
+                f"Reference {ref} cannot exist together with {existing}, because git stores refs "
+                "as files and one of the two would be a folder: choose another name."
+            )
+
+
+def _delete(repository: Repository, ref: str) -> None:
+    if ref not in read_refs(repository):
+        raise RevisionNotFound(
+            f"The {repository.name} has no {ref}, so it cannot be deleted: check the name."
+        )
+    git(repository.folder, "update-ref", "-d", ref)

@@ -1,0 +1,189 @@
+"""API routes that create, delete and move repositories, and change their settings."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from pipeline.hub.commits.fast_import import first_commit
+from pipeline.hub.errors import BadRequest, Conflict
+from pipeline.hub.http_json import hub_url, read_json
+from pipeline.hub.repositories.names import (
+    RESERVED_OWNERS,
+    RepositoryName,
+    RepositoryType,
+    repository_name,
+    requested_name,
+)
+from pipeline.hub.repositories.refs import remember
+from pipeline.hub.repositories.store import Repository
+from pipeline.hub.service import Hub, hub_of
+from pipeline.hub.tokens.auth import identity_of, require_a_person, signature
+from pipeline.hub.webhooks.store import follow_move
+
+Answer = TypeVar("Answer")
+
+
+class _Body(BaseModel):
+    # The client also sends options that this hub does not have, such as hardware and templates.
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class NamedRepository(_Body):
+    name: str
+    organization: str | None = None
+    type: RepositoryType = "model"
+    visibility: Literal["private", "protected", "public"] | None = None
+    private: bool | None = None
+    empty: bool = False
+    """Whether to create the repository without a first commit, so that the first `git push` needs
+    no pull. The Hugging Face Hub does not have this option."""
+
+
+class Move(_Body):
+    fromRepo: str
+    toRepo: str
+    type: RepositoryType = "model"
+
+
+class RepositorySettings(_Body):
+    visibility: Literal["private", "protected", "public"] | None = None
+    private: bool | None = None
+    gated: str | bool | None = None
+
+
+def routes() -> list[Route]:
+    return [
+        Route("/api/repos/create", create, methods=["POST"]),
+        Route("/api/repos/delete", remove, methods=["DELETE"]),
+        Route("/api/repos/move", move, methods=["POST"]),
+    ]
+
+
+async def create(request: Request) -> Response:
+    hub = hub_of(request)
+    body = await read_json(request, NamedRepository)
+    name = _new_name(hub, body.type, body.organization, body.name)
+    private = _is_private(body, default=True)
+
+    def act() -> Repository:
+        with ExitStack() as on_error:
+            with hub.database.write() as connection:
+                repository = hub.repositories.create(
+                    connection, name, private=private, on_error=on_error
+                )
+                if not body.empty:
+                    first = first_commit(repository, signature(identity_of(request)))
+                    remember(connection, repository, [first])
+                hub.log.record(connection, repository, action="create")
+            on_error.pop_all()
+        return repository
+
+    try:
+        repository = await _changing(hub, act)
+    except Conflict as error:
+        there = await run_in_threadpool(hub.find, name)
+        raise Conflict(str(error), url=f"{hub_url(request)}/{there.name.path}") from None
+    url = f"{hub_url(request)}/{name.path}"
+    return JSONResponse({"url": url, "name": name.id, "id": repository.id})
+
+
+async def remove(request: Request) -> Response:
+    hub = hub_of(request)
+    body = await read_json(request, NamedRepository)
+    name = requested_name(body.type, body.organization or hub.settings.owner, body.name)
+    async with hub.locked(name, identity_of(request)) as repository:
+
+        def act() -> None:
+            with hub.repositories.removal(repository), hub.database.write() as connection:
+                hub.log.record(connection, repository, action="delete")
+                hub.repositories.forget(connection, repository)
+
+        await _changing(hub, act)
+    return Response(status_code=200)
+
+
+async def move(request: Request) -> Response:
+    hub = hub_of(request)
+    body = await read_json(request, Move)
+    owner, name = _halves(body.fromRepo)
+    source = requested_name(body.type, owner or hub.settings.owner, name)
+    target = _new_name(hub, body.type, *_halves(body.toRepo))
+    async with hub.locked(source, identity_of(request)) as repository:
+
+        def act() -> None:
+            with ExitStack() as on_error:
+                with hub.database.write() as connection:
+                    moved = hub.repositories.move(connection, repository, target, on_error=on_error)
+                    hub.log.record(connection, repository, action="move", moved_to=moved)
+                    # After the event: it goes to the webhooks that watch the old name.
+                    follow_move(connection, repository.name, moved.name)
+                on_error.pop_all()
+
+        await _changing(hub, act)
+    return JSONResponse({"url": f"{hub_url(request)}/{target.path}"})
+
+
+async def change_settings(request: Request, hub: Hub, name: RepositoryName) -> Response:
+    """Changes the visibility. Raises BadRequest for `gated`, and ignores all other settings."""
+    body = await read_json(request, RepositorySettings)
+    require_a_person(identity_of(request), "the settings of a repository")
+    if body.gated:
+        raise BadRequest(
+            "Gated repositories are not supported by this hub: make the repository private, and "
+            "create a token for it with `pipeline hub tokens create`."
+        )
+
+    async with hub.locked(name, identity_of(request)) as repository:
+        private = _is_private(body, default=repository.private)
+
+        def act() -> None:
+            with hub.database.write() as connection:
+                hub.repositories.set_private(connection, repository, private)
+                changed = hub.repositories.find(connection, name)
+                hub.log.record(connection, changed, action="update", scope="repo.config")
+
+        if private != repository.private:
+            await _changing(hub, act)
+    return JSONResponse({"private": private})
+
+
+async def _changing(hub: Hub, act: Callable[[], Answer]) -> Answer:
+    """Runs `act`, which stores an event, and then wakes the deliverer."""
+    answer = await run_in_threadpool(act)
+    hub.log.wake()
+    return answer
+
+
+def _is_private(body: NamedRepository | RepositorySettings, *, default: bool) -> bool:
+    if body.visibility is not None:
+        # On the Hugging Face Hub, `protected` hides the files. Here it hides the repository.
+        return body.visibility != "public"
+    return default if body.private is None else body.private
+
+
+def _halves(id: str) -> tuple[str | None, str]:
+    owner, slash, name = id.partition("/")
+    return (owner, name) if slash else (None, owner)
+
+
+def _new_name(hub: Hub, type: RepositoryType, owner: str | None, name: str) -> RepositoryName:
+    """The name of a new repository. If the owner is the user or an organization of the settings, it
+    gets the spelling of the settings.
+
+    Raises BadRequest for an invalid name, and for an owner under which no route would find the
+    repository.
+    """
+    known = {each.lower(): each for each in (*hub.settings.orgs, hub.settings.owner)}
+    wanted = owner or hub.settings.owner
+    if wanted.lower() in RESERVED_OWNERS:
+        raise BadRequest(
+            f"{wanted!r} cannot own a repository: other URLs of this hub begin with this word, so "
+            "nobody could reach the repository. Choose another owner."
+        )
+    return repository_name(type, known.get(wanted.lower(), wanted), name)

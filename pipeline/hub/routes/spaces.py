@@ -1,0 +1,117 @@
+"""API routes for the secrets and the variables of a Space."""
+
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, StringConstraints
+from sqlalchemy.engine import Connection
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from pipeline.hub.http_json import iso_time, read_json
+from pipeline.hub.repositories.names import RepositoryName
+from pipeline.hub.repositories.store import Repository
+from pipeline.hub.service import Hub
+from pipeline.hub.spaces import Kind, delete_setting, list_settings, put_setting
+from pipeline.hub.tokens.auth import check_sees, identity_of, require_a_person
+
+MAX_VALUE_CHARACTERS = 64 * 1024
+
+Key = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,254}$")]
+Value = Annotated[
+    str, StringConstraints(min_length=1, max_length=MAX_VALUE_CHARACTERS, pattern=r"^[^\x00]*$")
+]
+
+
+class NewSetting(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    key: Key
+    value: Value
+    description: Annotated[str, StringConstraints(max_length=4096)] | None = None
+
+
+class OldSetting(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    key: Key
+
+
+async def show(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
+    kind = _kind(request, name, rest)
+    if kind == "secret":
+        _may_change(request)
+    return JSONResponse(await run_in_threadpool(lambda: _listed(hub, hub.find(name), kind)))
+
+
+async def put(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
+    kind = _kind(request, name, rest)
+    _may_change(request)
+    body = await read_json(request, NewSetting)
+
+    def change(connection: Connection, space: Repository) -> None:
+        put_setting(connection, space, kind, hub.cipher, **body.model_dump())
+
+    return await _changed(request, hub, name, kind, change)
+
+
+async def remove(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
+    kind = _kind(request, name, rest)
+    _may_change(request)
+    key = (await read_json(request, OldSetting)).key
+
+    def change(connection: Connection, space: Repository) -> None:
+        delete_setting(connection, space, kind, key)
+
+    return await _changed(request, hub, name, kind, change)
+
+
+async def _changed(
+    request: Request,
+    hub: Hub,
+    name: RepositoryName,
+    kind: Kind,
+    change: Callable[[Connection, Repository], None],
+) -> Response:
+    """Changes the settings, and stores an event of the scope `repo.config`, as the Hugging Face Hub
+    does. Answers the settings of this kind after the change."""
+
+    def act() -> dict[str, object]:
+        with hub.database.write() as connection:
+            space = hub.repositories.find(connection, name)
+            check_sees(identity_of(request), name, space)
+            change(connection, space)
+            hub.log.record(connection, space, action="update", scope="repo.config")
+        return _listed(hub, space, kind)
+
+    listed = await run_in_threadpool(act)
+    hub.log.wake()
+    return JSONResponse(listed)
+
+
+def _kind(request: Request, name: RepositoryName, rest: Sequence[str]) -> Kind:
+    if name.type != "space" or rest:
+        raise HTTPException(404)
+    return "secret" if request.url.path.rstrip("/").endswith("/secrets") else "variable"
+
+
+def _may_change(request: Request) -> None:
+    identity = identity_of(request)
+    require_a_person(identity, "secrets and variables of a Space")
+    identity.require_write(f"{request.method} {request.url.path}")
+
+
+def _listed(hub: Hub, space: Repository, kind: Kind) -> dict[str, object]:
+    with hub.database.read() as connection:
+        settings = list_settings(connection, space, kind)
+    return {
+        each.key: {
+            "key": each.key,
+            **({} if each.value is None else {"value": each.value}),
+            "description": each.description,
+            "updatedAt": iso_time(each.updated_at),
+        }
+        for each in settings
+    }

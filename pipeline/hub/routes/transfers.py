@@ -1,0 +1,110 @@
+"""Routes that receive and send the content of large files, at URLs that the hub has signed.
+
+`huggingface_hub` sends no token with a file, so the signature of the URL replaces the token. It is
+valid for one method, repository, file and size, and for some hours.
+"""
+
+from collections.abc import AsyncIterator
+from functools import partial
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from pipeline.hub.errors import BadRequest, LargeFileNotFound
+from pipeline.hub.http_json import read_body
+from pipeline.hub.large_files.partial_uploads import PartialUpload
+from pipeline.hub.large_files.store import LargeFiles
+from pipeline.hub.repositories.store import Repository
+from pipeline.hub.routes import file_answers
+from pipeline.hub.service import hub_of
+
+PREFIX = "/api/lfs/"
+"""The beginning of these routes' paths. Each route first checks the signature of its URL; none
+needs a token."""
+
+
+def routes() -> list[Route]:
+    file = PREFIX + "{repository_id}/objects/{oid}"
+    upload = PREFIX + "{repository_id}/uploads/{upload_id}/{oid}"
+    return [
+        Route(file, fetch, methods=["GET"]),
+        Route(file, send, methods=["PUT"]),
+        Route(file, verify, methods=["POST"]),
+        Route(upload + "/{start}", send_part, methods=["PUT"]),
+        Route(upload, complete, methods=["POST"]),
+    ]
+
+
+def object_path(repository: Repository, oid: str) -> str:
+    return f"{PREFIX}{repository.id}/objects/{oid}"
+
+
+def upload_path(repository: Repository, oid: str, upload_id: str) -> str:
+    return f"{PREFIX}{repository.id}/uploads/{upload_id}/{oid}"
+
+
+async def fetch(request: Request) -> Response:
+    files, oid, _ = await _signed(request)
+    size = await run_in_threadpool(files.size, oid)
+    if size is None:
+        raise LargeFileNotFound(
+            f"The hub does not have the large file {oid} any more: push it from a clone that has "
+            "it."
+        )
+    return file_answers.answer(request, size, {"ETag": f'"{oid}"'}, partial(files.read, oid))
+
+
+async def send(request: Request) -> Response:
+    files, oid, size = await _signed(request)
+    await files.receive(body_of(request), oid, size)
+    return Response(headers={"ETag": f'"{oid}"'})
+
+
+async def verify(request: Request) -> Response:
+    """Checks that the complete file is stored. Clients ask for this when they have sent it."""
+    files, oid, size = await _signed(request)
+    await read_body(request)
+    found = await run_in_threadpool(files.size, oid)
+    if found != size:
+        raise LargeFileNotFound(
+            f"The hub does not have the large file {oid} with {size} bytes: send it again."
+        )
+    return JSONResponse({})
+
+
+async def send_part(request: Request) -> Response:
+    files, _, size = await _signed(request)
+    start = int(request.path_params["start"])  # always a number, because the hub signed the path
+    upload = PartialUpload(files, request.path_params["upload_id"])
+    await upload.receive(body_of(request), start=start, size=size)
+    # The client needs a tag for each part, and sends all tags to `complete`. The hub ignores them,
+    # because it checks the sha256 of the complete file.
+    return Response(headers={"ETag": f'"{start}-{size}"'})
+
+
+async def complete(request: Request) -> Response:
+    files, oid, size = await _signed(request)
+    await read_body(request)
+    upload = PartialUpload(files, request.path_params["upload_id"])
+    await run_in_threadpool(upload.complete, oid, size)
+    return JSONResponse({})
+
+
+async def _signed(request: Request) -> tuple[LargeFiles, str, int]:
+    """The large files, the sha256 and the size for which the URL is signed. Raises Forbidden if the
+    URL is not valid, and RepositoryNotFound if the repository does not exist any more."""
+    hub = hub_of(request)
+    size = hub.signed_urls.check(request)
+    repository = await run_in_threadpool(hub.find_by_id, request.path_params["repository_id"])
+    return LargeFiles(repository.folder), request.path_params["oid"], size
+
+
+async def body_of(request: Request) -> AsyncIterator[bytes]:
+    """The pieces of the body. Raises BadRequest if the client goes away."""
+    try:
+        async for piece in request.stream():
+            yield piece
+    except ClientDisconnect:
+        raise BadRequest("The request's body ended early: send it again.") from None

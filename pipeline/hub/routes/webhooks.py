@@ -1,0 +1,198 @@
+"""API routes with which `HfApi` of `huggingface_hub` manages webhooks."""
+
+import contextlib
+import difflib
+from collections.abc import Collection, Iterator
+
+from sqlalchemy import Connection
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from jobs.errors import JobNotFound
+from pipeline.hub.errors import BadRequest
+from pipeline.hub.http_json import read_json
+from pipeline.hub.repositories.names import REPOSITORY_TYPES, RepositoryName
+from pipeline.hub.service import Hub, hub_of
+from pipeline.hub.webhooks import suspension
+from pipeline.hub.webhooks.states import WebhookEvent
+from pipeline.hub.webhooks.store import (
+    CreateWebhook,
+    HubWatchedItem,
+    StoredWebhook,
+    UpdateWebhook,
+    WebhookJson,
+    as_json,
+    create_webhook,
+    delete_webhook,
+    get_webhook,
+    list_webhooks,
+    update_webhook,
+)
+
+_BASE = "/api/settings/webhooks"
+
+
+def routes() -> list[Route]:
+    return [
+        Route(_BASE, list_all, methods=["GET"]),
+        Route(_BASE, create, methods=["POST"]),
+        Route(f"{_BASE}/{{id}}", show, methods=["GET"]),
+        Route(f"{_BASE}/{{id}}", change, methods=["POST"]),
+        Route(f"{_BASE}/{{id}}", remove, methods=["DELETE"]),
+        Route(f"{_BASE}/{{id}}/enable", enable, methods=["POST"]),
+        Route(f"{_BASE}/{{id}}/disable", disable, methods=["POST"]),
+    ]
+
+
+async def list_all(request: Request) -> Response:
+    hub = hub_of(request)
+
+    def read() -> list[WebhookJson]:
+        with hub.database.read() as connection:
+            return [_described(hub, connection, one) for one in list_webhooks(connection)]
+
+    return JSONResponse(await run_in_threadpool(read))
+
+
+async def show(request: Request) -> Response:
+    hub = hub_of(request)
+
+    def read() -> WebhookJson:
+        with hub.database.read() as connection:
+            webhook = get_webhook(connection, request.path_params["id"])
+            return _described(hub, connection, webhook)
+
+    return JSONResponse({"webhook": await run_in_threadpool(read)})
+
+
+async def create(request: Request) -> Response:
+    hub = hub_of(request)
+    body = await read_json(request, CreateWebhook)
+    if body.url is None and body.jobSourceId is None:
+        raise BadRequest("url: a webhook needs the URL that it calls, or a job in `jobSourceId`.")
+    if body.secrets is not None and body.jobSourceId is None:
+        raise BadRequest("secrets: only a webhook that starts a job has them; leave them out.")
+
+    def act() -> WebhookJson:
+        _check_job(hub, body)
+        with hub.database.write() as connection:
+            created = create_webhook(connection, body, hub.cipher)
+            return _described(hub, connection, created)
+
+    created = await run_in_threadpool(act)
+    if body.secret:
+        created["secret"] = body.secret
+    return JSONResponse({"webhook": created})
+
+
+async def change(request: Request) -> Response:
+    """Changes a webhook. If it gets another URL, job or secret, a suspension ends and its pending
+    deliveries are sent at once."""
+    hub = hub_of(request)
+    body = await read_json(request, UpdateWebhook)
+
+    def act() -> WebhookJson:
+        _check_job(hub, body)
+        with hub.database.write() as connection:
+            id = request.path_params["id"]
+            before = get_webhook(connection, id)
+            after = update_webhook(connection, id, body, hub.cipher)
+            if after.target_and_proof != before.target_and_proof:
+                suspension.resume(connection, after, "changed")
+            return _described(hub, connection, get_webhook(connection, id))
+
+    changed = await run_in_threadpool(act)
+    hub.log.wake()
+    return JSONResponse({"webhook": changed})
+
+
+async def enable(request: Request) -> Response:
+    """Enables a disabled webhook, and ends a suspension. Its pending deliveries are sent at once,
+    and earlier failures do not count any more."""
+    changed = await _resume(request, "enabled")
+    hub_of(request).log.wake()
+    return changed
+
+
+async def disable(request: Request) -> Response:
+    """Disables a webhook. Its pending deliveries wait until it is enabled. Of events that happen
+    meanwhile, it gets no delivery."""
+    return await _resume(request, "disabled")
+
+
+async def remove(request: Request) -> Response:
+    hub = hub_of(request)
+
+    def act() -> None:
+        with hub.database.write() as connection:
+            delete_webhook(connection, request.path_params["id"])
+
+    await run_in_threadpool(act)
+    return JSONResponse({})
+
+
+async def _resume(request: Request, event: WebhookEvent) -> Response:
+    hub = hub_of(request)
+
+    def act() -> WebhookJson:
+        with hub.database.write() as connection:
+            id = request.path_params["id"]
+            suspension.resume(connection, get_webhook(connection, id), event)
+            return _described(hub, connection, get_webhook(connection, id))
+
+    return JSONResponse({"webhook": await run_in_threadpool(act)})
+
+
+def _check_job(hub: Hub, body: CreateWebhook | UpdateWebhook) -> None:
+    """Raises BadRequest if the request names a job that a webhook cannot start."""
+    if body.jobSourceId is None:
+        return
+    if body.url is not None:
+        raise BadRequest("`url` and `jobSourceId` are both set: set only one of them.")
+    if hub.launcher is None:
+        raise BadRequest(
+            "This hub was started without a job store, so a webhook cannot start jobs: give the "
+            "webhook a `url`."
+        )
+    try:
+        hub.launcher.describe(body.jobSourceId)
+    except JobNotFound as error:
+        raise BadRequest(str(error)) from None
+
+
+def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> WebhookJson:
+    described = as_json(webhook)
+    present = [repository.name for repository in hub.repositories.all(connection)]
+    if found := _warnings(webhook, present):
+        described["warnings"] = found
+    if webhook.job_id is not None and hub.launcher is not None:
+        # If the job does not exist any more, the answer has only its id.
+        with contextlib.suppress(JobNotFound):
+            described["job"] = hub.launcher.describe(webhook.job_id)
+    return described
+
+
+def _warnings(webhook: StoredWebhook, present: Collection[RepositoryName]) -> list[str]:
+    """A warning for each watched item of which the webhook gets no events now. It is no error,
+    because the repository may still be created, and the webhook then gets its events. `present` are
+    the names of all repositories."""
+    return [reason for item in webhook.watched for reason in _in_vain(item, present)]
+
+
+def _in_vain(item: HubWatchedItem, present: Collection[RepositoryName]) -> Iterator[str]:
+    if any(item.covers(name) for name in present):
+        return
+    if item.type in ("org", "user"):
+        yield f"{item} has no repository here" + _close(item.name, {each.owner for each in present})
+    elif item.type not in REPOSITORY_TYPES:
+        yield f"{item} sends no event: this hub has no {item.type}s"
+    else:
+        known = {f"{each.type}:{each.id}" for each in present}
+        yield f"there is no {item} here" + _close(str(item), known)
+
+
+def _close(wanted: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(wanted, sorted(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,243 @@
+"""Finds out who makes a request, from its token. API clients send the token as Bearer; git sends it
+as the password of Basic, with any user name."""
+
+import asyncio
+import base64
+import binascii
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
+from starlette.types import Scope
+
+from jobs.attempt_tokens import PREFIX, job_of_token
+from jobs.environment import COMMITTER_DOMAIN
+from jobs.store import JobStore
+from pipeline.hub.errors import Forbidden, RepositoryNotFound, TokenMissing, Unauthorized
+from pipeline.hub.repositories.store import Repository
+from serving.http.cross_site import other_host, other_site
+
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
+OF_ITS_BODY_ONLY = "/api/validate-yaml"
+"""This route needs no token: its answer depends only on the request's body, and `metadata_update`
+and `DatasetCard.push_to_hub` of `huggingface_hub` call it without their token."""
+# The paths of repositories. `huggingface_hub` has the same expression, and shows a 401 on one of
+# these paths as a missing repository.
+_OF_A_REPOSITORY = re.compile(r"/api/(?:model|dataset|space)s/.|/.+/resolve/.")
+
+Role = Literal["read", "write"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Who makes a request, and what the token of the request may do."""
+
+    user: str
+    """The name that `whoami` answers, and the author of commits that the API makes. Empty for a
+    request without a token."""
+    role: Role
+    token_name: str
+    """The name of the token, for messages and for `whoami`. It is not the token itself."""
+    job_id: str | None = None
+    """The job whose running attempt has the token; None for a person."""
+    repositories: frozenset[str] | None = None
+    """The ids of the only repositories that the token reaches; None for all repositories."""
+    owns_hub: bool = False
+    """Whether this is the hub's own token, which may do everything."""
+
+    @property
+    def is_anonymous(self) -> bool:
+        """Whether the request has no token. It then sees only public repositories."""
+        return not self.user
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there may be repositories that the request does not reach."""
+        return self.is_anonymous or self.repositories is not None
+
+    def may_see(self, repository: Repository) -> bool:
+        if self.is_anonymous:
+            return not repository.private
+        return self.repositories is None or repository.id in self.repositories
+
+    def require_write(self, what: str) -> None:
+        """Raises Forbidden if the token may only read, and Unauthorized if there is no token.
+        `what` names the change in the message, such as "a push"."""
+        if self.is_anonymous:
+            raise Unauthorized(f"{what} needs a token: set HF_TOKEN, or run `pipeline env`.")
+        if self.role != "write":
+            raise Forbidden(
+                f"The token {self.token_name!r} may only read, and {what} is a change: use a token "
+                "with the role write."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """The author and the committer of a commit."""
+
+    name: str
+    email: str
+
+
+def signature(identity: Identity) -> Signature:
+    """The author of commits that this client makes through the API. For the token of a job, the
+    author is the job, as in the commits that the job makes with git."""
+    if identity.job_id is None:
+        return Signature(name=identity.user, email=f"{identity.user}@localhost")
+    return Signature(name=f"job {identity.job_id}", email=f"{identity.job_id}@{COMMITTER_DOMAIN}")
+
+
+def check_sees(identity: Identity, named: object, repository: Repository) -> None:
+    """Raises the error of `out_of_reach` if the token does not reach `repository`. `named` is the
+    name in the request, for the message."""
+    if not identity.may_see(repository):
+        raise out_of_reach(identity, named)
+
+
+def out_of_reach(identity: Identity, named: object) -> RepositoryNotFound | TokenMissing:
+    """The error for a repository that the token does not reach, and also for one that does not
+    exist: so no client learns which repositories exist."""
+    if identity.is_anonymous:
+        return TokenMissing(
+            f"Without a token, no {named} can be read here: check the name, or set HF_TOKEN."
+        )
+    return RepositoryNotFound(
+        f"There is no {named} here, or the token {identity.token_name!r} does not reach it: check "
+        "the name, or use another token."
+    )
+
+
+ANONYMOUS = Identity(user="", role="read", token_name="")
+
+
+def require_a_person(identity: Identity, what: str) -> None:
+    """Raises Forbidden for the token of a job. `what` names, in the plural, what a job may not
+    use."""
+    if identity.job_id is not None:
+        raise Forbidden(
+            f"This is the token of job {identity.job_id}, which may read and write repositories "
+            f"and nothing else: {what} need the token of a person."
+        )
+
+
+def identity_of(connection: HTTPConnection) -> Identity:
+    """Who makes this request. `Guard.check` has stored it in the scope."""
+    identity: Identity = connection.scope["state"]["identity"]
+    return identity
+
+
+class Guard:
+    """Accepts the hub's own token, the tokens that were created with it, and the tokens of jobs.
+
+    Each attempt of a job has its own token, valid while the attempt runs. `owner` is the user to
+    whom the hub's own token belongs; jobs act for the same user. If `jobs_store` is None, no
+    job's token is valid. `secret_key` signs the jobs' tokens. `find_token` finds a token that was
+    created, and returns None for any other text. If `public_host`, the hub's host name, is given,
+    requests without a token are accepted too; `routes/access.py` decides what they may read.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        owner: str,
+        jobs_store: JobStore | None,
+        secret_key: bytes,
+        *,
+        find_token: Callable[[bytes], Identity | None] = lambda token: None,
+        public_host: str | None = None,
+    ) -> None:
+        self._token = token.encode()
+        self._owner = Identity(user=owner, role="write", token_name="hub", owns_hub=True)
+        self._find_token = find_token
+        self._public_host = public_host
+        self._jobs_store = jobs_store
+        self._secret_key = secret_key
+
+    async def check(self, scope: Scope) -> Identity:
+        """Who makes the request. Routes read it with `identity_of`.
+
+        Raises Unauthorized if the request has no valid token and needs one, and Forbidden for a
+        host name that is not the hub's (see `_without_token`).
+        """
+        identity = await self._identify(scope)
+        scope.setdefault("state", {})["identity"] = identity
+        return identity
+
+    async def _identify(self, scope: Scope) -> Identity:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if not given:
+            return self._without_token(scope)
+        token = _token(given[0])
+        if len(given) == 1 and secrets.compare_digest(token, self._token):
+            return self._owner
+        if len(given) == 1 and self._jobs_store is not None and token.startswith(PREFIX.encode()):
+            job = await asyncio.to_thread(
+                job_of_token, token.decode("ascii", "replace"), self._jobs_store, self._secret_key
+            )
+            if job is not None:
+                return replace(
+                    self._owner, token_name=f"job {job.id}", job_id=job.id, owns_hub=False
+                )
+            raise Unauthorized(
+                "This is not the token of a running attempt of a job: the attempt has ended, or "
+                "the token is wrong."
+            )
+        if len(given) == 1 and token:
+            stored = await asyncio.to_thread(self._find_token, token)
+            if stored is not None:
+                return stored
+        # `huggingface_hub` looks for exactly this text, and then does not report the repository as
+        # missing.
+        raise Unauthorized("Invalid credentials in Authorization header")
+
+    def _without_token(self, scope: Scope) -> Identity:
+        """The identity of a request without a token. Raises TokenMissing or Unauthorized if the
+        path needs a token.
+
+        Raises Forbidden if the `Host` header has a name that is not the hub's. A web page that
+        lets its own name lead to this machine (DNS rebinding) could otherwise read the hub.
+        """
+        if scope["path"] == OF_ITS_BODY_ONLY:
+            return ANONYMOUS
+        if self._public_host is not None:
+            host = other_host(Headers(scope=scope), scope.get("server"), {self._public_host})
+            if host is None:
+                return ANONYMOUS
+            raise Forbidden(
+                f"The request is for the host {host!r}, which is not the name of this hub: use the "
+                "address that the hub prints when it starts, or set HF_TOKEN."
+            )
+        error = TokenMissing if _OF_A_REPOSITORY.match(scope["path"]) else Unauthorized
+        raise error(
+            "This hub needs a token: set HF_TOKEN, or run `pipeline env` for the whole environment."
+        )
+
+
+def check_site(scope: Scope) -> None:
+    """Raises Forbidden if a browser sends this change for a page of another site.
+
+    A browser that has stored the token also adds it to requests that such a page causes.
+    """
+    site = None if scope["method"] in READING else other_site(Headers(scope=scope))
+    if site is not None:
+        raise Forbidden(
+            f"The browser sends this change for {site}, and only this hub's own pages may change "
+            "anything: use `pipeline`, `hf` or another client with the hub's token."
+        )
+
+
+def _token(value: bytes) -> bytes:
+    scheme, _, credentials = value.partition(b" ")
+    if scheme.lower() == b"bearer":
+        return credentials.strip()
+    if scheme.lower() == b"basic":
+        try:
+            return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
+        except binascii.Error:
+            return b""
+    return b""

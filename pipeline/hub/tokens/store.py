@@ -1,0 +1,190 @@
+"""Creates, lists and revokes tokens, and finds out whose a token is. The routes use it, and so does
+the command line while no hub runs. Each token may read or also write, in all repositories or only
+some.
+
+Only the SHA-256 of a token is stored. A token has 160 random bits, so nobody can find it by trying,
+and a slower hash is not needed.
+"""
+
+import hashlib
+import logging
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy.exc import OperationalError
+
+from pipeline.hub.database import Database
+from pipeline.hub.errors import BadRequest, Conflict, RepositoryNotFound, TokenNotFound
+from pipeline.hub.http_json import iso_time
+from pipeline.hub.repositories.names import repository_name
+from pipeline.hub.repositories.store import Repositories
+from pipeline.hub.schema import tokens as table
+from pipeline.hub.tokens.auth import Identity, Role
+
+logger = logging.getLogger(__name__)
+
+USE_IS_STORED_EVERY_SECONDS = 60.0
+Json = dict[str, object]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredToken:
+    name: str
+    role: Role
+    repositories: tuple[str, ...] | None
+    """The ids of the only repositories that it reaches. None if it reaches all."""
+    created_at: float
+    last_used_at: float | None
+    """The time of its last use. It may be a minute old, because it is stored at most once a minute.
+    None if the token was never used."""
+
+
+def check_name(name: str) -> None:
+    """Raises BadRequest if a token cannot have this name."""
+    if not _NAME.fullmatch(name):
+        raise BadRequest(
+            f"{name!r} is not a valid name for a token: use 1 to 96 letters, digits, '-', '_' and "
+            "'.', beginning with a letter or a digit."
+        )
+
+
+def create_token(
+    database: Database,
+    repositories: Repositories,
+    name: str,
+    role: str,
+    reaches: Sequence[str],
+) -> Json:
+    """Creates a token. `reaches` are the only repositories for which it is valid, such as
+    `dataset:local/facts`; if it is empty, the token is for all repositories. Only this answer
+    shows the token."""
+    if role not in get_args(Role):
+        raise BadRequest(f"{role!r} is not a role: choose read or write.")
+    with database.write() as connection:
+        ids = []
+        for item in reaches:
+            type, _, id = item.partition(":")
+            owner, slash, short = id.partition("/")
+            if not slash:
+                raise BadRequest(
+                    f"{item!r} does not name a repository: write its type, owner and name, such as "
+                    "dataset:owner/name."
+                )
+            wanted = repository_name(type, owner, short)
+            ids.append(repositories.find(connection, wanted).id)
+        token = _insert(
+            connection,
+            name,
+            role,  # type: ignore[arg-type]
+            ids or None,
+        )
+    return {"name": name, "role": role, "token": token}
+
+
+def list_tokens(database: Database, repositories: Repositories) -> list[Json]:
+    with database.read() as connection:
+        items: list[Json] = []
+        for row in connection.execute(select(table).order_by(table.c.created_at)).all():
+            token = _record(row)
+            names = None
+            if token.repositories is not None:
+                names = []
+                for id in token.repositories:
+                    try:
+                        name = repositories.find_by_id(connection, id).name
+                        names.append(f"{name.type}:{name.id}")
+                    except RepositoryNotFound:
+                        names.append("(deleted)")
+            items.append(
+                {
+                    "name": token.name,
+                    "role": token.role,
+                    "repositories": names,
+                    "createdAt": iso_time(token.created_at),
+                    "lastUsedAt": token.last_used_at and iso_time(token.last_used_at),
+                }
+            )
+        return items
+
+
+def revoke_token(database: Database, name: str) -> Json:
+    """Deletes a token, so that the next request with it is refused. Raises TokenNotFound."""
+    with database.write() as connection:
+        if connection.execute(delete(table).where(table.c.name == name)).rowcount == 0:
+            raise TokenNotFound(
+                f"There is no token {name!r} here: list the tokens with `pipeline hub tokens ls`."
+            )
+    return {"revoked": name}
+
+
+def identity_of_token(database: Database, token: bytes, user: str) -> Identity | None:
+    """The identity that the token gives to a request. None if the hub has no such token. `user` is
+    the user for whom all tokens act."""
+    digest = _digest(token)
+    with database.read() as connection:
+        row = connection.execute(select(table).where(table.c.digest == digest)).one_or_none()
+    if row is None or not secrets.compare_digest(row.digest, digest):
+        return None
+    now = time.time()
+    if row.last_used_at is None or now - row.last_used_at >= USE_IS_STORED_EVERY_SECONDS:
+        used = update(table).where(table.c.id == row.id).values(last_used_at=now)
+        try:
+            with database.write_relaxed() as connection:
+                connection.execute(used)
+        except OperationalError as error:
+            # A request that only reads must work even if the disk is full or read-only.
+            logger.warning(
+                "the hub cannot store that the token %r was used: %s", row.name, error.orig
+            )
+    stored = _record(row)
+    return Identity(
+        user=user,
+        role=stored.role,
+        token_name=stored.name,
+        repositories=None if stored.repositories is None else frozenset(stored.repositories),
+    )
+
+
+def _insert(
+    connection: Connection, name: str, role: Role, repositories: Sequence[str] | None
+) -> str:
+    """Creates a token and returns it; it cannot be read again. `repositories` are ids, or None for
+    all. Raises BadRequest for an invalid name, and Conflict if the name is in use."""
+    check_name(name)
+    if connection.execute(select(table.c.id).where(table.c.name == name)).first() is not None:
+        raise Conflict(
+            f"There is a token {name!r} already: revoke it first, or choose another name."
+        )
+    token = f"hf_{secrets.token_hex(20)}"
+    connection.execute(
+        insert(table).values(
+            id=secrets.token_hex(12),
+            name=name,
+            digest=_digest(token.encode()),
+            role=role,
+            repositories=None if repositories is None else list(repositories),
+            created_at=time.time(),
+        )
+    )
+    return token
+
+
+def _digest(token: bytes) -> str:
+    return hashlib.sha256(token).hexdigest()
+
+
+def _record(row: Row[tuple[object, ...]]) -> StoredToken:
+    return StoredToken(
+        name=row.name,
+        role=row.role,
+        repositories=None if row.repositories is None else tuple(row.repositories),
+        created_at=row.created_at,
+        last_used_at=row.last_used_at,
+    )

@@ -1,0 +1,252 @@
+"""Sends the deliveries that `outbox.py` stores. Each webhook has its own worker, so a slow receiver
+delays only its own deliveries.
+
+A worker sends one delivery at a time, the oldest event first. So a receiver sees the commits of a
+ref in their order, as long as no delivery fails: while a failed delivery waits for its next
+attempt, newer ones are sent.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import OperationalError
+
+from pipeline.hub.database import Database
+from pipeline.hub.errors import HubError, WebhookNotFound
+from pipeline.hub.metrics import HubMetrics
+from pipeline.hub.settings import HubSettings
+from pipeline.hub.webhooks import outbox, suspension
+from pipeline.hub.webhooks.job_copies import JobLauncher
+from pipeline.hub.webhooks.outbox import Attempt, Due
+from pipeline.hub.webhooks.posting import Poster
+from pipeline.hub.webhooks.store import SecretCipher, StoredWebhook, get_webhook
+
+logger = logging.getLogger(__name__)
+
+BROKEN_OFF_SECONDS = 1.0
+
+_TURNS = {
+    "suspended": "webhook %s to %s is SUSPENDED, because its deliveries failed. They wait. From "
+    "time to time the hub tries one; the first that succeeds ends the suspension. "
+    "`pipeline webhooks enable` ends it too.",
+    "resumed": "webhook %s to %s answers again: its suspension is over, and the deliveries that "
+    "waited are sent now.",
+    "gone": "webhook %s to %s is DISABLED, because the receiver answered 410 (gone). "
+    "`pipeline webhooks enable` enables it again.",
+}
+
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+
+
+class Deliverer:
+    """Sends deliveries between `start` and `stop`. `wake` tells it that there are new ones."""
+
+    def __init__(
+        self,
+        database: Database,
+        settings: HubSettings,
+        cipher: SecretCipher,
+        metrics: HubMetrics,
+        launcher: JobLauncher | None,
+    ) -> None:
+        self._database = database
+        self._settings = settings
+        self._cipher = cipher
+        self._metrics = metrics
+        self._launcher = launcher
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._more = asyncio.Event()
+        self._dispatcher: asyncio.Task[None] | None = None
+        self._workers: dict[str, tuple[asyncio.Task[None], asyncio.Event]] = {}
+
+    def start(self) -> None:
+        """Called in the event loop. Begins with the deliveries that an earlier hub left pending."""
+        self._loop = asyncio.get_running_loop()
+        self._more.set()
+        self._dispatcher = asyncio.create_task(self._dispatch())
+
+    def wake(self) -> None:
+        """Called from any thread, after the transaction that stored new deliveries."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._more.set)
+
+    async def stop(self) -> None:
+        """Breaks off the attempts that are under way. Their deliveries stay as they are."""
+        self._loop = None
+        tasks = [task for task, _ in self._workers.values()]
+        tasks += [self._dispatcher] if self._dispatcher else []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _dispatch(self) -> None:
+        while True:
+            await self._more.wait()
+            self._more.clear()
+            try:
+                to_serve = await self._persist(self._to_serve)
+            except Exception:
+                # A damaged database, or an error in the hub. The loop must go on: without it, no
+                # webhook gets anything.
+                self._metrics.worker_failures.labels(worker="dispatcher").inc()
+                logger.exception(
+                    "the hub cannot read which deliveries to send; trying again in %g s",
+                    BROKEN_OFF_SECONDS,
+                )
+                await asyncio.sleep(BROKEN_OFF_SECONDS)
+                self._more.set()
+                continue
+            for webhook_id in to_serve:
+                if webhook_id in self._workers:
+                    self._workers[webhook_id][1].set()
+                else:
+                    more = asyncio.Event()
+                    worker = asyncio.create_task(self._work(webhook_id, more))
+                    self._workers[webhook_id] = (worker, more)
+
+    async def _persist(
+        self, act: Callable[Arguments, Answer], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Answer:
+        """Calls `act`, which uses the database. Calls it again as long as the disk is full or the
+        database is locked."""
+        while True:
+            try:
+                return await asyncio.to_thread(act, *args, **kwargs)
+            except OperationalError as error:
+                logger.error(
+                    "the hub cannot use its database of deliveries, trying again in %g s: %s",
+                    *(BROKEN_OFF_SECONDS, error.orig),
+                )
+                await asyncio.sleep(BROKEN_OFF_SECONDS)
+
+    def _to_serve(self) -> list[str]:
+        with self._database.read() as connection:
+            return outbox.webhooks_to_serve(connection)
+
+    async def _work(self, webhook_id: str, more: asyncio.Event) -> None:
+        """Sends the webhook's deliveries until there is none left."""
+        while True:
+            try:
+                poster = Poster(self._settings.delivery_timeout_seconds)
+                try:
+                    return await self._deliver_all(poster, webhook_id, more)
+                finally:
+                    await poster.close()
+            except Exception:
+                # Whatever the error is, the deliveries are still stored, and must not wait for a
+                # restart of the hub.
+                self._metrics.worker_failures.labels(worker="webhook").inc()
+                logger.exception(
+                    "webhook %s: an error stopped its deliveries; they go on in %g s",
+                    *(webhook_id, BROKEN_OFF_SECONDS),
+                )
+                await asyncio.sleep(BROKEN_OFF_SECONDS)
+
+    async def _deliver_all(self, poster: Poster, webhook_id: str, more: asyncio.Event) -> None:
+        refused_wait = self._settings.refused_min_seconds
+        while True:
+            more.clear()
+            found = await self._persist(self._next, webhook_id)
+            if found is None:
+                if more.is_set():
+                    continue
+                # There is no await between the check of `more` and this line, so the dispatcher
+                # cannot have set it in between.
+                del self._workers[webhook_id]
+                return
+            due, webhook = found
+            if (wait := due.next_attempt_at - time.time()) > 0:
+                # Wake up early for a new event or a replay, which may be due before this delivery.
+                await _wait(more, wait)
+                continue
+            attempt = await self._attempt(poster, due, webhook)
+            await self._persist(self._settle, due, webhook, attempt)
+            if attempt.refused and not due.is_probe:
+                await asyncio.sleep(refused_wait)
+                refused_wait = min(2 * refused_wait, self._settings.refused_max_seconds)
+            else:
+                refused_wait = self._settings.refused_min_seconds
+
+    def _next(self, webhook_id: str) -> tuple[Due, StoredWebhook] | None:
+        with self._database.read() as connection:
+            webhook = _as_it_is(connection, webhook_id)
+            due = None if webhook is None else outbox.next_due(connection, webhook)
+            return None if webhook is None or due is None else (due, webhook)
+
+    def _settle(self, due: Due, webhook: StoredWebhook, attempt: Attempt) -> None:
+        # Relaxed: if a power cut loses this write, the delivery is sent again, and the receiver
+        # knows its id.
+        with self._database.write_relaxed() as connection:
+            status = outbox.settle(connection, due, attempt, self._settings)
+            turn = None
+            current = _as_it_is(connection, webhook.id)
+            # If the webhook was enabled or got another URL during the attempt, a failure says
+            # nothing about it as it is now.
+            if current is not None and (attempt.succeeded or current.stands_as(webhook)):
+                turn = suspension.after_attempt(
+                    connection, current, attempt, status, self._settings
+                )
+        result = "refused" if attempt.refused and status == "pending" else status
+        self._metrics.deliveries.labels(result="failed" if result == "pending" else result).inc()
+        if turn is not None:
+            logger.error(_TURNS[turn], webhook.id, webhook.target)
+        if status == "delivered":
+            self._metrics.delivery_seconds.observe(time.time() - due.queued_at)
+            logger.info(
+                "delivery %s to %s: taken",
+                *(due.id, webhook.target),
+                extra={"delivery_id": due.id},
+            )
+        elif not attempt.refused or (status == "dead" and not due.is_probe):
+            logger.warning(
+                "delivery %s to %s: %s (attempt %d, %s)",
+                due.id,
+                webhook.target,
+                attempt.error or f"answered {attempt.response_status}",
+                due.attempt + 1,
+                "given up" if status == "dead" and not due.is_probe else "will be tried again",
+                extra={"delivery_id": due.id},
+            )
+
+    async def _attempt(self, poster: Poster, due: Due, webhook: StoredWebhook) -> Attempt:
+        """Makes one attempt. Never raises: any error becomes the `error` of the attempt."""
+        try:
+            if webhook.url is not None:
+                return await poster.post(due, webhook.url, self._cipher.decrypt_secret(webhook))
+            if self._launcher is not None:
+                return await asyncio.to_thread(self._launcher.launch, due, webhook, self._cipher)
+            error = "this hub was started without a job store, so its webhooks cannot start jobs"
+        except HubError as failure:
+            error = str(failure)
+        except Exception as failure:
+            # An error in the hub. If it were raised, the worker would repeat the attempt each
+            # second, for ever.
+            self._metrics.worker_failures.labels(worker="attempt").inc()
+            logger.exception(
+                "delivery %s to %s: the hub failed",
+                *(due.id, webhook.target),
+                extra={"delivery_id": due.id},
+            )
+            error = f"the hub failed ({type(failure).__name__}); its log says where"
+        return Attempt(started_at=time.time(), milliseconds=0, error=error)
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass
+
+
+def _as_it_is(connection: Connection, webhook_id: str) -> StoredWebhook | None:
+    """The webhook as it is stored now. None if it was deleted."""
+    try:
+        return get_webhook(connection, webhook_id)
+    except WebhookNotFound:
+        return None

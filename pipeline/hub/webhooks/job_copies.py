@@ -1,0 +1,110 @@
+"""Delivers to a webhook that starts a job instead of calling a URL: submits a copy of the webhook's
+job, with the payload in the environment of the copy."""
+
+import json
+import time
+
+from jobs.errors import JobError
+from jobs.sealed import seal, unseal
+from jobs.spec import JobSpec, RevisionRange
+from jobs.store import Delivery, JobStore
+from pipeline.hub.errors import HubError
+from pipeline.hub.webhooks.outbox import Attempt, Due
+from pipeline.hub.webhooks.store import SecretCipher, StoredWebhook
+from receiver.payload import PING, WebhookPayload
+
+
+class JobLauncher:
+    """`secret_key` is the Fernet key of the hub. The runner of these jobs has the same key."""
+
+    def __init__(self, store: JobStore, secret_key: bytes) -> None:
+        self._store = store
+        self._secret_key = secret_key
+
+    def describe(self, job_id: str) -> dict[str, object]:
+        """The job that is copied, as `huggingface_hub` parses it. Raises JobNotFound."""
+        spec = self._store.get(job_id).spec
+        return {
+            "sourceId": job_id,
+            "command": list(spec.command),
+            "environment": spec.env,
+            "labels": spec.labels,
+            "timeout": spec.resources.timeout_seconds,
+        }
+
+    def launch(self, due: Due, webhook: StoredWebhook, cipher: SecretCipher) -> Attempt:
+        """Starts the copy, and answers 202 with its id. A repeated delivery gets the id of the job
+        that it started the first time. An error of the job store becomes the attempt's `error`."""
+        assert webhook.job_id is not None
+        started_at, clock = time.time(), time.perf_counter()
+        answer: dict[str, object] | None = None
+        error = None
+        try:
+            source = self._store.get(webhook.job_id).spec
+            answer = self._answer(source, due, webhook, cipher)
+        except (JobError, HubError) as failure:
+            error = str(failure)
+        return Attempt(
+            started_at=started_at,
+            milliseconds=1000 * (time.perf_counter() - clock),
+            response_status=None if answer is None else 202,
+            response_head=None if answer is None else json.dumps(answer),
+            error=error,
+        )
+
+    def _answer(
+        self, source: JobSpec, due: Due, webhook: StoredWebhook, cipher: SecretCipher
+    ) -> dict[str, object]:
+        payload = json.loads(due.payload)
+        if payload["event"]["scope"] == PING:
+            return {"pong": True}
+        # The store recognizes a repeated delivery by its id. A forced replay has a new id, so it
+        # starts another job.
+        delivery = Delivery(source=f"webhook/{webhook.id}", id=due.id, body=due.payload)
+        copy = self._copy(source, due, webhook, cipher)
+        return {"job": self._store.submit(copy, payload=payload, delivery=delivery).job.id}
+
+    def _copy(
+        self, source: JobSpec, due: Due, webhook: StoredWebhook, cipher: SecretCipher
+    ) -> JobSpec:
+        return source.model_copy(
+            update={
+                "sealed_env": self._sealed_env(source, webhook, cipher),
+                # The key of the source would make the store return an earlier job.
+                "dedupe_key": None,
+                "revisions": _revisions(source, due),
+                "labels": {**source.labels, "webhook": webhook.id, "copy-of": webhook.job_id or ""},
+            }
+        )
+
+    def _sealed_env(
+        self, source: JobSpec, webhook: StoredWebhook, cipher: SecretCipher
+    ) -> str | None:
+        """The secrets of the source and of the webhook. If both have a variable, the webhook's
+        value counts."""
+        variables = cipher.decrypt_variables(webhook)
+        if (secret := cipher.decrypt_secret(webhook)) is not None:
+            variables["WEBHOOK_SECRET"] = secret
+        if not variables:
+            return source.sealed_env
+        if source.sealed_env is not None:
+            variables = unseal(source.sealed_env, self._secret_key) | variables
+        return seal(variables, self._secret_key)
+
+
+def _revisions(source: JobSpec, due: Due) -> RevisionRange | None:
+    """The commits that the copy is for. None if the source is not for commits of a ref, or if the
+    delivery does not move this ref."""
+    if source.revisions is None:
+        return None
+    payload = WebhookPayload.model_validate_json(due.payload)
+    for update in payload.updatedRefs or ():
+        if update.ref == source.revisions.ref and update.newSha is not None:
+            return RevisionRange(
+                repo=payload.repo.name,
+                ref=update.ref,
+                old_sha=update.oldSha,
+                new_sha=update.newSha,
+                delivery_ids=(due.id,),
+            )
+    return None

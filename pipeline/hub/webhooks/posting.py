@@ -1,0 +1,177 @@
+"""Posts one delivery to a webhook's URL, with the headers of https://www.standardwebhooks.com and
+of the Hugging Face Hub.
+
+The host is resolved once per attempt, and the connection goes to the address that was checked. So
+the name cannot get another address between the check and the connection.
+"""
+
+import asyncio
+import ssl
+import time
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import cache
+
+import httpx
+
+from pipeline.hub.errors import HubError
+from pipeline.hub.webhooks import outbox
+from pipeline.hub.webhooks.addresses import Address, literal, resolve
+from pipeline.hub.webhooks.outbox import Attempt, Due
+from receiver.verify import is_signing_secret, signer
+
+MAX_RETRY_AFTER_SECONDS = 3600.0
+
+
+class Poster:
+    """Posts the deliveries of one webhook. Its connections stay open between deliveries."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._client: httpx.AsyncClient | None = None
+        self._origin = ""
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+    async def post(self, due: Due, url: str, secret: str | None) -> Attempt:
+        """Posts the delivery to each address of the host until one can be connected. An error of
+        the receiver or the network is not raised: it becomes the `error` of the attempt."""
+        started_at, clock = time.time(), time.perf_counter()
+        status = head = retry_after = error = None
+        refused = False
+        addresses: tuple[Address, ...] = ()
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                target = httpx.URL(url)
+                port = target.port or (443 if target.scheme == "https" else 80)
+                addresses = await resolve(target.host, port)
+                client = await self._client_for(target)
+                for number, address in enumerate(addresses, 1):
+                    request = _request(client, target, address, due, secret)
+                    try:
+                        response = await client.send(request, stream=True)
+                    except httpx.ConnectError:
+                        if number == len(addresses):
+                            raise
+                        continue
+                    try:
+                        retry_after = _retry_after_seconds(response.headers.get("retry-after"))
+                        head = await _head(response)
+                        status = response.status_code
+                    finally:
+                        await response.aclose()
+                    break
+        except TimeoutError:
+            error = f"no answer within {self._timeout_seconds:g} s"
+        except (httpx.HTTPError, httpx.InvalidURL, HubError) as failure:
+            error = str(failure) or type(failure).__name__
+            refused = isinstance(failure, httpx.ConnectError) and all(
+                address.is_loopback for address in addresses
+            )
+        return Attempt(
+            started_at=started_at,
+            milliseconds=1000 * (time.perf_counter() - clock),
+            response_status=status,
+            response_head=head,
+            retry_after_seconds=retry_after,
+            error=error,
+            refused=refused,
+        )
+
+    async def _client_for(self, target: httpx.URL) -> httpx.AsyncClient:
+        # An open connection belongs to one host, whose certificate was checked. The URLs of httpx
+        # have only the address, so another host at the same address needs a new client.
+        origin = f"{target.scheme}://{target.netloc.decode()}"
+        if self._client is None or origin != self._origin:
+            await self.close()
+            # `trust_env=False`: a proxy from the environment would also get the requests to
+            # receivers on this machine.
+            self._client = httpx.AsyncClient(
+                verify=_certificates(),
+                follow_redirects=False,
+                trust_env=False,
+                timeout=self._timeout_seconds,
+            )
+            self._origin = origin
+        return self._client
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    return httpx.create_ssl_context()
+
+
+def _request(
+    client: httpx.AsyncClient, target: httpx.URL, address: Address, due: Due, secret: str | None
+) -> httpx.Request:
+    """The request. Its URL has the address; the host's name is in the Host header and in TLS."""
+    is_private = target.scheme == "https" or address.is_loopback
+    extensions = {}
+    if literal(target.host) is None:
+        extensions["sni_hostname"] = target.raw_host.decode("ascii")
+    return client.build_request(
+        "POST",
+        target.copy_with(host=str(address)),
+        content=due.payload.encode(),
+        headers={"Host": target.netloc.decode("ascii"), **headers(due, secret, is_private)},
+        extensions=extensions,
+    )
+
+
+def headers(due: Due, secret: str | None, is_private: bool) -> dict[str, str]:
+    """The headers of a delivery. `Webhook-Id` is the same in all retries and replays, except in a
+    forced replay.
+
+    The key of the signature is the base64 part of a secret `whsec_…`, or the bytes of any other
+    secret. The header `X-Webhook-Secret` has the secret itself, as on the Hugging Face Hub, because
+    a receiver may compare it. Only a `whsec_` secret is left out if somebody could read it on the
+    way, that is if not `is_private`: it is made for signing.
+    """
+    now = datetime.now(UTC)
+    found = {
+        "Content-Type": "application/json",
+        "User-Agent": "hotpush-hub",
+        "Webhook-Id": due.id,
+        "webhook-timestamp": str(int(now.timestamp())),
+    }
+    if due.replay_of is not None:
+        found["Webhook-Replay-Of"] = due.replay_of
+    if secret is not None:
+        try:
+            found["webhook-signature"] = signer(secret).sign(due.id, now, due.payload)
+        except ValueError as error:
+            raise HubError(
+                f"The secret begins with whsec_, but the rest is not base64 ({error}): give the "
+                "webhook another secret."
+            ) from None
+        if is_private or not is_signing_secret(secret):
+            found["X-Webhook-Secret"] = secret
+    return found
+
+
+async def _head(response: httpx.Response) -> str:
+    """The first `HEAD_CHARACTERS` characters of the answer. The rest is not read."""
+    body = b""
+    async for chunk in response.aiter_bytes():
+        body += chunk
+        if len(body) >= outbox.HEAD_CHARACTERS:
+            break
+    return body.decode(errors="replace")[: outbox.HEAD_CHARACTERS]
+
+
+def _retry_after_seconds(value: str | None) -> float | None:
+    """The seconds that the header `Retry-After` asks for, at most an hour. The header has seconds
+    or an HTTP date (RFC 9110, 10.2.3); None if it has neither."""
+    if value is None:
+        return None
+    try:
+        if value.isascii() and value.isdigit():
+            seconds = float(value)
+        else:
+            seconds = (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds()
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return min(max(seconds, 0.0), MAX_RETRY_AFTER_SECONDS)

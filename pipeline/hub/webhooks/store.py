@@ -1,0 +1,350 @@
+"""Stores the webhooks, with their secrets encrypted, and checks what clients send about them."""
+
+import json
+import secrets
+import sqlite3
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, TypedDict
+from urllib.parse import urlsplit
+
+import httpx
+from cryptography.fernet import Fernet, InvalidToken
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from sqlalchemy import Connection, Row, delete, insert, select, update
+
+from pipeline.hub.errors import BadRequest, HubError, WebhookNotFound
+from pipeline.hub.repositories.names import RepositoryName
+from pipeline.hub.schema import webhooks as table
+from pipeline.hub.webhooks.addresses import check_literal
+from pipeline.hub.webhooks.states import WEBHOOK_MOVES, webhook_columns
+from receiver.verify import check_signing_secret
+from receiver.webhooks import Domain, WatchedItem, WebhookStatus
+
+DEFAULT_DOMAINS: tuple[Domain, ...] = ("repo", "discussion")
+
+
+def _is_http(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 - raises ValueError if it is not a number
+        httpx.URL(url).host  # noqa: B018 - raises if `posting.py` could not use the URL
+    except (ValueError, httpx.InvalidURL) as error:
+        raise ValueError(f"{url!r} is not a valid URL: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{url!r} must start with http:// or https:// and name a host")
+    check_literal(parts.hostname)
+    return url
+
+
+HttpUrl = Annotated[str, AfterValidator(_is_http)]
+Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=128)]
+# Visible ASCII, because the secret is sent in a header, where other characters may be changed.
+Secret = Annotated[
+    str,
+    StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=512),
+    AfterValidator(check_signing_secret),
+]
+
+
+class HubWatchedItem(WatchedItem):
+    """A watched item in a request to the hub. Unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    def covers(self, repository: RepositoryName) -> bool:
+        """Whether events of `repository` match this item. Names are compared without case, as
+        everywhere on the hub."""
+        name = self.name.lower()
+        if self.type in ("org", "user"):
+            return name == repository.owner.lower()
+        return (self.type, name) == (repository.type, repository.id.lower())
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    jobSourceId: str | None = None
+    """The id of the job of which the webhook starts copies, instead of calling a URL."""
+    secrets: dict[Variable, str] | None = None
+    """Secret environment variables of these copies."""
+    secret: Secret | Literal[""] | None = None
+    """The secret that the receiver checks. Empty or None for a new webhook without a secret. In an
+    update, an empty text removes the secret, and None keeps it."""
+
+
+class CreateWebhook(_Request):
+    url: HttpUrl | None = None
+    """None if the webhook has a `jobSourceId` instead."""
+    watched: tuple[HubWatchedItem, ...] = Field(min_length=1)
+    domains: tuple[Domain, ...] = DEFAULT_DOMAINS
+
+
+class UpdateWebhook(_Request):
+    """A field that is None changes nothing. A variable in `secrets` is added or replaced; with an
+    empty value, it is removed. Variables that are not named stay."""
+
+    url: HttpUrl | None = None
+    watched: tuple[HubWatchedItem, ...] = ()
+    """Empty changes nothing, because `huggingface_hub` sends an empty list for no change."""
+    domains: tuple[Domain, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredWebhook:
+    id: str
+    url: str | None
+    job_id: str | None
+    """Either `url` is set, to which deliveries are posted, or `job_id`, the job to copy."""
+    watched: tuple[HubWatchedItem, ...]
+    domains: tuple[Domain, ...]
+    encrypted_secret: bytes | None
+    encrypted_secrets: bytes | None
+    disabled: bool
+    num_failures: int
+    """The number of failed attempts since the last successful one."""
+    failing_since: float | None
+    """The time of the first of these failed attempts. None if there is none."""
+    suspended_at: float | None
+    num_probes: int
+    probe_at: float | None
+    """For a suspended webhook, the time of its next probe. For an enabled webhook whose receiver
+    asked for a pause, the time before which no new delivery is sent. Else None."""
+
+    @property
+    def status(self) -> WebhookStatus:
+        if self.disabled:
+            return "disabled"
+        return "enabled" if self.suspended_at is None else "suspended"
+
+    @property
+    def target(self) -> str:
+        """What the webhook calls, for logs. Without the query and the user part of the URL, because
+        either may contain a secret."""
+        if self.url is None:
+            return f"job {self.job_id}"
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+    def stands_as(self, before: "StoredWebhook") -> bool:
+        """Whether the webhook has the same state, target and secret as `before`: nobody has
+        changed it since then."""
+        return self.target_and_proof == before.target_and_proof and all(
+            getattr(self, name) == getattr(before, name)
+            for name in ("disabled", "suspended_at", "failing_since")
+        )
+
+    @property
+    def target_and_proof(self) -> tuple[object, ...]:
+        """What decides whether the receiver accepts a delivery. A secret that is set again counts
+        as changed even if it is the same, because it is encrypted into other bytes each time."""
+        return self.url, self.job_id, self.encrypted_secret
+
+    def wants(self, repository: RepositoryName, domain: Domain) -> bool:
+        """Whether the webhook gets events of this domain in `repository`."""
+        return (
+            not self.disabled
+            and domain in self.domains
+            and any(item.covers(repository) for item in self.watched)
+        )
+
+
+class WebhookJson(TypedDict, total=False):
+    id: str
+    url: str
+    watched: list[dict[str, str]]
+    domains: list[Domain]
+    disabled: bool
+    status: WebhookStatus
+    job: Mapping[str, object]
+    secret: str
+    warnings: list[str]
+
+
+def as_json(webhook: StoredWebhook) -> WebhookJson:
+    """The webhook as `huggingface_hub` parses it, with `status` in addition.
+
+    It has no secret. Only the answer to the request that creates a webhook has its secret.
+    """
+    described: WebhookJson = {
+        "id": webhook.id,
+        "watched": [item.model_dump() for item in webhook.watched],
+        "domains": list(webhook.domains),
+        "disabled": webhook.disabled,
+        "status": webhook.status,
+    }
+    if webhook.url is not None:
+        described["url"] = webhook.url
+    else:
+        described["job"] = {"sourceId": webhook.job_id}
+    return described
+
+
+class SecretCipher:
+    """Encrypts the secrets that the hub stores (Fernet: AES-128-CBC and HMAC-SHA256)."""
+
+    def __init__(self, key: bytes) -> None:
+        try:
+            self._fernet = Fernet(key)
+        except ValueError as error:
+            raise HubError(
+                f"The hub's secret key is not a Fernet key ({error}): "
+                "give 32 random bytes in URL-safe base64."
+            ) from None
+
+    def encrypt(self, secret: str | None) -> bytes | None:
+        return self.seal(secret) if secret else None
+
+    def encrypt_variables(self, variables: Mapping[str, str]) -> bytes | None:
+        return self.encrypt(json.dumps(variables)) if variables else None
+
+    def seal(self, value: str) -> bytes:
+        return self._fernet.encrypt(value.encode())
+
+    def unseal(self, sealed: bytes, what: str) -> str:
+        """Decrypts a value. `what` names it in the message. Raises HubError if the key is wrong."""
+        try:
+            return self._fernet.decrypt(sealed).decode()
+        except InvalidToken:
+            raise HubError(
+                f"The {what} was encrypted with another key: "
+                "set it again, or start the hub with the old key."
+            ) from None
+
+    def decrypt_secret(self, webhook: StoredWebhook) -> str | None:
+        """None if the webhook has no secret. Raises HubError if the secret was encrypted with
+        another key."""
+        return self._decrypted(webhook.encrypted_secret, webhook)
+
+    def decrypt_variables(self, webhook: StoredWebhook) -> dict[str, str]:
+        """The secret environment variables of the jobs that the webhook starts. Raises HubError as
+        `decrypt_secret` does."""
+        text = self._decrypted(webhook.encrypted_secrets, webhook)
+        variables: dict[str, str] = {} if text is None else json.loads(text)
+        return variables
+
+    def _decrypted(self, sealed: bytes | None, webhook: StoredWebhook) -> str | None:
+        if sealed is None:
+            return None
+        return self.unseal(sealed, f"secret of webhook {webhook.id}")
+
+
+def list_webhooks(connection: Connection) -> list[StoredWebhook]:
+    rows = connection.execute(select(table).order_by(table.c.created_at, table.c.id))
+    return [_record(row) for row in rows]
+
+
+def jobs_of_webhooks(path: Path) -> set[str]:
+    """The ids of the jobs of which webhooks start copies. Reads the database file `path` of a hub
+    that another process may be running. Empty if there is no file. Raises HubError."""
+    if not path.exists():
+        return set()
+    try:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+            rows = connection.execute("SELECT job_id FROM webhooks WHERE job_id IS NOT NULL")
+            return {job_id for (job_id,) in rows}
+    except sqlite3.Error as error:
+        raise HubError(f"The webhooks in {path} cannot be read: {error}.") from error
+
+
+def get_webhook(connection: Connection, id: str) -> StoredWebhook:
+    row = connection.execute(select(table).where(table.c.id == id)).one_or_none()
+    if row is None:
+        raise WebhookNotFound(
+            f"There is no webhook {id!r} here: list the webhooks with `hf webhooks ls`."
+        )
+    return _record(row)
+
+
+def create_webhook(
+    connection: Connection, request: CreateWebhook, cipher: SecretCipher
+) -> StoredWebhook:
+    id = secrets.token_hex(12)
+    connection.execute(
+        insert(table).values(
+            id=id,
+            url=request.url or "",
+            job_id=request.jobSourceId,
+            watched=[item.model_dump() for item in request.watched],
+            domains=list(request.domains),
+            encrypted_secret=cipher.encrypt(request.secret),
+            encrypted_secrets=cipher.encrypt_variables(request.secrets or {}),
+            **webhook_columns(WEBHOOK_MOVES["created"].target),
+            created_at=time.time(),
+        )
+    )
+    return get_webhook(connection, id)
+
+
+def update_webhook(
+    connection: Connection, id: str, request: UpdateWebhook, cipher: SecretCipher
+) -> StoredWebhook:
+    """Changes the fields that the request names, as `UpdateWebhook` describes. If the stored
+    `secrets` were encrypted with another key, they are lost, and only those in the request stay.
+    Raises BadRequest for `secrets` of a webhook that calls a URL."""
+    webhook = get_webhook(connection, id)
+    changes: dict[str, object] = {}
+    if request.url is not None:
+        changes |= {"url": request.url, "job_id": None, "encrypted_secrets": None}
+    elif request.jobSourceId is not None:
+        changes |= {"url": "", "job_id": request.jobSourceId}
+    if request.secrets is not None:
+        if (webhook.job_id is None and request.jobSourceId is None) or request.url is not None:
+            raise BadRequest("secrets: only a webhook that starts a job has them; leave them out.")
+        try:
+            known = cipher.decrypt_variables(webhook)
+        except HubError:
+            known = {}
+        merged = known | request.secrets
+        changes["encrypted_secrets"] = cipher.encrypt_variables(
+            {k: v for k, v in merged.items() if v}
+        )
+    if request.watched:
+        changes["watched"] = [item.model_dump() for item in request.watched]
+    if request.domains is not None:
+        changes["domains"] = list(request.domains)
+    if request.secret is not None:
+        changes["encrypted_secret"] = cipher.encrypt(request.secret)
+    if changes:
+        connection.execute(update(table).where(table.c.id == id).values(changes))
+    return get_webhook(connection, id)
+
+
+def follow_move(connection: Connection, old: RepositoryName, new: RepositoryName) -> None:
+    """Changes the name `old` to `new` in every webhook that watches this repository."""
+    for webhook in list_webhooks(connection):
+        watched: list[dict[str, str]] = []
+        for item in webhook.watched:
+            is_it = item.type not in ("org", "user") and item.covers(old)
+            told = {"type": item.type, "name": new.id if is_it else item.name}
+            watched += [] if told in watched else [told]
+        if watched != [item.model_dump() for item in webhook.watched]:
+            connection.execute(
+                update(table).where(table.c.id == webhook.id).values(watched=watched)
+            )
+
+
+def delete_webhook(connection: Connection, id: str) -> None:
+    get_webhook(connection, id)
+    connection.execute(delete(table).where(table.c.id == id))
+
+
+def _record(row: Row[tuple[object, ...]]) -> StoredWebhook:
+    return StoredWebhook(
+        id=row.id,
+        url=row.url or None,
+        job_id=row.job_id,
+        watched=tuple(HubWatchedItem(**item) for item in row.watched),
+        domains=tuple(row.domains),
+        encrypted_secret=row.encrypted_secret,
+        encrypted_secrets=row.encrypted_secrets,
+        disabled=row.disabled,
+        num_failures=row.num_failures,
+        failing_since=row.failing_since,
+        suspended_at=row.suspended_at,
+        num_probes=row.num_probes,
+        probe_at=row.probe_at,
+    )
