@@ -114,8 +114,8 @@ def digest_weights(folder: Path, weight_map: dict[str, str]) -> StoredWeights:
     """Computes the size and sha256 of each shard, and the digest of each tensor.
 
     `tied` in the result is empty, because a shard does not say which names share a tensor. Raises
-    ReleaseError if the shards lack a tensor that `weight_map` names, or hold a tensor that it does
-    not name.
+    ReleaseError if the shards lack a tensor that `weight_map` names, or hold a tensor that
+    `weight_map` does not name.
     """
     files: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}
@@ -156,9 +156,9 @@ def utc_now() -> str:
 
 
 def tied_head(folder: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """The head (`lm_head.weight`) is *tied* to the embedding if both are the same tensor. If the
-    config says that they are tied, and the checkpoint stores only the embedding, returns a dict of
-    the name of the head → the name of the embedding. Otherwise returns an empty dict.
+    """`{head: embedding}`, a dict of two tensor names, if the config says that the head and the
+    embedding are tied (the same tensor) and the checkpoint stores only the embedding. Otherwise an
+    empty dict.
 
     Also empty if the config does not say whether they are tied, because the default depends on the
     architecture. In a Llama, they are not tied by default. So a Llama checkpoint that has neither a

@@ -1,5 +1,5 @@
-"""Reads and checks the index of a checkpoint or release, which says which shard holds which tensor.
-This module opens no shard."""
+"""Reads and checks the index of a checkpoint or release. The index is a file that names, for each
+tensor, the shard (the file) that holds the tensor. This module opens no shard."""
 
 import json
 import re
@@ -54,7 +54,7 @@ class WeightsIndex(BaseModel):
                 raise ValueError(f"shard {shard!r} is not a plain *.safetensors or *.bin file name")
         if len({Path(shard).suffix for shard in shards}) > 1:
             raise ValueError(
-                "shards are partly .safetensors and partly .bin; all must have one format"
+                "shards are partly .safetensors and partly .bin; all must have the same format"
             )
         for shard in shards:
             numbers = _NUMBERED.fullmatch(shard)

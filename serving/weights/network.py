@@ -54,7 +54,7 @@ class Sources:
     tensor (tied tensors), these names have the same source."""
     ties: dict[str, str]
     """Stored name of a copy → stored name of the original. The network has only one tensor for
-    both, so it uses the original."""
+    both names, and this tensor is made from the original."""
     ignored: frozenset[str]
     """The names of stored tensors that `transformers` does not load into the network. Most of them
     are buffers that the network computes itself."""
@@ -94,8 +94,8 @@ def build_network(folder: Path, *, is_empty: bool = False) -> "nn.Module":
 
     config = load_config(folder)
     if str(next(iter(config.architectures or ()), "")).endswith("ForMaskedLM"):
-        # A masked language model, such as BERT, generates no text. Without this check,
-        # `AutoModelForCausalLM` would build a network that generates text from its config.
+        # A masked language model, such as BERT, generates no text. But `AutoModelForCausalLM` would
+        # use its config to build a different network, which does generate text.
         raise ReleaseError(f"{folder / CONFIG_FILE}: {config.architectures[0]} generates no text")
     try:
         with no_init_weights(), torch.device("meta") if is_empty else nullcontext():

@@ -97,8 +97,8 @@ def publish_folder(
     """Publish a checkpoint folder that `save_pretrained` wrote, with `.safetensors` or `.bin`
     shards.
 
-    The shards are copied unchanged, unless `max_shard_bytes` or `format` is given. In that case,
-    the tensors are written to new shards. Raises ReleaseError if the folder cannot be published,
+    If `max_shard_bytes` or `format` is given, the tensors are written to new shards. If neither is
+    given, the shards are copied unchanged. Raises ReleaseError if the folder cannot be published,
     and NotEnoughSpace if the disk has too little space for it. After an error, the unfinished
     folder is removed.
     """

@@ -27,9 +27,10 @@ class TensorEntry(_Record):
     """The dtype in the spelling of safetensors: `F32`, `BF16`, …"""
     shape: tuple[int, ...]
     digest: str = Field(pattern=r"^(blake3|sha256):[0-9a-f]{64}$")
-    """A digest of the tensor's bytes; it does not cover the name, dtype and shape. During a swap
-    (the change to another release), the engine (the part of the server that computes tokens) need
-    not load a tensor if it already holds a tensor with the same digest, dtype and shape."""
+    """A digest of the tensor's bytes; it does not cover the name, dtype and shape. The engine is
+    the part of the server that computes tokens. When the server changes to another release, the
+    engine need not load a tensor if it already holds a tensor with the same digest, dtype and
+    shape."""
 
     @model_validator(mode="before")
     @classmethod
@@ -82,8 +83,8 @@ class Lineage(_Record):
     dataset_revision: str | None = None
     """The commit whose rows this release was trained on."""
     dataset_base_revision: str | None = None
-    """The dataset commit that the parent was trained on, if the job trained on the rows that have
-    changed since this commit. None if the job trained on all rows."""
+    """The commit of the dataset that the parent was trained on. None if the job trained on all
+    rows, and not only on the rows that have changed since this commit."""
     data_digest: str | None = None
     """A digest of all rows of the training split. The digest does not depend on the order of the
     rows. If two releases have the same digest, no row of the split has changed between them."""
@@ -97,9 +98,9 @@ class Lineage(_Record):
     delivery_ids: tuple[str, ...] = ()
     """The ids of the webhook deliveries that led to the job."""
     forced: str | None = None
-    """Set if the gate (the check of new weights) refused the release, and a person published it
-    nevertheless: the person's reason, followed by the gate's reasons in parentheses. None if the
-    gate did not refuse the release."""
+    """The gate (the check of new weights) may refuse a release, and a person may publish the
+    release nevertheless. Then this is the person's reason, followed by the gate's reasons in
+    parentheses. None if the gate did not refuse the release."""
 
 
 class Release(_Record):

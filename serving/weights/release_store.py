@@ -4,20 +4,20 @@ release is served.
 A pipeline's folder is `<home>/releases/<pipeline>`. This module calls it `pipeline_dir`. It holds:
 
     r000042-1f3ac9d2/   a release, immutable
-    current             a link to the served release: the release that the server answers with
+    current             a link to the served release: the release that answers new requests
     previous            a link to a release that was served earlier; `set_current` says which one
     live                the ids of the releases that were served, one per line, oldest first,
                         without the releases from which somebody has rolled back. The last id is the
                         release that should be served
-    pending             the id of a release that the next server must swap in when it starts
+    pending             the id of a release; when a server starts next, it swaps this release in
     pinned              the ids of the releases that must not be removed, one per line
     counter             the number of the newest release; a number is never used twice
     .lock               the lock of the folder, see `release_lock`
 
 To swap a release in means to make it the served release. Only the server writes `current`,
 `previous` and `live`, after a release has passed all checks. `current` normally points at the last
-release in `live`. If the server cannot serve this release, because it is damaged, the server serves
-an older release of the list as a substitute. The release in `current` then "stands in for" the last
+release in `live`. If this release is damaged, the server serves an older release of `live` as a
+substitute. Then `current` points at the substitute, and the substitute "stands in for" the last
 release in `live`.
 """
 
@@ -135,8 +135,8 @@ def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None =
     changes atomically. There are two cases:
 
     - `stands_in_for` is None. `release_id` becomes the last id in `live`. `previous` then names the
-      release that was served until now. But `previous` does not change if it names `release_id`, or
-      if `release_id` was already served.
+      release that was served until now. But `previous` does not change in two cases: it already
+      names `release_id`, or `release_id` is itself the release that was served until now.
     - `release_id` is only a substitute, and `stands_in_for` is the id of the release that the
       server could not serve. `stands_in_for` stays the last id in `live`, because nobody asked for
       a rollback, and `previous` does not change.
@@ -159,9 +159,9 @@ def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None =
         link_atomically(pipeline_dir / PREVIOUS, before)
     link_atomically(pipeline_dir / CURRENT, release_id)
     fsync_dir(pipeline_dir)
-    # Write `live` after `current`. If the server is killed between the two writes, it has not yet
-    # reported the result of the swap. So when it starts again, it may serve either `release_id` or
-    # the release that was served before the swap.
+    # Write `live` after `current`. If the server is killed between the two writes, nobody has been
+    # told the result of the swap yet. So it does no harm that the next server may serve either
+    # `release_id` or the release that was served before the swap.
     path = pipeline_dir / LIVE
     if not path.exists() or path.read_text() != live:
         write_atomically(path, live)
@@ -222,8 +222,8 @@ def _readable_target(link: Path) -> str | None:
 
 
 def pending_release(pipeline_dir: Path) -> str | None:
-    """The id of the release that the next server must swap in when it starts; None if no release is
-    pending.
+    """The id of the pending release: when a server starts next, it swaps this release in. None if
+    no release is pending.
 
     Raises ReleaseError if the content of the file is not a release id.
     """
@@ -236,10 +236,10 @@ def pending_release(pipeline_dir: Path) -> str | None:
 
 
 def set_pending(pipeline_dir: Path, release_id: str) -> None:
-    """Mark a release as pending: the next server that starts swaps the release in.
+    """Mark a release as pending: when a server starts next, it swaps this release in.
 
     To swap a release in, first call this function, and then ask the running server to swap the
-    release in. If no server runs at that time, the next server that starts finds the mark.
+    release in. If no server runs at that time, the mark stays until a server starts.
     """
     release_number(release_id)
     write_atomically(pipeline_dir / PENDING, release_id + "\n")
@@ -251,8 +251,8 @@ def clear_pending(pipeline_dir: Path, release_id: str) -> None:
     try:
         pending = pending_release(pipeline_dir)
     except ReleaseError:
-        # The file does not contain a release id. Remove it too, because `prune` and `remove` fail
-        # while it exists.
+        # The file does not contain a release id. Remove the file in this case too, because `prune`
+        # and `remove` fail while such a file exists.
         pending = release_id
     if pending == release_id:
         (pipeline_dir / PENDING).unlink(missing_ok=True)
@@ -268,7 +268,7 @@ def pinned_releases(pipeline_dir: Path) -> list[str]:
 
 
 def pin(pipeline_dir: Path, release_id: str) -> None:
-    """Keep `prune` and `remove` from removing this release until it is unpinned. Raises
+    """Pin the release: until it is unpinned, `prune` and `remove` do not remove it. Raises
     ReleaseError if there is no such release."""
     with release_lock(pipeline_dir):
         if release_id not in release_ids(pipeline_dir):

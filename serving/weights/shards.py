@@ -1,8 +1,9 @@
-"""Writes tensors to shards and reads them back, with torch.
+"""Writes tensors to shards (files that each hold a part of the weights), and reads tensors from
+shards, with torch.
 
-This module writes safetensors shards itself, in the format that `headers.py` describes, instead of
-using the safetensors library. The library would first copy all tensors, and cannot hash them while
-it writes.
+This module does not use the safetensors library to write safetensors shards, because the library
+would first copy all tensors, and cannot hash the tensors while it writes. `headers.py` describes
+the format of these shards.
 """
 
 import json
@@ -47,8 +48,8 @@ _FINITE_CHECK_ELEMENTS = 1 << 22
 
 
 def find_tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Alias → stored name. If two names have their tensors in the same memory, the later name is an
-    alias, and the earlier name is the stored name."""
+    """Alias → stored name. If two names stand for the same tensor in memory, only the first name is
+    stored. The second name is an alias of the first."""
     seen: dict[tuple[object, ...], str] = {}
     tied = {}
     for name, tensor in tensors.items():
@@ -173,8 +174,8 @@ def not_finite(release: Release, folder: Path) -> list[str]:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor: exactly the bytes that a shard stores, and that the tensor's digest
-    covers. The tensor is copied only if it is not contiguous or not on the CPU."""
+    """The bytes of a tensor. A shard stores exactly these bytes, and the tensor's digest is a
+    digest of them. The tensor is copied only if it is not contiguous or not on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 

@@ -36,7 +36,8 @@ def verify_release(folder: Path, release: Release | None = None) -> tuple[str, .
 
 
 def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
-    """The faults that can be found without reading the tensors of safetensors shards.
+    """The faults that can be found without reading the tensors of safetensors shards. (A shard is a
+    file with a part of the weights.)
 
     Checks that:
 
@@ -49,10 +50,11 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
     If the id or a file has a fault, the index and the headers are not checked. If there is any
     fault so far, the shapes are not checked.
 
-    An engine is the part of the server that computes tokens. If an engine checks the digest of each
-    tensor when it reads the tensor, it needs no other checks than these. It still needs the sha256
-    check of `.bin` shards, because it must unpickle such a shard before it can check a tensor, and
-    it is not safe to unpickle unknown bytes.
+    An engine is the part of the server that computes tokens. Some engines themselves check the
+    digest of each tensor when they read the tensor. For such an engine, this function is enough,
+    and `verify_shards` need not run. But an engine can check the tensors of a `.bin` shard only
+    after it has unpickled the shard, and it is not safe to unpickle unknown bytes. So this function
+    checks the sha256 of `.bin` shards first.
     """
     reasons = [*_check_id(release), *_check_files(folder, release)]
     if not reasons:
@@ -207,14 +209,15 @@ def _check_headers(folder: Path, release: Release) -> list[str]:
 
 
 def check_network(folder: Path, release: Release) -> tuple[str, ...]:
-    """The reasons why no engine could load these tensors into the network of `config.json`. Call
-    this before a release is published. The torch engine makes the same checks when it loads a
-    release.
+    """The reasons why no engine could load these tensors into the network that `config.json`
+    describes. Call this function before a release is published. The torch engine makes the same
+    checks when it loads a release.
 
-    For a Llama, only `_check_config` runs. For all other architectures, this function also asks
-    `transformers`, which takes seconds to import. There are two exceptions. If the config has no
-    `architectures`, the network is not known. If the weights are quantised, the names and shapes of
-    the stored tensors differ from the network's. In both cases, `transformers` is not asked.
+    For a Llama, only `_check_config` runs. For all other architectures, `transformers`, which takes
+    seconds to import, also builds the network, and the tensors are compared with it. There are two
+    exceptions. If the config has no `architectures`, the network is not known. If the weights are
+    quantised, the stored tensors have other names and shapes than the tensors of the network. In
+    both cases, only `_check_config` runs.
     """
     reasons = _check_config(folder, release)
     config = json.loads((folder / "config.json").read_bytes())
@@ -272,7 +275,7 @@ def _check_config(folder: Path, release: Release) -> list[str]:
 
 def _shapes_by_config(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Tensor name → shape, for every tensor of a Llama model with this config. The shape of a
-    matrix is (out, in).
+    matrix is (size of its output, size of its input).
 
     Empty for other architectures and for quantised weights, because their tensors have other names
     and shapes. `check_network` checks the shapes of other architectures. Quantised weights are
