@@ -22,10 +22,10 @@ def at_end_of_script(start: Callable[[], object]) -> Callable[[], None]:
     """Arrange that `start` is called when the main script ends normally or with `sys.exit()`. If
     `start` raises a `ReceiverError`, the message of the error is printed, and the exit code is 1.
 
-    If the script ends with an exception, or with an error code as in `sys.exit(1)`, `start` is not
-    called. On Python 3.11, `start` is called even after `sys.exit(1)`, because the exit code is not
-    known at that point. A notebook or an interactive prompt has no script, so `start` is never
-    called there.
+    If the script ends with an exception, `start` is not called. If the script ends with an error
+    code, as in `sys.exit(1)`, Python 3.12 and newer do not call `start`. Python 3.11 does, because
+    the exit code is not known at that point. A notebook or an interactive prompt has no script, so
+    `start` is never called there.
 
     Returns a function that cancels the call of `start`. Raises `ReceiverError` if the call cannot
     be arranged.

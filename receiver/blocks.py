@@ -59,8 +59,8 @@ def show_as_running(
 def block_until_interrupted(blocks: Any) -> None:
     """Wait until Ctrl-C or SIGTERM, and then close the server. After SIGTERM, also end the process.
 
-    To wait, this function calls `blocks.block_thread()` and no method of its own. A script may have
-    replaced `block_thread` by its own method, and expects that this method is called."""
+    To wait, this function calls `blocks.block_thread()`. A script may have replaced this method,
+    and such a script expects that `launch` calls the replacement."""
     if threading.current_thread() is not threading.main_thread():
         blocks.block_thread()  # only the main thread can set signal handlers
         return

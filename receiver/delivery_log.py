@@ -65,9 +65,9 @@ REVIVE_SQL = (
     "due_at = iif(died_at IS NULL, due_at, {now}), attempts = iif(died_at IS NULL, attempts, 0),"
     " died_at = NULL"
 )
-"""The SET part of an UPDATE, in which `{now}` stands for the present time. It queues a dead letter
-to be handled again, and counts its failed calls from 0. A row that is not a dead letter stays
-unchanged."""
+"""The SET part of an UPDATE, in which `{now}` stands for the present time. The UPDATE queues a dead
+letter to be handled again, and counts the failed calls of its handler from 0. If the row is not a
+dead letter, the UPDATE leaves the row unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +151,9 @@ class DeliveryLog:
         self._lock.release()
 
     def add(self, deliveries: Sequence[NewDelivery], now: float) -> list[bool]:
-        """Store all deliveries. If the file fails, store none. Returns for each delivery whether it
-        is new. If a sender repeats a dead letter, the delivery is not new, but its handler is
-        called again.
+        """Store all deliveries, or none if the file cannot be written. Returns for each delivery
+        whether it is new. If a sender repeats a dead letter, the delivery is not new, but its
+        handler is called again.
 
         When this method returns, the deliveries are on disk.
         """

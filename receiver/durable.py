@@ -5,9 +5,9 @@ the handler again after a pause.
 
 A handler may be called several times for one delivery: if the process dies while the handler runs,
 the next process calls the handler again. A handler gets the deliveries of one repository in the
-order of their arrival: while one of them waits for its next call, the later ones wait too.
-After `MAX_ATTEMPTS` failed calls, the delivery is given up: it becomes a dead letter
-(`receiver/dead_letters.py`), and the later deliveries are handled.
+order of their arrival. If a call fails, the later deliveries of the repository wait until the
+failed delivery was handled or given up. After `MAX_ATTEMPTS` failed calls, the delivery is given
+up: it becomes a dead letter (`receiver/dead_letters.py`).
 """
 
 import asyncio
@@ -42,7 +42,7 @@ MAX_ATTEMPTS = 20
 almost two hours."""
 LOOK_SECONDS = 5.0
 """When no delivery waits in memory, the worker reads the delivery log at least this often. So the
-worker finds dead letters that another process has queued."""
+worker finds dead letters that another process has queued to be handled again."""
 FAILURE_CHARACTERS = 500
 """The description of a failure is cut to this length before it is stored."""
 FORGET_EVERY_SECONDS = 3600.0
@@ -120,8 +120,8 @@ class DurableDeliveries:
 
     @contextlib.asynccontextmanager
     async def worker(self) -> AsyncIterator[None]:
-        """Call the handlers while this context is open. Deliveries that an earlier process has
-        stored but not handled are handled too.
+        """Call the handlers while this context is open. The deliveries may also come from an
+        earlier process, which has stored but not handled them.
 
         On exit, wait up to `shutdown_seconds` for the handlers that still run, and then cancel
         these handlers. The next process calls them again.

@@ -58,8 +58,8 @@ class NotAnEvent(ReceiverError):
 
 class WorkerNotRunning(ReceiverError):
     """A handler is *durable* if each of its deliveries is stored before the handler is called. The
-    server accepts no delivery for such a handler now, because it could not call the handler: nobody
-    has entered the context `WebhooksServer.lifespan`."""
+    server calls such a handler only while the context `WebhooksServer.lifespan` is open. Nobody has
+    entered this context, so the server accepts no delivery for the handler."""
 
     status_code = 503
 

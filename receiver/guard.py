@@ -55,7 +55,7 @@ class RequestGuard:
     """Limits the memory that all bodies take together. All handlers share this limit."""
     cache: IdempotencyCache | None
     """The answers to earlier deliveries. None if the handler itself recognises repeated deliveries.
-    The cache is not used if `durable` is set, because the file that stores the deliveries also
+    If `durable` is set, this cache is not used, because the database of the durable deliveries
     shows whether a delivery is repeated."""
     history: History
     durable: DurableDeliveries | None

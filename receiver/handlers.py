@@ -89,8 +89,8 @@ async def refuse_unreadable(_request: Request, error: Exception) -> JSONResponse
 
 async def refuse(_request: Request, error: Exception) -> JSONResponse:
     """Turn an `HTTPException` into an answer in JSON, because all other errors are answered in JSON
-    too. The exception has one of two causes: the handler raised it, or the server refuses the
-    request because of an unknown path, a wrong method or too many large bodies."""
+    too. Either the handler raised the exception, or the server refuses the request because of an
+    unknown path, a wrong method or too many large bodies."""
     assert isinstance(error, HTTPException)
     return JSONResponse(
         {"error": error.detail}, status_code=error.status_code, headers=error.headers

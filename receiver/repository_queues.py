@@ -1,6 +1,6 @@
-"""Keeps deliveries in memory until their durable handler is called with them. A handler is
-*durable* if each of its deliveries is stored before the handler is called. The deliveries of one
-repository to one handler form a queue.
+"""A handler is *durable* if each of its deliveries is stored before the handler is called. This
+module keeps the deliveries for durable handlers in memory, each until the handler is called with
+it. The deliveries of one repository to one handler form a queue.
 
 The deliveries of one queue are handled one after another, in the order of their arrival. Deliveries
 of different queues may be handled at the same time.
@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from receiver.delivery_log import StoredDelivery
 
 QueueKey = tuple[str, str | None, str | None]
-"""The key of a queue: (path, repository, None). Each delivery without a repository has a queue of
-its own, with the key (path, None, delivery id)."""
+"""The key of a queue: (path of the handler, repository, None). Each delivery without a repository
+has a queue of its own, with the key (path of the handler, None, delivery id)."""
 
 
 def queue_of(delivery: StoredDelivery) -> QueueKey:

@@ -29,13 +29,13 @@ def retrain_handler(
     """A handler for `WebhooksServer.add_webhook("/retrain", knows_repeats=True)`.
 
     The handler answers `{"job": id}` after the job and the delivery were stored. If several
-    pipelines follow the dataset, the answer also has `"jobs"`, a list of all their jobs. If an
-    event needs no job, the answer is `{"ignored": reason}`.
+    pipelines follow the dataset, the answer also has `"jobs"`, a list of the ids of all their jobs.
+    If an event needs no job, the answer is `{"ignored": reason}`.
 
     If a delivery is repeated, the present rules decide again whether the delivery needs a job. If
     it does, the answer names the job that was submitted the first time. But if this job failed or
-    was cancelled, the answer names the job of a later push. If there is no such job, the event is
-    handled as if it were new.
+    was cancelled, the answer names the job of a later push. If no later push has a job that did not
+    fail and was not cancelled, the event is handled as if it were new.
 
     Raises:
         ValueError: Two rules name the same pipeline.

@@ -39,10 +39,10 @@ class RetrainRule(BaseModel):
     ref: Annotated[str, Field(min_length=1), AfterValidator(_full_ref)] = DEFAULT_BRANCH
     """The name of a branch, or the full name of any ref, such as `refs/heads/main`."""
     debounce_seconds: Annotated[float, Field(ge=0)] = 1.0
-    """A job may start once no newer commit has arrived for this long."""
+    """A job waits until no newer commit has arrived for this long. Then the job may start."""
     max_wait_seconds: Annotated[float, Field(ge=0)] = 30.0
-    """A job may start once this long has passed since its first commit arrived, even if newer
-    commits keep arriving."""
+    """The longest wait for newer commits, counted from the arrival of the job's first commit. After
+    this time, the job may start even if newer commits still arrive."""
     settings: dict[str, Any] = {}
     """Settings for the job's command. Each job gets a copy when it is submitted, so a later change
     of the rule does not change the job."""
@@ -212,8 +212,8 @@ def _host_and_path_of_ssh(url: str) -> str | None:
 
 
 def _host_and_path(url: str) -> str:
-    """The host and path of a URL, without user and port. If `url` has another form, returns `url`
-    itself.
+    """The host and path of a URL, without user and port. If `url` lacks the scheme, the host or
+    the path, returns `url` itself.
 
     A rule may have the SSH URL of a repository, but senders send its HTTPS URL. The two URLs have
     different users and ports, so `watches` compares only host and path."""

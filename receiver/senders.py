@@ -1,9 +1,9 @@
 """Turns push events of GitHub, Gitea and GitLab into a `WebhookPayload`, the format of the Hugging
 Face Hub.
 
-The configured proof scheme, such as `github`, says which sender to expect. With the schemes
-`secret` and `standard-webhooks`, an event must already be a `WebhookPayload`, and this module does
-not change the event.
+The configured proof scheme, such as `github`, says how a sender proves that it sent an event. The
+scheme also says which sender to expect. With the schemes `secret` and `standard-webhooks`, an event
+must already be a `WebhookPayload`, and this module does not change the event.
 """
 
 from collections.abc import Mapping

@@ -27,8 +27,8 @@ class ReceiverSettings(BaseModel):
     """The address to listen on. If other machines can reach this address, every handler needs a
     secret."""
     port: int = Field(default=7860, ge=0, le=65535)
-    """The port to listen on. 0 takes a free port. If `pipeline up` starts the receiver, 0 is not
-    allowed, because the other services must know the port."""
+    """The port to listen on. With 0, the system chooses a free port. If `pipeline up` starts the
+    receiver, 0 is not allowed, because the other services must know the port."""
     public_url: Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None = None
     """The URL at which senders reach this receiver, if `http://host:port` does not work for them.
     With a public URL, every handler needs a secret."""

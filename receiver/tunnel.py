@@ -103,8 +103,8 @@ class Tunnel:
         current: _Link | None = None
         pause = 1.0
         while not self._is_closing:
-            # If the last link broke, ask for its URL again. If the last link is only too old, the
-            # link is still open and uses its URL. In this case, ask for any URL.
+            # If the last link broke, ask for its URL again. If the last link is only too old, this
+            # link is still open and still uses its URL, so ask for any URL.
             former = None if current is not None or self._public is None else self._public.url
             began = time.monotonic()
             link = _Link(self._command(former), self._wake)
@@ -175,8 +175,8 @@ class Tunnel:
         pause = 1.0
         while link.is_alive and not self._is_closing and (left := renew_at - time.time()) > 0:
             if is_accepted:
-                # Wait at most 60 s, and then read the clock again. While a laptop sleeps, a wait
-                # does not advance, so one long wait would end too late.
+                # Wait at most 60 s, and then read the clock again. A wait does not count the time
+                # in which a laptop sleeps, so one long wait would end too late.
                 self._wait(min(left, 60.0))
             else:
                 self._wait(min(left, pause))

@@ -32,8 +32,8 @@ def tunnel_command(
             `address`, and `{port}` by the port of `address`.
         url_pattern: A regular expression. Its first match in the command's output is the URL.
         former_url: The URL that the tunnel had before and should get again; None if the tunnel may
-            get any URL. Only `ssh://` uses `former_url`: ssh asks the server for the port in this
-            URL. A command ignores it.
+            get any URL. If the tunnel is an `ssh://` address, ssh asks its server for the port of
+            `former_url`. If the tunnel is a command, `former_url` is ignored.
 
     Raises:
         TunnelFailed: `tunnel` is neither an ssh address nor a command, or the program of the

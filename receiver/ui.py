@@ -1,5 +1,5 @@
-"""Turns the user interface that a user passes for `/` into an ASGI application. The user may pass
-an ASGI application, a folder or a `gradio.Blocks`."""
+"""A script may give the server a user interface for `/`: an ASGI application, a folder or a
+`gradio.Blocks`. This module turns the user interface into an ASGI application."""
 
 import os
 from pathlib import Path

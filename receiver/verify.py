@@ -1,6 +1,6 @@
-"""Checks the proof of a delivery, which is a secret or a signature. The proof shows that the
-configured sender has sent the delivery. The body is checked as raw bytes and never parsed. Secrets
-and signatures are compared in constant time.
+"""Checks the proof of a delivery. The proof is a secret or a signature, and it shows that the
+configured sender has sent the delivery. A signature is checked on the raw bytes of the body; this
+module never parses the body. Secrets and signatures are compared in constant time.
 
 Each handler has one configured scheme, such as `github`, which says how a sender proves a delivery.
 The scheme is never guessed from the request, so a valid proof of another scheme is refused.

@@ -55,7 +55,7 @@ class WatchedItem(BaseModel):
 
 
 Watched = Sequence[WatchedItem | Mapping[str, str] | str]
-"""Each item is a record, a mapping `{"type": …, "name": …}`, or a text `type:name`."""
+"""Each item is a `WatchedItem`, a mapping `{"type": …, "name": …}`, or a string `type:name`."""
 
 
 class WebhookRecord(BaseModel):

@@ -59,16 +59,16 @@ class WebhooksServer:
 
     Args:
         ui: A user interface that replaces the landing page: an ASGI application, the path of a
-            folder with an `index.html`, or a `gradio.Blocks`. It answers every path for which the
-            server itself has no route.
+            folder with an `index.html`, or a `gradio.Blocks`. This interface answers every path for
+            which the server itself has no route.
         webhook_secret: The secret that a sender must know, or a list of secrets while a new secret
             replaces an old one. Default: `WEBHOOK_SECRET`. Without a secret, `launch` raises
             `OpenToEveryone` if other machines could reach the server.
         settings: Where to listen, and the limits. Default: `settings_of_the_environment()`. In a
-            Space of the Hugging Face Hub, each of the settings `host`, `port` and `public_url` that
-            is not set gets the Space's value.
-        hubs: When this server's public URL changes, the webhooks on these hubs that post to the old
-            URL are updated.
+            Space of the Hugging Face Hub, if `host`, `port` or `public_url` is not set, it gets the
+            value of the Space.
+        hubs: When this server's public URL changes, the server looks on these hubs for webhooks
+            that post to the old URL, and gives them the new URL.
         secret_in_shell: The placeholder for the secret in the shell commands on the landing page.
     """
 
@@ -210,8 +210,9 @@ class WebhooksServer:
         Args:
             prevent_thread_lock: Serve in a thread, and return at once.
             server_name, server_port: Replace the host and the port of the settings.
-            share: True opens the tunnel of the settings. A text is another tunnel to open:
-                `ssh://user@host`, or a command. With a tunnel, every handler needs a secret.
+            share: True opens the tunnel that the setting `tunnel` names. A string names another
+                tunnel to open: `ssh://user@host`, or a command. With a tunnel, every handler needs
+                a secret.
 
         Raises:
             OpenToEveryone: Other machines could reach a handler that has no secret.
@@ -294,8 +295,9 @@ class WebhooksServer:
 
     @asynccontextmanager
     async def lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
-        """Call the durable handlers while this context is open. A server that `launch` starts
-        enters this context. An application that mounts `app` must enter the context itself."""
+        """While this context is open, the server calls its durable handlers. After `launch`, the
+        server enters this context. An application that mounts `app` must enter the context
+        itself."""
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._durable.worker())
             if isinstance(self._ui, FastAPI):
@@ -342,7 +344,7 @@ class WebhooksServer:
     @staticmethod
     def _refuse_unproven(host: str, unproven: Sequence[str], *, is_public: bool) -> None:
         if is_public:
-            where = " In a Space, add it to the secrets in the settings." if is_space() else ""
+            where = " In a Space, add `WEBHOOK_SECRET` to its secrets." if is_space() else ""
             raise OpenToEveryone(
                 "Everyone can reach a public URL, but there is no secret for"
                 f" {', '.join(unproven)}: set `WEBHOOK_SECRET`, or pass `webhook_secret=`.{where}"

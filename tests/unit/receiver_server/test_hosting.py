@@ -62,7 +62,7 @@ def test_without_a_secret_it_does_not_start(space: pytest.MonkeyPatch) -> None:
     space.setenv("GRADIO_SERVER_NAME", "127.0.0.1")
     server = WebhooksServer()
     server.add_webhook("/hello")(lambda payload: None)
-    with pytest.raises(OpenToEveryone, match="In a Space, add it to the secrets in the settings"):
+    with pytest.raises(OpenToEveryone, match="In a Space, add `WEBHOOK_SECRET` to its secrets"):
         server.launch(prevent_thread_lock=True)
     space.delenv("SPACE_HOST")
     space.delenv("GRADIO_SERVER_NAME")
