@@ -44,17 +44,16 @@ def submit_retraining(
     """Submit the retraining of one commit. The job starts as soon as no other job of the pipeline
     runs.
 
-    This function retrains on the commit `revision`. If `revision` is None, it takes the commit that
-    `payload` names for the branch that the pipeline follows. If `payload` is None or names no
-    commit of this branch, it takes the newest commit of the branch.
+    The job retrains on the commit `revision`. If `revision` is None, the job retrains on the commit
+    that `payload` names for the branch that the pipeline follows. If `payload` is None or names no
+    commit for this branch, the job retrains on the newest commit of the branch.
 
     `hub_url` is the URL of the stack's own hub. `RetrainSettings` explains `force_reason` and
     `skip_if`.
 
     Raises PipelineError for an unknown commit or an invalid payload. If the dataset is a git URL,
-    this function does not check whether the commit `revision` exists. The job of a commit that does
-    not exist fails. Raises PendingJob if the pipeline already has a pending job that was submitted
-    by hand.
+    this function does not check whether the commit `revision` exists; if it does not exist, the job
+    fails. Raises PendingJob if the pipeline already has a pending job that was submitted by hand.
     """
     rule = retrain_rule(settings, home, pipeline, force_reason=force_reason, skip_if=skip_if)
     sha = revision or (_pushed_commit(payload, rule.ref) if payload is not None else None)
@@ -82,11 +81,12 @@ def submit_command(
     payload: dict[str, Any] | None = None,
     command: tuple[str, ...],
 ) -> Job:
-    """Submit a command. If there is a `pipeline`, the command gets the environment variables of the
-    pipeline's jobs.
+    """Submit a command. If `pipeline` is not None, the command gets the environment variables of
+    the pipeline's jobs.
 
-    If there is a `pipeline` but no `payload`, the command gets the payload of a push of `revision`.
-    If `revision` is None, the payload is for a push of the newest commit of the pipeline's branch.
+    If there is a `pipeline` but no `payload`, this function makes the payload of a push of
+    `revision` for the command. If `revision` is None, the payload is for a push of the newest
+    commit of the pipeline's branch.
     If the hub cannot name the newest commit, for example because the branch has no commit yet, the
     command gets no payload. Do not pass both `payload` and `revision`.
 
@@ -189,9 +189,9 @@ def _resolve(hub: _Hub, pipeline: PipelineSettings, revision: str | None) -> str
 def _push_payload(
     hub_url: str, pipeline: PipelineSettings, revisions: RevisionRange
 ) -> dict[str, Any]:
-    """The payload that the hub would send for a push of this commit. With this payload, a job that
-    a person submits has the same `WEBHOOK_…` variables as a job that a push started, except
-    `WEBHOOK_SECRET`."""
+    """The payload that the hub would send for a push of this commit. The job gets its `WEBHOOK_…`
+    variables from this payload. So the job has the same variables as a job that a push started,
+    except `WEBHOOK_SECRET`."""
     if is_git_url(pipeline.dataset):
         owner, url, api = pipeline.dataset, pipeline.dataset, None
     else:

@@ -26,11 +26,12 @@ def subscribe(settings: Settings, tokens: Tokens) -> None:
     exists, correct it. If no pipeline follows a dataset on this hub, delete the webhook. The
     webhook watches a moved dataset under its present name.
 
-    If the webhook exists, this function always sets its address and its secret again. The stored
-    secret may be wrong, and this function cannot check it, because the hub never shows a secret. If
-    `tokens.json`, which contains the encryption key, was replaced, then even the hub cannot decrypt
-    the stored secret. After the correction, the hub sends the events that waited because of a wrong
-    address or secret. A webhook that a person disabled stays disabled.
+    If the webhook exists, this function always sets the webhook's address and secret again. The
+    secret that the hub has stored may be wrong, and this function cannot check the secret, because
+    the hub never shows a secret. Even the hub cannot decrypt the stored secret if `tokens.json`,
+    which contains the encryption key, was replaced. After the correction, the hub sends the events
+    that waited because of a wrong address or secret. A webhook that a person disabled stays
+    disabled.
     """
     moved = moved_datasets(settings, tokens)
     # Do not create a dataset with the old name of a moved dataset. The hub would then no longer

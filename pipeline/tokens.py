@@ -1,5 +1,5 @@
-"""Reads and creates `tokens.json`, which has the secrets that the services of one stack share. Only
-the owner of the file may read it."""
+"""Reads and creates `tokens.json`. This file has the secrets that the services of one stack share.
+Only the owner of the file may read it."""
 
 import json
 import os
@@ -57,9 +57,9 @@ def load_tokens(file: Path) -> Tokens:
 
 
 def secret_in_shell(file: Path) -> str:
-    """A shell expression that reads the webhook secret from the file. When a command prints a shell
-    command for the user, it prints this expression instead of the secret. So the secret does not
-    get onto the screen or into a log."""
+    """A shell expression that reads the webhook secret from the file. hotpush prints some shell
+    commands for the user to copy. These shell commands contain this expression instead of the
+    secret, so the secret does not get onto the screen or into a log."""
     code = 'import json, sys; print(json.load(open(sys.argv[1]))["webhook"])'
     return f"\"$(python3 -c '{code}' {file.parent.name}/{file.name})\""
 

@@ -31,7 +31,7 @@ PURGED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Traces:
-    """What some commits of a dataset have left."""
+    """What some commits of a dataset have left in the state folder."""
 
     caches: tuple[Path, ...]
     """Downloads and token caches: files and folders, to be removed in this order. For each
@@ -39,9 +39,9 @@ class Traces:
     other files only if it finds downloads there. So if a removal is interrupted, the downloads are
     still there, and a second `find_traces` finds the rest."""
     job_folders: tuple[Path, ...]
-    """The folders of the jobs in `job_ids` that still exist. Also the folders of older jobs that
-    are recorded only in an earlier database, if the job has read one of the commits. The runner has
-    renamed these folders."""
+    """The folders of the jobs in `job_ids`, if they still exist. Also the folders of older jobs
+    that are recorded only in an earlier database, if the job has read one of the commits. The
+    runner has renamed these older folders."""
     job_ids: tuple[str, ...]
     """The jobs that were started for one of the commits, or that read the rows of one of them."""
     releases: tuple[Release, ...]
@@ -53,8 +53,8 @@ class Traces:
 
 def needed_commits(home: Home, store: JobStore) -> set[str]:
     """The commits that the hub must keep, because a release or an unfinished job names them. Each
-    release or job names the commit that its training uses. It may also name an earlier commit, if
-    the training compares the two commits."""
+    release and each job names the commit that its training uses. If the training compares this
+    commit with an earlier commit, the release or job also names the earlier commit."""
     needed = {
         sha
         for release in _releases(home)
@@ -162,8 +162,8 @@ def _trained_on(
     releases: Collection[Release], commits: Collection[str]
 ) -> tuple[list[Release], list[Release]]:
     """Two lists: the releases that were trained on one of the commits, and the later releases whose
-    training started from a release of either list. Both lists begin with the oldest release. Pass
-    the `releases` of each pipeline in the order of their creation."""
+    training started from a release of either list. Both lists have the order of `releases`. In
+    `releases`, the releases of each pipeline must be in the order of their creation."""
     trained = [each for each in releases if each.lineage.dataset_revision in commits]
     touched, later = {(each.pipeline, each.id) for each in trained}, []
     for release in releases:  # a parent comes before its children, because it is older
