@@ -36,9 +36,9 @@ length, so all tokens of a row are counted."""
 def check_data(folder: Path | None, home: Home, pipeline: PipelineSettings | None) -> DataReport:
     """Read the files of `folder` as a job would read them from a commit. Raises PipelineError.
 
-    If `folder` is None, read the git clone of the pipeline's dataset that contains the working
-    folder. If there is no such clone, read the newest commit of the branch that the pipeline
-    follows.
+    If `folder` is None, there are two cases. If the working folder is in a git clone of the
+    pipeline's dataset, read the files of this clone. Otherwise, read the newest commit of the
+    branch that the pipeline follows.
     """
     settings = pipeline.data if pipeline is not None else DataSettings()
     bad: list[DataError] = []

@@ -41,7 +41,7 @@ def reading_jobs(settings: Settings, home: Home) -> Iterator[JobStore | None]:
 def is_token_of_running_job(
     token: str, settings: Settings, home: Home, tokens: Tokens, *, pipeline: str
 ) -> bool:
-    """Whether `token` is the token of a job of this pipeline that runs now. Raises StoreError."""
+    """Whether `token` belongs to a running job of this pipeline. Raises StoreError."""
     if not token.startswith(PREFIX):
         return False
     with reading_jobs(settings, home) as store:

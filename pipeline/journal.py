@@ -4,8 +4,8 @@ from jobs.job import Job
 from jobs.store import JobStore
 
 NUM_WATCHED = 100
-"""How many of the newest jobs `news` looks at. Between two calls of `news`, far fewer jobs change.
-"""
+"""`news` looks at only this many of the newest jobs. This is enough, because far fewer jobs change
+between two calls of `news`."""
 
 
 class Journal:

@@ -21,8 +21,8 @@ PROBE_INTERVAL_SECONDS = 5.0
 answer."""
 MIN_PROBES_PER_HANG = 6
 """A child counts as hung after `hang_seconds` without an answer. If `hang_seconds` is short, the
-interval between probes gets shorter, so that the child gets at least this many probes in that time.
-"""
+interval between probes gets shorter, so that the child gets at least this many probes within
+`hang_seconds`."""
 
 
 class ChildWatch:

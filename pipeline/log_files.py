@@ -8,8 +8,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 16 * 2**20
 NUM_KEPT = 3
-"""How many older parts of a log are kept. They are in the same folder as the log. Of the older
-parts of `hub.log`, the newest is `hub.log.1`."""
+"""How many older parts of a log are kept, in the same folder as the log. For example, `hub.log.1`
+has the newest lines that are no longer in `hub.log`, and `hub.log.2` has older lines."""
 
 
 def rotate(log: Path, *, max_bytes: int = MAX_BYTES) -> None:
@@ -20,8 +20,8 @@ def rotate(log: Path, *, max_bytes: int = MAX_BYTES) -> None:
     This function does not rename the log itself: the service keeps the log open, and would continue
     to write to the renamed file. Instead, this function copies the content, and then empties the
     log. Lines that the service writes between the copy and the emptying are lost. The service must
-    have opened the log for appending. Otherwise its next line would not go to the start of the
-    empty file.
+    have opened the log for appending. Otherwise the service would write its next line at its old
+    position in the file, and leave a gap before this line.
     """
     try:
         if log.stat().st_size <= max_bytes:

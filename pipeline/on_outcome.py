@@ -24,10 +24,11 @@ WAITS_SECONDS = (0.0, 1.0, 5.0)
 
 
 def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
-    """Report the job's outcome. Returns whether the URL or the command accepted the outcome. Also
-    returns False if `on_outcome` is not set, or if the job has no outcome.
+    """Report the job's outcome. Returns True if the URL or the command accepted the outcome.
+    Returns False if the report failed, if `on_outcome` is not set, or if the job has no outcome.
 
-    If the report fails, this logs a warning and raises no error, because the job has already ended.
+    If the report fails, this function logs a warning. It raises no error, because the job has
+    already ended.
     """
     if pipeline.on_outcome is None or job.outcome is None:
         return False

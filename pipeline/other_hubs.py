@@ -31,9 +31,9 @@ _RESTART = "pipeline down, then pipeline up"
 
 
 def credentials_of_other_hubs(settings: Settings, tokens: Tokens) -> list[HubCredentials]:
-    """Each other hub with a dataset that a pipeline follows, and the user's token for this hub.
-    When the receiver's public URL changes, the receiver uses the token to correct the URL in its
-    webhook on this hub. Empty if the user has no token."""
+    """The URL of each other hub that has a dataset of a pipeline, together with the user's token
+    for this hub. When the receiver's public URL changes, the receiver uses this token to correct
+    the URL in its webhook on this hub. Empty if the user has no token."""
     token = own_token(os.environ, tokens.hub)
     if token is None:
         return []

@@ -1,4 +1,4 @@
-"""Calls handlers for each job that has ended.
+"""Calls handlers (functions that the caller has chosen) for each job that has ended.
 
 The handlers run in a thread of their own. So a handler that is slow or fails does not disturb the
 runner. A file, called the progress file, records which outcomes were handled. Every outcome is
@@ -39,8 +39,8 @@ class Outcomes:
 
     The progress file lists each handled job. It is not enough to record only the end time of the
     last handled job, because two kinds of jobs would then be missed. A job that ends after the
-    clock was set back has an earlier end time. And a job may become visible in the store only after
-    a job with a later end time was handled.
+    clock was set back has an earlier end time. And the end of a job may appear in the store late,
+    when a job with a later end time was already handled.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class Outcomes:
         except ValidationError as error:
             logger.warning(
                 "the progress file %s cannot be read (%s); it is replaced, and all jobs that have "
-                "already ended count as handled; the outcomes of jobs that ended since the last "
-                "handled job reach no handler, so look at these outcomes yourself",
+                "already ended count as handled; if a job ended after the last handled job, no "
+                "handler gets its outcome, so look at the newest outcomes yourself",
                 self._file,
                 error.errors()[0]["msg"],
             )

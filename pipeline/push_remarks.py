@@ -29,8 +29,8 @@ MAX_BYTES = 4 * 1024 * 1024
 """If the changed files have more bytes than this in total, their rows are not checked. The limit is
 needed because the client waits for the hub's answer during the check."""
 CHECKED_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
-"""Only rows of files with these suffixes are checked. The hub does not open compressed files,
-because a small compressed file may have so much content that it fills the hub's memory."""
+"""Only rows of files with these suffixes are checked. The hub does not open compressed files: a
+small compressed file may become so large when it is unpacked that it fills the hub's memory."""
 MAX_NAMED = 5
 """The remarks name at most this many bad rows, this many missing files, and this many files that
 the pipeline does not read."""
@@ -93,9 +93,9 @@ class PushRemarks:
 def _ignored_data_files(
     repository: Repository, change: RefChange, pipeline: PipelineSettings
 ) -> Iterator[str]:
-    """A remark on files that look like data, but that the pipeline does not read. For example, if
-    `Dataset.push_to_hub` wrote a README that lists the files of the dataset, the pipeline reads
-    only the listed files."""
+    """A remark on files that look like data, but that the pipeline does not read. For example,
+    `Dataset.push_to_hub` may have written a README that lists the files of the dataset. The
+    pipeline then reads only the listed files."""
     assert change.new_sha is not None
     changed = {file.path for file in changed_files(repository, change.old_sha, change.new_sha)}
     now = _data_files(repository, change.new_sha, pipeline)

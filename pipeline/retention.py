@@ -1,6 +1,6 @@
 """Cleans up after jobs that have ended. Removes the checkpoints of a retraining at once, and the
-folder of a job after `keep_days`. Deletes the job from the job store after at least KEEP_JOBS_DAYS.
-"""
+folder of a job after `keep_days` (a setting under `[jobs]`). Deletes the job from the job store
+after at least KEEP_JOBS_DAYS."""
 
 import logging
 import shutil
@@ -30,8 +30,9 @@ checkpoints that this module may remove."""
 
 def remove_unneeded_files(job: Job, job_dir: Path) -> None:
     """Remove files that only a running job needs. Call this when the job has ended. If the job is a
-    built-in retraining, this removes its checkpoints, because only another attempt of the job would
-    need them. This also removes temporary files that killed processes have left in the folder.
+    built-in retraining, this function removes the job's checkpoints, because only another attempt
+    of the job would need them. It also removes temporary files that killed processes have left in
+    the folder.
 
     If the user's own trainer wrote a folder `checkpoints`, this folder stays.
     """
@@ -73,9 +74,9 @@ def forget_jobs(
 ) -> Sequence[str]:
     """Delete old jobs and deliveries from the store; returns the ids of the deleted jobs.
 
-    A job stays if its id is in `kept`, if a webhook starts copies of it, or if it is one of the
-    newest KEEP_JOBS jobs of its pipeline (or of all plain commands). Raises HubError if the hub's
-    webhooks cannot be read.
+    Four groups of jobs stay: the jobs in `kept`, the jobs whose copies a webhook starts, the newest
+    KEEP_JOBS jobs of each pipeline, and the newest KEEP_JOBS plain commands. Raises HubError if the
+    hub's webhooks cannot be read.
     """
     forgotten = store.forget(
         store.now() - 86400 * remembered_days(settings),

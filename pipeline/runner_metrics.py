@@ -109,7 +109,7 @@ class _QueueCollector(Collector):
             since = [(job.spec.pipeline or "", self._store.waited_since(job)) for job in pending]
         except StoreError:
             # Return no sample, because missing metrics are better than wrong numbers. A monitor can
-            # notice that they are missing.
+            # notice that metrics are missing.
             return
         # Prometheus allows only one sample for each set of labels, so count all jobs of a pipeline
         # in one sample.

@@ -26,8 +26,8 @@ class LostSecret:
 
 
 def lost_secrets(home: Home, settings: Settings, key: str) -> Iterator[LostSecret]:
-    """The lost secrets in the hub's database and in the job store. Only reads these two databases.
-    If a database cannot be read, its secrets are left out."""
+    """The lost secrets in the hub's database and in the job store. This function does not change
+    these databases. If one of them cannot be read, its secrets are left out."""
     try:
         fernet = Fernet(key)
     except ValueError:
@@ -77,7 +77,8 @@ def _lost_job_secrets(home: Home, settings: Settings, fernet: Fernet) -> Iterato
 
 
 def _can_decrypt(fernet: Fernet, sealed: bytes | None) -> bool:
-    """Whether the key can decrypt this secret. True for None: then no secret is stored."""
+    """Whether the key can decrypt the secret `sealed`. Also True if `sealed` is None, because then
+    there is nothing to decrypt."""
     if sealed is None:
         return True
     try:

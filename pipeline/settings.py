@@ -52,7 +52,8 @@ class PipelineSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
-    """The pipeline's name. Requests to the server must name it as `model`."""
+    """The pipeline's name. Requests to the pipeline's completion server must contain this name in
+    the field `model`."""
     dataset: str = Field(
         pattern=r"^([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*|\w+://[^\s-]\S*|[\w.][\w.-]*@[\w.-]+:\S+)$"
     )
@@ -63,7 +64,8 @@ class PipelineSettings(BaseModel):
     dataset_endpoint: HubEndpoint = "hub"
     """The hub that has the dataset `owner/name`: `hub` for the stack's own hub, or the URL of
     another hub, such as `https://huggingface.co`. `pipeline up` creates a webhook on the other hub,
-    with your own token. `base_model_endpoint` says where this token comes from."""
+    with your own token. The description of `base_model_endpoint` says where this token comes
+    from."""
     ref: str = "main"
     """The branch to follow. Pushes to other refs are ignored."""
     base_model: str = "preset:tiny"
@@ -83,7 +85,7 @@ class PipelineSettings(BaseModel):
     """A job waits for further commits for at most this many seconds after its first commit."""
     keep: int = Field(default=5, ge=2)
     """How many releases to keep. Older releases are removed, unless they are served, pending or
-    pinned."""
+    pinned (kept by `pipeline releases pin`)."""
     command: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """Your own trainer: a program and its arguments. Each job then runs this program instead of the
     built-in retraining. A relative path of the program starts at the folder of the settings file.
@@ -185,8 +187,9 @@ class Settings(BaseSettings):
         return self
 
     def pipeline(self, name: str | None) -> PipelineSettings:
-        """The pipeline called `name`. If `name` is None, the only pipeline. Raises PipelineError if
-        there is no such pipeline, or if `name` is None and there are several pipelines."""
+        """The pipeline called `name`. If `name` is None and only one pipeline is configured, this
+        is the configured pipeline. Raises PipelineError if there is no pipeline called `name`, if
+        no pipeline is configured, or if `name` is None and several pipelines are configured."""
         if not self.pipelines:
             raise PipelineError(
                 f"no pipeline is configured in {settings_file()}; write one with: "
@@ -308,8 +311,8 @@ _HOW_TO_WRITE = {
     "base_model_endpoint": "write `hub`, or a URL",
     "public_url": "write it as http://HOST or https://HOST",
 }
-"""Key → how to write the value of this key. Lists only keys whose value a regular expression
-checks."""
+"""Key → how to write the value of this key. Lists only keys whose value is checked by a regular
+expression."""
 
 
 def value_fault_text(key: str, kind: str, message: str) -> str:

@@ -1,5 +1,6 @@
-"""Puts together the files of a Space that runs a receiver: the user's files and the packages that
-these files import. If a necessary file is missing, this module generates it."""
+"""Puts together the files of a Space that runs a receiver. These are the user's files and, if the
+user's `app.py` imports `receiver`, the packages of hotpush that `receiver` needs. If a necessary
+file is missing, this module generates it."""
 
 import ast
 import re
@@ -20,8 +21,8 @@ PACKAGES = ("receiver/**", "jobs/**", "serving/**")
 """Patterns of the files that `import receiver` needs. These files are sent together with the app,
 because no package index has them."""
 NOT_UPLOADED = (".*", "__pycache__", "*.pyc", "node_modules")
-"""Names of files and folders that are not sent. The first pattern also matches `.env`, a file that
-often holds secrets."""
+"""Patterns of the names of files and folders that are not sent to the Space. The first pattern also
+matches `.env`, a file that often holds secrets."""
 
 _DECORATORS = ("webhook_endpoint", "add_webhook")
 """The decorators of `receiver` that turn a function into a handler."""
@@ -110,8 +111,8 @@ def _decorator_name(node: ast.expr) -> str:
 
 
 def _route_name(call: ast.Call | None) -> str | None:
-    """The name of the route, as a text in the decorator's call. None if the call has no such text,
-    for example because it computes the name."""
+    """The name of the route, if the decorator's call contains the name as a literal string.
+    Otherwise None, for example if the call computes the name."""
     if call is None:
         return None
     given = [*call.args, *(each.value for each in call.keywords if each.arg == "path")]
@@ -162,7 +163,7 @@ def _copy_packages(into: Path) -> None:
 
 def _requirements() -> list[str]:
     """The packages that hotpush needs from a package index. Packages that only an extra of hotpush
-    needs are left out."""
+    needs (an optional part, such as `hotpush[torch]`) are left out."""
     try:
         needed = requires("hotpush") or []
     except PackageNotFoundError:

@@ -21,8 +21,9 @@ settings of the Space set one of these names, the app gets the value from these 
 
 
 def app_file(folder: Path) -> Path:
-    """The script that the Space runs. The key `app_file` in the front matter of the Space's README
-    names the script; without this key, it is `app.py`. Raises PipelineError."""
+    """The script that the Space runs. The key `app_file` in the front matter (the YAML at the start
+    of the Space's README) names the script. Without this key, the script is `app.py`. Raises
+    PipelineError."""
     from huggingface_hub import metadata_load
 
     readme = folder / README

@@ -50,8 +50,8 @@ is the shortest one."""
 
 
 class Stack:
-    """The child processes that serve one state folder. A lock prevents a second stack for the same
-    folder."""
+    """The child processes of the stack that uses one state folder. A lock prevents a second stack
+    for the same folder."""
 
     def __init__(
         self, home: Home, services: Sequence[Service], *, hang_seconds: float = HANG_SECONDS
@@ -122,9 +122,9 @@ class Stack:
     def tend(self) -> list[str]:
         """Kill each child that hangs, restart each child that has ended, and keep the logs small.
 
-        Call this again and again while the stack is up. Returns one line of text for each event: a
-        child was killed because it hangs or answered that it must be restarted, a child has ended,
-        or a child was started again.
+        Call this again and again while the stack is up. Returns one line of text for each child
+        that this call has killed, has found ended, or has started again. A child is killed if it
+        hangs, or if it answered that it must be restarted.
         """
         events = []
         for service in self._services:
@@ -261,9 +261,9 @@ class Stack:
             time.sleep(0.02)
 
     def _record_change(self) -> None:
-        """Write the record. If it cannot be written, for example because the disk is full, this
-        raises OSError while the stack is starting. When the stack is up, this only logs a warning,
-        because the services can continue."""
+        """Write the record. The write may fail, for example because the disk is full. While the
+        stack is starting, this method then raises OSError. When the stack is up, this method only
+        logs a warning, because the services can continue."""
         try:
             self._write_record()
         except OSError as error:
@@ -307,9 +307,9 @@ def _end(process: ProcessIdentity) -> None:
 
 def end_with_parent(parent: int) -> Callable[[], None]:
     """Returns a function for `preexec_fn` of `subprocess.Popen` (Linux only). The new child calls
-    this function before it runs its program. The function asks the kernel to send SIGTERM to the
-    child when its parent ends. Otherwise the child would run on without its parent, and keep its
-    port."""
+    the returned function before it runs its program. The returned function asks the kernel to send
+    SIGTERM to the child when the child's parent ends. Otherwise the child would run on without its
+    parent, and its port would stay in use."""
 
     def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -31,7 +31,8 @@ class Child(BaseModel):
     """Whether the child has stopped answering. If it gives no answer for `hang_seconds`, the stack
     kills the child and starts it again."""
     last_end: str | None = None
-    """How the previous process of this service ended; None if this process is the first."""
+    """How the service ended the last time, for example `ended with SIGKILL`. None if it has not
+    ended since the stack was started."""
 
 
 class StackRecord(BaseModel):
@@ -78,11 +79,12 @@ def stale_settings(home: Home) -> str | None:
 
 
 def running_settings(home: Home) -> Settings:
-    """The settings. If a stack runs in this state folder, its addresses replace the addresses in
-    the settings.
+    """The settings of this shell. If a stack runs in this state folder, the stack's addresses
+    replace the addresses in the settings.
 
-    These addresses may differ: the stack may have taken its ports from the environment of another
-    shell, or from an earlier content of the settings file.
+    The stack's addresses may be different from those in the settings: the stack may have taken its
+    ports from the environment of another shell, or from the settings file before somebody changed
+    the file.
     """
     return at_running_stack(load_settings(), home)
 

@@ -93,7 +93,8 @@ class Client:
         self._thread.join()
 
     def wait_for(self, release: str) -> None:
-        """Wait for an answer from this release. Raises PipelineError after WAIT_SECONDS."""
+        """Wait for an answer from this release. Raises PipelineError if no such answer comes within
+        WAIT_SECONDS."""
         with self._changed:
             if not self._changed.wait_for(
                 lambda: any(reply.release == release for reply in self._replies), WAIT_SECONDS

@@ -1,6 +1,6 @@
 """The demo's dataset: two commits with facts about an invented island.
 
-The second commit changes some facts of the first commit, and adds a place.
+The second commit changes some facts of the first commit, and adds a place and one more fact.
 """
 
 import json

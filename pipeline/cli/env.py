@@ -18,9 +18,9 @@ def environment(hub_url: str, hub_token: str, home: Home) -> dict[str, str]:
     return {
         "HF_ENDPOINT": hub_url,
         "HF_TOKEN": hub_token,
-        # The hub also accepts uploads by Xet, which transfers files in chunks. But on one machine
-        # plain HTTP is quicker. With Xet, the hub would also have to store the chunks in addition
-        # to the files.
+        # The hub also accepts uploads by Xet, which transfers files in chunks. But switch Xet off:
+        # on one machine plain HTTP is quicker, and with Xet the hub would have to store the chunks
+        # in addition to the files.
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_UPDATE_CHECK": "1",
         "PIPELINE_HOME": str(home.root),

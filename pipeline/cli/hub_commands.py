@@ -36,8 +36,8 @@ def gc() -> None:
     and no release, unfinished job or stored event names it. Also remove each large file that no
     commit names.
 
-    This works whether the hub runs or not. A push to a repository waits while this command works on
-    the repository.
+    You can run this command while the hub is up, and also while the hub is down. A push to a
+    repository waits while this command works on the repository.
     """
     from pipeline.hub.errors import HubInUse
     from pipeline.hub.repositories.garbage import collect_garbage

@@ -16,7 +16,7 @@ from pipeline.errors import PipelineError
 
 def init(
     name: Annotated[
-        str, typer.Option(help="The pipeline's name. Requests to the server name it as `model`.")
+        str, typer.Option(help="The pipeline's name. Requests to the server give it as `model`.")
     ],
     dataset: Annotated[
         str, typer.Option(help="The dataset to follow, as OWNER/NAME or a git URL.")
@@ -84,7 +84,7 @@ def _table(
     heading: str, settings: BaseModel, always: Collection[str] = frozenset()
 ) -> Iterator[str]:
     """Yields the lines of one table of the file, with the description of each key as a comment.
-    After these, yields the lines of the tables inside this table.
+    Then yields the lines of the tables inside this table.
 
     A key that has its default value is commented out, unless the key is in `always`.
     """

@@ -31,8 +31,8 @@ def follow_stages(
     """Show the job's stages until the job has ended, or until `deadline` (monotonic clock; None for
     no limit).
 
-    Returns the job. It has not ended if the deadline came first. Raises PipelineError if no runner
-    is up that could run the job.
+    Returns the job. If the deadline came first, the job has not ended. Raises PipelineError if no
+    runner is up that could run the job.
     """
     metrics_file = home.jobs_dir / job_id / "metrics.jsonl"
     offset = 0
@@ -61,8 +61,8 @@ def follow_output(
     """Copy the job's output to `output` until the job has ended, or until `deadline` (monotonic
     clock; None for no limit). If `output` is None, only wait.
 
-    Returns the job. It has not ended if the deadline came first. Raises PipelineError if no runner
-    is up that could run the job.
+    Returns the job. If the deadline came first, the job has not ended. Raises PipelineError if no
+    runner is up that could run the job.
     """
     offset = 0
 

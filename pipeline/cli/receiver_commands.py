@@ -92,8 +92,8 @@ def replay(
     all_: Annotated[bool, typer.Option("--all", help="Replay every dead letter.")] = False,
     file: FileOption = None,
 ) -> None:
-    """Make the receiver handle dead letters again. A receiver that runs begins within seconds. If
-    no receiver runs, the next one that starts handles them."""
+    """Make the receiver handle dead letters again. If a receiver is running, it begins within
+    seconds. If no receiver is running, the next receiver that starts handles the dead letters."""
     from receiver.dead_letters import replay_dead_letters
 
     if all_ == bool(ids):

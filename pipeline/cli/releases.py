@@ -31,8 +31,8 @@ ReleaseArgument = Annotated[str, typer.Argument(help="The id of a release, from 
 
 @app.command()
 def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
-    """List releases, newest first. If a release is `pending`, the next server that starts will
-    serve it.
+    """List releases, newest first. `pending` marks a release that is not served yet: the next
+    server that starts will serve it.
 
     The column `rows` shows how many rows were learned and kept. For rows of plain text, and for
     releases that earlier versions of hotpush made, the column instead shows the loss before and
@@ -111,11 +111,10 @@ def swap(
 def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     """Serve an older release again.
 
-    The command chooses the release that was served before the present one. If that release does not
-    exist any more, or is not older than the present one, the command chooses the parent of the
-    present release (the release from which the training of the present release started). If the
-    parent does not exist either, the command chooses the newest release that is older than the
-    present one.
+    The command chooses among the releases that still exist and are older than the served release.
+    Its first choice is the release that was served before the served release. Its second choice is
+    the parent of the served release (the release from which the training of the served release
+    started). Its third choice is the newest of the older releases.
     """
     from serving.errors import ReleaseError
     from serving.weights.release_store import (
@@ -175,7 +174,7 @@ def publish(
     as_json: JsonOption = False,
 ) -> None:
     """Make a release from a checkpoint folder: check the folder, copy its files, and write a
-    manifest. This does not serve the release; to serve it, run `releases swap`.
+    manifest. The release is not served yet; to serve it, run `releases swap`.
 
     If a job runs this command, the manifest also names the job, its dataset and its commit.
     """
@@ -259,7 +258,7 @@ def unpin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
     from serving.weights.release_store import unpin as unpin_release
 
     unpin_release(_folder(pipeline), release)
-    print(f"{release} is no longer pinned, and will be pruned like any other release")
+    print(f"{release} is no longer pinned, so it can be removed like any other release")
 
 
 def _rows(evaluation: Any) -> str:

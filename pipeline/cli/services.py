@@ -85,8 +85,9 @@ def receiver(
         "deliveries_path": deliveries_path(settings, home),
         **_without_none(tunnel=tunnel, public_url=public_url),
     }
-    # When the receiver's public URL changes, the receiver writes the new URL into its webhooks. It
-    # also does so on the hub that this shell's HF_ENDPOINT names, if this shell has a HF_TOKEN.
+    # When the receiver's public URL changes, the receiver writes the new URL into its webhooks on
+    # the hubs that are listed below. If this shell has a HF_TOKEN, the hub that this shell's
+    # HF_ENDPOINT names is one of these hubs.
     hub_of_shell = (
         [HubCredentials(endpoint=os.environ.get("HF_ENDPOINT"))] if "HF_TOKEN" in os.environ else []
     )
@@ -150,8 +151,8 @@ def serve(
     tokens = load_tokens(home.tokens_file)
     folder = Path(release) if release is not None and Path(release).is_dir() else None
     if folder is not None and not settings.pipelines:
-        # A checkpoint folder can be served even if no pipeline is configured. The `model` of
-        # requests is then the name of the folder.
+        # A checkpoint folder can be served even if no pipeline is configured. Requests then give
+        # the name of the folder as `model`.
         name, own_port = folder.resolve().name, settings.serving.port
     else:
         configured = settings.pipeline(pipeline)

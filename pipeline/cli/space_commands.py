@@ -27,8 +27,8 @@ SpaceEndpointOption = Annotated[
 SecretFileOption = Annotated[
     str | None,
     typer.Option(
-        help="A file with a line WEBHOOK_SECRET=VALUE. The file may set other variables, one per "
-        "line. With -, the lines are read from stdin."
+        help="A file with a line WEBHOOK_SECRET=VALUE. The file may also set other variables, one "
+        "on each line. With -, the lines are read from stdin."
     ),
 ]
 
@@ -56,8 +56,9 @@ def deploy(
     """Create a Space that runs a receiver, or update it.
 
     The Space gets the files of FOLDER. If FOLDER has no README.md or no requirements.txt, this
-    command makes the missing file. The Space also gets the secret WEBHOOK_SECRET. Its value is read
-    from --secret-file; without this option, it is the webhook secret of the stack.
+    command makes the missing file. The Space also gets the secret WEBHOOK_SECRET. The value of this
+    secret is read from --secret-file. Without --secret-file, the value is the webhook secret of the
+    stack.
     """
     import json
 

@@ -34,8 +34,8 @@ def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> Non
     settings = running_settings(home)
     url = settings.server_url(settings.pipeline(pipeline.name))
     folder = home.releases_dir / pipeline.name
-    # Mark the release as pending before the request. A server may start right after a request that
-    # found no server. It then finds the mark and serves the release.
+    # Mark the release as pending before the request. If the request finds no server, a server may
+    # start right after the request. The new server then finds the mark and serves the release.
     set_pending(folder, release)
     try:
         result = request_swap(url, release, admin_token=load_tokens(home.tokens_file).admin)

@@ -42,7 +42,7 @@ def create(
     """Create a token and print it. The hub stores only the token's hash, so the token cannot be
     shown again.
 
-    This command works whether the hub runs or not.
+    You can run this command while the hub is up, and also while the hub is down.
     """
     from pipeline.hub.tokens.store import check_name, create_token
 

@@ -45,7 +45,8 @@ def deliveries(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """List deliveries with their status and the receiver's answer, newest first."""
+    """List deliveries, newest first. Each line shows the status of a delivery and the answer of the
+    receiver."""
     path = "deliveries" if webhook_id is None else f"webhooks/{webhook_id}/deliveries"
     wanted = {"limit": str(limit)} | ({} if status is None else {"status": status})
     found = call_hub("GET", path, endpoint, wanted)
@@ -89,7 +90,8 @@ def replay(
     The delivery keeps its id. So a receiver that has already handled the delivery only repeats its
     first answer. The stack's own receiver makes one exception: if the delivery's job failed or was
     cancelled, this receiver submits a new job. But if a later push already has a job that neither
-    failed nor was cancelled, this receiver submits no job, and answers with the later job.
+    failed nor was cancelled, this receiver submits no job, and answers with the id of the later
+    job.
     """
     path = f"deliveries/{delivery_id}/replay"
     sent = call_hub("POST", path, endpoint, {"force": "1"} if force else {})["delivery"]

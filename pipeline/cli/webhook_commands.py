@@ -271,7 +271,7 @@ def _domains(given: list[str] | None) -> Any:
 def secrets_in(file: str, option: str) -> dict[str, str]:
     """The variables in `file`, with their values. If a line has only the name of a variable, the
     value comes from this shell. Raises PipelineError if the shell has no such variable. `option` is
-    the command's option that names the file; error messages contain it."""
+    the command's option that names the file; error messages show this option."""
     return _with_values(_lines_of(file, option))
 
 
@@ -301,7 +301,7 @@ def _with_values(named: Mapping[str, str | None]) -> dict[str, str]:
 
 def _lines_of(file: str, option: str = "--secrets-file") -> dict[str, str | None]:
     """Reads the file; returns name → value. The value is None if the line has only a name. `option`
-    is the command's option that names the file; error messages contain it."""
+    is the command's option that names the file; error messages show this option."""
     from dotenv.parser import parse_stream
 
     try:
@@ -321,7 +321,8 @@ def _lines_of(file: str, option: str = "--secrets-file") -> dict[str, str | None
 
 @contextmanager
 def _errors_name_options() -> Iterator[None]:
-    """Turn a ValueError about arguments into a PipelineError that names the command's options."""
+    """Turn a ValueError into a PipelineError. The message of the ValueError names arguments of a
+    Python function; the new message names the options of the command instead."""
     options = {"url": "--url", "job_id": "--job-id", "watched": "--watch", "secrets": "--secrets"}
     try:
         yield
