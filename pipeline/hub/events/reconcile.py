@@ -33,7 +33,7 @@ def reconcile_at_start(repositories: Repositories, log: EventLog) -> int:
                 log.record(connection, repository, action="delete")
                 repositories.forget(connection, repository)
         for name in sorted(on_disk - known.keys(), key=str):
-            logger.warning("adding %s to the hub: its folder exists, but had no row in the database", name)
+            logger.warning("adding %s to the hub: its folder had no row in the database", name)
             log.record(
                 connection, repositories.adopt(connection, name, private=True), action="create"
             )

@@ -20,7 +20,7 @@ def look_up(
     found: list[tuple[str, str, int] | None] = []
     for line in lines_of(output):
         fields = line.split(" ")
-        # Otherwise git prints "<expression> missing" or "<expression> ambiguous".
+        # If there is no such object, git prints "<expression> missing" or "<expression> ambiguous".
         if len(fields) == 3 and SHA.fullmatch(fields[0]) and fields[2].isdigit():
             found.append((fields[0], fields[1], int(fields[2])))
         else:
@@ -29,7 +29,7 @@ def look_up(
 
 
 def read_pointers(repository: Repository, oids: Sequence[str]) -> Mapping[str, Pointer]:
-    """The pointers among the small blobs `oids`, by the blob's sha. Skips blobs that are none."""
+    """The pointers among the small blobs `oids`, by the blob's sha. Skips all other blobs."""
     unique = list(dict.fromkeys(oids))
     return {
         oid: pointer
