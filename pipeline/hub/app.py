@@ -44,7 +44,8 @@ from serving.http.bodies import BodiesInFlight
 logger = logging.getLogger(__name__)
 
 _TELEMETRY = "/v1/telemetry"
-"""`hf_xet` reports here how long its uploads took. The hub has no use for the reports."""
+"""`hf_xet` reports here how long its uploads took. The hub does not use the reports: it answers
+404."""
 
 # The paths that need no token. `huggingface_hub` asks for the list of coding agents
 # (`agent-harnesses`) before it has read its token.
@@ -212,8 +213,8 @@ def create_app(
 
 
 async def _every(seconds: float, act: Callable[[], Awaitable[object]], name: str) -> None:
-    """Waits `seconds`, calls `act`, and repeats both until it is cancelled. `name` says what `act`
-    does: if `act` fails, the log has "cannot <name>"."""
+    """Waits `seconds`, calls `act`, and repeats both until the task is cancelled. `name` says what
+    `act` does: if `act` fails, the log has "cannot <name>"."""
     while True:
         await asyncio.sleep(seconds)
         try:

@@ -210,7 +210,7 @@ def reasons(error: ValidationError) -> str:
 
 def query_int(request: Request, name: str, default: int, *, at_most: int) -> int:
     """The query parameter `name`, or `default` if it is missing. A larger number than `at_most`
-    becomes `at_most`. Raises BadRequest for anything but a whole number."""
+    becomes `at_most`. Raises BadRequest if the parameter is not a whole number."""
     text = request.query_params.get(name)
     if text is None:
         return default

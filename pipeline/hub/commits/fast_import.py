@@ -109,7 +109,7 @@ def imported_commit(
         before = None if parent is None else read_commit(repository, parent).tree
         yield incoming, commit, read_commit(repository, commit).tree != before
     finally:
-        # If the disk is full, git fails even to delete a ref that does not exist.
+        # Ask git only if the ref exists: on a full disk, git fails even if there is no such ref.
         if (repository.folder / incoming).exists():
             git(repository.folder, "update-ref", "-d", incoming)
 

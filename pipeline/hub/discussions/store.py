@@ -99,8 +99,9 @@ def list_discussions(
     statuses: Sequence[Status] = (*OPEN, *CLOSED),
     author: str | None = None,
 ) -> list[Discussion]:
-    """The discussions of the repository, newest first. `pull_requests` True means only pull
-    requests, False only discussions, None both. `author` None means any author."""
+    """The discussions of the repository, newest first. If `pull_requests` is True, only pull
+    requests; if False, only discussions without commits; if None, both. If `author` is None, those
+    of any author."""
     wanted = select(table).where(
         table.c.repository_id == repository.id, table.c.status.in_(statuses)
     )

@@ -3,8 +3,8 @@ that changed becomes an event here and nowhere else.
 
 Webhooks do not get a change whose new commits were all made by jobs. Otherwise the commit of a job
 could start the job again. The hub knows such a commit by the mail domain of its committer, which
-each job has in its environment. A job can also make a commit without this environment, and end the
-commit's message with the trailer `Pipeline-Job: <job id>`.
+each job has in its environment. If a job makes a commit without this environment, the commit's
+message can end with the trailer `Pipeline-Job: <job id>` instead.
 """
 
 import logging

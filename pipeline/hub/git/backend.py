@@ -21,7 +21,7 @@ _SETTINGS = (
     # `git push origin :main` may delete the default branch. By default, git refuses this and names
     # a setting of the server, which the user cannot change.
     ("receive.denyDeleteCurrent", "ignore"),
-    # No client sees or moves a hidden ref. `!` means "not hidden"; the last setting that matches a
+    # No client sees or moves a hidden ref. `!` means "not hidden". The last setting that matches a
     # ref decides.
     ("transfer.hideRefs", "refs"),
     *(("transfer.hideRefs", f"!{prefix.rstrip('/')}") for prefix in PUSHED_PREFIXES),
@@ -41,7 +41,7 @@ def cgi_environment(
     route: str, folder: Path, scope: Scope, num_bytes: int, open_refs: Iterable[str]
 ) -> dict[str, str]:
     """The environment for `git http-backend` in the repository `folder`. `num_bytes` is the size of
-    the request's body; `open_refs` are the refs of open pull requests, to which a client may
+    the request's body. `open_refs` are the refs of open pull requests, to which a client may
     push."""
     cgi = {
         PLACE: str(folder),
@@ -155,7 +155,8 @@ def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> bool
     False if the group has no process left."""
     try:
         os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):  # for an empty group, macOS raises the second
+    except (ProcessLookupError, PermissionError):
+        # If the group has no process left, macOS raises PermissionError.
         return False
     return True
 

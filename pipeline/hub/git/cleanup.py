@@ -1,5 +1,5 @@
 """Removes what killed git processes left in a repository: locks, half-written objects, and refs of
-commits that were never finished. Also ends git processes that live longer than their hub.
+commits that were never finished. Also ends git processes that still run after their hub was killed.
 
 It never removes a complete object, or a ref to a commit that the hub has confirmed to a client.
 """

@@ -27,8 +27,8 @@ requests."""
 SEEN_PREFIXES = (*PUSHED_PREFIXES, PULL_REQUEST_PREFIX)
 
 # Limits on the memory of each git process. Git never holds a file above `bigFileThreshold` in
-# memory as a whole, and stores such a file complete. Of a smaller file, git stores only the
-# difference from another version, which makes packs smaller.
+# memory as a whole, and stores such a file complete. A smaller file may be stored as its difference
+# from another version, which makes packs smaller.
 _MEMORY = (
     ("core.bigFileThreshold", "16m"),
     ("core.packedGitWindowSize", "16m"),

@@ -88,7 +88,7 @@ class PartialUpload:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Waits until no part is being written. No part can be written within the block."""
+        """Waits until no part is being written. Within the block, nobody can write a part."""
         with _turns:
             _turns.wait_for(lambda: self._path not in _closed and not _num_writing[self._path])
             _closed.add(self._path)

@@ -1,5 +1,5 @@
-"""Reads the formats of Xet, in which `hf_xet` sends files. A file is cut into chunks; a xorb holds
-many chunks; a shard says which chunks of which xorbs make each file.
+"""Reads the formats of Xet, in which `hf_xet` sends files. A file is cut into chunks. A xorb holds
+many chunks. A shard says which chunks of which xorbs make each file.
 
 https://huggingface.co/docs/xet. All numbers are little-endian.
 """
@@ -98,12 +98,12 @@ def list_chunks(xorb: BinaryIO) -> list[Chunk]:
         if header[0] != 0 or chunk.scheme > _GROUPED_LZ4:
             raise BadRequest(
                 f"Chunk {len(chunks)} of the xorb has version {header[0]} and compression "
-                f"{chunk.scheme}, which this hub does not know."
+                f"{chunk.scheme}, which this hub does not know: send the file without `hf_xet`."
             )
         if not num_bytes or num_bytes > _MAX_CHUNK_BYTES or packed > 2 * _MAX_CHUNK_BYTES:
             raise BadRequest(
-                f"Chunk {len(chunks)} of the xorb has {num_bytes} bytes ({packed} packed): 1 to "
-                f"{_MAX_CHUNK_BYTES} are allowed."
+                f"Chunk {len(chunks)} of the xorb has {num_bytes} bytes ({packed} packed): send "
+                f"chunks of 1 to {_MAX_CHUNK_BYTES} bytes."
             )
         if offset > size or len(chunks) == _MAX_CHUNKS:
             raise BadRequest(

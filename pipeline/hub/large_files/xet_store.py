@@ -163,7 +163,7 @@ def empty(folder: Path, *, grace_seconds: float) -> None:
     upload to it in the last `grace_seconds` seconds, because this client would have to begin again.
     The files that were made of xorbs stay."""
     for store in _stores(folder).glob("*"):
-        # While this holds the lock, no client can get the store from `current`.
+        # While the lock is held, `current` gives this store to no client.
         with _making, contextlib.suppress(FileNotFoundError):
             if store.stat().st_mtime <= time.time() - grace_seconds:
                 # First move the store away, so that no request finds a store that is half deleted.

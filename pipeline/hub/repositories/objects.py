@@ -13,8 +13,8 @@ _BLOBS_PER_PROCESS = 10_000
 def look_up(
     repository: Repository, expressions: Sequence[str]
 ) -> list[tuple[str, str, int] | None]:
-    """The sha, the type and the size in bytes for each expression, or None if git has no such
-    object."""
+    """For each expression such as `main:README.md`, the sha, the type and the size in bytes of its
+    object. None if git has no such object."""
     stdin = "".join(f"{expression}\n" for expression in expressions).encode()
     output = git(repository.folder, "cat-file", "--batch-check", stdin=stdin)
     found: list[tuple[str, str, int] | None] = []

@@ -127,8 +127,8 @@ def ref_changes(known: Mapping[str, str], now: Mapping[str, str]) -> Iterator[Re
 
 
 def remember(connection: Connection, repository: Repository, changes: Sequence[RefChange]) -> None:
-    """Stores the new shas of the changed refs. After the next push, its refs are compared with
-    them."""
+    """Stores the new shas of the changed refs. After the next push, the hub compares the refs with
+    these shas."""
     table = schema.refs
     gone = delete(table).where(
         table.c.repository_id == repository.id, table.c.ref == bindparam("moved")
@@ -219,6 +219,6 @@ def _kept(repository: Repository) -> list[str]:
 def _leads_to(repository: Repository, descendant: str, ancestor: str) -> bool:
     try:
         git(repository.folder, "merge-base", "--is-ancestor", ancestor, descendant)
-    except HubError:  # git says no, or one of the two is a tag of something else than a commit
+    except HubError:  # git says no, or one of the two shas is a tag of a file or a folder
         return False
     return True

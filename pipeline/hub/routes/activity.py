@@ -106,7 +106,7 @@ async def _replay(request: Request, webhook_id: str | None) -> Response:
 
 
 def replay(hub: Hub, webhook_id: str | None, delivery_id: str, *, force: bool) -> OutboxDelivery:
-    """Makes a delivery due again. If `webhook_id` is None, the delivery's own webhook is found.
+    """Makes a delivery due again. If `webhook_id` is None, the delivery's webhook is looked up.
     Raises WebhookNotFound, and BadRequest if the webhook is disabled."""
     with hub.database.write() as connection:
         id = webhook_id or webhook_of(connection, delivery_id)

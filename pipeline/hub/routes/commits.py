@@ -84,7 +84,8 @@ async def preupload(
     request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
 ) -> Response:
     """Says for each file whether the client sends it in the commit (`regular`) or before the commit
-    (`lfs`), whether `.gitignore` excludes it, and the id of the present file of this path."""
+    (`lfs`), and whether `.gitignore` excludes it. Also gives the id of the present file at the same
+    path."""
     body = await read_json(request, Preupload)
     paths = [new_file_path(file.path) for file in body.files]
     identity = identity_of(request)
@@ -145,7 +146,8 @@ async def commit(request: Request, hub: Hub, name: RepositoryName, rest: Sequenc
         async with hub.commit_slots:
             body = await run_in_threadpool(CommitBody, file)
         act = _commit_for_review if opens else _commit
-        # Take the slot after the lock: a request that waits for the lock would block a slot.
+        # Take the slot after the lock. Otherwise a request that waits for the lock would hold a
+        # slot, which another request could use.
         async with hub.locked(name, identity) as repository, hub.commit_slots:
             made = await run_in_threadpool(act, hub, repository, revision, body, identity)
     hub.log.wake()
