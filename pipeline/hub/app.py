@@ -44,10 +44,11 @@ from serving.http.bodies import BodiesInFlight
 logger = logging.getLogger(__name__)
 
 _TELEMETRY = "/v1/telemetry"
-"""`hf_xet` reports here how long its uploads took. The hub has no use for the reports."""
+"""`hf_xet` reports here how long its uploads took. The hub does not use the reports: it answers
+404."""
 
-# The paths that need no token. `huggingface_hub` asks for the agent harnesses before it has read
-# its token.
+# The paths that need no token. `huggingface_hub` asks for the list of coding agents
+# (`agent-harnesses`) before it has read its token.
 _OPEN_PATHS = frozenset({"/health", "/live", "/api/agent-harnesses", _TELEMETRY})
 
 PRUNE_SECONDS = 3600.0
@@ -65,16 +66,18 @@ def create_app(
 ) -> ASGIApp:
     """The hub whose state is in the folder `root`, which only one hub may use at a time.
 
-    `token` is the hub's own token, which may do everything. Other valid tokens are those that were
-    created with it, and the token that each job of `jobs_store` has while it runs. `secret_key` is
-    a Fernet key: it encrypts the webhooks' secrets and signs the jobs' tokens. A webhook can start
-    a job instead of calling a URL only if there is a `jobs_store`. `needed_commits` returns the
-    commits that releases and jobs need. The hub keeps a commit that is on no branch any more as
-    long as `needed_commits` or a stored event names it, or for ever if `needed_commits` is None.
-    `remarks_on` makes the lines that git prints after a push.
+    `token` is the hub's own token, which may do everything. The hub also accepts the tokens that
+    were created with its own token, and the token of each running job of `jobs_store`.
+    `secret_key` is a Fernet key: it encrypts the webhooks' secrets and signs the jobs' tokens. If
+    there is a `jobs_store`, a webhook can start a job instead of calling a URL.
+
+    `needed_commits` returns the commits that releases and jobs need. A commit that is on no branch
+    any more is kept while `needed_commits` or a stored event names it. If `needed_commits` is
+    None, such a commit is kept for ever. `remarks_on` makes the lines that git shows the pusher
+    after a push.
 
     Raises HubError if another hub uses the folder or if a newer hub wrote it. The app's lifespan
-    opens the folder when the server starts, and raises the same.
+    opens the folder when the server starts, and raises the same errors.
     """
     if not token:
         raise HubError(
@@ -83,8 +86,8 @@ def create_app(
         )
     cipher = SecretCipher(secret_key)
     launcher = None if jobs_store is None else JobLauncher(jobs_store, secret_key)
-    # The lifespan checks this again. But the server would show an error of the lifespan as a
-    # traceback, and an error that is raised here becomes one line.
+    # The lifespan makes the same checks. They are also made here, because the server shows an
+    # error of the lifespan as a traceback. An error that is raised here is shown as one line.
     with only_hub_in(root):
         check_schema(database_path(root))
 
@@ -178,8 +181,8 @@ def create_app(
     )
     api.state.bodies = BodiesInFlight(http_json.MAX_BODY_BYTES)
 
-    # These routes check a signed URL or a Xet access token (`large_files/signatures.py`)
-    # instead of the token.
+    # These routes do not check the tokens of the hub. They check a signed URL or a Xet access
+    # token (`large_files/signatures.py`).
     signed = Starlette(
         routes=[*transfers.routes(), *xet.routes()],
         exception_handlers=http_json.EXCEPTION_HANDLERS,
@@ -210,14 +213,14 @@ def create_app(
 
 
 async def _every(seconds: float, act: Callable[[], Awaitable[object]], name: str) -> None:
-    """Calls `act` every `seconds` until it is cancelled, the first time after `seconds`. `name`
-    completes "cannot …" in the log."""
+    """Waits `seconds`, calls `act`, and repeats both until the task is cancelled. `name` says what
+    `act` does: if `act` fails, the log has "cannot <name>"."""
     while True:
         await asyncio.sleep(seconds)
         try:
             await act()
         except Exception:
-            # In most cases a full disk or a lock, so the next call may succeed.
+            # The usual causes are a full disk and a locked database, so the next call may succeed.
             logger.exception("cannot %s; trying again in %g s", name, seconds)
 
 
@@ -226,8 +229,8 @@ async def health(request: Request) -> Response:
 
 
 async def alive(request: Request) -> Response:
-    """Reads the database, then answers. The status is 200 even if reading failed, because a restart
-    would not repair the database; the answer then has the error under `database`."""
+    """Says whether the hub can read its database. If it cannot, the answer has the error under
+    `database`. The status is 200 even then, because a restart would not repair the database."""
     hub = hub_of(request)
 
     def read() -> str | None:

@@ -21,8 +21,8 @@ class Database:
     def __init__(self, engine: Engine, relaxed: Engine) -> None:
         self._engine = engine
         self._relaxed = relaxed
-        # The writers of this process wait for this lock, because SQLite would let them sleep and
-        # try again.
+        # The writers of this process wait for this lock. If they waited in SQLite, each would sleep
+        # and try again, which takes longer.
         self._turn = threading.Lock()
 
     @contextmanager
@@ -32,15 +32,15 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A transaction that is the only writer from its first statement on. It is on disk when the
+        """A transaction. While it lasts, no other transaction can write. It is on disk when the
         block ends."""
         with self._turn, _immediate(self._engine) as connection:
             yield connection
 
     @contextmanager
     def write_relaxed(self) -> Iterator[Connection]:
-        """As `write`, but several times faster. A power cut may lose the transaction; if only the
-        hub is killed, it stays."""
+        """As `write`, but several times faster. A power cut may lose the transaction. A kill of the
+        hub does not lose it."""
         with self._turn, _immediate(self._relaxed) as connection:
             yield connection
 
@@ -58,8 +58,8 @@ def _immediate(engine: Engine) -> Iterator[Connection]:
 
 
 def open_database(path: Path) -> Database:
-    """Raises HubError, and leaves the file as it is, if a newer hub wrote it or if it is not a
-    database of a hub."""
+    """Opens the file, or makes a new one, and brings its schema up to date. Raises HubError if a
+    newer hub wrote the file or if it is not a database of a hub. The file then stays as it is."""
     found = check_schema(path)
     engine = _engine(path, synchronous="FULL")
     if found != SCHEMA_REVISION:
@@ -119,7 +119,7 @@ def _schema_revision(path: Path) -> str | None:
 
 
 def _migrate(engine: Engine) -> None:
-    # Imported here, because a hub whose schema is up to date does not need it.
+    # Alembic is imported here, because a hub whose schema is up to date does not need it.
     from alembic import command
     from alembic.config import Config
 

@@ -47,7 +47,8 @@ class TooSlow(HubError):
 
 
 class DamagedRefs(HubError):
-    """Refs of a repository whose files cannot be read."""
+    """Git cannot read the files of some refs of a repository. `refs` has the names of these
+    refs."""
 
     def __init__(self, message: str, *, refs: Collection[str]) -> None:
         super().__init__(message)
@@ -74,8 +75,8 @@ class Unauthorized(RequestError):
 
 
 class TokenMissing(Unauthorized):
-    """The request has no token and needs one. It has the code of a missing repository, as on the
-    Hugging Face Hub, so the client shows it as one."""
+    """The request needs a token and has none. The error has the code of a missing repository, as on
+    the Hugging Face Hub. So the client reports a missing repository."""
 
     code = "RepoNotFound"
 
@@ -117,7 +118,7 @@ class EntryNotFound(RequestError):
     code = "EntryNotFound"
 
     def __init__(self, message: str, *, commit: str) -> None:
-        # The client remembers that a file does not exist, but only if it knows in which commit.
+        # With this header, the client can remember that the file does not exist in this commit.
         super().__init__(message, headers={"X-Repo-Commit": commit})
 
 
@@ -144,8 +145,9 @@ class LargeFileNotFound(RequestError):
 
 
 class Conflict(RequestError):
-    """Something of this name exists already, or was changed meanwhile. `url` is the address of the
-    existing repository, which the client needs for `exist_ok`; None for anything else."""
+    """Something of this name exists already, or it was changed meanwhile. If it is a repository
+    that exists already, `url` is its address, which the client needs for `exist_ok`. Else `url` is
+    None."""
 
     status = 409
 

@@ -27,10 +27,11 @@ from pipeline.hub.errors import (
 from pipeline.hub.unsupported import feature
 from serving.http.bodies import BodiesInFlight
 
-# The hub sends a client's request id back only if it matches: visible ASCII, 200 bytes at most.
+# The hub sends a client's request id back only if it is visible ASCII and has at most 200 bytes.
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 _HEADER_CHARACTERS = 4000
-"""Clients and proxies refuse an answer whose headers are longer than 8 KiB or more."""
+"""A longer text is cut in a header, because some clients and proxies refuse an answer with more
+than 8 KiB of headers."""
 _MAX_REASONS = 10
 MAX_BODY_BYTES = 1024 * 1024
 _SPOOL_BYTES = 1024 * 1024
@@ -78,8 +79,9 @@ async def on_request_error(_: Request, error: Exception) -> Response:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """The answer if there is no such route or method, or if the server has too many bodies in
-    memory. 501 for a feature of the Hugging Face Hub that this hub does not have."""
+    """The answer if no route has this path or method, or if the bodies of all requests would need
+    too much memory. The status is 501 for a feature of the Hugging Face Hub that this hub does not
+    have."""
     assert isinstance(error, HTTPException)
     status, path = error.status_code, request.url.path
     message = f"{request.method} {path}: {error.detail}"
@@ -93,7 +95,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def on_failed_disk(_: Request, error: Exception) -> Response:
-    """507 if the disk is full. Any other error of a file or the database is raised again, and
+    """Answers 507 if the disk is full. Raises any other error of a file or the database again, and
     `on_crash` answers it."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_full or (isinstance(error, OperationalError) and "is full" in str(error.orig)):
@@ -109,8 +111,8 @@ async def on_crash(_: Request, error: Exception) -> Response:
 
 
 def with_request_id(scope: Scope, send: Send) -> Send:
-    """A `send` that adds the header `X-Request-Id` to the answer. It is the client's id, or a new
-    one if the client sent none or an unusual one."""
+    """A `send` that adds the header `X-Request-Id` to the answer. The header has the client's id,
+    or a new id if the client sent none or an id that `_REQUEST_ID` does not match."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8).encode()
 
@@ -132,8 +134,8 @@ EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = {
 
 
 async def read_body(request: Request) -> bytes:
-    """The complete body. Raises TooLarge; BadRequest if the client goes away in the middle;
-    HTTPException if the bodies of all present requests together have too many bytes."""
+    """The complete body. Raises TooLarge. Raises BadRequest if the client disconnects before the
+    end, and HTTPException if the bodies of all present requests together have too many bytes."""
     in_flight: BodiesInFlight = request.app.state.bodies
     body = bytearray()
     try:
@@ -154,14 +156,14 @@ async def read_body(request: Request) -> bytes:
 async def receive_into(file: IO[bytes], request: Request, *, max_bytes: int) -> None:
     """Writes the request's body to `file`, piece by piece: it is never in memory as a whole.
 
-    Raises TooLarge, DiskFull, and BadRequest if the client goes away in the middle.
+    Raises TooLarge, DiskFull, and BadRequest if the client disconnects before the end.
     """
     size, waiting = 0, bytearray()
 
     async def write() -> None:
         try:
             await run_in_threadpool(file.write, bytes(waiting))
-            # Without this, a small body could stay in the file's buffer.
+            # Without `flush`, a small body would stay in the buffer, and git would not read it.
             await run_in_threadpool(file.flush)
         except OSError as error:
             raise DiskFull(
@@ -208,7 +210,7 @@ def reasons(error: ValidationError) -> str:
 
 def query_int(request: Request, name: str, default: int, *, at_most: int) -> int:
     """The query parameter `name`, or `default` if it is missing. A larger number than `at_most`
-    becomes `at_most`. Raises BadRequest for anything but a whole number."""
+    becomes `at_most`. Raises BadRequest if the parameter is not a whole number."""
     text = request.query_params.get(name)
     if text is None:
         return default

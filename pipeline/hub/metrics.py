@@ -1,4 +1,5 @@
-"""The metrics of a hub. Each hub has its own registry, so two hubs in one process do not mix."""
+"""The metrics of a hub. Each hub has its own registry, so that two hubs in one process do not mix
+their metrics."""
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
@@ -24,7 +25,7 @@ class HubMetrics:
         self.worker_failures = Counter(
             "hub_worker_failures",
             "Unexpected errors of the deliverer by worker (dispatcher, webhook, attempt); "
-            "deliveries went on after each",
+            "deliveries went on after each error",
             ["worker"],
             registry=self._registry,
         )

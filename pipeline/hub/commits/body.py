@@ -42,7 +42,7 @@ class CommitHeader(_Line):
     @classmethod
     def _has_no_nul(cls, value: str) -> str:
         if "\0" in value:
-            raise ValueError("it has a NUL character: git allows none in the message of a commit")
+            raise ValueError("it has a NUL character, which git refuses in a message: remove it")
         return value
 
     @field_validator("parentCommit")
@@ -109,7 +109,8 @@ class Operation:
 
 
 class CommitBody:
-    """The parsed body. `file` has the complete body. Raises BadRequest if it is not a commit."""
+    """The parsed body. `file` holds the complete body. Raises BadRequest if the body is not a valid
+    commit."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -156,7 +157,7 @@ class CommitBody:
         model = _MODELS.get(key)
         if model is None:
             raise BadRequest(
-                f"The commit has an operation {key!r}: this hub knows {', '.join(_MODELS)}."
+                f"The commit has an unknown operation {key!r}: use {', '.join(_MODELS)}."
             )
         found = _validated(model, value)
         path = found.path.rstrip("/") if key == "deletedFolder" else found.path

@@ -1,5 +1,6 @@
-"""Turns the operations of a commit that comes over the API into the changes that git stores: puts
-pointers in place of large files, and adds their paths to `.gitattributes`."""
+"""Turns the operations of a commit that comes over the API into the changes that git stores. In
+place of a large file, git stores a pointer: a small file that names the content. The paths of large
+files are added to `.gitattributes`."""
 
 from collections.abc import Collection, Iterable
 from functools import partial
@@ -16,12 +17,13 @@ from pipeline.hub.repositories.store import Repository
 from pipeline.pointers import Pointer
 
 MAX_GIT_BYTES = 10 * 1024 * 1024
-"""A larger file becomes a large file, even if `.gitattributes` does not say so."""
+"""A file with more bytes is stored as a large file, even if `.gitattributes` does not list it."""
 
 
 def planned_changes(repository: Repository, head: str | None, body: CommitBody) -> list[Change]:
-    """The changes of the commit, with pointers in place of large files. Adds the lines that the
-    root's `.gitattributes` lacks for them. Raises BadRequest if a large file was not uploaded."""
+    """The changes of the commit, with pointers in place of large files. If no `.gitattributes`
+    lists a large file, one more change adds its line to the `.gitattributes` in the root. Raises
+    BadRequest if a large file was not uploaded."""
     files = LargeFiles(repository.folder)
     added = [each for each in body.operations if each.kind in ("file", "lfsFile")]
     paths = [each.path for each in added]
@@ -79,8 +81,8 @@ def _render_pointer(files: LargeFiles, body: CommitBody, operation: Operation) -
 
 
 def _tracking(repository: Repository, blob: str | None, paths: Iterable[str]) -> Change:
-    """The change that adds a line for each path to the `.gitattributes` in the root. Without this
-    line, a clone would have the pointer instead of the file."""
+    """The change that adds a line for each path to the `.gitattributes` in the root. Without these
+    lines, a clone would have the pointers instead of the files."""
     before = b"" if blob is None else git(repository.folder, "cat-file", "blob", blob)
     if before and not before.endswith(b"\n"):
         before += b"\n"

@@ -16,7 +16,8 @@ from pipeline.hub.repositories.store import Repository
 # `huggingface_hub` looks for these words in the error, and then explains how to delete a folder.
 _NOT_THERE = "A file with this name doesn't exist"
 _BATCH_BYTES = 16 * 1024 * 1024
-# Also matches names that other file systems read as the same file, such as `GITMOD~1`.
+# Matches `.gitmodules`, `.gitattributes`, and names that some file systems read as one of these
+# two, such as `GITMOD~1`.
 _CHECKED = re.compile(r"\W*\.git\W*(modules|attributes).*|gi.*~.*", re.IGNORECASE | re.DOTALL)
 
 
@@ -27,12 +28,13 @@ class Change:
     action: Literal["add", "delete file", "delete folder"]
     path: str
     read: Callable[[], bytes] = bytes
-    """What git stores for an added file: its content, or the pointer to a large file."""
+    """Returns what git stores for an added file: its content, or the pointer to a large file."""
 
 
 def check_changes(changes: Sequence[Change], repository: Repository, head: str | None) -> None:
-    """Raises EntryNotFound or BadRequest if one of the changes is not possible in the tree of
-    `head` (an empty tree if None) after the changes before it."""
+    """Applies the changes, in their order and only in memory, to the tree of `head`, or to an empty
+    tree if `head` is None. Raises EntryNotFound if a change deletes something that does not exist.
+    Raises BadRequest if a change adds a file where a folder is, or below another file."""
     tree = _Tree(read_folders(repository, head, folders_of(each.path for each in changes)))
     for change in changes:
         kind = tree.kind(change.path)
@@ -42,14 +44,13 @@ def check_changes(changes: Sequence[Change], repository: Repository, head: str |
             )
             if above is not None:
                 raise BadRequest(
-                    f"{change.path!r} cannot be added, because {above!r} is a file: delete this "
-                    "file in the same commit, before the other is added, or choose another path."
+                    f"{change.path!r} cannot be added, because {above!r} is a file: delete "
+                    f"{above!r} earlier in the same commit, or choose another path."
                 )
             if kind == "folder":
                 raise BadRequest(
                     f"{change.path!r} cannot be added as a file, because it is a folder: delete "
-                    "the folder in the same commit, before the file is added, or choose another "
-                    "path."
+                    "the folder earlier in the same commit, or choose another path."
                 )
             tree.add(change.path)
         elif kind != change.action.removeprefix("delete "):
@@ -61,9 +62,10 @@ def check_changes(changes: Sequence[Change], repository: Repository, head: str |
 class _Tree:
     """Knows which paths are files and which are folders, while changes apply one after the other.
 
-    For each path, it remembers the number of the change that added it last, and of the one that
-    deleted it last. A path exists if it was added after the last deletion of the path or of a
-    folder above it. So each change takes the same time, however many changes there are.
+    The changes are numbered. For each path, this stores the number of the last change that added
+    the path, and of the last change that deleted it. An added path exists if neither the path nor a
+    folder above it was deleted later. So the time for one change does not grow with the number of
+    changes.
     """
 
     def __init__(self, folders: Folders) -> None:
@@ -71,7 +73,7 @@ class _Tree:
         self._now = 0
         self._added: dict[str, int] = {}
         self._made: dict[str, int] = {}
-        """The folders above added files."""
+        """For each folder above an added file, the number of the last change that added one."""
         self._deleted: dict[str, int] = {}
 
     def kind(self, path: str) -> Literal["file", "folder"] | None:
@@ -101,12 +103,12 @@ class _Tree:
 
 def check_files(files: Iterable[tuple[str, Callable[[], bytes]]]) -> None:
     """Raises BadRequest if git would refuse one of the files in a push. `files` are paths, each
-    with a function that returns the content; it is called only for names that git itself reads,
-    such as `.gitmodules`.
+    with a function that returns the content. Only files that git itself reads, such as
+    `.gitmodules`, are checked and read.
 
-    Git checks these files in a push, but `git fast-import`, which makes the commits of the API,
-    does not. A wrong `.gitmodules` may harm a person who clones the repository. And nobody could
-    push a history with such a file to another server that checks it.
+    Git checks such files when they are pushed. The commits of the API are made by
+    `git fast-import`, which does not check them. A wrong `.gitmodules` may harm a person who
+    clones the repository. And another server that checks the files would refuse the history.
     """
     batch: list[tuple[str, bytes]] = []
     num_bytes = 0
@@ -123,7 +125,7 @@ def check_files(files: Iterable[tuple[str, Callable[[], bytes]]]) -> None:
 
 def _check_batch(files: list[tuple[str, bytes]]) -> None:
     with tempfile.TemporaryDirectory() as place:
-        # In a new repository, so that git checks only these files.
+        # The files go into a new repository, so that git checks nothing else.
         folder = Path(place)
         git(folder, "init", "--quiet", "--bare", "--template=")
         stream = [b"commit refs/heads/main\ncommitter hub <hub@localhost> 0 +0000\ndata 0\n"]

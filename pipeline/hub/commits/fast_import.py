@@ -1,6 +1,6 @@
 """Makes one commit of the changes that an API client sends, with one `git fast-import`.
 
-The caller holds the repository's lock. Git documents the format of its input at
+The caller holds the repository's lock. The format that `git fast-import` reads is described at
 https://git-scm.com/docs/git-fast-import.
 """
 
@@ -35,7 +35,7 @@ class NewCommit:
     changes: Sequence[Change]
     parent: str | None = None
     """The sha, or at least its first 7 digits, of the commit on which the client based the changes.
-    None if the client did not say; the changes then apply to any head."""
+    None if the client named no commit. The changes then apply to any head."""
 
 
 def make_commit(repository: Repository, ref: str, head: str | None, new: NewCommit) -> str:
@@ -43,16 +43,16 @@ def make_commit(repository: Repository, ref: str, head: str | None, new: NewComm
     as they are in `head`, this makes no commit and returns `head`.
 
     A client that lost the answer to a commit sends the commit again. If `head` already is this
-    commit, it is returned.
+    commit, this returns `head`.
 
-    Raises PreconditionFailed if the client based the changes on another commit than `head`;
-    EntryNotFound if something to delete does not exist; BadRequest if a file would get the path of
-    a folder, or the other way round, or if git would refuse a file in a push; DiskFull.
+    Raises PreconditionFailed if the client based the changes on another commit than `head`. Raises
+    EntryNotFound if something to delete does not exist. Raises BadRequest if a path would be both
+    a file and a folder, or if git would refuse a file in a push. Raises DiskFull.
     """
     try:
         if new.parent is not None and not (head or "").startswith(new.parent):
             raise PreconditionFailed(
-                _MOVED_ON.format(branch=ref, head=head or "its first commit", parent=new.parent)
+                _MOVED_ON.format(branch=ref, head=head or "no commit yet", parent=new.parent)
             )
         check_changes(new.changes, repository, head)
     except (PreconditionFailed, EntryNotFound, BadRequest):
@@ -77,8 +77,8 @@ def first_commit(repository: Repository, author: Signature) -> RefChange:
 
 
 def _is_repeated(repository: Repository, head: str, new: NewCommit) -> bool:
-    """Whether `head` is this same commit, made by an earlier request of the client: it has the same
-    message, parent and tree."""
+    """Whether `head` is the commit `new`, made by an earlier request of the client. It is if the
+    message, the parent and the tree are equal."""
     made = read_commit(repository, head)
     before = made.parents[0] if len(made.parents) == 1 else None
     if made.message != new.message or (new.parent and not (before or "").startswith(new.parent)):
@@ -95,10 +95,10 @@ def _is_repeated(repository: Repository, head: str, new: NewCommit) -> bool:
 def imported_commit(
     repository: Repository, parent: str | None, new: NewCommit
 ) -> Iterator[tuple[str, str, bool]]:
-    """Makes a commit, and a hidden ref that leads to it within the block. Gives the ref, the sha of
-    the commit, and whether its tree differs from that of `parent`.
+    """Makes a commit, and a hidden ref to it that exists only within the block. Gives the ref, the
+    sha of the commit, and whether the commit changes the tree of `parent`.
 
-    After the block, the ref is deleted. Git collects the objects later, unless another ref leads to
+    After the block, a later `git gc` removes the commit's objects, unless another ref leads to
     them. Raises BadRequest for files that git would refuse in a push, and DiskFull.
     """
     check_files((each.path, each.read) for each in new.changes if each.action == "add")
@@ -109,7 +109,7 @@ def imported_commit(
         before = None if parent is None else read_commit(repository, parent).tree
         yield incoming, commit, read_commit(repository, commit).tree != before
     finally:
-        # If the disk is full, git fails even to delete a ref that does not exist.
+        # Ask git only if the ref exists: on a full disk, git fails even if there is no such ref.
         if (repository.folder / incoming).exists():
             git(repository.folder, "update-ref", "-d", incoming)
 
@@ -152,7 +152,7 @@ def _fast_import(repository: Repository, stream: Iterable[bytes]) -> None:
         _write(process.stdin, stream)
         reason = process.stderr.read().decode(errors="replace").strip()
     finally:
-        # Without the last line of the stream, git makes no commit.
+        # If the stream broke off, git gets no last line `done`, so it makes no commit.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
         process.stderr.close()
@@ -160,8 +160,8 @@ def _fast_import(repository: Repository, stream: Iterable[bytes]) -> None:
     if process.returncode != 0:
         for report in repository.folder.glob("fast_import_crash_*"):
             report.unlink(missing_ok=True)
-        # If the disk was full, an incomplete pack is left. No other process writes one now, because
-        # the caller holds the repository's lock.
+        # If the disk was full, an incomplete pack is left. No other process is writing a pack now,
+        # because the caller holds the repository's lock.
         for pack in repository.folder.glob("objects/pack/tmp_pack_*"):
             pack.unlink(missing_ok=True)
         if is_disk_full(reason):

@@ -1,4 +1,5 @@
-"""Asks git which paths are large files by `.gitattributes`, and which `.gitignore` excludes."""
+"""Asks git which paths `.gitattributes` marks as large files, and which paths `.gitignore`
+excludes."""
 
 import re
 import tempfile
@@ -34,7 +35,7 @@ no diff can show."""
 def large_file_paths(
     repository: Repository, attributes: Mapping[str, str], paths: Collection[str]
 ) -> set[str]:
-    """The paths among `paths` that are large files by the `.gitattributes` files.
+    """The paths among `paths` that the `.gitattributes` files mark as large files.
 
     `attributes` maps the path of each `.gitattributes` to the sha of its blob.
     """
@@ -59,8 +60,8 @@ def large_file_paths(
 
 
 def ignored_paths(repository: Repository, ignore_file: bytes, paths: Collection[str]) -> set[str]:
-    """The paths among `paths` that a `.gitignore` in the root with the text `ignore_file`
-    excludes."""
+    """The paths among `paths` that git ignores if the root has a `.gitignore` with the content
+    `ignore_file`."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / IGNORE_FILE).write_bytes(ignore_file)
         answer = _matched(

@@ -1,5 +1,5 @@
-"""Reads the metadata of a repository, which is YAML at the beginning of its README. Finds errors in
-it, and the tags by which lists of repositories can be filtered."""
+"""Reads the card of a repository: metadata in YAML at the beginning of its README. Finds errors in
+the card, and the tags by which lists of repositories can be filtered."""
 
 import math
 import re
@@ -32,17 +32,17 @@ _TEXT_OR_LIST = ("license", "language", "task_categories", "task_ids", "datasets
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """The YAML loader. It is not CSafeLoader, because deep nesting overflows the stack of that
-    loader and ends the process.
+    """The YAML loader. CSafeLoader is not used, because deep nesting overflows its stack and ends
+    the process.
 
-    It refuses aliases, because a few lines with aliases can become gigabytes.
+    This loader refuses aliases, because a few lines with aliases can become gigabytes.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
             raise yaml.composer.ComposerError(
-                None, None, "aliases (`*name`) are not read here", event.start_mark
+                None, None, "aliases (`*name`) are refused: repeat the value", event.start_mark
             )
         node: yaml.Node | None = super().compose_node(parent, index)
         return node
@@ -63,15 +63,15 @@ class Card:
 
     @property
     def tags(self) -> list[str]:
-        """The tags of the repository. Certain keys become tags such as `license:mit`; those under
-        the key `tags` stay as they are."""
+        """The tags of the repository. The values of certain keys become tags such as `license:mit`.
+        The values of the key `tags` stay as they are."""
         found = [f"{key}:{value}" for key in _TAGGED for value in _texts(self.metadata.get(key))]
         return [*found, *_texts(self.metadata.get("tags"))]
 
 
 def parse_card(content: str) -> Card:
-    """Reads the card from the text of a README. An error names the line of the README if it is in
-    one line."""
+    """Reads the card from the text of a README. If an error is in one line, its message names this
+    line of the README."""
     found = _HEAD.match(content)
     if found is None or not found[2].strip():
         return Card(warnings=("empty or missing yaml metadata in repo card",))
@@ -90,7 +90,7 @@ def parse_card(content: str) -> Card:
     except RecursionError:
         return Card(errors=("the metadata is nested too deeply",))
     except (yaml.YAMLError, ValueError) as error:
-        # ValueError: such as an explicit `!!int` before a word.
+        # An explicit `!!int` before a word raises ValueError, for example.
         return Card(errors=(f"the metadata is no YAML: {error}",))
     if not isinstance(metadata, dict):
         return Card(errors=("the metadata must be a mapping, `key: value` lines",))
@@ -98,7 +98,7 @@ def parse_card(content: str) -> Card:
 
 
 def _plain(value: object) -> object:
-    """The value with only types that JSON has. Keys, and values of other types, become text."""
+    """The value in the types of JSON. Keys become text, and so do values whose type JSON lacks."""
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set):

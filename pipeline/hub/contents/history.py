@@ -1,5 +1,5 @@
-"""Finds the commit that a revision names, and the one that last changed a path. Reads commits. It
-changes nothing."""
+"""Finds the commit that a revision names, and the commit that last changed a path. Reads commits.
+Changes nothing in the repository."""
 
 import re
 import subprocess
@@ -17,13 +17,13 @@ from pipeline.hub.repositories.store import Repository
 
 MAX_COMMITS = 50_000
 MAX_SECONDS = 10.0
-"""A walk ends after this many commits or seconds. A path that did not change in these commits gets
-no commit."""
+"""`last_commits` stops after this many commits or seconds. A path for which it has found no change
+until then is missing in its result."""
 _CHUNK_BYTES = 64 * 1024
 _ABBREVIATED = re.compile(r"[0-9a-f]{7,39}")
-# 9999-12-31, the latest date that Python has. A commit may have any date.
+# 9999-12-31, the latest date that Python can represent. A commit may have a later date.
 _LATEST_SECONDS = 253402300799
-# The fields end with a line feed, because neither the name of an author nor a title can have one.
+# Each field ends with a line feed, because neither an author's name nor a title can contain one.
 _AS_RECORDS = ("-z", "--encoding=UTF-8", "--format=%H%n%an%n%ct%n%s%n%b")
 
 
@@ -48,7 +48,7 @@ class CommitHead:
 
 def resolve_revision(repository: Repository, revision: str) -> str:
     """The sha of the commit that `revision` names: a branch, a tag, a full ref, or a sha with 7
-    digits or more. A sha is also found if no ref leads to it any more.
+    digits or more. A commit is found by its sha even if no ref leads to it any more.
 
     Raises RevisionNotFound.
     """
@@ -135,8 +135,9 @@ def _parse_commits(output: bytes) -> list[Commit]:
 
 
 def last_commits(repository: Repository, commit: str, paths: Iterable[str]) -> Mapping[str, Commit]:
-    """For each file or folder in `paths`, the last commit up to `commit` that changed it. Only
-    first parents are followed, so for a change that came with a merge this is the merge."""
+    """For each file or folder in `paths`, the last commit up to `commit` that changed it. This
+    follows only the first parent of each commit. So if a merge brought the change, the merge itself
+    counts as the commit that made it."""
     wanted = set(paths)
     shas: dict[str, str] = {}
     deadline = time.monotonic() + MAX_SECONDS
@@ -153,11 +154,13 @@ def last_commits(repository: Repository, commit: str, paths: Iterable[str]) -> M
 
 
 def _changes(repository: Repository, commit: str) -> Generator[tuple[str, str], None, None]:
-    """The sha and the path of each change, newest first. Closing the generator ends git."""
+    """For each change, newest first, the sha of the commit and the path. Closing the generator ends
+    git."""
     process = subprocess.Popen(
         [
             *("git", f"--git-dir={repository.folder}", "log", "--first-parent", "-m", "-z"),
-            # `--raw` prints the modes before each name. Without them, a name could look like a sha.
+            # `--raw` prints the file modes before each name. Without the modes, a name could look
+            # like a sha.
             *("--raw", "--no-renames", f"--max-count={MAX_COMMITS}", "--format=%H", commit, "--"),
         ],
         env=git_environment(),

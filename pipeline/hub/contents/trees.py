@@ -1,4 +1,4 @@
-"""Reads the trees and files of a repository. It changes nothing."""
+"""Reads the trees and files of a repository. Changes nothing in it."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ _CHUNK_BYTES = 256 * 1024
 _SHA_BYTES = 20
 _EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-# The longest path of a file system. An argument of a program may be much longer.
+# No file system allows a longer path. A path of this length still fits into an argument of git.
 _PATH_MAX_BYTES = 4096
 
 
@@ -32,15 +32,16 @@ class Entry:
     oid: str
     """The SHA-1 of git's blob or tree."""
     size_bytes: int = 0
-    """The size of git's blob, which for a large file is the size of the pointer. 0 for a folder,
-    and where sizes are not read."""
+    """The size of git's blob. The blob of a large file is its pointer. 0 for a folder, or if the
+    size was not read."""
     lfs: Pointer | None = None
-    """The pointer, if the blob is a pointer to a large file and was looked at. Else None."""
+    """The pointer, if the blob is a pointer to a large file. None for other blobs, or if the blob
+    was not read."""
 
     @property
     def content_bytes(self) -> int:
-        """The size of the content that a reader gets: of the large file, if the blob points to
-        one."""
+        """The size of what a reader gets: the large file if the blob is a pointer, else the
+        blob."""
         return self.size_bytes if self.lfs is None else self.lfs.size
 
 
@@ -49,15 +50,15 @@ Folders = Mapping[str, Mapping[str, Entry]]
 
 
 def find_file(repository: Repository, revision: str, path: str) -> tuple[str, Entry]:
-    """The sha of the commit, and the file. The entry does not say whether the blob is a pointer
-    (its `lfs` is None). Raises RevisionNotFound or EntryNotFound."""
+    """The sha of the commit, and the file. The blob is not read, so the `lfs` of the file is None
+    even if the blob is a pointer. Raises RevisionNotFound or EntryNotFound."""
     if _CONTROL.search(path):
         sha = resolve_revision(repository, revision)
         for odd in _odd_entries(repository, sha, [path]):
             if odd.type == "file":
                 return sha, odd
         raise _no_file(repository, revision, path, sha)
-    # One git process finds both the commit and the file, because clients call this most often.
+    # One git process finds both the commit and the file, because this is the most frequent request.
     names = candidates(revision)
     found = look_up(
         repository, [f"{name}{what}" for name in names for what in ("^{commit}", f":{path}")]
@@ -175,7 +176,7 @@ def changed_files(repository: Repository, before: str | None, after: str) -> lis
 
 
 def read_file(repository: Repository, file: Entry) -> bytes:
-    """The complete content. For small files, because `stream_file` would be slower for them."""
+    """The complete content. For small files, this is faster than `stream_file`."""
     return git(repository.folder, "cat-file", "blob", file.oid)
 
 
@@ -205,20 +206,20 @@ async def stream_file(
             if chunk:
                 yield chunk
     finally:
-        # Not `Process.kill`: it would collect the exit code of an ended process, which asyncio's
-        # watcher needs.
+        # `Process.kill` is not used: if the process has ended, it would collect the exit code,
+        # which asyncio's watcher needs.
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-        # Read the pipe to its end, because asyncio's `wait` also waits until it is closed.
+        # Read the pipe to its end, because asyncio's `wait` also waits until the pipe is closed.
         while await process.stdout.read(_CHUNK_BYTES):
             pass
         await process.wait()
 
 
 def _odd_entries(repository: Repository, commit: str, paths: Sequence[str]) -> list[Entry]:
-    """The entries of the `paths` that exist. For paths with control characters: `look_up` writes
-    each path into a line, which a line feed would end."""
+    """The entries of the `paths` that exist. This is for paths with control characters. `look_up`
+    cannot find them all: it writes one path per line, and a path may contain a line feed."""
     asked = {path for path in paths if len(path.encode()) <= _PATH_MAX_BYTES}
     if not asked:
         return []
@@ -244,8 +245,8 @@ def _with_pointers(repository: Repository, entries: Sequence[Entry]) -> list[Ent
 
 def _parse_tree(output: bytes, prefix: str) -> Iterator[Entry]:
     """The entries that `git ls-tree -z -l` printed, with `prefix` before each path. Leaves out
-    submodules, and names that are not UTF-8: no client can ask for them, so a client that downloads
-    all listed files would fail."""
+    submodules and names that are not UTF-8. No client can ask for them, so a client that wants to
+    download all listed files would fail."""
     for record in output.split(b"\0"):
         facts, _, name = record.partition(b"\t")
         try:

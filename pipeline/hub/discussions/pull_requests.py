@@ -1,5 +1,5 @@
 """What git does for a pull request: lists its commits, shows its difference, and merges it. Nothing
-here moves a ref; the caller does, under the repository's lock."""
+here moves a ref. The caller moves the refs, and holds the repository's lock."""
 
 import re
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ class Merged:
 
     tree: str
     conflicts: Sequence[str]
-    """The files that git cannot merge. If there is none, `tree` is the merged tree."""
+    """The files that git cannot merge. If there are none, `tree` is the merged tree."""
 
 
 def commits_of(repository: Repository, base: str, head: str) -> list[Commit]:
-    """The commits of `head` that are not on `base`, oldest first: the newest `MAX_COMMITS` of
-    them."""
+    """The commits that `head` has and `base` does not have, oldest first. If there are more than
+    `MAX_COMMITS`, the oldest are left out."""
     found = list_commits(repository, head, skip=0, limit=MAX_COMMITS, without=base)
     return found[::-1]
 
@@ -53,8 +53,9 @@ def difference(repository: Repository, base: str, head: str) -> str:
 
 
 def try_merge(repository: Repository, base: str, head: str) -> Merged:
-    """Merges two commits into a tree, and moves no ref. Raises HubError if git is older than 2.38,
-    which cannot merge without a work tree. Raises TooSlow if git needs more than `MAX_SECONDS`."""
+    """Merges two commits into a tree, and moves no ref. Raises TooSlow if git needs more than
+    `MAX_SECONDS`. Raises HubError if git is older than 2.38, because an older git cannot merge
+    without a work tree."""
     try:
         output = git(
             repository.folder,
@@ -74,8 +75,8 @@ def try_merge(repository: Repository, base: str, head: str) -> Merged:
 
 def squash(repository: Repository, base: str, head: str, *, message: str, author: Signature) -> str:
     """Makes one commit on top of `base` that has all changes of the commits up to `head`, and
-    returns its sha. Returns `base` if they change nothing. Raises Conflict, which names the files
-    that git cannot merge."""
+    returns its sha. Returns `base` if these commits change nothing. Raises Conflict if git cannot
+    merge some files. Its message names them."""
     merged = try_merge(repository, base, head)
     if merged.conflicts:
         raise Conflict(

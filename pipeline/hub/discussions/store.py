@@ -1,8 +1,8 @@
 """Stores discussions and pull requests, and what happened in each: comments, and changes of the
 title and the status.
 
-A pull request is a discussion with commits. They are on its ref `refs/pr/<num>`, and not on the
-branch that it is for.
+A pull request is a discussion with commits. The commits are on the ref `refs/pr/<num>`. The branch
+that the pull request is for gets their changes only when the pull request is merged.
 """
 
 import secrets
@@ -32,7 +32,7 @@ MAX_TITLE = 200
 MAX_TEXT = 64 * 1024
 MAX_BYTES = 8 * 1024 * 1024
 """A discussion may store about this many bytes, with all versions of its comments. The limit exists
-because the API answers all of it at once."""
+because the API sends the whole discussion in one answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +99,9 @@ def list_discussions(
     statuses: Sequence[Status] = (*OPEN, *CLOSED),
     author: str | None = None,
 ) -> list[Discussion]:
-    """The discussions of the repository, newest first. `pull_requests` True means only pull
-    requests, False only discussions, None both. `author` None means any author."""
+    """The discussions of the repository, newest first. If `pull_requests` is True, only pull
+    requests; if False, only discussions without commits; if None, both. If `author` is None, those
+    of any author."""
     wanted = select(table).where(
         table.c.repository_id == repository.id, table.c.status.in_(statuses)
     )
@@ -114,9 +115,9 @@ def list_discussions(
 
 
 def next_num(connection: Connection, repository: Repository, refs: Mapping[str, str]) -> int:
-    """The number of the next discussion. It is also above the number of every ref of a pull request
-    in `refs`: if a kill came before the pull request was stored, only its ref exists. The caller
-    holds the repository's lock."""
+    """The number of the next discussion. It is higher than the number of every discussion, and of
+    every pull request's ref in `refs`: if the hub was killed before it stored a pull request, only
+    the ref exists. The caller holds the repository's lock."""
     last = connection.execute(
         select(func.max(table.c.num)).where(table.c.repository_id == repository.id)
     ).scalar()
@@ -210,12 +211,12 @@ def change_status(
     status: Status,
     merge_commit: str | None = None,
 ) -> DiscussionEvent:
-    """Raises Conflict for a merged pull request, whose status cannot change, and if the discussion
-    has this status already."""
+    """Raises Conflict if the pull request is merged, because its status then cannot change. Raises
+    Conflict also if the discussion has this status already."""
     if discussion.status == "merged":
         raise Conflict(
-            f"Pull request {discussion.num} is merged, so its status cannot change: open another "
-            "one."
+            f"Pull request {discussion.num} is merged, so its status cannot change: open a new "
+            "pull request."
         )
     if discussion.status == status:
         raise Conflict(f"Discussion {discussion.num} is {status} already.")
@@ -235,7 +236,7 @@ def checked_title(title: str) -> str:
     characters."""
     line = " ".join(title.split())
     if not line.isprintable():
-        # The title becomes the message of the merge, and git refuses control characters there.
+        # The title becomes the message of the merge commit. Git refuses a NUL character there.
         raise BadRequest("A title may not have control characters: remove them.")
     if not line or len(line) > MAX_TITLE:
         raise BadRequest(

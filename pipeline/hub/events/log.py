@@ -1,10 +1,10 @@
 """Stores events, and in the same transaction a delivery for each webhook that gets the event. A ref
 that changed becomes an event here and nowhere else.
 
-A webhook does not get a change that brings only commits of jobs, so that the commit of a job does
-not start the job again. A commit is a job's if its committer has the mail domain that the runner
-sets for git in a job's environment. A commit that is made without this environment can have the
-trailer `Pipeline-Job: <job id>` at the end of its message instead.
+Webhooks do not get a change whose new commits were all made by jobs. Otherwise the commit of a job
+could start the job again. The hub knows such a commit by the mail domain of its committer, which
+each job has in its environment. If a job makes a commit without this environment, the commit's
+message can end with the trailer `Pipeline-Job: <job id>` instead.
 """
 
 import logging
@@ -50,15 +50,15 @@ class EventLog:
     deliver_job_commits: bool = False
     """Whether webhooks also get the changes of refs whose new commits all come from jobs."""
     wake: Callable[[], None]
-    """Tells the deliverer that there are new deliveries. Called after the database transaction that
-    stored them, from any thread."""
+    """Tells the deliverer that there are new deliveries. It is called after the database
+    transaction that stored the deliveries. Any thread may call it."""
 
     def record_refs(self, repository: Repository, refs: Mapping[str, str]) -> list[RefChange]:
         """Compares `refs` with the refs as they were at the last event. Stores one event with all
         changes, because one push may move several refs, and returns the changes.
 
-        The caller holds the repository's lock and read `refs` under it. When this returns, the
-        event and its deliveries are on disk.
+        The caller holds the repository's lock, and has read `refs` under this lock. When this
+        returns, the event and its deliveries are on disk.
         """
         with self.database.read() as connection:
             known = known_refs(connection, repository)
@@ -127,8 +127,8 @@ class EventLog:
         *,
         action: EventAction,
     ) -> None:
-        """Stores an event of a discussion, as `record` does. `comment` is the first comment of a
-        new discussion, else None."""
+        """Stores an event of a discussion in the caller's transaction. `comment` is the first
+        comment of a new discussion, else None. After the transaction, the caller calls `wake`."""
         self._record_talk(connection, repository, discussion, comment, action, "discussion")
 
     def record_comment(
@@ -140,7 +140,8 @@ class EventLog:
         *,
         action: EventAction,
     ) -> None:
-        """Stores an event of a comment, as `record` does."""
+        """Stores an event of a comment in the caller's transaction. After the transaction, the
+        caller calls `wake`."""
         self._record_talk(connection, repository, discussion, comment, action, "discussion.comment")
 
     def _record_talk(
@@ -177,8 +178,9 @@ class EventLog:
         discussion: Discussion | None = None,
         comment: DiscussionEvent | None = None,
     ) -> None:
-        """Stores the event with all its `changes`, and a delivery per webhook with the changes in
-        `told`. If there are changes and none of them is in `told`, no webhook gets the event."""
+        """Stores the event with all its `changes`, and a delivery for each webhook. A delivery has
+        only the changes in `told`. If there are changes but `told` is empty, no webhook gets the
+        event."""
         event_seq = _insert_event(
             connection, action=action, scope=scope, repository=repository, changes=changes
         )
@@ -206,8 +208,8 @@ class EventLog:
             )
 
     def ping(self, connection: Connection, webhook: StoredWebhook, about: Repository) -> str:
-        """Stores an event of the scope `ping` that only `webhook` gets. Returns the id of its
-        delivery. After its transaction, the caller calls `wake`.
+        """Stores, in the caller's transaction, an event of the scope `ping` that only `webhook`
+        gets. Returns the id of its delivery. After the transaction, the caller calls `wake`.
         """
         event_seq = _insert_event(connection, action="update", scope=PING, repository=about)
         payload = compose(
@@ -222,7 +224,7 @@ class EventLog:
 
 def record_ref_changes(repository: Repository, log: EventLog) -> list[RefChange]:
     """Stores one event with all refs that changed since the last event, and returns these changes.
-    Keeps the commits that no ref leads to any more. Repairs a ref that git cannot read.
+    Keeps the commits that were removed from their refs. Repairs a ref that git cannot read.
 
     The caller holds the repository's lock. When this returns, the event is on disk.
     """
@@ -262,8 +264,8 @@ def _insert_event(
 def _of_jobs(
     repository: Repository, changes: Sequence[RefChange], known: Collection[str]
 ) -> list[RefChange]:
-    """The changes that brought new commits, if jobs made all of these commits. `known` are shas
-    that the refs had before: what they lead to is not new."""
+    """The changes whose new commits were all made by jobs. `known` are the shas that the refs had
+    before. A commit is new if none of them leads to it."""
     news = [change.new_sha for change in changes if change.new_sha is not None]
     try:
         marks = _marks(repository, news, known)
@@ -271,7 +273,8 @@ def _of_jobs(
             return []
         if len(news) == 1:
             return [one for one in changes if one.new_sha is not None and all(marks)]
-        # Look at each change by itself, because another one may bring commits of people.
+        # Look at each change by itself, because jobs may have made the commits of only some
+        # changes.
         return [
             one
             for one in changes
@@ -280,7 +283,8 @@ def _of_jobs(
             and all(own)
         ]
     except HubError as error:
-        # A tag of a file, or a damaged repository. Without an answer, webhooks get the changes.
+        # The cause is a tag of a file, or a damaged repository. It is then not known who made the
+        # commits, so webhooks get the changes.
         logger.warning(
             "cannot find out who made the new commits of %s, so webhooks get them: %s",
             *(repository.name, error),
@@ -289,7 +293,7 @@ def _of_jobs(
 
 
 def _marks(repository: Repository, shas: Sequence[str], known: Collection[str]) -> list[bool]:
-    """Whether a job made it, for each commit that `shas` lead to and `known` do not lead to."""
+    """For each commit that one of `shas` leads to, and none of `known`: whether a job made it."""
     revisions = "".join(f"{sha}\n" for sha in (*shas, *(f"^{sha}" for sha in known)))
     lines = git(
         repository.folder,

@@ -52,7 +52,7 @@ def compose(
     )
     document = payload.model_dump(mode="json", exclude_none=True)
     if changes:
-        # A missing sha is null here, because null says that the ref is new or deleted.
+        # Here a missing sha is written as null, which says that the ref is new or deleted.
         document["updatedRefs"] = [
             wire.UpdatedRef(
                 ref=change.ref, oldSha=change.old_sha, newSha=change.new_sha
@@ -97,6 +97,6 @@ def _moved_to(name: RepositoryName) -> wire.MovedTo:
 
 
 def owner_id(owner: str) -> str:
-    """The id of an owner: 24 hex digits, as on the Hugging Face Hub. It follows from the name, so
-    an owner always has the same id."""
+    """The id of an owner: 24 hex digits, as on the Hugging Face Hub. It is computed from the name,
+    so an owner always has the same id."""
     return hashlib.sha256(owner.encode()).hexdigest()[:24]

@@ -1,5 +1,5 @@
-"""Compares the repositories on disk with the database, and stores the events that are missing. Such
-a difference comes from a hub that was killed, or from a person who changed a repository's folder.
+"""Compares the repositories on disk with the database, and stores the events that are missing.
+Events are missing if the hub was killed, or if a person changed a repository's folder.
 """
 
 import logging
@@ -16,8 +16,8 @@ _NUM_THREADS = 8
 
 
 def reconcile_at_start(repositories: Repositories, log: EventLog) -> int:
-    """Enters new folders into the database, removes the entries of missing folders, and stores the
-    changes of refs that have no event. Returns the number of these changes.
+    """Adds a row to the database for each new folder, and deletes the rows of missing folders.
+    Stores events for the changes of refs that have none, and returns the number of these changes.
 
     It takes no locks, so it must end before the hub answers its first request.
     """
@@ -28,12 +28,12 @@ def reconcile_at_start(repositories: Repositories, log: EventLog) -> int:
         for name, repository in known.items():
             if name not in on_disk:
                 logger.warning(
-                    "%s is deleted, because its folder %s is missing", name, repository.folder
+                    "removing %s from the hub: its folder %s is missing", name, repository.folder
                 )
                 log.record(connection, repository, action="delete")
                 repositories.forget(connection, repository)
         for name in sorted(on_disk - known.keys(), key=str):
-            logger.warning("%s is new: its folder was found, and no row in the database", name)
+            logger.warning("adding %s to the hub: its folder had no row in the database", name)
             log.record(
                 connection, repositories.adopt(connection, name, private=True), action="create"
             )
@@ -44,8 +44,8 @@ def reconcile_at_start(repositories: Repositories, log: EventLog) -> int:
 
 
 async def reconcile(repositories: Repositories, log: EventLog) -> None:
-    """Stores the changes of refs that did not come through the hub: made by a git process that
-    lived longer than a killed hub, or by a person in the folder."""
+    """Stores events for the changes of refs that did not come through the hub. Such changes are
+    made by a person in a repository's folder, or by a git process whose hub was killed."""
     await repositories.for_each(
         log.database, lambda repository: _record_or_complain(repository, log)
     )

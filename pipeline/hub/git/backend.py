@@ -21,7 +21,7 @@ _SETTINGS = (
     # `git push origin :main` may delete the default branch. By default, git refuses this and names
     # a setting of the server, which the user cannot change.
     ("receive.denyDeleteCurrent", "ignore"),
-    # No client sees or moves a hidden ref. `!` means "not hidden"; the last setting that matches a
+    # No client sees or moves a hidden ref. `!` means "not hidden". The last setting that matches a
     # ref decides.
     ("transfer.hideRefs", "refs"),
     *(("transfer.hideRefs", f"!{prefix.rstrip('/')}") for prefix in PUSHED_PREFIXES),
@@ -41,7 +41,7 @@ def cgi_environment(
     route: str, folder: Path, scope: Scope, num_bytes: int, open_refs: Iterable[str]
 ) -> dict[str, str]:
     """The environment for `git http-backend` in the repository `folder`. `num_bytes` is the size of
-    the request's body; `open_refs` are the refs of open pull requests, to which a client may
+    the request's body. `open_refs` are the refs of open pull requests, to which a client may
     push."""
     cgi = {
         PLACE: str(folder),
@@ -69,7 +69,7 @@ def header(scope: Scope, name: bytes) -> bytes:
 
 
 async def serve(environment: dict[str, str], body: IO[bytes], receive: Receive, send: Send) -> None:
-    """Sends git's answer while git writes it. Ends git if the client goes away."""
+    """Sends git's answer while git writes it. Ends git if the client disconnects."""
     process = await _start(environment, body, stderr=asyncio.subprocess.DEVNULL)
     # The hub has the complete body, so the next message can only be that the client disconnects.
     gone = asyncio.create_task(_kill_on_disconnect(process, receive))
@@ -106,8 +106,8 @@ class Answer:
 
 
 async def run(environment: dict[str, str], body: IO[bytes]) -> Answer:
-    """Runs git to its end; git is killed only if this task is cancelled. When this returns or
-    raises, no process that git started is left."""
+    """Runs git to its end. Kills git only if this task is cancelled. After a cancellation or a
+    failure of git, no process that git started is left."""
     process = await _start(environment, body, stderr=asyncio.subprocess.PIPE)
     try:
         output, complaints = await process.communicate()
@@ -155,7 +155,8 @@ def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> bool
     False if the group has no process left."""
     try:
         os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):  # macOS raises PermissionError for this
+    except (ProcessLookupError, PermissionError):
+        # If the group has no process left, macOS raises PermissionError.
         return False
     return True
 
@@ -186,11 +187,12 @@ def with_remarks(answer: bytes, remarks: Sequence[str]) -> bytes:
     """The answer to a push, with `remarks` before it, for the person who pushed. If git refused to
     move a hidden ref, one more line says why.
 
-    Git prints each line as "remote: …": https://git-scm.com/docs/gitprotocol-pack#_report_status
+    The pusher's git prints each line as "remote: …":
+    https://git-scm.com/docs/gitprotocol-pack#_report_status
     """
     lines = [*remarks, *([_REASON] if _HIDDEN in answer else [])]
-    # Remarks can be sent only in side bands. If the client takes them, git's answer begins with a
-    # packet of side band 1 or 2.
+    # Remarks can be sent only in side bands, which are channels in git's protocol. If the client
+    # reads side bands, git's answer begins with a packet of side band 1 or 2.
     if answer[4:5] not in (b"\x01", b"\x02"):
         return answer
     packets = []

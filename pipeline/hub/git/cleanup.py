@@ -1,7 +1,7 @@
 """Removes what killed git processes left in a repository: locks, half-written objects, and refs of
-commits that were never finished. Also ends git processes that live longer than their hub.
+commits that were never finished. Also ends git processes that still run after their hub was killed.
 
-It never removes complete objects, or a ref to a commit that a client was told of.
+It never removes a complete object, or a ref to a commit that the hub has confirmed to a client.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ GRACE_SECONDS = 5.0
 """The time between SIGTERM and SIGKILL, in which git can remove its locks."""
 
 _LOCKS = ("*.lock", "refs/**/*.lock", "objects/info/*.lock", "objects/pack/*.lock")
-# Git unpacks a push in one of these folders until it has checked the push. Older versions of git
-# use the second name.
+# The first two are folders in which git unpacks a push until it has checked the push. Older
+# versions of git use the second name. The last are unfinished packs.
 _OBJECTS = ("objects/tmp_objdir-*", "objects/incoming-*", "objects/pack/tmp_*")
-# Of commits that came over the API: their refs, and the crash reports of `git fast-import`.
+# What is left of commits over the API: their refs, and the crash reports of `git fast-import`.
 _COMMITS = (f"{INCOMING_PREFIX}*", "fast_import_crash_*")
 
 
 def clear_repository(folder: Path) -> None:
-    """Called only while nothing writes to the repository: either the caller holds the repository's
-    lock, or the hub has not started."""
+    """Removes all these leftovers from one repository. It is called only while nothing writes to
+    the repository: the caller holds the repository's lock, or the hub has not started."""
     for pattern in (*_LOCKS, *_OBJECTS, *_COMMITS):
         for path in folder.glob(pattern):
             logger.warning("removing %s: the git process that made it was killed", path)
@@ -44,7 +44,8 @@ def end_processes(root: Path) -> None:
     """Ends the git processes of an earlier hub in `root`, because they may hold locks and move
     refs.
 
-    They can be found only on Linux. On other systems such a process runs to its end.
+    Only Linux shows the environment of a process, by which they are found. On other systems they
+    run to their end.
     """
     pids = set(_processes(root))
     for number in (signal.SIGTERM, signal.SIGKILL):

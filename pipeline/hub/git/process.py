@@ -10,25 +10,25 @@ from pathlib import Path
 from pipeline.hub.errors import DiskFull, HubError, TooSlow
 
 PLACE = "GIT_PROJECT_ROOT"
-"""The environment variable that holds the repository of each git process. `cleanup.py` finds the
-processes of a killed hub by it."""
+"""The environment variable that tells a git process its repository. By this variable, `cleanup.py`
+finds the git processes of a killed hub."""
 KEEP_PREFIX = "refs/keep/"
 """Refs that keep commits which are on no branch any more (`repositories/refs.py`). Clients neither
-see nor move them."""
+see nor move these refs."""
 INCOMING_PREFIX = "refs/incoming/"
 """Refs to commits that the API is making (`commits/fast_import.py`). If a killed hub left some, the
 next hub removes them when it starts."""
 PUSHED_PREFIXES = ("refs/heads/", "refs/tags/")
-"""Branches and tags. Clients see and move them; a push of any other ref might change what the hub
-reads."""
+"""Branches and tags. Clients see and move them. Git refuses a push of other refs, because it might
+change what the hub reads. The refs of open pull requests are an exception."""
 PULL_REQUEST_PREFIX = "refs/pr/"
 """Refs of pull requests. The hub creates them. Clients see all of them, and move those of open pull
 requests."""
 SEEN_PREFIXES = (*PUSHED_PREFIXES, PULL_REQUEST_PREFIX)
 
 # Limits on the memory of each git process. Git never holds a file above `bigFileThreshold` in
-# memory as a whole. It stores such a file complete, and a smaller one as its difference from
-# another version, which makes packs smaller.
+# memory as a whole, and stores such a file complete. A smaller file may be stored as its difference
+# from another version, which makes packs smaller.
 _MEMORY = (
     ("core.bigFileThreshold", "16m"),
     ("core.packedGitWindowSize", "16m"),
@@ -37,8 +37,8 @@ _MEMORY = (
     ("pack.windowMemory", "64m"),
 )
 
-# A full disk in an error text of git: the first two come from the system (in English, because
-# LC_ALL is C), the others from git itself.
+# The words by which git's error text says that the disk is full. The first two come from the system
+# (in English, because LC_ALL is C), the others from git itself.
 _DISK_FULL = ("No space left", "Disk quota", "write error", "couldn't write")
 
 
@@ -79,8 +79,8 @@ def is_disk_full(reason: str) -> bool:
 
 
 def git_beginning(folder: Path, *arguments: str, max_bytes: int, seconds: float) -> bytes:
-    """The first `max_bytes` bytes that `git` prints; after them git is ended. Empty if git fails
-    before it prints anything. Raises TooSlow, and ends git, if git needs more than `seconds`."""
+    """The first `max_bytes` bytes that `git` prints. Then git is ended. Empty if git fails before
+    it prints anything. Raises TooSlow, and ends git, if git needs more than `seconds`."""
     process = subprocess.Popen(
         ["git", f"--git-dir={folder}", *arguments],
         stdin=subprocess.DEVNULL,

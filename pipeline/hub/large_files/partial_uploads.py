@@ -63,8 +63,8 @@ class PartialUpload:
     @contextlib.contextmanager
     def _turn(self, descriptor: int) -> Iterator[None]:
         """Lets the block write to the upload. Raises Conflict if the upload was completed. A client
-        may break off a part, send it again and complete the upload. The rest of the first try must
-        then not be written, because the file is already the one that readers get."""
+        may break off a part, send it again and complete the upload. If bytes of the first try come
+        after that, they must not be written, because readers get the file already."""
         with _turns:
             if self._path in _closed or not self._is_open_here(descriptor):
                 raise Conflict(
@@ -88,7 +88,7 @@ class PartialUpload:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Waits until no part is being written, and keeps others from writing within the block."""
+        """Waits until no part is being written. Within the block, nobody can write a part."""
         with _turns:
             _turns.wait_for(lambda: self._path not in _closed and not _num_writing[self._path])
             _closed.add(self._path)
@@ -111,8 +111,8 @@ class PartialUpload:
                 check(digest.hexdigest(), num_bytes, oid=oid, size=size)
                 self._files.adopt(file, oid)
         except FileNotFoundError:
-            # The upload may be complete already, if the client did not get the first answer.
+            # The upload may be complete already: a client that did not get the answer asks again.
             if self._files.size(oid) != size:
                 raise BadRequest(
-                    "The hub has no part of the file any more: send the file again."
+                    "The hub has no part of this upload any more: send the file again."
                 ) from None

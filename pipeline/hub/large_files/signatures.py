@@ -1,5 +1,5 @@
-"""Makes and checks signed URLs (for files of Git LFS) and access tokens (for Xet). Clients use them
-instead of the hub's token.
+"""Makes and checks signed URLs, for files of Git LFS, and access tokens, for uploads with `hf_xet`.
+Clients send them instead of the hub's token.
 
 Both are signed with HMAC-SHA256. Each kind has its own key, derived from the hub's secret key, so
 the signature of one kind is not valid for the other.
@@ -14,8 +14,8 @@ from starlette.requests import Request
 from pipeline.hub.errors import Forbidden, Unauthorized
 
 LIFETIME_SECONDS = 6 * 3600
-"""How long a signed URL or an access token is valid. It is checked when a file begins to come in,
-so the transfer itself may take longer."""
+"""How long a signed URL or an access token is valid. The hub checks this only when a transfer
+begins, so the transfer itself may take longer."""
 
 
 class Signer:
@@ -27,8 +27,8 @@ class Signer:
         return hmac.digest(self._key, json.dumps(facts).encode(), "sha256").hex()
 
     def matches(self, signature: str, *facts: str | int) -> bool:
-        """Whether the signature is right. Takes the same time wherever the two differ, so that
-        nobody can guess a signature bit by bit."""
+        """Whether the signature is right. For every wrong signature this takes the same time, so
+        that nobody can guess the right one bit by bit."""
         expected = self.signature(*facts).encode()
         return hmac.compare_digest(signature.encode("utf-8", "replace"), expected)
 
@@ -63,7 +63,8 @@ class SignedUrls:
 
 
 class AccessTokens:
-    """Makes and checks access tokens. Each is for one Xet store of one repository."""
+    """Makes and checks access tokens. Each is for one Xet store (`xet_store.py`) of one
+    repository."""
 
     def __init__(self, secret_key: bytes) -> None:
         self._signer = Signer(secret_key, "xet access token")
@@ -88,5 +89,6 @@ class AccessTokens:
 
 
 def _number(text: str | None) -> int:
-    """The number in `text`, or -1 if there is none. The hub signs nothing with -1."""
+    """The number in `text`, or -1 if there is none. No signature is valid for -1, because the hub
+    never signs -1."""
     return int(text) if text and text.isascii() and text.isdigit() and len(text) < 19 else -1

@@ -86,8 +86,8 @@ class LargeFiles:
         publish(file, path, below=path.parents[_DEPTH])
 
     def link(self, other: "LargeFiles", oid: str) -> bool:
-        """Takes the file from another repository, as a hard link. Returns whether it is stored here
-        now.
+        """Takes the file from another repository, as a hard link. Returns whether this repository
+        has the file now.
 
         Both repositories can share the bytes on disk, because a large file never changes.
         """
@@ -238,7 +238,8 @@ def publish(file: BinaryIO, path: Path, *, below: Path) -> None:
 
 def make_folder(folder: Path) -> None:
     """Makes the folder `lfs/<name>` of a repository. Raises Conflict if the repository's folder
-    does not exist any more. It must not be made again: the hub would take it for a repository."""
+    does not exist any more. This does not make the repository's folder again, because the hub would
+    take it for a repository."""
     for each in (folder.parent, folder):
         try:
             with contextlib.suppress(FileExistsError):
@@ -277,8 +278,8 @@ def _disk_full(error: OSError) -> DiskFull:
 
 
 async def in_chunks(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The same bytes in pieces of at least `CHUNK_BYTES`, except the last. Each piece is written in
-    a thread, so small pieces would be slow."""
+    """Joins the pieces of `body`: each new piece has at least `CHUNK_BYTES` bytes, except the last.
+    The caller writes each piece in a thread, so small pieces would be slow."""
     waiting = bytearray()
     async for piece in body:
         waiting += piece

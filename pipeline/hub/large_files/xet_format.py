@@ -1,5 +1,5 @@
-"""Reads the formats of Xet, in which `hf_xet` sends files. A file is cut into chunks; a xorb holds
-many chunks; a shard says which chunks of which xorbs make each file.
+"""Reads the formats of Xet, in which `hf_xet` sends files. A file is cut into chunks. A xorb holds
+many chunks. A shard says which chunks of which xorbs make each file.
 
 https://huggingface.co/docs/xet. All numbers are little-endian.
 """
@@ -27,7 +27,8 @@ _HAS_VERIFICATION, _HAS_SHA256 = 1 << 31, 1 << 30
 _RECORD = struct.Struct("<32s4I")
 _END = b"\xff" * 32
 
-# These keys are part of the format. They differ, so that a chunk and a node of the tree of hashes
+# The hash of a xorb is the root of a tree of hashes. The leaves of this tree are the chunks'
+# hashes. The format has one key for chunks and one for the other nodes, so that a chunk and a node
 # never have the same hash.
 _CHUNK_KEY = bytes.fromhex("6697f5775b9550de3135cbaca597181c9de421109beb2b58b4d0b04b93adf229")
 _NODE_KEY = bytes.fromhex("017ec5c7a5472996fd946666b48a02e65ddd536f37c76dd2f86352e64a53713f")
@@ -68,7 +69,7 @@ class XetFile:
     num_terms: int
     size: int
     sha256: str | None
-    """None if the client did not send it."""
+    """None if the client did not send the sha256."""
 
 
 def hash_text(value: bytes) -> str:
@@ -97,12 +98,12 @@ def list_chunks(xorb: BinaryIO) -> list[Chunk]:
         if header[0] != 0 or chunk.scheme > _GROUPED_LZ4:
             raise BadRequest(
                 f"Chunk {len(chunks)} of the xorb has version {header[0]} and compression "
-                f"{chunk.scheme}, which this hub does not know."
+                f"{chunk.scheme}, which this hub does not know: send the file without `hf_xet`."
             )
         if not num_bytes or num_bytes > _MAX_CHUNK_BYTES or packed > 2 * _MAX_CHUNK_BYTES:
             raise BadRequest(
-                f"Chunk {len(chunks)} of the xorb has {num_bytes} bytes ({packed} packed): 1 to "
-                f"{_MAX_CHUNK_BYTES} are allowed."
+                f"Chunk {len(chunks)} of the xorb has {num_bytes} bytes ({packed} packed): send "
+                f"chunks of 1 to {_MAX_CHUNK_BYTES} bytes."
             )
         if offset > size or len(chunks) == _MAX_CHUNKS:
             raise BadRequest(
@@ -185,7 +186,7 @@ def _unpack(content: bytes, num_bytes: int) -> bytes:
     import lz4.frame  # here, because most hubs never get a packed chunk
 
     try:
-        # With a limit, because a few packed bytes can become any number of unpacked ones.
+        # With a limit, because a few packed bytes can become any number of unpacked bytes.
         unpacked: bytes = lz4.frame.LZ4FrameDecompressor().decompress(content, num_bytes + 1)
     except RuntimeError as error:
         raise BadRequest(
@@ -206,9 +207,9 @@ def _ungroup(grouped: bytes) -> bytes:
 
 
 def _merge(hashes: Sequence[Hashed]) -> Iterator[Hashed]:
-    """The nodes one level higher in the tree of hashes. A node has three to nine children, and ends
-    at the first child from the third on whose hash is divisible by four. The last node may have
-    fewer."""
+    """The nodes one level higher in the tree of hashes. A node has three to nine children. From the
+    third child on, a child whose hash is divisible by four is the last child of its node. The last
+    node of a level may have fewer than three children."""
     start = 0
     while start < len(hashes):
         end = min(start + 2 * _BRANCHING + 1, len(hashes))

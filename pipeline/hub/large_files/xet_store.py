@@ -1,9 +1,9 @@
-"""Stores the xorbs that `hf_xet` has sent for a repository, in `lfs/xet/<store id>` of its folder.
-`store.py` gets the files that are made of them.
+"""Stores the xorbs (groups of chunks of files) that `hf_xet` has sent for a repository, in
+`lfs/xet/<store id>` of its folder. The files that are made of xorbs go to `store.py`.
 
 The client remembers which chunks it has sent to which URL, and does not send them there again. The
-URL has the id of a store. If the newest store lacks a xorb that a client has sent, the hub begins
-another store, and clients send everything again to its URL. Uploads to the older store go on.
+URL has the id of a store. If a store lacks a xorb that a client has sent, the hub begins a new
+store. Clients send everything again to the URL of the new store. Uploads to the older store go on.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ _making = threading.Lock()
 
 
 class XetStore:
-    """The store `id` of the repository in `folder`. It may have been emptied since the client got
-    this id."""
+    """The store `id` of the repository in `folder`. The hub may have removed the store after the
+    client got this id."""
 
     def __init__(self, folder: Path, id: str) -> None:
         self.id = id
@@ -56,12 +56,12 @@ class XetStore:
         with _making, to_disk():
             found = sorted(_stores(folder).glob("*"), key=lambda store: store.stat().st_mtime_ns)
             store = found[-1] if found else _begin(folder)
-            os.utime(store)  # `empty` removes a store only if this time is old
+            os.utime(store)  # `empty` removes only stores with an old time
         return cls(folder, store.name)
 
     def check_is_there(self) -> None:
-        """Raises BadRequest if the store was emptied. After this error the client does not try
-        again."""
+        """Raises BadRequest if the store was removed. The client does not repeat a request that
+        gets this error."""
         if not self._xorbs.is_dir():
             raise BadRequest("The hub has emptied this Xet store: start the upload again.")
 
@@ -85,7 +85,8 @@ class XetStore:
         large file.
 
         Raises BadRequest if a file has another sha256 than the shard says, or if the hub does not
-        have a xorb; TooLarge if a file has more than `max_file_bytes` bytes; DiskFull.
+        have a xorb. Raises TooLarge if a file has more than `max_file_bytes` bytes. Raises
+        DiskFull.
         """
         async with self._draft(body, MAX_SHARD_BYTES) as file:
 
@@ -96,7 +97,8 @@ class XetStore:
                             f"A file may have {max_file_bytes} bytes at most: "
                             "raise [hub] max_push_bytes."
                         )
-                # The first loop has read the complete shard, so an invalid shard stores nothing.
+                # The first loop has read the complete shard, so no file of an invalid shard is
+                # stored.
                 for each in read_shard(file):
                     if each.sha256 is None or not self._files.keep(each.sha256):
                         self._files.store(self._content(file, each), each.sha256, each.size)
@@ -121,13 +123,13 @@ class XetStore:
         try:
             return self._xorb(hash).open("rb")
         except FileNotFoundError:
-            # The hub was restored from a backup, for example. The client believes that it has sent
-            # this xorb, and sends it again only to the address of another store. This store stays,
-            # because other clients may be sending to it.
+            # The hub was restored from a backup, for example. The client remembers that it has sent
+            # this xorb, and sends it again only to the URL of another store. The present store
+            # stays, because other clients may be sending to it.
             with _making, to_disk():
                 _begin(self._folder)
             raise BadRequest(
-                f"The hub does not have the xorb {hash}: start the upload again, which sends it."
+                f"The hub does not have the xorb {hash}: start the upload again to send it."
             ) from None
 
     def _xorb(self, hash: str) -> Path:
@@ -157,15 +159,14 @@ class XetStore:
 
 
 def empty(folder: Path, *, grace_seconds: float) -> None:
-    """Removes all xorbs of the repository, unless a client began an upload in the last
-    `grace_seconds` seconds: this client would have to begin again. The files that were made of
-    xorbs stay."""
+    """Removes the stores of the repository, with their xorbs. A store stays if a client began an
+    upload to it in the last `grace_seconds` seconds, because this client would have to begin again.
+    The files that were made of xorbs stay."""
     for store in _stores(folder).glob("*"):
-        # The lock keeps the store from being given to a client at this moment.
+        # While the lock is held, `current` gives this store to no client.
         with _making, contextlib.suppress(FileNotFoundError):
             if store.stat().st_mtime <= time.time() - grace_seconds:
-                # First move the store away, so that no client gets the id of a store that is being
-                # deleted.
+                # First move the store away, so that no request finds a store that is half deleted.
                 doomed = LargeFiles(folder).incoming / f"xet-{store.name}"
                 make_folder(doomed.parent)
                 store.rename(doomed)
@@ -173,7 +174,7 @@ def empty(folder: Path, *, grace_seconds: float) -> None:
 
 
 def _begin(folder: Path) -> Path:
-    """Make an empty store, the newest of the repository."""
+    """Makes an empty store, which is then the newest of the repository."""
     store = _stores(folder) / secrets.token_hex(8)
     store.mkdir()
     return store

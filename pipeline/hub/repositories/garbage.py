@@ -32,11 +32,11 @@ def collect_garbage(
     """Removes the git objects that no ref leads to, and the large files that no commit names.
 
     A large file may come before its commit, so it stays for at least `grace_seconds`. The chunks
-    that `hf_xet` has sent are removed if no upload began in this time; the client sends them again
-    when it needs them.
+    that `hf_xet` has sent are removed if no upload began in the last `grace_seconds`. `hf_xet`
+    sends them again when it needs them.
 
-    The caller holds the repository's lock, because objects of a push that is under way have no ref
-    yet.
+    The caller holds the repository's lock. Otherwise this would remove the objects of a push that
+    is under way, because they have no ref yet.
     """
     num_commits = 0
     if needed_commits is not None:
@@ -52,7 +52,7 @@ def collect_garbage(
 async def release_all_unneeded(
     repositories: Repositories, database: Database, needed_commits: NeededCommits | None
 ) -> None:
-    """Stops keeping, in every repository, the commits that nothing needs (`refs.py`).
+    """Deletes, in every repository, the refs that keep commits which nothing needs (`refs.py`).
     Does nothing if `needed_commits` is None, because the needed commits are then not known."""
     if needed_commits is not None:
         await repositories.for_each(

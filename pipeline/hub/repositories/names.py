@@ -23,7 +23,7 @@ RESERVED_OWNERS = frozenset(
 )
 """Owners that no repository may have, because URLs that begin with them mean something else. In
 lower case."""
-# What `git check-ref-format` forbids. A name without it cannot be an expression such as `main~1`.
+# What `git check-ref-format` forbids in a name. So a name cannot be an expression such as `main~1`.
 _FORBIDDEN_IN_REF = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^[-/.]|/\.|[./]$|\.lock(/|$)")
 _IGNORED_BY_HFS = re.compile("[\u200c-\u200f\u202a-\u202e\u206a-\u206f\ufeff]")
 MAX_PATH_BYTES = 4000
@@ -70,8 +70,8 @@ def repository_name(type: str, owner: str, name: str) -> RepositoryName:
 
 
 def requested_name(type: RepositoryType, owner: str, name: str) -> RepositoryName:
-    """As `repository_name`, but raises RepositoryNotFound for an invalid name: no repository can
-    have it."""
+    """As `repository_name`, but raises RepositoryNotFound for an invalid name, because no
+    repository can have such a name."""
     try:
         return repository_name(type, owner, name)
     except BadRequest as error:
@@ -102,8 +102,9 @@ def parents_of(path: str) -> list[str]:
 
 
 def folders_of(paths: Iterable[str]) -> set[str]:
-    """Every folder above the `paths`, and the root (`""`). Raises BadRequest if the names of the
-    folders together would fill the memory: a path of 4,000 bytes may have 2,000 folders."""
+    """Every folder above the `paths`, and the root (`""`). Raises BadRequest if the folders' names
+    would fill the memory, which is possible because a path of 4,000 bytes may have 2,000
+    folders."""
     folders, num_characters = {""}, 0
     for path in paths:
         for folder in reversed(parents_of(path)):
@@ -152,8 +153,8 @@ def file_path(parts: Sequence[str]) -> str:
 
 
 def stored_path(parts: Sequence[str]) -> str:
-    """As `file_path`, but allows control characters. It is for reading, because files that came
-    with a push may have such names."""
+    """As `file_path`, but allows control characters. This is for reading, because a file that was
+    pushed may have control characters in its name."""
     path = "/".join(parts)
     if "\0" in path or any(piece in ("", ".", "..") for piece in path.split("/")):
         raise BadRequest(

@@ -13,14 +13,14 @@ _BLOBS_PER_PROCESS = 10_000
 def look_up(
     repository: Repository, expressions: Sequence[str]
 ) -> list[tuple[str, str, int] | None]:
-    """The sha, the type and the size in bytes for each expression, or None if git has no such
-    object."""
+    """For each expression such as `main:README.md`, the sha, the type and the size in bytes of its
+    object. None if git has no such object."""
     stdin = "".join(f"{expression}\n" for expression in expressions).encode()
     output = git(repository.folder, "cat-file", "--batch-check", stdin=stdin)
     found: list[tuple[str, str, int] | None] = []
     for line in lines_of(output):
         fields = line.split(" ")
-        # Otherwise git prints "<expression> missing" or "<expression> ambiguous".
+        # If there is no such object, git prints "<expression> missing" or "<expression> ambiguous".
         if len(fields) == 3 and SHA.fullmatch(fields[0]) and fields[2].isdigit():
             found.append((fields[0], fields[1], int(fields[2])))
         else:
@@ -29,7 +29,7 @@ def look_up(
 
 
 def read_pointers(repository: Repository, oids: Sequence[str]) -> Mapping[str, Pointer]:
-    """The pointers among the small blobs `oids`, by the blob's sha. Skips blobs that are none."""
+    """The pointers among the small blobs `oids`, by the blob's sha. Skips all other blobs."""
     unique = list(dict.fromkeys(oids))
     return {
         oid: pointer

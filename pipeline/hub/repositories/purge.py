@@ -1,5 +1,5 @@
-"""Removes a commit that was pushed by mistake, with its objects, its large files, and the kept
-commits after it.
+"""Removes a commit that was pushed by mistake, with its objects and its large files. Also removes
+the later commits that contain it and that only the hub's own refs (`refs/keep/…`) keep.
 
 Every step may be repeated. So if a purge is killed, it can be started again.
 """
@@ -21,8 +21,8 @@ MAX_NAMED = 5
 
 class Purge(TypedDict):
     commits: list[str]
-    """The shas of the commit and of the kept commits after it, which contain it. All of them are
-    removed."""
+    """The shas of all commits that are removed: the given commit, and the kept commits after it,
+    which contain it."""
     refs: list[str]
     """The hub's own refs (`refs/keep/…`) that lead to the commit."""
     is_there: bool
@@ -63,20 +63,21 @@ def plan_purge(repository: Repository, sha: str) -> Purge:
 
 
 def purge(repository: Repository, sha: str) -> Purge:
-    """Removes what `plan_purge` returns, and returns it. The caller holds the repository's lock.
-    Raises what `plan_purge` raises, and HubError if the commit is still there afterwards."""
+    """Removes the commits and refs of the plan that `plan_purge` makes, and returns the plan. The
+    caller holds the repository's lock. Raises the errors of `plan_purge`, and HubError if the
+    commit is still there afterwards."""
     planned = plan_purge(repository, sha)
     _keep_parents(repository, planned)
     delete_refs(repository, planned["refs"])
-    # The large files go first, while their pointers are still there: if the purge is killed, the
-    # next one finds them again.
+    # Remove the large files before their pointers. If the purge is killed, the next purge still
+    # finds the remaining large files by the pointers.
     named = {pointer.oid for pointer in reachable_pointers(repository)}
     LargeFiles(repository.folder).remove(
         pointer.oid for pointer in all_pointers(repository) if pointer.oid not in named
     )
     xet_store.empty(repository.folder, grace_seconds=0)
-    # A killed push leaves a `.keep` file, and git keeps the pack of this name for ever. No push
-    # needs it now, because the caller holds the lock.
+    # A killed push may leave a `.keep` file, for which git never removes the pack of the same name.
+    # No push needs the `.keep` file now, because the caller holds the lock.
     for mark in repository.folder.glob("objects/pack/*.keep"):
         mark.unlink()
     git(repository.folder, "reflog", "expire", "--expire=now", "--all")
@@ -91,8 +92,8 @@ def purge(repository: Repository, sha: str) -> Purge:
 
 
 def _keep_parents(repository: Repository, planned: Purge) -> None:
-    """Keeps the commits before the purged one: the refs that are going to be deleted may be the
-    only ones that lead to them."""
+    """Adds a ref that keeps each remaining parent of the purged commits, if no other ref leads to
+    the parent. Without it, the parent would be lost when the planned refs are deleted."""
     if not planned["is_there"]:
         return
     doomed = set(planned["commits"])

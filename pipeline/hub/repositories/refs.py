@@ -37,7 +37,7 @@ class RefChange:
 
 
 def read_refs(repository: Repository) -> Mapping[str, str]:
-    """The sha of each branch, tag and pull request, by its full name such as `refs/heads/main`.
+    """The sha of each branch, tag and pull request, by the ref's full name (`refs/heads/main`).
 
     Raises DamagedRefs if git cannot read a ref. Git leaves this ref out of its list, so the hub
     would otherwise record that it was deleted.
@@ -60,8 +60,8 @@ def read_refs(repository: Repository) -> Mapping[str, str]:
 
 
 def peeled_refs(repository: Repository, prefix: str) -> list[tuple[str, str]]:
-    """The name without `prefix`, and the sha of the commit, of each ref below `prefix`. A tag may
-    name a file or a folder; such a tag is left out, because a client would take it for a commit."""
+    """For each ref below `prefix`, its name without `prefix` and the sha of its commit. A tag of a
+    file or a folder is left out, because a client would take the file or folder for a commit."""
     output = git(
         repository.folder,
         "for-each-ref",
@@ -77,8 +77,8 @@ def peeled_refs(repository: Repository, prefix: str) -> list[tuple[str, str]]:
 
 
 def repair_refs(repository: Repository, database: Database, damaged: Collection[str]) -> None:
-    """Sets each damaged ref to the commit that it had at its last event. Leaves a ref without any
-    event as it is. Raises HubError if the repository does not have this commit."""
+    """Sets each damaged ref to the commit that it had at its last event. A ref that had no event
+    stays as it is. Raises HubError if the repository does not have the commit."""
     with database.read() as connection:
         known = known_refs(connection, repository)
     for ref in damaged:
@@ -93,9 +93,9 @@ def repair_refs(repository: Repository, database: Database, damaged: Collection[
 
 
 def _replace(file: Path, content: str) -> None:
-    """Writes the file of a ref as git would: into a lock file that is then renamed. The ref has a
-    file at every moment, so a kill does not leave a ref that looks deleted. Git itself refuses to
-    change a ref that it cannot read."""
+    """Writes the file of a ref, because git refuses to change a ref that it cannot read. Like git,
+    this writes a lock file and then renames it. So the ref has a file at every moment, and a kill
+    does not leave a ref that looks deleted."""
     lock = file.with_name(f"{file.name}.lock")
     try:
         with lock.open("x") as draft:
@@ -104,7 +104,9 @@ def _replace(file: Path, content: str) -> None:
             os.fsync(draft.fileno())
         lock.rename(file)
     except OSError as error:
-        raise HubError(f"The ref in {file} cannot be repaired: {error}.") from error
+        raise HubError(
+            f"The ref in {file} cannot be repaired ({error}): restore this file from a backup."
+        ) from error
 
 
 def known_refs(connection: Connection, repository: Repository) -> dict[str, str]:
@@ -125,7 +127,8 @@ def ref_changes(known: Mapping[str, str], now: Mapping[str, str]) -> Iterator[Re
 
 
 def remember(connection: Connection, repository: Repository, changes: Sequence[RefChange]) -> None:
-    """Stores the new shas of these refs. The next push is compared with them."""
+    """Stores the new shas of the changed refs. After the next push, the hub compares the refs with
+    these shas."""
     table = schema.refs
     gone = delete(table).where(
         table.c.repository_id == repository.id, table.c.ref == bindparam("moved")
@@ -144,8 +147,8 @@ def retain_unreachable(repository: Repository, database: Database, refs: Mapping
     """Keeps the commit that a ref had at the last event, if the same ref does not lead to it any
     more. `refs` has the present sha of each ref.
 
-    Called before the event is stored. If the hub is killed in between, the next comparison finds
-    the same change and keeps the commit.
+    The caller stores the event only after this. If the hub is killed before it has kept the commit,
+    the next comparison finds the same change and keeps the commit.
     """
     with database.read() as connection:
         known = known_refs(connection, repository)
@@ -168,7 +171,7 @@ def keep(repository: Repository, sha: str) -> None:
 
 
 def delete_refs(repository: Repository, refs: Iterable[str]) -> None:
-    """Deletes all of these refs, or none if one fails. A ref that does not exist is no failure."""
+    """Deletes the `refs`, or none of them if git refuses one. A missing ref is not an error."""
     commands = "".join(f"delete {ref}\n" for ref in refs)
     git(repository.folder, "update-ref", "--stdin", stdin=commands.encode())
 
@@ -176,8 +179,8 @@ def delete_refs(repository: Repository, refs: Iterable[str]) -> None:
 def release_unneeded(
     repository: Repository, database: Database, needed: Collection[str]
 ) -> list[str]:
-    """Deletes the keeping refs of commits that neither `needed` nor a stored event names. Returns
-    the shas of these commits.
+    """Deletes each ref `refs/keep/<sha>` whose commit is neither in `needed` nor in a stored event.
+    Returns the shas of these commits.
 
     The caller holds the repository's lock. The next `git gc` removes the objects of the commits.
     """
@@ -193,7 +196,7 @@ def release_unneeded(
     unneeded = [sha for sha in kept if sha not in named]
     if not unneeded:
         return []
-    # A named commit may be kept only because an unneeded commit leads to it. It gets its own ref.
+    # If only an unneeded commit leads to a named commit, the named commit now gets its own ref.
     revisions = [sha if sha not in named else f"^{sha}" for sha in kept]
     lost = git(
         repository.folder,
@@ -216,6 +219,6 @@ def _kept(repository: Repository) -> list[str]:
 def _leads_to(repository: Repository, descendant: str, ancestor: str) -> bool:
     try:
         git(repository.folder, "merge-base", "--is-ancestor", ancestor, descendant)
-    except HubError:  # git says no, or one of the two is a tag of something else than a commit
+    except HubError:  # git says no, or one of the two shas is a tag of a file or a folder
         return False
     return True

@@ -1,5 +1,5 @@
-"""Creates, finds, moves and removes the bare git repositories and their rows in the database. It
-stores no events; its callers do."""
+"""Creates, finds, moves and removes the bare git repositories and their rows in the database. The
+callers store the events."""
 
 import asyncio
 import logging
@@ -34,11 +34,11 @@ from pipeline.hub.schema import repositories as table
 
 logger = logging.getLogger(__name__)
 
-# gc, autogc: git collects no garbage during a push, so that the push does not wait for it.
+# gc, autogc: git collects no garbage during a push, so that the push does not take longer.
 # allowAnySHA1InWant: a client can fetch any commit by its sha. A job may need a commit that a
 # force-push removed from its branch.
 # fsync: a push that the hub has confirmed survives a power cut.
-# fsckObjects: git refuses a tree with '..' or '.git' in it when it is pushed, so nobody clones it.
+# fsckObjects: git refuses a push of a tree with '..' or '.git' in it, so nobody can clone the tree.
 _CONFIG = """\
 [core]
 \trepositoryformatversion = 0
@@ -70,8 +70,8 @@ class Repository:
 
 
 class Repositories:
-    """The repositories in `root/repos/<type>s/<owner>/<name>.git`. New ones are made in
-    `root/incoming`, and deleted ones go through `root/removed`."""
+    """The repositories in `root/repos/<type>s/<owner>/<name>.git`. A new repository is made in
+    `root/incoming`. A deleted repository is first moved to `root/removed`."""
 
     def __init__(self, root: Path) -> None:
         self.incoming = root / "incoming"
@@ -84,10 +84,10 @@ class Repositories:
     @asynccontextmanager
     async def locked(self, find: Callable[[], Repository]) -> AsyncIterator[Repository]:
         """Gives the repository that `find` returns, and holds its lock within the block. Code that
-        changes refs holds the lock from before the change until the event is stored.
+        changes refs takes the lock before the change, and holds it until the event is stored.
 
-        `find` is called again under the lock: while this waited, the repository may have been moved
-        or removed, and another one may have its name. Raises what `find` raises.
+        While this waits for the lock, the repository may be moved or removed, and another one may
+        get its name. So this calls `find` again under the lock. Raises the errors of `find`.
         """
         while True:
             found = await asyncio.to_thread(find)
@@ -116,9 +116,9 @@ class Repositories:
         return self._repos / f"{name.type}s" / name.owner / f"{name.name}.git"
 
     def find(self, connection: Connection, name: RepositoryName) -> Repository:
-        """The repository of this name. Names are compared without case. The state of an older
-        release may have names that differ only in case: then the exact name is preferred, and any
-        other spelling finds the oldest repository.
+        """The repository of this name. Names are compared without case. An older release of the hub
+        may have created names that differ only in case. In this case the exact name is preferred,
+        and any other spelling finds the oldest of these repositories.
 
         Raises RepositoryMoved for a former name, and RepositoryNotFound.
         """
@@ -147,7 +147,7 @@ class Repositories:
     def find_as_git(
         self, connection: Connection, type: RepositoryType, owner: str, name: str
     ) -> Repository:
-        """As `find`. A git URL `/owner/name` may also mean a dataset, if there is no such model.
+        """As `find`, for the URLs of git: `/owner/name` means a dataset if there is no such model.
         Raises RepositoryMoved and RepositoryNotFound."""
         try:
             return self.find(connection, requested_name(type, owner, name))
@@ -196,7 +196,7 @@ class Repositories:
     ) -> Repository:
         """Makes an empty repository. Raises Conflict if the name is taken.
 
-        Adds to `on_error` a callback that removes the folder. The caller calls it if its
+        Adds to `on_error` a callback that removes the folder. The caller closes `on_error` if its
         transaction fails.
         """
         self._check_free(connection, name)
@@ -210,7 +210,7 @@ class Repositories:
         return self.adopt(connection, name, private=private)
 
     def adopt(self, connection: Connection, name: RepositoryName, *, private: bool) -> Repository:
-        """Makes the row of a repository whose folder exists."""
+        """Adds the row of a repository whose folder exists."""
         values = {
             "id": secrets.token_hex(12),
             "type": name.type,
@@ -228,8 +228,8 @@ class Repositories:
 
     @contextmanager
     def removal(self, repository: Repository) -> Iterator[None]:
-        """Moves the folder away within the block. Moves it back if the block raises, else deletes
-        it after the block."""
+        """Moves the repository's folder away before the block. If the block raises an error, the
+        folder is moved back, else it is deleted."""
         aside = self._removed / f"{repository.id}.git"
         if repository.folder.exists():
             repository.folder.rename(aside)
@@ -286,12 +286,12 @@ class Repositories:
                 raise Conflict(
                     f"There is a {self._record(row).name} here already: choose another name."
                 )
-        # If `name` differs only in case from the present name, a file system that ignores case
-        # finds the repository's own folder here. `taken` then has its row.
+        # If only the case of a repository's name changes, a file system that ignores case finds the
+        # repository's own folder here. This is no conflict. `taken` then has the repository's row.
         if not taken and self.folder(name).exists():
             raise Conflict(
                 f"There is a folder for a {name} here already: choose another name, or restart the "
-                "hub, which then enters the repository in this folder."
+                "hub, which then adds the repository in this folder to its database."
             )
 
     def clear_leftovers(self) -> None:

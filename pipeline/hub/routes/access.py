@@ -1,9 +1,9 @@
 """Decides what the token of an API request may do, before the request gets to its route.
 
-The decision is made from the method and the path. A route checks again where these are not enough:
-a batch of git LFS reads or writes, as its body says; a list shows only what the token reaches; and
-a repository may be replaced by another one while a body comes in. For requests of git,
-`git_http.py` decides.
+The decision is made from the method and the path. In three cases they are not enough, and the route
+checks again. Only the body of a git LFS batch says whether the batch reads or writes. A list must
+show only the repositories that the token reaches. And while a body comes in, the repository may be
+replaced by another one. For requests of git, `git_http.py` decides.
 """
 
 from collections.abc import Collection
@@ -23,7 +23,7 @@ _CLOSED_TO_JOBS = ("/api/settings/", "/settings/", "/api/repos/delete", "/api/re
 """Beginnings of the paths that a job may not use: a job may only read and write repositories."""
 _LFS_BATCH = "/info/lfs/objects/batch"
 _OF_NO_REPOSITORY = frozenset({"/api/whoami-v2", "/api/settings/repositories"})
-"""The paths that a token for only some repositories may use although they name no repository."""
+"""Paths that name no repository. A token that is limited to some repositories may use them too."""
 
 
 async def check(hub: Hub, identity: Identity, scope: Scope, verbs: Collection[str]) -> None:
@@ -51,8 +51,9 @@ async def check(hub: Hub, identity: Identity, scope: Scope, verbs: Collection[st
 
 
 def _may_only_read(hub: Hub, scope: Scope, verbs: Collection[str]) -> bool:
-    """Whether a request that is not a GET may be one that changes nothing. True for every batch of
-    git LFS: `lfs.py` reads in the body whether it is a change."""
+    """Whether a POST may be a request that changes nothing. True for every batch of git LFS,
+    because only its body says whether it changes something, and `lfs.py` reads the body. False for
+    other methods."""
     path: str = scope["path"]
     if scope["method"] != "POST":
         return False
@@ -92,8 +93,8 @@ def _check_reach(hub: Hub, identity: Identity, scope: Scope, verbs: Collection[s
         raise Unauthorized(f"{path} needs a token: set HF_TOKEN, or run `pipeline env`.")
     else:
         raise Forbidden(
-            f"The token {identity.token_name!r} is only for some repositories, and {path} is not "
-            "of one of them: use another token."
+            f"The token {identity.token_name!r} is only for some repositories, and {path} does not "
+            "belong to one of them: use another token."
         )
 
 

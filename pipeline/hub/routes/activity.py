@@ -1,4 +1,4 @@
-"""API routes that list deliveries, replay one, or send a test event."""
+"""API routes that list deliveries, replay a delivery, or send a test event."""
 
 import secrets
 import time
@@ -87,8 +87,8 @@ async def show(request: Request) -> Response:
 
 
 async def replay_one(request: Request) -> Response:
-    """Sends a delivery again, to the webhook's present URL. With `?force=1`, it gets a new id, so
-    that the receiver handles it again."""
+    """Sends a delivery again, to the webhook's present URL. With `?force=1`, the delivery gets a
+    new id, so that the receiver handles it again."""
     return await _replay(request, request.path_params["id"])
 
 
@@ -106,7 +106,7 @@ async def _replay(request: Request, webhook_id: str | None) -> Response:
 
 
 def replay(hub: Hub, webhook_id: str | None, delivery_id: str, *, force: bool) -> OutboxDelivery:
-    """Makes a delivery due again. If `webhook_id` is None, the delivery's own webhook is found.
+    """Makes a delivery due again. If `webhook_id` is None, the delivery's webhook is looked up.
     Raises WebhookNotFound, and BadRequest if the webhook is disabled."""
     with hub.database.write() as connection:
         id = webhook_id or webhook_of(connection, delivery_id)
@@ -141,8 +141,8 @@ def _check_enabled(webhook: StoredWebhook) -> None:
 
 
 def _subject(connection: Connection, hub: Hub, webhook: StoredWebhook) -> Repository:
-    """A repository that the webhook watches, for the test event. If none exists yet, this makes a
-    record with the name of the first watched item, and creates nothing."""
+    """A repository that the webhook watches, for the test event. If none exists yet, the returned
+    `Repository` has the name of the first watched item, and is stored nowhere."""
     for repository in hub.repositories.all(connection):
         if any(item.covers(repository.name) for item in webhook.watched):
             return repository
@@ -161,7 +161,8 @@ def _subject(connection: Connection, hub: Hub, webhook: StoredWebhook) -> Reposi
 def as_json(delivery: OutboxDelivery) -> dict[str, object]:
     times = ("created_at", "next_attempt_at", "last_attempt_at")
     facts: dict[str, object] = asdict(delivery)
-    # The fields of the first ref also stand alone, because most pushes move only one ref.
+    # The fields of the first ref are also given at the top level, because most pushes move only one
+    # ref.
     first = next(iter(delivery.updated_refs), None)
     facts |= {name: first and getattr(first, name) for name in ("ref", "old_sha", "new_sha")}
     for name in times:

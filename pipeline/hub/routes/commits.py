@@ -84,7 +84,8 @@ async def preupload(
     request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
 ) -> Response:
     """Says for each file whether the client sends it in the commit (`regular`) or before the commit
-    (`lfs`), whether `.gitignore` excludes it, and the id of the present file of this path."""
+    (`lfs`), and whether `.gitignore` excludes it. Also gives the id of the present file at the same
+    path."""
     body = await read_json(request, Preupload)
     paths = [new_file_path(file.path) for file in body.files]
     identity = identity_of(request)
@@ -112,7 +113,7 @@ async def preupload(
 
 async def _begin(hub: Hub, name: RepositoryName, identity: Identity) -> None:
     """Makes the first commit if the repository has no commit. On the Hugging Face Hub every
-    repository has one, and clients such as `Dataset.push_to_hub` fail without it. No event is
+    repository has a commit, and clients such as `Dataset.push_to_hub` fail without it. No event is
     stored, because the first commit brings no data."""
 
     def is_empty() -> bool:
@@ -145,7 +146,8 @@ async def commit(request: Request, hub: Hub, name: RepositoryName, rest: Sequenc
         async with hub.commit_slots:
             body = await run_in_threadpool(CommitBody, file)
         act = _commit_for_review if opens else _commit
-        # The slot comes after the lock: a request that has a slot must not wait for a lock.
+        # Take the slot after the lock. Otherwise a request that waits for the lock would hold a
+        # slot, which another request could use.
         async with hub.locked(name, identity) as repository, hub.commit_slots:
             made = await run_in_threadpool(act, hub, repository, revision, body, identity)
     hub.log.wake()
@@ -182,8 +184,8 @@ def _commit(
 def _commit_for_review(
     hub: Hub, repository: Repository, revision: str, body: CommitBody, identity: Identity
 ) -> _Made:
-    """Makes the commit on a new pull request. Its parent is the commit that the client names, or
-    else the head of the branch."""
+    """Makes the commit on a new pull request. The commit's parent is the commit that the client
+    names, or else the head of the branch."""
     base, head = find_branch(repository, revision)
     parent = body.header.parentCommit
     start = head if parent is None else resolve_revision(repository, parent)
@@ -233,8 +235,8 @@ def find_branch(repository: Repository, revision: str) -> tuple[str, str | None]
 def _ignored(
     repository: Repository, folders: Folders, given: str | None, paths: Sequence[str]
 ) -> set[str]:
-    """The ignored paths, by the `.gitignore` that the client sends (`given`), or else by the one in
-    the repository."""
+    """The paths that `.gitignore` excludes: the `.gitignore` that the client sends (`given`), or
+    else the `.gitignore` in the repository."""
     if given is not None:
         return ignored_paths(repository, given.encode(), paths)
     there = folders.get("", {}).get(IGNORE_FILE)
@@ -244,7 +246,8 @@ def _ignored(
 
 
 def _is_large(file: PlannedFile) -> bool:
-    """Whether the file is too large for git, or binary: its sample has a NUL byte."""
+    """Whether the file is too large for git, or binary. A file is binary if its sample has a NUL
+    byte."""
     try:
         sample = base64.b64decode(file.sample, validate=True)
     except binascii.Error:
@@ -255,8 +258,8 @@ def _is_large(file: PlannedFile) -> bool:
 
 
 def _oids(repository: Repository, folders: Folders, paths: Sequence[str]) -> Mapping[str, str]:
-    """The id of each of `paths` that exists: the sha256 of a large file, or else the sha of the
-    blob. If a client's file has the same id, the client does not send it."""
+    """Maps each of `paths` that exists to the id of its file: the sha256 of a large file, or else
+    the sha of the blob. If the client's file has the same id, the client does not send the file."""
     there = {}
     for path in paths:
         folder, _, name = path.rpartition("/")
