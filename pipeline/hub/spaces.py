@@ -1,5 +1,5 @@
-"""Stores the secrets and the variables of a Space, which are the environment of its app. Secrets
-are encrypted, and no route shows their values."""
+"""Stores the settings of a Space: its secrets and its variables, which together are the environment
+variables of its app. Secrets are encrypted, and no route shows their values."""
 
 import sqlite3
 import time
@@ -82,7 +82,7 @@ def delete_setting(connection: Connection, space: Repository, kind: Kind, key: s
     """Raises SpaceSettingNotFound."""
     if all(each.key != key for each in list_settings(connection, space, kind)):
         raise SpaceSettingNotFound(
-            f"The {space.name} has no {kind} {key}: list its {kind}s for the right name."
+            f"The {space.name} has no {kind} {key}: list its {kind}s to find the right name."
         )
     connection.execute(delete(table).where(table.c.repository_id == space.id, table.c.key == key))
 

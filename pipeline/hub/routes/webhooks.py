@@ -73,7 +73,7 @@ async def create(request: Request) -> Response:
     if body.url is None and body.jobSourceId is None:
         raise BadRequest("url: a webhook needs the URL that it calls, or a job in `jobSourceId`.")
     if body.secrets is not None and body.jobSourceId is None:
-        raise BadRequest("secrets: only a webhook that starts a job has secrets: leave them out.")
+        raise BadRequest("secrets: only a webhook that starts a job has any: leave them out.")
 
     def act() -> WebhookJson:
         _check_job(hub, body)
@@ -117,8 +117,8 @@ async def enable(request: Request) -> Response:
 
 
 async def disable(request: Request) -> Response:
-    """Disables a webhook. Its pending deliveries wait until it is enabled. For events that happen in
-    the meantime, it gets no deliveries."""
+    """Disables a webhook. Its pending deliveries wait until it is enabled. For events that happen
+    in the meantime, it gets no deliveries."""
     return await _resume(request, "disabled")
 
 
