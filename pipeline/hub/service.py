@@ -43,8 +43,8 @@ class Hub:
     remarks_on: Callable[[Repository, Sequence[RefChange]], Sequence[str]] = lambda *_: ()
     """Makes the lines that git prints after a push with these changes."""
     commit_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
-    """How many requests that make commits may have their bodies parsed at once. Parsing a single
-    line of a body may take 250 MB of memory."""
+    """How many commits of the API may be parsed or made at once. A single line of a request's body
+    may take 250 MB of memory while it is parsed."""
 
     def find(self, name: RepositoryName) -> Repository:
         """Raises RepositoryNotFound."""
@@ -74,8 +74,7 @@ class Hub:
 
         `routes/access.py` has already checked this, but before the request's body came in. While
         it came in, the repository may have been deleted, and another repository may have got its
-        name.
-        So a route that has waited for a body checks again.
+        name. So a route that has waited for a body checks again.
         """
         repository = self.find(name)
         check_sees(identity, name, repository)

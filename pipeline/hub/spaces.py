@@ -88,8 +88,8 @@ def delete_setting(connection: Connection, space: Repository, kind: Kind, key: s
 
 
 def environment_of(path: Path, name: RepositoryName, cipher: SecretCipher) -> dict[str, str]:
-    """The secrets and variables of a Space, by their names. Reads the database file `path` of a hub
-    that another process may be running. Empty if there is no such Space. Raises HubError."""
+    """The secrets and variables of a Space, by their names. Reads the database file `path` of a
+    hub, which may run in another process. Empty if there is no such Space. Raises HubError."""
     try:
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
             rows = connection.execute(
@@ -100,7 +100,8 @@ def environment_of(path: Path, name: RepositoryName, cipher: SecretCipher) -> di
             ).fetchall()
     except sqlite3.Error as error:
         raise HubError(
-            f"The settings of the {name} cannot be read from {path}: {error}."
+            f"The settings of the {name} cannot be read from {path}: {error}. Check that this file "
+            "is the database of the hub."
         ) from error
     return {
         key: value if sealed is None else cipher.unseal(sealed, f"secret {key} of {name}")

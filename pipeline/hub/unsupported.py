@@ -1,5 +1,5 @@
 """Names the features of the Hugging Face Hub that this hub does not have. A client that asks for
-one gets an error with the feature's name.
+such a feature gets an error with the feature's name.
 
 The status of the error is 501. After 404, a client would report that a job, a file or a repository
 is missing. After most other errors of a server, it would repeat the request.
@@ -65,8 +65,8 @@ _REPOSITORY = re.compile(r"/api/(?:model|dataset|space)s/[^/]+/(.+)")
 
 
 def feature(path: str) -> str | None:
-    """The name of the missing feature to which the path belongs. None if the path belongs to no
-    missing feature."""
+    """The name of the feature to which the path belongs, if this hub does not have the feature.
+    Otherwise None."""
     if (below := _REPOSITORY.fullmatch(path)) is not None:
         # `below[1]` begins with the verb if the path has no owner. Otherwise it begins with the
         # repository's name, and the verb comes second.

@@ -102,7 +102,7 @@ async def paths_info(
         for entry, item in zip(entries, items, strict=True):
             if entry.lfs is not None:
                 # `huggingface_hub` copies a large file to another repository only if the file has a
-                # Xet hash. The client neither checks nor uses this hash, so the sha256 will do.
+                # Xet hash. The client neither checks nor uses this hash, so the sha256 is enough.
                 item["xetHash"] = entry.lfs.oid
         return items
 

@@ -97,8 +97,8 @@ class GitHttp:
         self._log = log
         self._metrics = metrics
         self._remarks_on = remarks_on
-        # One slot is for one process of git. Clones and pushes have separate slots, because a clone
-        # keeps its slot until its client has read all, and no push must wait for a slow client.
+        # Each slot is for one process of git. A clone keeps its slot until its client has read the
+        # whole answer. Pushes have separate slots, so that no push waits for such a client.
         self._clone_slots = asyncio.Semaphore(settings.max_git_processes)
         self._push_slots = asyncio.Semaphore(settings.max_git_processes)
         # Every clone and every push begins with a list of the refs. Git makes the complete list
@@ -221,10 +221,11 @@ class GitHttp:
         send: Send,
     ) -> None:
         # Find the repository again under its lock. While the body came in, the repository may have
-        # been removed or moved, and its name may now belong to one that the token does not reach.
+        # been removed or moved. The token may not reach the repository that has its name now.
         async with self._repositories.locked(partial(self._admit, request, identity)) as repository:
             environment[PLACE] = str(repository.folder)
-            # Git runs to its end even if the client goes away: git may have moved refs already.
+            # Git runs to its end even if the client goes away, because it may have moved refs
+            # already.
             async with self._push_slots:
                 status, headers, answer = await self._receive_pack(repository, environment, body)
         await backend.send_start(send, status, headers)

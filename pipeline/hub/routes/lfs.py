@@ -37,8 +37,8 @@ from pipeline.hub.tokens.auth import identity_of
 from pipeline.pointers import OID
 
 MULTIPART_BYTES = 512 * 1024 * 1024
-"""If a batch has a file of at least this size, its files are sent in parts, if the client can do
-that. When a connection breaks, the client then sends only one part again."""
+"""The files of a batch are sent in parts if one of them has at least this size and the client knows
+this way of transfer. If a connection breaks, the client then sends only one part again."""
 PART_BYTES = 128 * 1024 * 1024
 _MAX_PARTS = 1000
 _MAX_OBJECTS = 10_000
@@ -150,7 +150,10 @@ async def duplicate(
         files, copies = LargeFiles(source.folder), LargeFiles(target.folder)
         missing = [each.sha256 for each in body.files if not copies.link(files, each.sha256)]
         return [
-            {"sha256": oid, "error": f"The {source.name} does not have this large file."}
+            {
+                "sha256": oid,
+                "error": f"The {source.name} does not have this large file: push it there first.",
+            }
             for oid in missing
         ]
 
@@ -172,7 +175,7 @@ class _Offer:
         self._url = url
         self._is_upload = batch.operation == "upload"
         self._free_bytes = shutil.disk_usage(repository.folder).free
-        # The answer can name only one way of transfer, which is then for all files of the batch.
+        # The answer names only one way of transfer, so all files of the batch are sent in this way.
         in_parts = (
             self._is_upload
             and "multipart" in batch.transfers

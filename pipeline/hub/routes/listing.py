@@ -24,7 +24,7 @@ from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.tokens.auth import identity_of
 
 PER_PAGE = 1000
-# This hub counts no downloads and no likes. So all of these except `lastModified` sort by creation.
+# This hub counts no downloads and no likes. So every order except `lastModified` is by creation.
 _SORTS = ("createdAt", "lastModified", "downloads", "likes", "likes30d", "trendingScore")
 
 Heads = Mapping[str, str]

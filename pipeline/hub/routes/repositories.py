@@ -175,8 +175,8 @@ def _halves(id: str) -> tuple[str | None, str]:
 
 
 def _new_name(hub: Hub, type: RepositoryType, owner: str | None, name: str) -> RepositoryName:
-    """The name of a new repository. The owner may be written in another case than the user or the
-    organization in the settings (`Local` for `local`). The name then gets the settings' spelling.
+    """The name of a new repository. If the settings have the same owner in another letter case
+    (`local` for `Local`), the name gets the spelling of the settings.
 
     Raises BadRequest for an invalid name, and for an owner that no repository may have.
     """

@@ -60,7 +60,8 @@ async def show(request: Request) -> Response:
 
 async def create(request: Request) -> Response:
     """Creates a token. The query is `role=read` or `role=write`, and
-    `repositories=dataset:local/facts,…`. A token without `repositories` is for all of them."""
+    `repositories=dataset:local/facts,…`. Without `repositories`, the token is for all
+    repositories."""
     hub, query = hub_of(request), request.query_params
     reaches = [each for each in query.get("repositories", "").split(",") if each]
     made = await run_in_threadpool(

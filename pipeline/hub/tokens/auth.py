@@ -116,8 +116,8 @@ ANONYMOUS = Identity(user="", role="read", token_name="")
 
 
 def require_a_person(identity: Identity, what: str) -> None:
-    """Raises Forbidden for the token of a job. `what` is what a job may not use. It must be a
-    plural, for the message."""
+    """Raises Forbidden for the token of a job. `what`, a plural for the message, says what a job
+    may not use."""
     if identity.job_id is not None:
         raise Forbidden(
             f"This is the token of job {identity.job_id}, which may read and write repositories "

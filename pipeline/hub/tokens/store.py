@@ -42,7 +42,7 @@ class StoredToken:
     """The ids of the only repositories that it reaches. None if it reaches all."""
     created_at: float
     last_used_at: float | None
-    """The time of its last use, or of a use up to a minute before, because it is stored at most
+    """The time of its last use. It may be up to a minute too early, because it is stored at most
     once a minute. None if the token was never used."""
 
 

@@ -1,4 +1,4 @@
-"""Lists the deliveries for a person, and replays one."""
+"""Lists the deliveries for a person, and replays a delivery."""
 
 import time
 from collections.abc import Sequence

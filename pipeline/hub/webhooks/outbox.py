@@ -166,7 +166,7 @@ def settle(
 ) -> DeliveryStatus:
     """Stores how an attempt ended and plans the next one. Returns the state of the delivery."""
     # If a person replayed the delivery during the attempt, it has another `queued_at` and starts
-    # from the beginning. Then nothing is stored about this attempt.
+    # from the beginning. Then the end of this attempt does not change the delivery.
     this = table.c.id == due.id, table.c.queued_at == due.queued_at
     ended: dict[str, object] = {
         "last_attempt_at": attempt.started_at,

@@ -249,7 +249,10 @@ def jobs_of_webhooks(path: Path) -> set[str]:
             rows = connection.execute("SELECT job_id FROM webhooks WHERE job_id IS NOT NULL")
             return {job_id for (job_id,) in rows}
     except sqlite3.Error as error:
-        raise HubError(f"The webhooks in {path} cannot be read: {error}.") from error
+        raise HubError(
+            f"The webhooks in {path} cannot be read: {error}. Check that this file is the database "
+            "of the hub."
+        ) from error
 
 
 def get_webhook(connection: Connection, id: str) -> StoredWebhook:
