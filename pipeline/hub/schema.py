@@ -30,7 +30,8 @@ repositories = Table(
     UniqueConstraint("type", "owner", "name"),
 )
 
-# In lower case, because names are compared without case.
+# The names that moved repositories had before. They are in lower case, because names are compared
+# without case.
 former_names = Table(
     "former_names",
     metadata,
@@ -46,7 +47,8 @@ former_names = Table(
     ),
 )
 
-# The sha of each ref at its last event. The next push is compared with it.
+# The sha that each ref had when its last event was stored. The hub finds the changes of a push by
+# comparing the present refs with these.
 refs = Table(
     "refs",
     metadata,
@@ -160,11 +162,14 @@ webhooks = Table(
     Column("encrypted_secret", LargeBinary),
     Column("disabled", Boolean, nullable=False),
     Column("created_at", Float, nullable=False),
-    # The number of failed attempts since the last successful one, and the time of the first failed
-    # one.
+    # The number of failed attempts since the last successful attempt, and the time of the first of
+    # them.
     Column("num_failures", Integer, nullable=False, server_default="0"),
     Column("failing_since", Float),
     Column("suspended_at", Float),
+    # A probe is an attempt that shows whether the receiver of a suspended webhook works again.
+    # `num_probes` is the number of failed probes since the suspension. `probe_at` is the time of
+    # the next probe, or for an enabled webhook the end of a pause that its receiver asked for.
     Column("num_probes", Integer, nullable=False, server_default="0"),
     Column("probe_at", Float),
 )
@@ -186,7 +191,7 @@ deliveries = Table(
     Column("response_head", String),
     Column("error", String),
     Column("milliseconds", Float),
-    # The id of the delivery that this one repeats after a forced replay; null for any other.
+    # For a delivery that a forced replay made: the id of the delivery that was replayed. Else null.
     Column("replay_of", String),
     Index("deliveries_of_webhook", "webhook_id", "event_seq"),
     Index(

@@ -7,7 +7,7 @@ from receiver import listen
 from serving.http.server import Server, http_config
 
 SHUTDOWN_SECONDS = 10
-"""When the hub is told to stop, it waits this long for the requests that are under way."""
+"""How long the hub waits for unfinished requests when it is told to stop."""
 
 
 def serve(app: ASGIApp, settings: HubSettings) -> None:

@@ -22,8 +22,8 @@ from pipeline.hub.webhooks.job_copies import JobLauncher
 from pipeline.hub.webhooks.store import SecretCipher
 
 Remarks = Callable[[Repository, Sequence[str], Sequence[RefChange]], Sequence[str]]
-"""Makes the lines to show to the person who pushed. Its arguments are the repository, the former
-names (`owner/name`, in lower case) that still lead to it, and the changes of its refs."""
+"""Makes the lines that git prints after a push. The arguments are the repository, the former names
+(`owner/name`, in lower case) that still lead to the repository, and the changes of its refs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +38,13 @@ class Hub:
     signed_urls: SignedUrls
     xet_tokens: AccessTokens
     needed_commits: Callable[[], Collection[str]] | None = None
-    """Returns the shas of the commits that releases and jobs need, in all repositories. None if
-    nobody knows them; the hub then keeps every commit."""
+    """Returns the shas of the commits that releases and jobs need, in all repositories. If it is
+    None, the hub does not know these commits, so it keeps every commit."""
     remarks_on: Callable[[Repository, Sequence[RefChange]], Sequence[str]] = lambda *_: ()
-    """Makes the lines to show to the person who pushed these changes."""
+    """Makes the lines that git prints after a push with these changes."""
     commit_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
-    """How many bodies of commits may be parsed at once. A single line of a body may take 250 MB of
-    memory while it is parsed."""
+    """How many commits of the API may be parsed or made at once. A single line of a request's body
+    may take 250 MB of memory while it is parsed."""
 
     def find(self, name: RepositoryName) -> Repository:
         """Raises RepositoryNotFound."""
@@ -69,10 +69,12 @@ class Hub:
             return self.repositories.find_by_id(connection, id)
 
     def find_reached(self, name: RepositoryName, identity: Identity) -> Repository:
-        """The repository, as `find`. Also raises RepositoryNotFound if the token does not reach it.
+        """Like `find`. Also raises RepositoryNotFound or TokenMissing if the request's token does
+        not reach the repository.
 
-        A route needs this after a body has come in: `routes/access.py` checked before. Meanwhile
-        the repository may have been deleted, and another repository may have its name.
+        `routes/access.py` has already checked this, but before the request's body came in. While
+        it came in, the repository may have been deleted, and another repository may have got its
+        name. So a route that has waited for a body checks again.
         """
         repository = self.find(name)
         check_sees(identity, name, repository)
@@ -81,7 +83,8 @@ class Hub:
     def locked(
         self, name: RepositoryName, identity: Identity
     ) -> AbstractAsyncContextManager[Repository]:
-        """A context manager that holds the repository's lock. Raises what `find_reached` raises."""
+        """A context manager that holds the repository's lock. Raises the errors of
+        `find_reached`."""
         return self.repositories.locked(partial(self.find_reached, name, identity))
 
 

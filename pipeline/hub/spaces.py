@@ -1,5 +1,5 @@
-"""Stores the secrets and the variables of a Space, which are the environment of its app. Secrets
-are encrypted, and no route shows their values."""
+"""Stores the settings of a Space: its secrets and its variables, which together are the environment
+variables of its app. Secrets are encrypted, and no route shows their values."""
 
 import sqlite3
 import time
@@ -82,14 +82,14 @@ def delete_setting(connection: Connection, space: Repository, kind: Kind, key: s
     """Raises SpaceSettingNotFound."""
     if all(each.key != key for each in list_settings(connection, space, kind)):
         raise SpaceSettingNotFound(
-            f"The {space.name} has no {kind} {key}: list its {kind}s for the right name."
+            f"The {space.name} has no {kind} {key}: list its {kind}s to find the right name."
         )
     connection.execute(delete(table).where(table.c.repository_id == space.id, table.c.key == key))
 
 
 def environment_of(path: Path, name: RepositoryName, cipher: SecretCipher) -> dict[str, str]:
-    """The secrets and variables of a Space, by their names. Reads the database file `path` of a hub
-    that another process may be running. Empty if there is no such Space. Raises HubError."""
+    """The secrets and variables of a Space, by their names. Reads the database file `path` of a
+    hub, which may run in another process. Empty if there is no such Space. Raises HubError."""
     try:
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
             rows = connection.execute(
@@ -100,7 +100,8 @@ def environment_of(path: Path, name: RepositoryName, cipher: SecretCipher) -> di
             ).fetchall()
     except sqlite3.Error as error:
         raise HubError(
-            f"The settings of the {name} cannot be read from {path}: {error}."
+            f"The settings of the {name} cannot be read from {path}: {error}. Check that this file "
+            "is the database of the hub."
         ) from error
     return {
         key: value if sealed is None else cipher.unseal(sealed, f"secret {key} of {name}")

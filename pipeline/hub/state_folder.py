@@ -18,8 +18,8 @@ def database_path(root: Path) -> Path:
 
 @contextlib.contextmanager
 def only_hub_in(root: Path) -> Iterator[None]:
-    """Holds the lock of the state folder, which it makes if needed. Raises HubInUse if another
-    process holds it."""
+    """Makes the state folder if it does not exist, and holds its lock. Raises HubInUse if another
+    process holds the lock."""
     # Only the owner may read the folder, because pushed data is private.
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = FileLock(root / "hub.lock")
@@ -37,8 +37,8 @@ def only_hub_in(root: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stopped_hub(root: Path) -> Iterator[tuple[Database, Repositories]]:
-    """Opens the database and the repositories of a hub that does not run. No hub can start in the
-    folder within the block. Raises HubInUse."""
+    """Opens the database and the repositories of a hub that does not run. No hub can start in this
+    folder until the `with` block ends. Raises HubInUse if a hub runs."""
     with only_hub_in(root):
         database = open_database(database_path(root))
         try:

@@ -1,8 +1,8 @@
-"""Names the features of the Hugging Face Hub that this hub does not have, for the error that a
-client gets.
+"""Names the features of the Hugging Face Hub that this hub does not have. A client that asks for
+such a feature gets an error with the feature's name.
 
-The status is 501. After 404, a client would report that a job, a file or a repository is missing.
-After most other errors of a server, it would repeat the request.
+The status of the error is 501. After 404, a client would report that a job, a file or a repository
+is missing. After most other errors of a server, it would repeat the request.
 """
 
 import re
@@ -65,10 +65,11 @@ _REPOSITORY = re.compile(r"/api/(?:model|dataset|space)s/[^/]+/(.+)")
 
 
 def feature(path: str) -> str | None:
-    """The name of the feature to which the path belongs, if only the Hugging Face Hub has it. None
-    for any other path."""
+    """The name of the feature to which the path belongs, if this hub does not have the feature.
+    Otherwise None."""
     if (below := _REPOSITORY.fullmatch(path)) is not None:
-        # Without an owner, the verb is the segment after the name; with an owner, the next one.
+        # `below[1]` begins with the verb if the path has no owner. Otherwise it begins with the
+        # repository's name, and the verb comes second.
         verbs = below[1].split("/")[:2]
         return next((_OF_REPOSITORY[verb] for verb in verbs if verb in _OF_REPOSITORY), None)
     first, _, rest = path.strip("/").partition("/")

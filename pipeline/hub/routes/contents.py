@@ -39,8 +39,9 @@ Json = dict[str, object]
 async def describe(
     request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
 ) -> Response:
-    """Describes the repository at a revision (`rest`, by default `main`). A repository without
-    commits is described without files, unless the request names a revision."""
+    """Describes the repository at a revision (`rest`, by default `main`). If the request names no
+    revision and `main` does not exist, the description has no files. Raises RevisionNotFound if the
+    request names a revision that does not exist."""
     with_sizes = query_flag(request, "blobs")
 
     def read() -> Json:
@@ -88,7 +89,7 @@ async def paths_info(
         form = parse_qs((await read_body(request)).decode(), max_num_fields=MAX_PATHS)
     except ValueError as error:
         raise BadRequest(
-            f"The form cannot be read ({error}): send UTF-8, with at most {MAX_PATHS} fields."
+            f"The form cannot be read ({error}): send it in UTF-8, with at most {MAX_PATHS} fields."
         ) from None
     paths = [path for path in form.get("paths", []) if _is_path(path)]
     expand = form.get("expand", [""])[0].lower() in ("1", "true")
@@ -100,8 +101,8 @@ async def paths_info(
         items = _entries(repository, commit, entries, expand=expand)
         for entry, item in zip(entries, items, strict=True):
             if entry.lfs is not None:
-                # `huggingface_hub` copies a large file to another repository only if it has a Xet
-                # hash. It does not check or use the hash, so the sha256 is good enough.
+                # `huggingface_hub` copies a large file to another repository only if the file has a
+                # Xet hash. The client neither checks nor uses this hash, so the sha256 is enough.
                 item["xetHash"] = entry.lfs.oid
         return items
 
@@ -111,8 +112,9 @@ async def paths_info(
 async def commits(
     request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
 ) -> Response:
-    """The commits, newest first. `?p=` is the page, from 0. The link to the next page names the sha
-    at which the first page began (`at`), so that a push meanwhile does not move the pages."""
+    """The commits, newest first. `?p=` is the number of the page, from 0. The link to the next page
+    also has the sha of the newest commit on the first page (`at`). So a push between two pages does
+    not change which commits are on which page."""
     page = query_int(request, "p", 0, at_most=10**6)
     limit = max(1, query_int(request, "limit", COMMITS_PER_PAGE, at_most=COMMITS_PER_PAGE))
     formatted = "formatted" in request.query_params.getlist("expand[]")
@@ -145,15 +147,15 @@ async def commits(
 async def resolve(
     request: Request, hub: Hub, name: RepositoryName, revision: str, rest: Sequence[str]
 ) -> Response:
-    """The bytes of a file, or of the large file if git has a pointer to one. HEAD gets only the
-    headers, which a client needs for its cache."""
+    """The bytes of a file. If git has a pointer there, the bytes of the large file that it names.
+    HEAD gets only the headers, which a client needs for its cache."""
     return await _file(request, hub, name, revision, rest, follow=True)
 
 
 async def raw(
     request: Request, hub: Hub, name: RepositoryName, revision: str, rest: Sequence[str]
 ) -> Response:
-    """As `resolve`, but for a large file this answers the pointer itself."""
+    """The bytes of a file as git has them. For a large file these are the bytes of its pointer."""
     return await _file(request, hub, name, revision, rest, follow=False)
 
 

@@ -104,8 +104,8 @@ async def read(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[
 
 
 async def _list(request: Request, hub: Hub, name: RepositoryName) -> Response:
-    """The discussions, newest first. `?p=` is the page, from 0; `type`, `status` and `author`
-    filter."""
+    """The discussions, newest first. `?p=` is the number of the page, from 0. The query may also
+    have `type`, `status` and `author`: only the discussions that match them are listed."""
     query = request.query_params
     page = query_int(request, "p", 0, at_most=MAX_PAGE)
     kinds = {None: None, "all": None, "discussion": False, "pull_request": True}
@@ -117,7 +117,8 @@ async def _list(request: Request, hub: Hub, name: RepositoryName) -> Response:
     }
     if query.get("type") not in kinds or query.get("status") not in statuses:
         raise BadRequest(
-            "`type` must be discussion, pull_request or all, and `status` open, closed or all."
+            "The query has an unknown `type` or `status`: `type` must be discussion, pull_request "
+            "or all, and `status` must be open, closed or all."
         )
 
     def read() -> Json:
@@ -143,8 +144,8 @@ async def _list(request: Request, hub: Hub, name: RepositoryName) -> Response:
 
 
 async def change(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
-    """POST to `discussions` (a new one), `discussions/<num>/{comment,title,status,merge}`, and
-    `discussions/<num>/comment/<id>/{edit,hide}`."""
+    """POST to `discussions` (opens a discussion), `discussions/<num>/{comment,title,status,merge}`,
+    and `discussions/<num>/comment/<id>/{edit,hide}`."""
     identity = identity_of(request)
     identity.require_write("a discussion")
     match rest:

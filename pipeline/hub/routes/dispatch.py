@@ -1,8 +1,8 @@
-"""Finds the route for each request of the API. If the request is about a repository, the path names
-the route by a verb.
+"""Finds the route for each request of the API. If the request is about a repository, the word after
+the repository's name, the verb, selects the route.
 
-These paths are those of the Hugging Face Hub: `/api/datasets/<owner>/<name>/<verb>/…` and
-`/datasets/<owner>/<name>/resolve/…`.
+The paths are the same as on the Hugging Face Hub: `/api/datasets/<owner>/<name>/<verb>/…`, and for
+the bytes of a file `/datasets/<owner>/<name>/resolve/…`.
 """
 
 from starlette.concurrency import run_in_threadpool
@@ -104,7 +104,7 @@ async def _call(
     request: Request, hub: Hub, name: RepositoryName, verb: str, arguments: list[str]
 ) -> Response:
     method = request.method
-    if verb == "xet-write-token":  # a GET, but the client writes with the token that it gets
+    if verb == "xet-write-token":  # a GET, but its answer is a token for sending files
         auth.identity_of(request).require_write(f"{method} {request.url.path}")
     if verb == "" and method in ("GET", "HEAD"):
         return await contents.describe(request, hub, name, [])
@@ -114,7 +114,7 @@ async def _call(
         return await repositories.change_settings(request, hub, name)
     if verb == "auth-check" and method == "GET":
         if arguments:
-            auth.identity_of(request).require_write("what auth-check asks about")
+            auth.identity_of(request).require_write("a write to the repository")
         await run_in_threadpool(hub.find, name)
         return JSONResponse({})
     handler = _BY_METHOD.get(method, {}).get(verb)
@@ -151,6 +151,6 @@ def _redirect(request: Request, path: RepositoryPath, moved: RepositoryMoved) ->
     location = path.at(moved.id) + (f"?{query}" if query else "")
     answer = http_json.error_response(moved)
     answer.status_code = 307
-    # Without a host, so that it is right for every host name of the hub.
+    # The location has no host, so that it is right whichever host name the client uses.
     answer.headers["Location"] = location
     return answer

@@ -1,5 +1,5 @@
-"""Makes the HTTP answer that has the bytes of a file, or of one range of it. For HEAD, it has only
-the headers."""
+"""Makes the HTTP answer with the bytes of a file, or with one range of them. The answer to HEAD has
+only the headers."""
 
 import re
 from collections.abc import AsyncIterator, Mapping
@@ -18,8 +18,8 @@ class Read(Protocol):
 
 
 def answer(request: Request, size: int, headers: Mapping[str, str], read: Read) -> Response:
-    """Streams the file, which has `size` bytes, so that only a chunk is in memory. `read` gives the
-    bytes. Raises RangeNotSatisfiable."""
+    """The answer with a file of `size` bytes, which `read` gives. The bytes are streamed, so only
+    one chunk is in memory at a time. Raises RangeNotSatisfiable."""
     status, (start, end), headers = _head(request, size, headers)
     if request.method == "HEAD":
         return Response(status_code=status, headers=headers)
@@ -28,7 +28,7 @@ def answer(request: Request, size: int, headers: Mapping[str, str], read: Read) 
 
 
 def answer_small(request: Request, content: bytes, headers: Mapping[str, str]) -> Response:
-    """As `answer`, for a file that is in memory already."""
+    """Like `answer`, but for a file that is already in memory."""
     status, (start, end), headers = _head(request, len(content), headers)
     body = b"" if request.method == "HEAD" else content[start:end]
     return Response(body, status_code=status, headers=headers)
@@ -52,8 +52,9 @@ def _head(
 
 
 def _requested_range(request: Request, size: int) -> tuple[int, int]:
-    """The first byte of the requested range, and the byte after its last. The complete file if
-    there is no `Range`, or one that this hub does not understand, such as several ranges."""
+    """The first byte of the requested range, and the byte after its last one. This is the complete
+    file if the request has no header `Range`, or one that the hub does not understand, for example
+    with several ranges."""
     text = request.headers.get("range")
     found = _RANGE.fullmatch(text) if text else None
     if found is None or not any(found.groups()):

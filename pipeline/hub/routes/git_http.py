@@ -1,8 +1,8 @@
 """Answers git's smart HTTP protocol: checks each request and hands it to `git http-backend`.
 
 The hub receives the complete request before it starts git. So a client that stalls or goes away in
-the middle of a push holds no lock and no process. The hub sends the answer to a push only when the
-event of the refs that the push moved is on disk.
+the middle of a push holds no lock and no process. Before the hub answers a push, it stores an event
+for the refs that the push moved.
 
 https://git-scm.com/docs/http-protocol, https://git-scm.com/docs/git-http-backend
 """
@@ -56,7 +56,7 @@ _SPOOL_BYTES = 1024 * 1024
 class GitRequest:
     type: RepositoryType
     owner: str | None
-    """None if the URL has no owner. It then means a repository of the hub's owner."""
+    """None if the URL has no owner. Such a URL means a repository of the hub's owner."""
     name: str
     route: Literal["info/refs", "git-upload-pack", "git-receive-pack"]
 
@@ -66,7 +66,7 @@ class _Disconnected(Exception):
 
 
 def match(scope: Scope) -> GitRequest | None:
-    """The request if its path is one of git's, else None. Checks nothing else of the request."""
+    """Parses the path of a request. None if git does not use this path. Checks only the path."""
     found = _PATH.fullmatch(scope["path"])
     if found is None:
         return None
@@ -97,12 +97,12 @@ class GitHttp:
         self._log = log
         self._metrics = metrics
         self._remarks_on = remarks_on
-        # Clones and pushes have slots of their own: the process of a clone waits for its client to
-        # read, and a push must not wait for such a client.
+        # Each slot is for one process of git. A clone keeps its slot until its client has read the
+        # whole answer. Pushes have separate slots, so that no push waits for such a client.
         self._clone_slots = asyncio.Semaphore(settings.max_git_processes)
         self._push_slots = asyncio.Semaphore(settings.max_git_processes)
-        # Every clone and push begins with a list of the refs. Git makes the complete list before
-        # the hub sends it, so the slot is free again before any client reads.
+        # Every clone and every push begins with a list of the refs. Git makes the complete list
+        # before the hub sends it, so no slow client keeps one of these slots.
         self._list_slots = asyncio.Semaphore(settings.max_git_processes)
 
     async def __call__(
@@ -163,9 +163,9 @@ class GitHttp:
             try:
                 return self._repositories.find_as_git(connection, request.type, owner, request.name)
             except RepositoryMoved as moved:
-                # Git follows a redirect only at its first request (info/refs). If it had to repeat
-                # this request with a token, it forgets the redirect and sends the next request to
-                # the old name. So that request is answered here, without a redirect.
+                # Git follows a redirect only at its first request (info/refs). If git had to repeat
+                # this request with a token, its next request goes to the old name again. So the hub
+                # redirects only info/refs, and answers later requests under the old name.
                 if request.route == "info/refs":
                     raise
                 return self._repositories.find_by_id(connection, moved.repository_id)
@@ -220,11 +220,12 @@ class GitHttp:
         body: IO[bytes],
         send: Send,
     ) -> None:
-        # Find the repository again under its lock. While the body came in, it may have been removed
-        # or moved, and a repository that the token does not reach may have its name now.
+        # Find the repository again under its lock. While the body came in, the repository may have
+        # been removed or moved. The token may not reach the repository that has its name now.
         async with self._repositories.locked(partial(self._admit, request, identity)) as repository:
             environment[PLACE] = str(repository.folder)
-            # Git runs to its end even if the client goes away: git may have moved refs already.
+            # Git runs to its end even if the client goes away, because it may have moved refs
+            # already.
             async with self._push_slots:
                 status, headers, answer = await self._receive_pack(repository, environment, body)
         await backend.send_start(send, status, headers)
@@ -265,9 +266,9 @@ def _check(request: GitRequest, scope: Scope) -> str:
 
 
 def _asks_for_refs(body: IO[bytes]) -> bool:
-    """Whether the body is the command `ls-refs`. Protocol version 2 asks for the refs by it:
-    https://git-scm.com/docs/gitprotocol-v2"""
-    # `body.read` would move the position in the file from which git reads the body.
+    """Whether the body is the command `ls-refs`, with which a client of protocol version 2 asks for
+    the refs: https://git-scm.com/docs/gitprotocol-v2"""
+    # `body.read` would move the file position, and git starts to read at this position.
     return os.pread(body.fileno(), len(_LS_REFS), 0) == _LS_REFS
 
 

@@ -1,5 +1,5 @@
-"""The batch API of Git LFS. It tells a client which files to send or fetch, and at which URLs;
-`transfers.py` moves the content.
+"""The batch API of Git LFS. It tells a client which files to send or fetch, and at which URLs. The
+routes of these URLs are in `transfers.py`.
 
 https://github.com/git-lfs/git-lfs/blob/main/docs/api/README.md
 """
@@ -37,8 +37,8 @@ from pipeline.hub.tokens.auth import identity_of
 from pipeline.pointers import OID
 
 MULTIPART_BYTES = 512 * 1024 * 1024
-"""A file of at least this size is sent in parts, if the client can do so. If a connection breaks,
-the client then sends only one part again."""
+"""The files of a batch are sent in parts if one of them has at least this size and the client knows
+this way of transfer. If a connection breaks, the client then sends only one part again."""
 PART_BYTES = 128 * 1024 * 1024
 _MAX_PARTS = 1000
 _MAX_OBJECTS = 10_000
@@ -64,8 +64,9 @@ class Batch(_Body):
 
 
 async def answer(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
-    """Answers `info/lfs/<rest>` of a repository, which may be named as in a git URL (without its
-    type). Errors have the form that `git lfs` prints."""
+    """Answers `info/lfs/<rest>` of a repository. As in a git URL, the path may leave out the type
+    of the repository (`/owner/name` also finds a dataset). Errors have the form that `git lfs`
+    prints."""
     try:
         repository = await run_in_threadpool(hub.find_as_git, name.type, name.owner, name.name)
         match request.method, *rest:
@@ -73,12 +74,12 @@ async def answer(request: Request, hub: Hub, name: RepositoryName, rest: Sequenc
                 return await _batch(request, hub, repository)
             case "GET", "locks":
                 return _json({"locks": []})
-            # `git lfs` also sends `locks/verify` before each push. After 501 it stops asking,
-            # without a message. After 200 it would tell the user that this hub has locks.
+            # Before each push, `git lfs` also sends `locks/verify`. After 501 it prints nothing and
+            # does not ask again. After 200 it would tell the user that this hub has locks.
             case "POST", "locks", *_:
                 raise NotSupported(
-                    "This hub has no locks of files, so nobody else can hold one either: push "
-                    "without a lock."
+                    "This hub has no locks for files, so nobody else has locked a file either: "
+                    "push without a lock."
                 )
         raise HTTPException(404)
     except RepositoryMoved:
@@ -89,11 +90,11 @@ async def answer(request: Request, hub: Hub, name: RepositoryName, rest: Sequenc
 
 def refusal_by_guard(scope: Scope, error: RequestError) -> Response | None:
     """The answer to a request of `git lfs` that was refused because of its token. None if the
-    request is not of `git lfs`."""
+    request does not come from `git lfs`."""
     if "/info/lfs/" not in scope["path"]:
         return None
-    # After 401, `git lfs` asks its credential helper again, without end if the helper has only this
-    # token. So a wrong token gets 403.
+    # After 401, `git lfs` asks its credential helper for a token again. A helper that has only the
+    # wrong token would give it again and again, without end. So a wrong token gets 403.
     if isinstance(error, Unauthorized) and header(scope, b"authorization"):
         error = Forbidden(str(error))
     return _refusal(error)
@@ -149,7 +150,10 @@ async def duplicate(
         files, copies = LargeFiles(source.folder), LargeFiles(target.folder)
         missing = [each.sha256 for each in body.files if not copies.link(files, each.sha256)]
         return [
-            {"sha256": oid, "error": f"The {source.name} does not have this large file."}
+            {
+                "sha256": oid,
+                "error": f"The {source.name} does not have this large file: push it there first.",
+            }
             for oid in missing
         ]
 
@@ -171,7 +175,7 @@ class _Offer:
         self._url = url
         self._is_upload = batch.operation == "upload"
         self._free_bytes = shutil.disk_usage(repository.folder).free
-        # The answer names one way of transfer for all files of the batch.
+        # The answer names only one way of transfer, so all files of the batch are sent in this way.
         in_parts = (
             self._is_upload
             and "multipart" in batch.transfers
@@ -198,7 +202,7 @@ class _Offer:
         if not OID.fullmatch(wanted.oid):
             return 422, "The oid is not a sha256: write 64 hexadecimal digits in lower case."
         if wanted.size < 0:
-            return 422, f"A file cannot have {wanted.size} bytes: send its size."
+            return 422, f"A file cannot have {wanted.size} bytes: send the file's true size."
         size = self._files.size(wanted.oid)
         if not self._is_upload and size is None:
             return 404, (
@@ -208,7 +212,7 @@ class _Offer:
         if size is not None and size != wanted.size:
             return 422, (
                 f"The file with this sha256 has {size} bytes, and the request says {wanted.size}: "
-                "send its size."
+                "send the file's true size."
             )
         limit = self._hub.settings.max_push_bytes
         if self._is_upload and wanted.size > limit:
@@ -221,7 +225,7 @@ class _Offer:
         return None
 
     def _with_actions(self, told: Json, actions: Json) -> Json:
-        # "authenticated" says that the client needs no token for these URLs: they are signed.
+        # "authenticated" says that the client needs no token for these URLs. They are signed.
         return {**told, "authenticated": True, "actions": actions}
 
     def _signed(self, method: str, wanted: LargeObject) -> Json:
@@ -229,8 +233,9 @@ class _Offer:
         return self._action(method, path, wanted.size)
 
     def _parts(self, wanted: LargeObject) -> Json:
-        """The action for an upload in parts. Its `header` has `chunk_size`, in bytes, and the URL
-        of each part by its number, because `huggingface_hub.lfs` reads them there."""
+        """The action for an upload in parts. Its `header` has `chunk_size`, the size of a part in
+        bytes. It also has the URL of each part, with the part's number as the key.
+        `huggingface_hub.lfs` reads both from there."""
         part_bytes = max(PART_BYTES, ceil(wanted.size / _MAX_PARTS))
         path = transfers.upload_path(self._repository, wanted.oid, secrets.token_hex(16))
         parts = {}

@@ -24,7 +24,7 @@ from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.tokens.auth import identity_of
 
 PER_PAGE = 1000
-# This hub counts no downloads and likes, so a list that is sorted by these is sorted by creation.
+# This hub counts no downloads and no likes. So every order except `lastModified` is by creation.
 _SORTS = ("createdAt", "lastModified", "downloads", "likes", "likes30d", "trendingScore")
 
 Heads = Mapping[str, str]
@@ -40,8 +40,8 @@ def routes() -> list[Route]:
 
 async def list_repositories(request: Request, hub: Hub, type: RepositoryType) -> Response:
     """The repositories of one type, by default the newest first. The header `Link` has the URL of
-    the next page. The query may have `author`, `gated`, `sort`, `direction`, `limit`, `full`,
-    `cardData`, and several `search`, `filter` and `expand`."""
+    the next page. The query may have `author`, `gated`, `sort`, `direction`, `limit`, `full` and
+    `cardData`. It may have `search`, `filter` and `expand` several times."""
     query = request.query_params
     author = query.get("author", "").lower()
     searched = [text.lower() for text in query.getlist("search")]

@@ -28,9 +28,10 @@ def routes() -> list[Route]:
 
 
 async def gc(request: Request) -> Response:
-    """Removes from all repositories the commits that nothing needs, the objects that no ref leads
-    to, and the large files that no commit names. Pushes to a repository wait while it is cleaned.
-    """
+    """Cleans all repositories. First the hub stops keeping the commits that are on no branch any
+    more and that no release, job or stored event needs. Then it removes the objects that no ref
+    leads to, and the large files that no commit names. Pushes to a repository wait while it is
+    cleaned."""
     hub, collected = hub_of(request), list[Collected]()
 
     def collect(repository: Repository) -> None:
@@ -46,7 +47,8 @@ async def gc(request: Request) -> Response:
 
 
 async def plan(request: Request) -> Response:
-    """What a purge would remove. 409 if a branch, a tag or a pull request leads to the commit."""
+    """What a purge of a commit would remove. A purge removes a commit that was pushed by mistake.
+    The answer is 409 if the history of a branch, a tag or a pull request still has the commit."""
     return await _locked(request, plan_purge)
 
 

@@ -1,9 +1,9 @@
 """HTML pages for a person: the list of webhooks, and for each webhook its deliveries, with a button
 that sends a delivery again.
 
-A browser shows the hub's token by Basic authentication, with any user name. It also sends the token
-with a form that a page of another site posts to the hub. So each form has a second token, which
-only the hub's own pages know.
+A browser sends the hub's token by Basic authentication, with any user name. The browser also adds
+the token to a form that a page of another site posts to the hub. So each form of these pages has a
+second token, which no other site knows.
 """
 
 import json
@@ -71,13 +71,13 @@ async def show(request: Request) -> Response:
 
 
 async def send_again(request: Request) -> Response:
-    """Sends a delivery again. Raises Forbidden if the form does not have the token of this hub's
-    pages."""
+    """Sends a delivery again. Raises Forbidden if the form does not have the second token, which
+    only the pages of this hub have."""
     fields = parse_qs((await read_body(request)).decode("latin-1"))
     if not secrets.compare_digest(fields.get("token", [""])[0].encode(), _form_token.encode()):
         raise Forbidden(
-            "This form does not come from a page of this hub, or the hub has restarted since: load "
-            "the page again."
+            "This form does not come from a page of this hub, or the hub has restarted after the "
+            "page was loaded: load the page again."
         )
     id = request.path_params["id"]
     delivery_id = fields.get("delivery", [""])[0]

@@ -2,8 +2,8 @@
 
 A path without an owner, such as `/api/datasets/facts/tree/main`, means a repository of the hub's
 owner. Such a path can have two meanings: `facts/tree` may also be the repository `tree` of the
-owner `facts`. So if the second segment is a word of a route, the parser asks the database whether
-there is such a repository.
+owner `facts`. So if the second segment is a verb (a word such as `tree` that selects a route), the
+parser asks the database whether the repository `facts/tree` exists.
 """
 
 from collections.abc import Callable, Collection
@@ -23,8 +23,8 @@ from pipeline.hub.unsupported import UNSUPPORTED_VERBS
 
 
 class _AnyText(PathConvertor):
-    """Any text, also with line feeds, which names of files may have. Starlette's `path` matches
-    none."""
+    """Matches any text, also with line feeds: names of files may have them, but Starlette's `path`
+    does not match them."""
 
     regex = r"[\s\S]*"
 
@@ -32,8 +32,8 @@ class _AnyText(PathConvertor):
 register_url_convertor("anytext", _AnyText())
 
 FILE_VERBS = frozenset({"resolve", "raw", "info"})
-# A verb is the segment after the repository's name. Only these can be the last segment of a path.
-# The other verbs have arguments, so as the last segment they are the name of a repository.
+# A verb is the segment after the repository's name. Only these verbs can be the last segment of a
+# path. Any other verb needs arguments, so a last segment such as `tree` is a repository's name.
 _BARE_VERBS = frozenset({"refs", "settings", "auth-check", "discussions"})
 
 IsThere = Callable[[RepositoryName], bool]
@@ -50,15 +50,15 @@ class RepositoryPath:
     """The path after the name, as the client sent it."""
 
     def at(self, id: str) -> str:
-        """The same path with the name `id` (`owner/name`) instead, for a redirect."""
+        """The path with `id` (`owner/name`) in place of the repository's name, for a redirect."""
         return (self.prefix + id.encode() + self.suffix).decode("latin-1")
 
 
 def api_path(
     raw_path: bytes, verbs: Collection[str], owner: str, is_there: IsThere
 ) -> RepositoryPath:
-    """Parses `/api/<type>s/[<owner>/]<name>[/<verb>/…]`. `owner` is the hub's owner. Raises
-    RepositoryNotFound for a path that names no repository."""
+    """Parses `/api/<type>s/[<owner>/]<name>[/<verb>/…]`. `owner` is the hub's owner, for a path
+    without an owner. Raises RepositoryNotFound for a path that names no repository."""
     raw = raw_path.strip(b"/").split(b"/")
     parts = segments(raw_path)
     type = type_of(parts[1])

@@ -40,11 +40,11 @@ def open_pull_request(
     base: str = DEFAULT_BRANCH,
     head: str | None = None,
 ) -> Discussion:
-    """Opens a pull request for the branch `base`. Its ref begins at the commit `head`, or at the
-    head of the branch if `head` is None.
+    """Opens a pull request for the branch `base`. The pull request's ref first points to the commit
+    `head`, or to the newest commit of `base` if `head` is None.
 
-    The caller holds the repository's lock and wakes the deliverer afterwards. Raises BadRequest if
-    the branch does not exist.
+    The caller holds the repository's lock. It then wakes the deliverer, which sends the event to
+    the webhooks. Raises BadRequest if the branch does not exist.
     """
     refs = read_refs(repository)
     if base not in refs:
@@ -52,7 +52,8 @@ def open_pull_request(
     checked_title(title)
     with hub.database.read() as connection:
         num = next_num(connection, repository, refs)
-    # The ref is made first. If the hub is killed now, `next_num` does not use this number again.
+    # Make the ref before the database row. If the hub is killed after the ref, `next_num` finds the
+    # ref and does not use its number again.
     ref = f"{PULL_REQUEST_PREFIX}{num}"
     git(repository.folder, "update-ref", ref, head or refs[base], _NO_REF)
     with hub.database.write() as connection:
@@ -64,8 +65,8 @@ def open_pull_request(
 
 
 def check_is_open(hub: Hub, repository: Repository, ref: str) -> None:
-    """Raises Conflict if the pull request of this ref is closed or merged, because it then takes no
-    commits, and DiscussionNotFound."""
+    """Raises Conflict if the pull request of this ref is closed or merged: such a pull request
+    takes no more commits. Raises DiscussionNotFound if there is no pull request for this ref."""
     with hub.database.read() as connection:
         num = num_of(ref.removeprefix(PULL_REQUEST_PREFIX))
         discussion = find_discussion(connection, repository, num)
@@ -76,9 +77,9 @@ def check_is_open(hub: Hub, repository: Repository, ref: str) -> None:
 def merge_pull_request(
     hub: Hub, repository: Repository, identity: Identity, num: int, comment: str | None
 ) -> None:
-    """Merges a pull request as one commit on its branch. Adds `comment` to the discussion. The
-    caller holds the repository's lock and wakes the deliverer afterwards. Raises BadRequest and
-    Conflict."""
+    """Merges a pull request: makes one commit of its changes, on the branch that it is for. Adds
+    `comment` to the discussion. The caller holds the repository's lock and wakes the deliverer
+    afterwards. Raises BadRequest and Conflict."""
     with hub.database.read() as connection:
         found = find_discussion(connection, repository, num)
     if found.base is None:
@@ -86,7 +87,7 @@ def merge_pull_request(
             f"Discussion {num} has no commits to merge: give the number of a pull request."
         )
     if found.status not in OPEN:
-        raise Conflict(f"Pull request {num} is {found.status} already.")
+        raise Conflict(f"Pull request {num} is {found.status} already: merge an open one.")
     refs = read_refs(repository)
     if found.base not in refs or found.ref not in refs:
         raise Conflict(

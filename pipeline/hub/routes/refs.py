@@ -71,8 +71,8 @@ async def create_branch(
         _refuse_existing(repository, ref)
         if body.startingPoint is None and not read_refs(repository):
             raise BadRequest(
-                f"The {name} has no commit yet, so no branch can begin at one: push a commit to "
-                "the branch, which also creates the branch."
+                f"The {name} has no commit yet, and a branch must begin at a commit: push a commit "
+                "to the branch. The push also creates the branch."
             )
         start = resolve_revision(repository, body.startingPoint or "main")
         git(repository.folder, "update-ref", ref, start, _NO_REF)
@@ -128,7 +128,8 @@ async def delete_tag(
 async def super_squash(
     request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
 ) -> Response:
-    """Replaces all commits of the branch by one commit that has the present files and no parent."""
+    """Replaces all commits of the branch by one commit without a parent. The files of the branch
+    stay the same."""
     ref = _full("refs/heads/", "/".join(rest))
     body = await read_json(request, Squash)
     who = signature(identity_of(request))
@@ -176,7 +177,7 @@ def _full(prefix: str, name: str) -> str:
     if not is_ref_name(name) or name == "HEAD" or name.startswith("refs/"):
         raise BadRequest(
             f"{name!r} is not a valid name for a branch or a tag: use letters, digits, '-', '_', "
-            "'.' and '/', and neither HEAD nor a name that begins with refs/."
+            "'.' and '/'. The names HEAD and refs/… are not allowed."
         )
     return f"{prefix}{name}"
 
@@ -184,17 +185,17 @@ def _full(prefix: str, name: str) -> str:
 def _refuse_existing(repository: Repository, ref: str) -> None:
     for existing in read_refs(repository):
         if existing == ref:
-            raise Conflict(f"Reference {ref} already exists")
+            raise Conflict(f"Reference {ref} already exists: choose another name.")
         if existing.startswith(f"{ref}/") or ref.startswith(f"{existing}/"):
             raise Conflict(
-                f"Reference {ref} cannot exist together with {existing}, because git stores refs "
-                "as files and one of the two would be a folder: choose another name."
+                f"Reference {ref} cannot exist together with {existing}, because git stores each "
+                "ref as a file, and one of the two would be a folder: choose another name."
             )
 
 
 def _delete(repository: Repository, ref: str) -> None:
     if ref not in read_refs(repository):
         raise RevisionNotFound(
-            f"The {repository.name} has no {ref}, so it cannot be deleted: check the name."
+            f"The {repository.name} has no {ref} that could be deleted: check the name."
         )
     git(repository.folder, "update-ref", "-d", ref)

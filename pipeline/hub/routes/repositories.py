@@ -121,7 +121,8 @@ async def move(request: Request) -> Response:
                 with hub.database.write() as connection:
                     moved = hub.repositories.move(connection, repository, target, on_error=on_error)
                     hub.log.record(connection, repository, action="move", moved_to=moved)
-                    # After the event: it goes to the webhooks that watch the old name.
+                    # Do this after the event is recorded, because the event must go to the webhooks
+                    # that watch the old name.
                     follow_move(connection, repository.name, moved.name)
                 on_error.pop_all()
 
@@ -154,7 +155,8 @@ async def change_settings(request: Request, hub: Hub, name: RepositoryName) -> R
 
 
 async def _changing(hub: Hub, act: Callable[[], Answer]) -> Answer:
-    """Runs `act`, which stores an event, and then wakes the deliverer."""
+    """Runs `act`, which stores an event. Then wakes the deliverer, which sends the event to the
+    webhooks."""
     answer = await run_in_threadpool(act)
     hub.log.wake()
     return answer
@@ -173,11 +175,10 @@ def _halves(id: str) -> tuple[str | None, str]:
 
 
 def _new_name(hub: Hub, type: RepositoryType, owner: str | None, name: str) -> RepositoryName:
-    """The name of a new repository. If the owner is the user or an organization of the settings, it
-    gets the spelling of the settings.
+    """The name of a new repository. If the settings have the same owner in another letter case
+    (`local` for `Local`), the name gets the spelling of the settings.
 
-    Raises BadRequest for an invalid name, and for an owner under which no route would find the
-    repository.
+    Raises BadRequest for an invalid name, and for an owner that no repository may have.
     """
     known = {each.lower(): each for each in (*hub.settings.orgs, hub.settings.owner)}
     wanted = owner or hub.settings.owner

@@ -75,8 +75,8 @@ async def _changed(
     kind: Kind,
     change: Callable[[Connection, Repository], None],
 ) -> Response:
-    """Changes the settings, and stores an event of the scope `repo.config`, as the Hugging Face Hub
-    does. Answers the settings of this kind after the change."""
+    """Calls `change`, and stores an event of the scope `repo.config`, as the Hugging Face Hub does.
+    Answers with all secrets, or all variables, after the change; `kind` says which."""
 
     def act() -> dict[str, object]:
         with hub.database.write() as connection:

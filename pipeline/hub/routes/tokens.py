@@ -1,5 +1,6 @@
 """API routes about tokens. `whoami-v2` tells a client the user of its token. The command `pipeline
-hub tokens` calls the others while the hub runs; `access.py` lets only the hub's own token use them.
+hub tokens` calls the other routes while the hub runs. They need the hub's own token, which
+`access.py` checks.
 """
 
 from starlette.concurrency import run_in_threadpool
@@ -12,8 +13,8 @@ from pipeline.hub.service import hub_of
 from pipeline.hub.tokens.auth import identity_of
 from pipeline.hub.tokens.store import create_token, list_tokens, revoke_token
 
-# The Hugging Face Hub answers the URL of an image. This URL contains the image, a grey disc, so the
-# hub needs no file for it.
+# The Hugging Face Hub answers with the URL of an image file. This URL itself contains the image, a
+# grey disc, so this hub needs no such file.
 _AVATAR = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 2 2'%3E"
     "%3Ccircle cx='1' cy='1' r='1' fill='%23888'/%3E%3C/svg%3E"
@@ -59,7 +60,8 @@ async def show(request: Request) -> Response:
 
 async def create(request: Request) -> Response:
     """Creates a token. The query is `role=read` or `role=write`, and
-    `repositories=dataset:local/facts,…`; without repositories, the token is for all."""
+    `repositories=dataset:local/facts,…`. Without `repositories`, the token is for all
+    repositories."""
     hub, query = hub_of(request), request.query_params
     reaches = [each for each in query.get("repositories", "").split(",") if each]
     made = await run_in_threadpool(

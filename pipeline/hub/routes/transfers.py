@@ -1,7 +1,7 @@
 """Routes that receive and send the content of large files, at URLs that the hub has signed.
 
-`huggingface_hub` sends no token with a file, so the signature of the URL replaces the token. It is
-valid for one method, repository, file and size, and for some hours.
+`huggingface_hub` sends no token with a file, so the signature of the URL replaces the token. A
+signature is valid for some hours, and only for one method, repository, file and size.
 """
 
 from collections.abc import AsyncIterator
@@ -63,7 +63,7 @@ async def send(request: Request) -> Response:
 
 
 async def verify(request: Request) -> Response:
-    """Checks that the complete file is stored. Clients ask for this when they have sent it."""
+    """Checks that the complete file is stored. Clients call this after they have sent a file."""
     files, oid, size = await _signed(request)
     await read_body(request)
     found = await run_in_threadpool(files.size, oid)
@@ -93,8 +93,9 @@ async def complete(request: Request) -> Response:
 
 
 async def _signed(request: Request) -> tuple[LargeFiles, str, int]:
-    """The large files, the sha256 and the size for which the URL is signed. Raises Forbidden if the
-    URL is not valid, and RepositoryNotFound if the repository does not exist any more."""
+    """The repository's large files, and the sha256 and the size that the signed URL names. Raises
+    Forbidden if the URL is not valid, and RepositoryNotFound if the repository does not exist any
+    more."""
     hub = hub_of(request)
     size = hub.signed_urls.check(request)
     repository = await run_in_threadpool(hub.find_by_id, request.path_params["repository_id"])
@@ -107,4 +108,4 @@ async def body_of(request: Request) -> AsyncIterator[bytes]:
         async for piece in request.stream():
             yield piece
     except ClientDisconnect:
-        raise BadRequest("The request's body ended early: send it again.") from None
+        raise BadRequest("The request's body ended too early: send the request again.") from None

@@ -73,7 +73,7 @@ async def create(request: Request) -> Response:
     if body.url is None and body.jobSourceId is None:
         raise BadRequest("url: a webhook needs the URL that it calls, or a job in `jobSourceId`.")
     if body.secrets is not None and body.jobSourceId is None:
-        raise BadRequest("secrets: only a webhook that starts a job has them; leave them out.")
+        raise BadRequest("secrets: only a webhook that starts a job has any: leave them out.")
 
     def act() -> WebhookJson:
         _check_job(hub, body)
@@ -88,8 +88,8 @@ async def create(request: Request) -> Response:
 
 
 async def change(request: Request) -> Response:
-    """Changes a webhook. If it gets another URL, job or secret, a suspension ends and its pending
-    deliveries are sent at once."""
+    """Changes a webhook. If the URL, the job or the secret changes, a suspended webhook is enabled
+    again, and the pending deliveries are due at once."""
     hub = hub_of(request)
     body = await read_json(request, UpdateWebhook)
 
@@ -109,16 +109,16 @@ async def change(request: Request) -> Response:
 
 
 async def enable(request: Request) -> Response:
-    """Enables a disabled webhook, and ends a suspension. Its pending deliveries are sent at once,
-    and earlier failures do not count any more."""
+    """Enables a webhook that is disabled or suspended. The pending deliveries of the webhook are
+    sent at once, and earlier failures do not count any more."""
     changed = await _resume(request, "enabled")
     hub_of(request).log.wake()
     return changed
 
 
 async def disable(request: Request) -> Response:
-    """Disables a webhook. Its pending deliveries wait until it is enabled. Of events that happen
-    meanwhile, it gets no delivery."""
+    """Disables a webhook. Its pending deliveries wait until it is enabled. For events that happen
+    in the meantime, it gets no deliveries."""
     return await _resume(request, "disabled")
 
 
@@ -175,9 +175,8 @@ def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> Webh
 
 
 def _warnings(webhook: StoredWebhook, present: Collection[RepositoryName]) -> list[str]:
-    """A warning for each watched item of which the webhook gets no events now. It is no error,
-    because the repository may still be created, and the webhook then gets its events. `present` are
-    the names of all repositories."""
+    """A warning for each watched item that matches no repository now. This is not an error, because
+    somebody may create the repository later. `present` are the names of all repositories."""
     return [reason for item in webhook.watched for reason in _in_vain(item, present)]
 
 

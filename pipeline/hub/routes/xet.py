@@ -1,7 +1,8 @@
-"""The part of the Xet API that `hf_xet` needs to send files.
+"""The part of the Xet API that `hf_xet` needs to send files. `hf_xet` cuts files into chunks. A
+xorb holds many chunks. A shard says which chunks make each file.
 
-No client reads files over it. `resolve` answers without a Xet hash, so clients fetch the files over
-plain HTTP.
+Clients do not read files over Xet. The route `resolve` answers without a Xet hash, so clients fetch
+the files over plain HTTP.
 """
 
 import time
@@ -21,8 +22,8 @@ from pipeline.hub.routes.transfers import body_of
 from pipeline.hub.service import Hub, hub_of
 
 PREFIX = "/api/xet/"
-"""The beginning of these routes' paths. Each route first checks the Xet access token, which is
-valid for one store of one repository."""
+"""The beginning of these routes' paths. Each route first checks the Xet access token. The token is
+valid for one store, a folder in which a repository keeps the xorbs that clients sent."""
 _STORE = PREFIX + "{repository_id}/{store_id}"
 
 
@@ -76,7 +77,7 @@ async def receive_shard(request: Request) -> Response:
 
 async def answer_nothing(request: Request) -> Response:
     """Answers 404 for the rest of the Xet API, such as the search for chunks of other repositories.
-    Clients can send files without it."""
+    Clients can send files without these requests."""
     await _store(request)
     return JSONResponse({"error": "This hub only takes xorbs and shards."}, status_code=404)
 

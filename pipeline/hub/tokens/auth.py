@@ -23,10 +23,10 @@ from serving.http.cross_site import other_host, other_site
 
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 OF_ITS_BODY_ONLY = "/api/validate-yaml"
-"""This route needs no token: its answer depends only on the request's body, and `metadata_update`
-and `DatasetCard.push_to_hub` of `huggingface_hub` call it without their token."""
-# The paths of repositories. `huggingface_hub` has the same expression, and shows a 401 on one of
-# these paths as a missing repository.
+"""This route needs no token, because its answer depends only on the request's body. Also,
+`metadata_update` and `DatasetCard.push_to_hub` of `huggingface_hub` call it without a token."""
+# The paths of repositories. `huggingface_hub` has the same expression. If a request to one of these
+# paths gets a 401, the client reports that the repository is missing.
 _OF_A_REPOSITORY = re.compile(r"/api/(?:model|dataset|space)s/.|/.+/resolve/.")
 
 Role = Literal["read", "write"]
@@ -56,7 +56,7 @@ class Identity:
 
     @property
     def is_limited(self) -> bool:
-        """Whether there may be repositories that the request does not reach."""
+        """Whether there may be repositories that the request may not see."""
         return self.is_anonymous or self.repositories is not None
 
     def may_see(self, repository: Repository) -> bool:
@@ -85,8 +85,8 @@ class Signature:
 
 
 def signature(identity: Identity) -> Signature:
-    """The author of commits that this client makes through the API. For the token of a job, the
-    author is the job, as in the commits that the job makes with git."""
+    """The author of commits that this client makes through the API. If the token is a job's, the
+    author is the job. The commits that the job makes with git have the same author."""
     if identity.job_id is None:
         return Signature(name=identity.user, email=f"{identity.user}@localhost")
     return Signature(name=f"job {identity.job_id}", email=f"{identity.job_id}@{COMMITTER_DOMAIN}")
@@ -100,11 +100,11 @@ def check_sees(identity: Identity, named: object, repository: Repository) -> Non
 
 
 def out_of_reach(identity: Identity, named: object) -> RepositoryNotFound | TokenMissing:
-    """The error for a repository that the token does not reach, and also for one that does not
-    exist: so no client learns which repositories exist."""
+    """The error for a repository that the token does not reach. A repository that does not exist
+    gets the same error, so that no client learns which repositories exist."""
     if identity.is_anonymous:
         return TokenMissing(
-            f"Without a token, no {named} can be read here: check the name, or set HF_TOKEN."
+            f"Without a token, you cannot read a {named} here: check the name, or set HF_TOKEN."
         )
     return RepositoryNotFound(
         f"There is no {named} here, or the token {identity.token_name!r} does not reach it: check "
@@ -116,8 +116,8 @@ ANONYMOUS = Identity(user="", role="read", token_name="")
 
 
 def require_a_person(identity: Identity, what: str) -> None:
-    """Raises Forbidden for the token of a job. `what` names, in the plural, what a job may not
-    use."""
+    """Raises Forbidden for the token of a job. `what`, a plural for the message, says what a job
+    may not use."""
     if identity.job_id is not None:
         raise Forbidden(
             f"This is the token of job {identity.job_id}, which may read and write repositories "
@@ -132,13 +132,15 @@ def identity_of(connection: HTTPConnection) -> Identity:
 
 
 class Guard:
-    """Accepts the hub's own token, the tokens that were created with it, and the tokens of jobs.
+    """Accepts three kinds of tokens: the hub's own token, the tokens that a person created on this
+    hub, and the tokens of jobs.
 
-    Each attempt of a job has its own token, valid while the attempt runs. `owner` is the user to
-    whom the hub's own token belongs; jobs act for the same user. If `jobs_store` is None, no
-    job's token is valid. `secret_key` signs the jobs' tokens. `find_token` finds a token that was
-    created, and returns None for any other text. If `public_host`, the hub's host name, is given,
-    requests without a token are accepted too; `routes/access.py` decides what they may read.
+    Each attempt of a job has its own token, which is valid while the attempt runs. `owner` is the
+    user to whom the hub's own token belongs; jobs act for the same user. If `jobs_store` is None,
+    no job's token is valid. `secret_key` signs the jobs' tokens. `find_token` returns the identity
+    for a token that a person created, and None for any other text. `public_host` is the hub's host
+    name, if the hub accepts requests without a token. `routes/access.py` decides what such requests
+    may read.
     """
 
     def __init__(
@@ -159,9 +161,9 @@ class Guard:
         self._secret_key = secret_key
 
     async def check(self, scope: Scope) -> Identity:
-        """Who makes the request. Routes read it with `identity_of`.
+        """Finds out who makes the request, and stores the result for `identity_of`.
 
-        Raises Unauthorized if the request has no valid token and needs one, and Forbidden for a
+        Raises Unauthorized if the request has no valid token and needs one. Raises Forbidden for a
         host name that is not the hub's (see `_without_token`).
         """
         identity = await self._identify(scope)
@@ -199,8 +201,8 @@ class Guard:
         """The identity of a request without a token. Raises TokenMissing or Unauthorized if the
         path needs a token.
 
-        Raises Forbidden if the `Host` header has a name that is not the hub's. A web page that
-        lets its own name lead to this machine (DNS rebinding) could otherwise read the hub.
+        Raises Forbidden if the `Host` header has a name that is not the hub's. Without this check,
+        a web page whose host name leads to this machine (DNS rebinding) could read the hub.
         """
         if scope["path"] == OF_ITS_BODY_ONLY:
             return ANONYMOUS
@@ -214,7 +216,7 @@ class Guard:
             )
         error = TokenMissing if _OF_A_REPOSITORY.match(scope["path"]) else Unauthorized
         raise error(
-            "This hub needs a token: set HF_TOKEN, or run `pipeline env` for the whole environment."
+            "This hub needs a token: set HF_TOKEN, or run the commands that `pipeline env` prints."
         )
 
 
@@ -226,7 +228,7 @@ def check_site(scope: Scope) -> None:
     site = None if scope["method"] in READING else other_site(Headers(scope=scope))
     if site is not None:
         raise Forbidden(
-            f"The browser sends this change for {site}, and only this hub's own pages may change "
+            f"The browser sends this request for {site}, and only this hub's own pages may change "
             "anything: use `pipeline`, `hf` or another client with the hub's token."
         )
 

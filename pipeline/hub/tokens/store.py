@@ -1,9 +1,9 @@
-"""Creates, lists and revokes tokens, and finds out whose a token is. The routes use it, and so does
-the command line while no hub runs. Each token may read or also write, in all repositories or only
-some.
+"""Creates, lists and revokes tokens, and finds the identity that a token gives to a request. The
+routes use this module. The command line uses it too, while no hub runs. A token may only read, or
+read and write. It is valid for all repositories or only for some.
 
-Only the SHA-256 of a token is stored. A token has 160 random bits, so nobody can find it by trying,
-and a slower hash is not needed.
+Only the SHA-256 of a token is stored. A slower hash is not needed, because a token has 160 random
+bits, and nobody can find it by trying.
 """
 
 import hashlib
@@ -42,8 +42,8 @@ class StoredToken:
     """The ids of the only repositories that it reaches. None if it reaches all."""
     created_at: float
     last_used_at: float | None
-    """The time of its last use. It may be a minute old, because it is stored at most once a minute.
-    None if the token was never used."""
+    """The time of its last use. It may be up to a minute too early, because it is stored at most
+    once a minute. None if the token was never used."""
 
 
 def check_name(name: str) -> None:
@@ -155,8 +155,8 @@ def identity_of_token(database: Database, token: bytes, user: str) -> Identity |
 def _insert(
     connection: Connection, name: str, role: Role, repositories: Sequence[str] | None
 ) -> str:
-    """Creates a token and returns it; it cannot be read again. `repositories` are ids, or None for
-    all. Raises BadRequest for an invalid name, and Conflict if the name is in use."""
+    """Creates a token and returns it. Nobody can read the token later. `repositories` are ids, or
+    None for all. Raises BadRequest for an invalid name, and Conflict if the name is in use."""
     check_name(name)
     if connection.execute(select(table.c.id).where(table.c.name == name)).first() is not None:
         raise Conflict(

@@ -1,4 +1,4 @@
-"""Lists the deliveries for a person, and replays one."""
+"""Lists the deliveries for a person, and replays a delivery."""
 
 import time
 from collections.abc import Sequence
@@ -80,10 +80,11 @@ def webhook_of(connection: Connection, delivery_id: str) -> str:
 def replay_delivery(
     connection: Connection, webhook_id: str, delivery_id: str, *, force: bool = False
 ) -> OutboxDelivery:
-    """Makes a delivery due again, with no attempt counted, and returns it.
+    """Makes a delivery due again, counts its attempts from zero, and returns it.
 
-    It keeps its id, so a receiver that has done the work answers with its first answer. With
-    `force`, a new delivery is made whose `replay_of` is the old id: the receiver works again.
+    The delivery keeps its id. So a receiver that has already handled it only repeats its first
+    answer. With `force`, this makes a new delivery with a new id, which the receiver handles again.
+    The `replay_of` of the new delivery is the old id.
     """
     old = get_delivery(connection, webhook_id, delivery_id)
     now = time.time()

@@ -1,7 +1,8 @@
 """Resolves the host of a webhook's URL, and refuses link-local, multicast and metadata addresses.
 
 A metadata service gives the credentials of this machine to every process on it, so no webhook may
-call one. Loopback and private networks are allowed, because the receivers of such a hub are there.
+call one. Addresses of loopback and of private networks are allowed, because the receivers are
+usually there.
 """
 
 import asyncio
@@ -25,7 +26,8 @@ _METADATA = frozenset(
         "192.0.0.192",  # Oracle
     )
 )
-# Their own threads, because a name server that does not answer blocks a thread for half a minute.
+# Names are looked up in separate threads, because a name server that does not answer blocks a
+# thread for half a minute.
 _resolvers = ThreadPoolExecutor(64, thread_name_prefix="resolve")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
@@ -43,13 +45,13 @@ def is_forbidden(address: Address) -> bool:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None and is_forbidden(inner):
             return True
-        # Remove the zone (`%eth0`), with which the address would not equal one in `_METADATA`.
+        # Remove the zone (`%eth0`): an address with a zone equals none in `_METADATA`.
         address = ipaddress.IPv6Address(int(address))
     return address.is_link_local or address.is_multicast or address in _METADATA
 
 
 def literal(host: str) -> Address | None:
-    """`host` as an address. None if it is a name."""
+    """`host` as an address. None if `host` is a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -66,8 +68,8 @@ def check_literal(host: str) -> None:
 async def resolve(host: str, port: int) -> tuple[Address, ...]:
     """All addresses of `host`, in the order in which to try them.
 
-    Raises Unreachable if there is none. Also raises it if any of them is forbidden, because a name
-    that has a forbidden address among others cannot be trusted.
+    Raises Unreachable if `host` has no address, or if any of its addresses is forbidden. A name
+    that has a forbidden address cannot be trusted, even if its other addresses are allowed.
     """
     address = literal(host)
     found: tuple[Address, ...]

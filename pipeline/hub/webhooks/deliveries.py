@@ -2,8 +2,8 @@
 delays only its own deliveries.
 
 A worker sends one delivery at a time, the oldest event first. So a receiver sees the commits of a
-ref in their order, as long as no delivery fails: while a failed delivery waits for its next
-attempt, newer ones are sent.
+ref in their order, as long as no delivery fails. While a failed delivery waits for its next
+attempt, the worker sends newer deliveries.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 BROKEN_OFF_SECONDS = 1.0
 
 _TURNS = {
-    "suspended": "webhook %s to %s is SUSPENDED, because its deliveries failed. They wait. From "
-    "time to time the hub tries one; the first that succeeds ends the suspension. "
-    "`pipeline webhooks enable` ends it too.",
+    "suspended": "webhook %s to %s is SUSPENDED, because its deliveries failed. Its deliveries "
+    "wait. From time to time the hub tries one. The first success ends the suspension; "
+    "`pipeline webhooks enable` ends it at once.",
     "resumed": "webhook %s to %s answers again: its suspension is over, and the deliveries that "
     "waited are sent now.",
     "gone": "webhook %s to %s is DISABLED, because the receiver answered 410 (gone). "
@@ -44,7 +44,7 @@ Answer = TypeVar("Answer")
 
 
 class Deliverer:
-    """Sends deliveries between `start` and `stop`. `wake` tells it that there are new ones."""
+    """Sends deliveries from `start` until `stop`. It looks for new ones after `wake`."""
 
     def __init__(
         self,
@@ -65,18 +65,21 @@ class Deliverer:
         self._workers: dict[str, tuple[asyncio.Task[None], asyncio.Event]] = {}
 
     def start(self) -> None:
-        """Called in the event loop. Begins with the deliveries that an earlier hub left pending."""
+        """The caller is in the event loop. First sends the deliveries that an earlier run of the
+        hub left pending."""
         self._loop = asyncio.get_running_loop()
         self._more.set()
         self._dispatcher = asyncio.create_task(self._dispatch())
 
     def wake(self) -> None:
-        """Called from any thread, after the transaction that stored new deliveries."""
+        """Tells the deliverer that there are new deliveries. The caller may be in any thread, and
+        has committed the transaction that stored them."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._more.set)
 
     async def stop(self) -> None:
-        """Breaks off the attempts that are under way. Their deliveries stay as they are."""
+        """Breaks off the unfinished attempts. The states of their deliveries do not change, so the
+        next run of the hub sends these deliveries again."""
         self._loop = None
         tasks = [task for task, _ in self._workers.values()]
         tasks += [self._dispatcher] if self._dispatcher else []
@@ -91,8 +94,8 @@ class Deliverer:
             try:
                 to_serve = await self._persist(self._to_serve)
             except Exception:
-                # A damaged database, or an error in the hub. The loop must go on: without it, no
-                # webhook gets anything.
+                # The database is damaged, or the hub has an error. The loop must go on, because
+                # without this loop no webhook gets any delivery.
                 self._metrics.worker_failures.labels(worker="dispatcher").inc()
                 logger.exception(
                     "the hub cannot read which deliveries to send; trying again in %g s",
@@ -112,8 +115,8 @@ class Deliverer:
     async def _persist(
         self, act: Callable[Arguments, Answer], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Answer:
-        """Calls `act`, which uses the database. Calls it again as long as the disk is full or the
-        database is locked."""
+        """Calls `act`, which uses the database. If the disk is full or the database is locked,
+        calls `act` again until it succeeds."""
         while True:
             try:
                 return await asyncio.to_thread(act, *args, **kwargs)
@@ -138,8 +141,8 @@ class Deliverer:
                 finally:
                     await poster.close()
             except Exception:
-                # Whatever the error is, the deliveries are still stored, and must not wait for a
-                # restart of the hub.
+                # The deliveries are still stored. Go on after any error, because otherwise they
+                # would wait for a restart of the hub.
                 self._metrics.worker_failures.labels(worker="webhook").inc()
                 logger.exception(
                     "webhook %s: an error stopped its deliveries; they go on in %g s",
@@ -155,8 +158,8 @@ class Deliverer:
             if found is None:
                 if more.is_set():
                     continue
-                # There is no await between the check of `more` and this line, so the dispatcher
-                # cannot have set it in between.
+                # There is no await between the check of `more` and this line. So the dispatcher
+                # cannot set `more` between them.
                 del self._workers[webhook_id]
                 return
             due, webhook = found
@@ -179,14 +182,14 @@ class Deliverer:
             return None if webhook is None or due is None else (due, webhook)
 
     def _settle(self, due: Due, webhook: StoredWebhook, attempt: Attempt) -> None:
-        # Relaxed: if a power cut loses this write, the delivery is sent again, and the receiver
-        # knows its id.
+        # A power cut may lose this relaxed write. The hub then sends the delivery again, and the
+        # receiver recognises its id.
         with self._database.write_relaxed() as connection:
             status = outbox.settle(connection, due, attempt, self._settings)
             turn = None
             current = _as_it_is(connection, webhook.id)
-            # If the webhook was enabled or got another URL during the attempt, a failure says
-            # nothing about it as it is now.
+            # If a person enabled the webhook or changed its URL during the attempt, a failure of
+            # this attempt says nothing about the webhook in its present state.
             if current is not None and (attempt.succeeded or current.stands_as(webhook)):
                 turn = suspension.after_attempt(
                     connection, current, attempt, status, self._settings
@@ -224,8 +227,8 @@ class Deliverer:
         except HubError as failure:
             error = str(failure)
         except Exception as failure:
-            # An error in the hub. If it were raised, the worker would repeat the attempt each
-            # second, for ever.
+            # The hub has an error. If this raised the error, the worker would repeat the attempt
+            # each second, without end.
             self._metrics.worker_failures.labels(worker="attempt").inc()
             logger.exception(
                 "delivery %s to %s: the hub failed",

@@ -15,14 +15,16 @@ from receiver.payload import PING, WebhookPayload
 
 
 class JobLauncher:
-    """`secret_key` is the Fernet key of the hub. The runner of these jobs has the same key."""
+    """`secret_key` is the Fernet key of the hub. The runner that starts the copies has the same
+    key, so it can decrypt their secrets."""
 
     def __init__(self, store: JobStore, secret_key: bytes) -> None:
         self._store = store
         self._secret_key = secret_key
 
     def describe(self, job_id: str) -> dict[str, object]:
-        """The job that is copied, as `huggingface_hub` parses it. Raises JobNotFound."""
+        """Describes the job to copy, in the form that `huggingface_hub` parses. Raises
+        JobNotFound."""
         spec = self._store.get(job_id).spec
         return {
             "sourceId": job_id,
@@ -33,8 +35,9 @@ class JobLauncher:
         }
 
     def launch(self, due: Due, webhook: StoredWebhook, cipher: SecretCipher) -> Attempt:
-        """Starts the copy, and answers 202 with its id. A repeated delivery gets the id of the job
-        that it started the first time. An error of the job store becomes the attempt's `error`."""
+        """Submits the copy. The result looks like an answer of a receiver: 202 with the copy's id.
+        For a repeated delivery, this is the id of the copy that was submitted first. An error of
+        the job store becomes the attempt's `error`."""
         assert webhook.job_id is not None
         started_at, clock = time.time(), time.perf_counter()
         answer: dict[str, object] | None = None
@@ -58,7 +61,7 @@ class JobLauncher:
         payload = json.loads(due.payload)
         if payload["event"]["scope"] == PING:
             return {"pong": True}
-        # The store recognizes a repeated delivery by its id. A forced replay has a new id, so it
+        # The store recognises a repeated delivery by its id. A forced replay has a new id, so it
         # starts another job.
         delivery = Delivery(source=f"webhook/{webhook.id}", id=due.id, body=due.payload)
         copy = self._copy(source, due, webhook, cipher)
@@ -70,7 +73,8 @@ class JobLauncher:
         return source.model_copy(
             update={
                 "sealed_env": self._sealed_env(source, webhook, cipher),
-                # The key of the source would make the store return an earlier job.
+                # With the dedupe key of the source, the store would find an earlier job and not
+                # make a new one.
                 "dedupe_key": None,
                 "revisions": _revisions(source, due),
                 "labels": {**source.labels, "webhook": webhook.id, "copy-of": webhook.job_id or ""},
@@ -80,8 +84,8 @@ class JobLauncher:
     def _sealed_env(
         self, source: JobSpec, webhook: StoredWebhook, cipher: SecretCipher
     ) -> str | None:
-        """The secrets of the source and of the webhook. If both have a variable, the webhook's
-        value counts."""
+        """The encrypted secrets of the copy: those of the source and those of the webhook. If both
+        have the same variable, the webhook's value counts."""
         variables = cipher.decrypt_variables(webhook)
         if (secret := cipher.decrypt_secret(webhook)) is not None:
             variables["WEBHOOK_SECRET"] = secret
@@ -94,7 +98,7 @@ class JobLauncher:
 
 def _revisions(source: JobSpec, due: Due) -> RevisionRange | None:
     """The commits that the copy is for. None if the source is not for commits of a ref, or if the
-    delivery does not move this ref."""
+    delivery is not about new commits of this ref."""
     if source.revisions is None:
         return None
     payload = WebhookPayload.model_validate_json(due.payload)

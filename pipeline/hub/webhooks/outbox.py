@@ -1,11 +1,12 @@
 """Stores the deliveries, finds the one to send next, and removes old ones. `deliveries.py` sends
 them.
 
-A delivery is `pending` until a 2xx answer makes it `delivered`, or the hub gives up and it is
-`dead`. The database does not say which delivery is being sent. So if the hub is killed meanwhile,
-the next hub sends the delivery again: a receiver gets each delivery at least once.
-An attempt for a suspended webhook is a probe. If it fails, the state of the delivery and its number
-of attempts do not change.
+A delivery is `pending` until a 2xx answer makes it `delivered`, or until the hub gives up and makes
+it `dead`. The database does not say which delivery is being sent. So if the hub is killed during an
+attempt, it sends the delivery again after its restart. A receiver gets each delivery at least once.
+
+An attempt for a suspended webhook is a probe. If a probe fails, the state of the delivery and its
+number of attempts do not change.
 """
 
 import random
@@ -43,11 +44,12 @@ from pipeline.hub.webhooks.states import (
 from pipeline.hub.webhooks.store import StoredWebhook
 
 HEAD_CHARACTERS = 1000
-"""How much of an answer is stored."""
+"""How many characters of a receiver's answer are stored."""
 PRUNE_BATCH = 200
 """How many rows one transaction removes."""
 
-# Without a bound value: SQLite uses the index `deliveries_pending` only for this exact condition.
+# This has no bound value, because SQLite uses the index `deliveries_pending` only for exactly this
+# condition.
 PENDING = text("deliveries.status = 'pending'")
 
 
@@ -65,13 +67,13 @@ class Due:
     replay_of: str | None = None
     is_probe: bool = False
     status: DeliveryStatus = "pending"
-    """`dead` only for a probe."""
+    """It can be `dead` only if this is a probe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """How one attempt ended: with an answer (`response_status` and `response_head`) or with an
-    `error`. The fields of the other kind are None."""
+    """How one attempt ended. With an answer, `response_status` and `response_head` are set;
+    otherwise `error` is set."""
 
     started_at: float
     milliseconds: float
@@ -80,7 +82,7 @@ class Attempt:
     retry_after_seconds: float | None = None
     error: str | None = None
     refused: bool = False
-    """Whether the receiver is on this machine and does not listen. It may be starting."""
+    """Whether the receiver is on this machine and refused the connection. It may be starting."""
 
     @property
     def succeeded(self) -> bool:
@@ -88,9 +90,9 @@ class Attempt:
 
 
 def webhooks_to_serve(connection: Connection) -> list[str]:
-    """The ids of the webhooks that may have something to send now or later."""
+    """The ids of the webhooks that may have a delivery to send, now or later."""
     pending = exists().where(table.c.webhook_id == webhooks.c.id, PENDING)
-    # A suspended webhook may have no pending delivery, and yet a dead one that can be a probe
+    # A suspended webhook without a pending delivery may still have a dead one that can be its probe
     # (`died_unheard`).
     waiting = or_(pending, webhooks.c.suspended_at.is_not(None))
     rows = connection.execute(select(webhooks.c.id).where(webhooks.c.disabled.is_(False), waiting))
@@ -100,9 +102,9 @@ def webhooks_to_serve(connection: Connection) -> list[str]:
 def next_due(connection: Connection, webhook: StoredWebhook) -> Due | None:
     """The delivery that the webhook gets next, or None if there is none.
 
-    Among the deliveries that are due now, this is the one of the oldest event. If none is due, it
-    is the one that is due first. A suspended webhook gets its newest delivery as a probe. A
-    disabled webhook gets None.
+    If several deliveries are due now, this is the one of the oldest event. If none is due, this is
+    the one that is due next. A suspended webhook gets its newest delivery as a probe. For a
+    disabled webhook, this is None.
     """
     if webhook.disabled:
         return None
@@ -125,7 +127,8 @@ def died_unheard(webhook: StoredWebhook) -> ColumnElement[bool]:
     """The condition for deliveries of a suspended webhook that died because their connections were
     refused: no receiver got them, and their number of attempts is 0.
 
-    They are sent when the suspension ends. A delivery that died after its last attempt is not.
+    The hub sends them when the suspension ends. It does not send a delivery that died after its
+    last attempt.
     """
     return and_(
         table.c.status == "dead",
@@ -162,8 +165,8 @@ def settle(
     connection: Connection, due: Due, attempt: Attempt, settings: HubSettings
 ) -> DeliveryStatus:
     """Stores how an attempt ended and plans the next one. Returns the state of the delivery."""
-    # If the delivery was replayed during the attempt, it has another `queued_at` and starts over.
-    # The end of this attempt then changes nothing.
+    # If a person replayed the delivery during the attempt, it has another `queued_at` and starts
+    # from the beginning. Then the end of this attempt does not change the delivery.
     this = table.c.id == due.id, table.c.queued_at == due.queued_at
     ended: dict[str, object] = {
         "last_attempt_at": attempt.started_at,
@@ -233,12 +236,12 @@ def put(
 
 
 def prune(database: Database, *, keep_days: float) -> None:
-    """Removes deliveries that ended more than `keep_days` days ago, and then the events of that age
-    that have no delivery. Reads the old rows without a lock and deletes a few at a time, so that no
-    push waits.
+    """Removes deliveries that became delivered or dead more than `keep_days` days ago. Then removes
+    events that are older than this and have no delivery. Reads the old rows without a lock and
+    deletes a few at a time, so that no push waits long.
 
-    Keeps the dead deliveries of a suspended webhook, because some are sent when its suspension
-    ends.
+    Keeps the dead deliveries of a suspended webhook, because the hub sends some of them when the
+    suspension ends.
     """
     before = time.time() - 86400 * keep_days
     _remove(database, table.c.id, _is_over(before))
@@ -263,8 +266,8 @@ def _remove(database: Database, key: ColumnElement[object], is_over: ColumnEleme
     with database.read() as connection:
         keys: Sequence[object] = connection.scalars(select(key).where(is_over)).all()
     for first in range(0, len(keys), PRUNE_BATCH):
-        # Check the condition again, because a delivery may have been replayed meanwhile. Relaxed:
-        # if a power cut brings some rows back, the next call removes them.
+        # Check the condition again, because a person may have replayed a delivery after the read.
+        # A power cut may undo this relaxed write. The next call then removes the rows again.
         with database.write_relaxed() as connection:
             batch = key.in_(keys[first : first + PRUNE_BATCH])
             connection.execute(delete(key.table).where(batch, is_over))

@@ -1,8 +1,8 @@
 """Posts one delivery to a webhook's URL, with the headers of https://www.standardwebhooks.com and
 of the Hugging Face Hub.
 
-The host is resolved once per attempt, and the connection goes to the address that was checked. So
-the name cannot get another address between the check and the connection.
+The host is resolved once per attempt, and the connection goes to exactly the address that was
+checked. So it does not matter if the name gets another address after the check.
 """
 
 import asyncio
@@ -37,8 +37,9 @@ class Poster:
             self._client = None
 
     async def post(self, due: Due, url: str, secret: str | None) -> Attempt:
-        """Posts the delivery to each address of the host until one can be connected. An error of
-        the receiver or the network is not raised: it becomes the `error` of the attempt."""
+        """Tries the addresses of the host in order, and posts the delivery to the first one that
+        accepts a connection. Does not raise an error of the receiver or the network. Such an error
+        becomes the `error` of the attempt."""
         started_at, clock = time.time(), time.perf_counter()
         status = head = retry_after = error = None
         refused = False
@@ -82,8 +83,9 @@ class Poster:
         )
 
     async def _client_for(self, target: httpx.URL) -> httpx.AsyncClient:
-        # An open connection belongs to one host, whose certificate was checked. The URLs of httpx
-        # have only the address, so another host at the same address needs a new client.
+        # The URLs for httpx have the address, not the host's name. So httpx would use an open
+        # connection again for another host at the same address, whose certificate nobody has
+        # checked. A new client for each host prevents this.
         origin = f"{target.scheme}://{target.netloc.decode()}"
         if self._client is None or origin != self._origin:
             await self.close()
@@ -122,13 +124,13 @@ def _request(
 
 
 def headers(due: Due, secret: str | None, is_private: bool) -> dict[str, str]:
-    """The headers of a delivery. `Webhook-Id` is the same in all retries and replays, except in a
-    forced replay.
+    """The headers of a delivery. `Webhook-Id` is the same in all retries and replays. Only a forced
+    replay has a new id.
 
     The key of the signature is the base64 part of a secret `whsec_…`, or the bytes of any other
     secret. The header `X-Webhook-Secret` has the secret itself, as on the Hugging Face Hub, because
-    a receiver may compare it. Only a `whsec_` secret is left out if somebody could read it on the
-    way, that is if not `is_private`: it is made for signing.
+    a receiver may compare it. But a `whsec_` secret is made only for signing. It is left out if
+    `is_private` is false, because somebody could then read it on its way.
     """
     now = datetime.now(UTC)
     found = {
@@ -163,8 +165,8 @@ async def _head(response: httpx.Response) -> str:
 
 
 def _retry_after_seconds(value: str | None) -> float | None:
-    """The seconds that the header `Retry-After` asks for, at most an hour. The header has seconds
-    or an HTTP date (RFC 9110, 10.2.3); None if it has neither."""
+    """The seconds that the header `Retry-After` asks for, at most an hour. The header has a number
+    of seconds or an HTTP date (RFC 9110, 10.2.3). None if it has neither."""
     if value is None:
         return None
     try:

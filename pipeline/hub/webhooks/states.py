@@ -1,7 +1,8 @@
 """The states of webhooks and deliveries, and the events that move them from one state to another.
-No other module changes a state.
+No other module changes a state. (In this module, an event is something that happens to a webhook or
+a delivery. Elsewhere in the hub, an event is a change of a repository.)
 
-Each table says in which states an event has an effect, and to which state it leads.
+Each table says in which states an event has an effect, and which state follows.
 `docs/architecture.md` draws both tables.
 """
 
@@ -37,8 +38,10 @@ DELIVERY_MOVES: Mapping[DeliveryEvent, Move[DeliveryStatus]] = {
     "heard again": Move(sources=frozenset({"dead"}), target="pending"),
     "replayed": Move(sources=frozenset({"pending", "delivered", "dead"}), target="pending"),
 }
-"""A dead delivery can be "taken" only as the probe of a suspended webhook, and "heard again" only
-if it died of refused connections (`outbox.died_unheard`). A probe that fails changes no state."""
+"""When a suspension ends, "heard again" happens to the deliveries that died because their
+connections were refused (`outbox.died_unheard`). A dead delivery can be "taken" only as a probe:
+an attempt that shows whether the receiver of a suspended webhook works again. A probe that fails
+changes no state."""
 
 WEBHOOK_MOVES: Mapping[WebhookEvent, Move[WebhookStatus]] = {
     "created": Move(target="enabled"),

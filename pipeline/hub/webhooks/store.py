@@ -51,7 +51,8 @@ Secret = Annotated[
 
 
 class HubWatchedItem(WatchedItem):
-    """A watched item in a request to the hub. Unknown keys are refused."""
+    """A repository, user or organization that a webhook watches, in a request to the hub. Unknown
+    keys are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -98,7 +99,7 @@ class StoredWebhook:
     id: str
     url: str | None
     job_id: str | None
-    """Either `url` is set, to which deliveries are posted, or `job_id`, the job to copy."""
+    """The job to copy for each delivery. None if the deliveries are posted to `url` instead."""
     watched: tuple[HubWatchedItem, ...]
     domains: tuple[Domain, ...]
     encrypted_secret: bytes | None
@@ -111,8 +112,9 @@ class StoredWebhook:
     suspended_at: float | None
     num_probes: int
     probe_at: float | None
-    """For a suspended webhook, the time of its next probe. For an enabled webhook whose receiver
-    asked for a pause, the time before which no new delivery is sent. Else None."""
+    """For a suspended webhook, the time of its next probe: an attempt that shows whether the
+    receiver works again. For an enabled webhook whose receiver asked for a pause, the end of the
+    pause. Else None."""
 
     @property
     def status(self) -> WebhookStatus:
@@ -122,16 +124,16 @@ class StoredWebhook:
 
     @property
     def target(self) -> str:
-        """What the webhook calls, for logs. Without the query and the user part of the URL, because
-        either may contain a secret."""
+        """What the webhook calls, for logs. The query and the user part of the URL are left out,
+        because they may contain a secret."""
         if self.url is None:
             return f"job {self.job_id}"
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
     def stands_as(self, before: "StoredWebhook") -> bool:
-        """Whether the webhook has the same state, target and secret as `before`: nobody has
-        changed it since then."""
+        """Whether the webhook still has the state, the target and the secret of `before`, an
+        earlier copy of its row."""
         return self.target_and_proof == before.target_and_proof and all(
             getattr(self, name) == getattr(before, name)
             for name in ("disabled", "suspended_at", "failing_since")
@@ -139,8 +141,8 @@ class StoredWebhook:
 
     @property
     def target_and_proof(self) -> tuple[object, ...]:
-        """What decides whether the receiver accepts a delivery. A secret that is set again counts
-        as changed even if it is the same, because it is encrypted into other bytes each time."""
+        """What decides whether the receiver accepts a delivery. If a person sets the same secret
+        again, this counts as a change, because the hub encrypts it into other bytes each time."""
         return self.url, self.job_id, self.encrypted_secret
 
     def wants(self, repository: RepositoryName, domain: Domain) -> bool:
@@ -165,9 +167,9 @@ class WebhookJson(TypedDict, total=False):
 
 
 def as_json(webhook: StoredWebhook) -> WebhookJson:
-    """The webhook as `huggingface_hub` parses it, with `status` in addition.
+    """The webhook in the form that `huggingface_hub` parses, with `status` in addition.
 
-    It has no secret. Only the answer to the request that creates a webhook has its secret.
+    The secret is left out. Only the answer to the request that creates a webhook has it.
     """
     described: WebhookJson = {
         "id": webhook.id,
@@ -220,8 +222,8 @@ class SecretCipher:
         return self._decrypted(webhook.encrypted_secret, webhook)
 
     def decrypt_variables(self, webhook: StoredWebhook) -> dict[str, str]:
-        """The secret environment variables of the jobs that the webhook starts. Raises HubError as
-        `decrypt_secret` does."""
+        """The secret environment variables of the jobs that the webhook starts. Raises HubError if
+        they were encrypted with another key."""
         text = self._decrypted(webhook.encrypted_secrets, webhook)
         variables: dict[str, str] = {} if text is None else json.loads(text)
         return variables
@@ -238,8 +240,8 @@ def list_webhooks(connection: Connection) -> list[StoredWebhook]:
 
 
 def jobs_of_webhooks(path: Path) -> set[str]:
-    """The ids of the jobs of which webhooks start copies. Reads the database file `path` of a hub
-    that another process may be running. Empty if there is no file. Raises HubError."""
+    """The ids of the jobs of which webhooks start copies. Reads the database file `path` of a hub,
+    which may run in another process. Empty if there is no file. Raises HubError."""
     if not path.exists():
         return set()
     try:
@@ -247,7 +249,10 @@ def jobs_of_webhooks(path: Path) -> set[str]:
             rows = connection.execute("SELECT job_id FROM webhooks WHERE job_id IS NOT NULL")
             return {job_id for (job_id,) in rows}
     except sqlite3.Error as error:
-        raise HubError(f"The webhooks in {path} cannot be read: {error}.") from error
+        raise HubError(
+            f"The webhooks in {path} cannot be read: {error}. Check that this file is the database "
+            "of the hub."
+        ) from error
 
 
 def get_webhook(connection: Connection, id: str) -> StoredWebhook:
@@ -282,9 +287,9 @@ def create_webhook(
 def update_webhook(
     connection: Connection, id: str, request: UpdateWebhook, cipher: SecretCipher
 ) -> StoredWebhook:
-    """Changes the fields that the request names, as `UpdateWebhook` describes. If the stored
-    `secrets` were encrypted with another key, they are lost, and only those in the request stay.
-    Raises BadRequest for `secrets` of a webhook that calls a URL."""
+    """Changes the fields that the request names, as `UpdateWebhook` describes. If the request has
+    `secrets`, and the stored `secrets` were encrypted with another key, the new ones replace all
+    stored ones. Raises BadRequest for `secrets` of a webhook that calls a URL."""
     webhook = get_webhook(connection, id)
     changes: dict[str, object] = {}
     if request.url is not None:
@@ -293,7 +298,7 @@ def update_webhook(
         changes |= {"url": "", "job_id": request.jobSourceId}
     if request.secrets is not None:
         if (webhook.job_id is None and request.jobSourceId is None) or request.url is not None:
-            raise BadRequest("secrets: only a webhook that starts a job has them; leave them out.")
+            raise BadRequest("secrets: only a webhook that starts a job has any: leave them out.")
         try:
             known = cipher.decrypt_variables(webhook)
         except HubError:

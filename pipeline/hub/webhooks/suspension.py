@@ -1,10 +1,13 @@
-"""Decides when a webhook is suspended, and when the suspension ends. Changes only rows of the
-database; `deliveries.py` sends.
+"""Decides when a webhook is suspended, and when the suspension ends. This module only changes rows
+of the database; `deliveries.py` sends the deliveries.
 
 A webhook is suspended when several different deliveries have failed and none has succeeded for some
-time. Its deliveries then wait and use up no attempt. If only one delivery fails again and again,
-the others do not wait: this one dies alone. From time to time a suspended webhook gets its newest
-delivery as a probe; the oldest might be one that the receiver always fails at. The first probe that
+time. The webhook's deliveries then wait and use up no attempt. If only one delivery fails again and
+again, there is no suspension: this delivery dies, and the others are sent as usual. There is one
+exception: if a delivery dies because connections were refused, the webhook is suspended at once.
+
+From time to time the hub sends the newest delivery of a suspended webhook as a probe. It does not
+send the oldest, because the receiver might always fail at this delivery. The first probe that
 succeeds ends the suspension.
 
 If the answer to a failed attempt has the header `Retry-After`, all deliveries of the webhook wait
@@ -26,7 +29,8 @@ from pipeline.hub.webhooks.store import StoredWebhook
 
 Turn = Literal["suspended", "resumed", "gone"]
 GONE = 410
-"""With this status, a receiver says that it wants no more: https://www.standardwebhooks.com"""
+"""With this status, a receiver says that it wants no more deliveries:
+https://www.standardwebhooks.com"""
 
 
 def after_attempt(
@@ -36,8 +40,8 @@ def after_attempt(
     status: DeliveryStatus,
     settings: HubSettings,
 ) -> Turn | None:
-    """Stores what the end of an attempt means for its webhook. Returns the change of the webhook's
-    state, or None if the state stays the same."""
+    """Updates the webhook's row after an attempt: its failures, its next probe and its state.
+    Returns the change of the state, or None if the state stays the same."""
     if attempt.succeeded:
         if webhook.suspended_at is not None:
             resume(connection, webhook, "answered")
@@ -68,8 +72,9 @@ def after_attempt(
 
 
 def resume(connection: Connection, webhook: StoredWebhook, event: WebhookEvent) -> None:
-    """Moves the webhook by `event` and forgets its failures. Its pending deliveries are due now. If
-    it was suspended, those that died of refused connections are pending and due too."""
+    """Moves the webhook to the state that follows `event`, and forgets its failures. The pending
+    deliveries of the webhook are due now. If it was suspended, the deliveries that died because
+    connections were refused become pending, and are due now too."""
     now = time.time()
     if webhook.suspended_at is not None:
         move_deliveries(
@@ -96,8 +101,8 @@ def probe_now(connection: Connection, webhook: StoredWebhook) -> None:
 
 
 def _hold_back(connection: Connection, webhook: StoredWebhook, until: float) -> None:
-    """Sends neither a pending delivery nor a new one before the time `until`. A delivery that a
-    person replays meanwhile is sent at once."""
+    """Makes the webhook's pending deliveries, and new ones, wait until the time `until`. A delivery
+    that a person replays before this time is sent at once."""
     connection.execute(
         update(deliveries)
         .where(deliveries.c.webhook_id == webhook.id, PENDING, deliveries.c.next_attempt_at < until)
