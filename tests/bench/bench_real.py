@@ -1,6 +1,7 @@
 """A model that people serve, SmolLM2-135M-Instruct, on prompts that are real text.
 
 The embedded engine and vLLM's own server have the same weights. Both are up, and they take turns.
+A turn begins when both are idle.
 The prompts are docstrings of the standard library, and no two requests have the same beginning, so
 that no prefix cache answers. Beside these: what sampling costs on a large vocabulary, and how soon
 a second turn answers, whose beginning is the first turn.
@@ -20,7 +21,7 @@ from typing import Any
 
 from tests.bench.networks import build, publish
 from tests.bench.result import Figure, Result, at_least, at_most, reported, run_program
-from tests.bench.server import Server, pipeline_dir, serving
+from tests.bench.server import Server, pipeline_dir, serving, wait_until_idle
 from tests.bench.timing import in_turns
 from tests.docstring_stream import docstrings
 from tests.smollm2 import checkpoint_folder
@@ -122,6 +123,7 @@ def _pretrained(home: Path, dtype: str, size: Size) -> tuple[list[Figure], dict[
         serving("torch", release, home) as ours,
         serving("vllm-own", release, home, dtype=dtype, context=size.context) as theirs,
     ):
+        settle = partial(wait_until_idle, ours, theirs)
         lengths = [(size.prompt_tokens, size.clients), (size.long_prompt_tokens, size.long_clients)]
         for length, all_clients in lengths:
             for clients, sampling in itertools.product(all_clients, ({}, SAMPLED)):
@@ -136,6 +138,7 @@ def _pretrained(home: Path, dtype: str, size: Size) -> tuple[list[Figure], dict[
                         if clients == 1 and not sampling
                         else {}
                     ),
+                    before=settle,
                 )
                 rates = {name: values[1:] for name, values in rates.items()}  # warmed up
                 how = "temperature 0.7, top-p 0.9" if sampling else "greedy"
@@ -148,6 +151,7 @@ def _pretrained(home: Path, dtype: str, size: Size) -> tuple[list[Figure], dict[
                 "torch": partial(_second_turn, ours, prompts, size),
                 "vllm": partial(_second_turn, theirs, prompts, size),
             },
+            before=settle,
         )
     detail["second turn"] = turns
     shares = {name: statistics.median(values[1:]) for name, values in turns.items()}

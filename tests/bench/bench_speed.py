@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.bench.networks import PROMPT_TOKENS, build, prompt_of, publish
 from tests.bench.result import Figure, Result, at_least, reported, run_program
-from tests.bench.server import Server, pipeline_dir, serving
+from tests.bench.server import Server, pipeline_dir, serving, wait_until_idle
 from tests.bench.timing import in_turns
 
 
@@ -136,6 +136,7 @@ def _cell(
             "linear": lambda: MATMUL_STEPS * clients * per_second(plain),
             "packed": lambda: MATMUL_STEPS * clients * per_second(packed),
         },
+        before=partial(wait_until_idle, ours, theirs),
     )
     # The first round warms up.
     return {name: values[1:] for name, values in found.items()}

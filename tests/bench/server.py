@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+import psutil
 
 from tests.bench.networks import CONTEXT, Published
 from tests.ports import free_ports
@@ -22,6 +23,7 @@ from tests.stack_fixtures import end_with_this_process
 ROOT = Path(__file__).parents[2]
 PIPELINE = "answers"
 START_SECONDS, END_SECONDS = 400.0, 60.0
+_IDLE_SECONDS = 60
 KV_CACHE_BYTES = 2 << 30
 """Of vLLM's own server: as many as our default."""
 # Servers close an unused connection after 5 s. A request that is sent at that moment would fail.
@@ -88,6 +90,24 @@ class Server:
     def processes(self) -> list[int]:
         """Its own and all that it started."""
         return _descendants(self.pid)
+
+
+def wait_until_idle(*servers: Server) -> None:
+    """Wait until these servers do not compute. vLLM's worker spins for about a second after its
+    last answer, and so takes a core from the server whose turn is next. Raises TimeoutError."""
+    processes = [psutil.Process(pid) for server in servers for pid in server.processes()]
+    deadline = time.perf_counter() + _IDLE_SECONDS
+    used = _cpu_seconds(processes)
+    while time.perf_counter() < deadline:
+        time.sleep(0.2)
+        before, used = used, _cpu_seconds(processes)
+        if used - before <= 0.01:
+            return
+    raise TimeoutError(f"the servers still compute after {_IDLE_SECONDS} s without a request")
+
+
+def _cpu_seconds(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def request_body(prompt: list[int], max_tokens: int, **body: Any) -> dict[str, Any]:

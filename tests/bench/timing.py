@@ -7,11 +7,17 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_turns(num_rounds: int, works: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
-    """A, B, A, B, …: what slows the machine down for a while slows all of them down."""
+def in_turns(
+    num_rounds: int,
+    works: Mapping[str, Callable[[], T]],
+    before: Callable[[], None] = lambda: None,
+) -> dict[str, list[T]]:
+    """A, B, A, B, …: what slows the machine down for a while slows all of them down. `before` is
+    called before each turn."""
     found: dict[str, list[T]] = {name: [] for name in works}
     for _ in range(num_rounds):
         for name, work in works.items():
+            before()
             found[name].append(work())
     return found
 

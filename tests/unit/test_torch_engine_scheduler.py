@@ -131,3 +131,46 @@ def test_a_preempted_sequence_takes_no_memory_while_it_waits(
         held = sum(runner.cache_size.blocks(length) for length in lengths)
         assert scheduler.untouched_bytes <= (10 - held) * 100
     assert any(len(chunk.token_ids) > 30 for batch in runner.batches for chunk in batch.chunks)
+
+
+@pytest.mark.parametrize(
+    ("num_schedulers", "max_batch", "expected"),
+    [
+        # `step_seconds` is 25 tokens for each sequence that waits, divided by those that decode.
+        (1, 64, [100, 75, 75, 50, 25, 25, 25, 25]),
+        # Only one of the waiting sequences has room.
+        (1, 2, [25] * 16),
+        # The streams of the other release wait too, and their number is not known here.
+        (2, 64, [12] * 33),
+    ],
+)
+def test_a_prefill_may_take_longer_if_more_sequences_wait_than_decode(
+    num_schedulers: int,
+    max_batch: int,
+    expected: list[int],
+    loop: asyncio.AbstractEventLoop,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(scheduler_module.time, "perf_counter", lambda: now)
+
+    class Slow(Runner):
+        def forward(self, batch: Batch) -> torch.Tensor:
+            nonlocal now
+            now += sum(len(chunk.token_ids) for chunk in batch.chunks) / 512
+            return super().forward(batch)
+
+    runner = Slow()
+    monkeypatch.setattr(scheduler_module, "_MIN_PREFILL_TOKENS", 1)
+    settings = TorchEngineSettings(step_seconds=25 / 512, max_batch=max_batch)
+    scheduler = Scheduler(runner, Sampler(), settings)
+    submit(scheduler, Generation(prompt=(1,) * 50, max_tokens=100, temperature=0.0), loop)
+    scheduler.step(num_schedulers=1)
+    for number in range(2, 6):
+        generation = Generation(prompt=(number,) * 100, max_tokens=1, temperature=0.0)
+        submit(scheduler, generation, loop)
+    runner.batches.clear()
+    while scheduler._waiting or scheduler._prefilling:
+        scheduler.step(num_schedulers=num_schedulers)
+    prefilled = [sum(len(chunk.token_ids) for chunk in batch.chunks) for batch in runner.batches]
+    assert prefilled[: len(expected)] == expected

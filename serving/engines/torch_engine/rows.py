@@ -37,6 +37,9 @@ class Span:
     mask: Tensor | None
     """[slots, 1, 1, length]: 0 where a row may look, else -inf; None if all rows may look
     everywhere. It is additive, because SDPA would convert a boolean mask again in every layer."""
+    score_mask: Tensor | None
+    """[slots * KV heads, 1, length] or [1, 1, 1]: the same as `mask`, to be added to the scores of
+    each KV head. None if SDPA computes this attention."""
 
 
 class Rows:
@@ -48,13 +51,13 @@ class Rows:
         batch: Batch,
         *,
         row_indices: Tensor,
-        token_bytes: int,
+        num_kv_heads: int,
+        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
         is_padded: bool,
     ) -> None:
-        """`row_indices` says where the decoding rows write their keys and values. `token_bytes` is
-        the size of one token's keys and values in one layer."""
+        """`row_indices` says where the decoding rows write their keys and values."""
         self.row_indices = row_indices
         self.num_decoding = len(batch.token_ids)
         token_ids = list(batch.token_ids)
@@ -78,8 +81,9 @@ class Rows:
         if self.num_wanted < self.count:
             wanted.extend(_padding(self.num_wanted) if is_padded else [])
             self.wanted = torch.tensor(wanted, dtype=torch.long, device=device)
+        token_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize  # of one token in one layer
         self.spans = [
-            _span(batch, rows, token_bytes, dtype, device)
+            _span(batch, rows, token_bytes, num_kv_heads, dtype, device)
             for rows in adjacent(batch.slots, batch.lengths, _SPAN_BYTES // token_bytes)
         ]
         self.chunks = [(chunk, _chunk_mask(chunk, device)) for chunk in batch.chunks]
@@ -116,7 +120,12 @@ def adjacent(slots: Seq[int], lengths: Seq[int], span_tokens: int) -> list[slice
 
 
 def _span(
-    batch: Batch, rows: slice, token_bytes: int, dtype: torch.dtype, device: torch.device
+    batch: Batch,
+    rows: slice,
+    token_bytes: int,
+    num_kv_heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Span:
     slots, lengths = batch.slots[rows], batch.lengths[rows]
     first, end = slots[0], slots[-1] + 1
@@ -133,6 +142,12 @@ def _span(
         is_beyond = torch.arange(length, device=device) > torch.tensor(ends, device=device)[:, None]
         mask = torch.zeros(is_beyond.shape, dtype=dtype, device=device)
         mask = mask.masked_fill_(is_beyond, -torch.inf)[:, None, None]
+    score_mask = None
+    if dtype == torch.float32 and device.type == "cpu":
+        # In bfloat16, oneDNN would create a kernel for each length.
+        score_mask = torch.zeros(1, 1, 1) if mask is None else mask[:, 0]
+        if mask is not None:
+            score_mask = score_mask.repeat_interleave(num_kv_heads, dim=0)
     return Span(
         rows=rows,
         first=first,
@@ -141,6 +156,7 @@ def _span(
         places=None if is_whole else torch.tensor(places, device=device),
         is_parallel=threads.is_parallel_worthwhile(read_bytes=(end - first) * length * token_bytes),
         mask=mask,
+        score_mask=score_mask,
     )
 
 

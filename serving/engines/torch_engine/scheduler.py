@@ -14,6 +14,8 @@ from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.slot_allocator import COPIED_PER_PREFILLED, Slot, SlotAllocator
 
 _MIN_PREFILL_TOKENS = 16
+_MAX_WEIGHT_OF_NEW = 10
+"""`step_seconds` is multiplied by at most this number, however many sequences wait."""
 _PROMPT_LOGITS_BYTES = 64 << 20
 """The most memory that a step takes for the logits of prompt tokens."""
 
@@ -187,6 +189,9 @@ class Scheduler:
         While sequences decode or another scheduler runs, this scheduler's share of `step_seconds`
         limits the prefill. The limit is `_MIN_PREFILL_TOKENS` until it is known how long one token
         takes.
+
+        If more sequences wait for their first token than decode, a longer prefill saves more
+        waiting than it causes. Then the limit is longer by the ratio of the two numbers.
         """
         budget = self._settings.max_batch_tokens
         if not self._decoding and num_schedulers == 1:
@@ -194,8 +199,18 @@ class Scheduler:
         fitting = 0
         if self._seconds_per_prompt_token > 0:
             seconds = self._settings.step_seconds / num_schedulers
+            if num_schedulers == 1:
+                weight = self._num_new() / len(self._decoding)
+                seconds *= min(max(weight, 1), _MAX_WEIGHT_OF_NEW)
             fitting = int(seconds / self._seconds_per_prompt_token)
         return min(budget, max(fitting, _MIN_PREFILL_TOKENS))
+
+    def _num_new(self) -> int:
+        """The number of sequences that could get their first token next: those in `_prefilling`,
+        and the waiting ones for which the batch has room."""
+        num_running = len(self._decoding) + len(self._prefilling)
+        room = self._settings.max_batch - num_running
+        return len(self._prefilling) + min(len(self._waiting), room)
 
     def _learn_speed(self, batch: Batch, seconds: float) -> None:
         count = sum(len(chunk.token_ids) for chunk in batch.chunks)

@@ -33,8 +33,10 @@ class TorchEngineSettings(TorchSettings):
     """The largest number of prompt tokens that one step prefills."""
     step_seconds: float = 0.05
     """While other sequences decode, a prefill may make their steps longer by at most this time. If
-    two releases run, the time is shared between them. The limit does not hold if 16 prompt tokens
-    take longer, because a step that prefills takes at least 16 tokens."""
+    more sequences wait for their first token than decode, the time is longer by the ratio of these
+    numbers, up to ten times. If two releases run, the time is shared between them, and is never
+    longer. The limit does not hold if 16 prompt tokens take longer, because a step that prefills
+    takes at least 16 tokens."""
     memory_reserve_bytes: int = 256 << 20
     """Memory that must stay free after a release is staged."""
     neighbours: Path | None = None
