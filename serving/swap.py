@@ -17,7 +17,7 @@ from serving.settings import ServingSettings
 from serving.swap_attempt import SwapAttempt, SwapStopped
 from serving.swap_phases import SwapPhases
 from serving.swap_schemas import SwapResult
-from serving.weights import release_store
+from serving.weights import release_removal, release_store
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Swapper:
             if result.result != "live":
                 raise ReleaseError(*result.reasons)
             return
-        release_store.sweep(self._releases_dir)
+        release_removal.sweep(self._releases_dir)
         await self._start_with_last_live()
         try:
             pending = release_store.pending_release(self._releases_dir)

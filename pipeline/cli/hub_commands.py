@@ -163,7 +163,7 @@ def _question(
 
 
 def _remove_releases(home: Home, releases: "tuple[Release, ...]") -> None:
-    from serving.weights.release_store import check_removable, remove
+    from serving.weights.release_removal import check_removable, remove
 
     for release in releases:
         check_removable(home.releases_dir / release.pipeline, release.id)

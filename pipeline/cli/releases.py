@@ -233,7 +233,7 @@ def prune(
 ) -> None:
     """Remove old releases. The served, the pending and the pinned releases always stay."""
     from pipeline.settings import load_settings
-    from serving.weights.release_store import prune as prune_releases
+    from serving.weights.release_removal import prune as prune_releases
 
     num_kept = keep if keep is not None else load_settings().pipeline(pipeline).keep
     removed = prune_releases(_folder(pipeline), num_kept)

@@ -87,7 +87,8 @@ def rm(
     removed."""
     from pipeline.probes import server_state
     from pipeline.stack_record import running_settings
-    from serving.weights.release_store import release_number, remove
+    from serving.weights.release_removal import remove
+    from serving.weights.release_store import release_number
 
     home = Home.find()
     settings = running_settings(home)

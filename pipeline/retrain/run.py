@@ -29,7 +29,8 @@ from pipeline.retrain.reporters import check_reporters
 from pipeline.retrain.snapshot import DatasetSnapshot, take_snapshot
 from serving.errors import ReleaseError
 from serving.weights.release import Lineage, Release
-from serving.weights.release_store import load_release, prune, release_ids
+from serving.weights.release_removal import prune
+from serving.weights.release_store import load_release, release_ids
 from serving.weights.verify import verify_layout
 
 if TYPE_CHECKING:

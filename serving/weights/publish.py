@@ -31,12 +31,8 @@ from serving.weights.checkpoint_folder import (
 from serving.weights.headers import digest_file
 from serving.weights.index import INDEX_FILES, StoredWeights, WeightsFormat, shard_name
 from serving.weights.release import RELEASE_FILE, FileEntry, Lineage, Probe, Release
-from serving.weights.release_store import (
-    UNFINISHED,
-    next_number,
-    release_lock,
-    sweep_locked,
-)
+from serving.weights.release_removal import sweep_locked
+from serving.weights.release_store import UNFINISHED, next_number, release_lock
 from serving.weights.verify import check_network
 
 if TYPE_CHECKING:

@@ -24,21 +24,15 @@ release in `live`.
 import logging
 import os
 import re
-import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from pydantic import ValidationError
 
 from serving.errors import ReleaseError
-from serving.weights.atomic_file import (
-    fsync_dir,
-    is_abandoned,
-    link_atomically,
-    write_atomically,
-)
+from serving.weights.atomic_file import fsync_dir, link_atomically, write_atomically
 from serving.weights.release import RELEASE_FILE, Release
 
 logger = logging.getLogger(__name__)
@@ -124,6 +118,12 @@ def served_release(pipeline_dir: Path) -> Path | None:
     return None if target is None else pipeline_dir / target
 
 
+def served_release_id(pipeline_dir: Path) -> str | None:
+    """The id of the release that `current` points at. None if there is no link, or if its target is
+    not a release id. The folder of this release may no longer exist."""
+    return _readable_target(pipeline_dir / CURRENT)
+
+
 def previous_release_id(pipeline_dir: Path) -> str | None:
     """The id of the release that `previous` points at; None if there is no such link. The folder of
     this release may no longer exist."""
@@ -143,7 +143,7 @@ def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None =
     """
     should_be_served = stands_in_for or release_id
     number = release_number(should_be_served)
-    before = _readable_target(pipeline_dir / CURRENT)
+    before = served_release_id(pipeline_dir)
     # Leave newer releases out of `live`, because a swap to an older release is a rollback from the
     # newer ones. Also leave out releases whose folder is gone, because they cannot be served again.
     older = (
@@ -174,7 +174,7 @@ def live_releases(pipeline_dir: Path) -> list[str]:
     The last id is the release that should be served. Each of these releases may be damaged by now,
     or its folder may be gone. Empty if no release was served yet.
     """
-    current = _readable_target(pipeline_dir / CURRENT)
+    current = served_release_id(pipeline_dir)
     number = release_number(current) if current is not None else 0
     try:
         listed = (pipeline_dir / LIVE).read_text().split()
@@ -198,7 +198,7 @@ def stood_in_for(pipeline_dir: Path) -> str | None:
     None if `current` points at the release that should be served. Also None if there is no
     `current`, or if its target is not a release id.
     """
-    current, listed = _readable_target(pipeline_dir / CURRENT), live_releases(pipeline_dir)
+    current, listed = served_release_id(pipeline_dir), live_releases(pipeline_dir)
     return listed[-1] if current is not None and listed[-1] != current else None
 
 
@@ -291,94 +291,6 @@ def unpin(pipeline_dir: Path, release_id: str) -> None:
 def _write_pinned(pipeline_dir: Path, ids: Collection[str]) -> None:
     text = "".join(f"{release_id}\n" for release_id in sorted(ids, key=release_number))
     write_atomically(pipeline_dir / PINNED, text)
-
-
-def prune(pipeline_dir: Path, keep: int) -> list[str]:
-    """Remove all but the newest `keep` releases; returns the removed ids, oldest first.
-
-    The served, the pending and the pinned releases always stay. This also removes what `sweep`
-    removes. Raises ReleaseError if `keep` is negative, or if `current` or `pending` cannot be read.
-    """
-    if keep < 0:
-        raise ReleaseError(f"keep must be at least 0, not {keep}")
-    if not pipeline_dir.is_dir():
-        return []
-    with release_lock(pipeline_dir):
-        sweep_locked(pipeline_dir)
-        ids = release_ids(pipeline_dir)
-        served = served_release(pipeline_dir)
-        kept = {
-            *ids[max(0, len(ids) - keep) :],
-            *pinned_releases(pipeline_dir),
-            pending_release(pipeline_dir),
-        }
-        if served is not None:
-            kept.add(served.name)
-        removed = [release_id for release_id in ids if release_id not in kept]
-        for release_id in removed:
-            _remove_locked(pipeline_dir, release_id)
-    return removed
-
-
-def remove(pipeline_dir: Path, release_id: str) -> None:
-    """Remove one release, which may be damaged. Raises ReleaseError as `check_removable` does."""
-    with release_lock(pipeline_dir):
-        check_removable(pipeline_dir, release_id)
-        _remove_locked(pipeline_dir, release_id)
-
-
-def check_removable(pipeline_dir: Path, release_id: str) -> None:
-    """Raise ReleaseError if there is no such release, or if it is served, pending or pinned."""
-    if release_id not in release_ids(pipeline_dir):
-        raise ReleaseError(f"{release_id!r} is not a release in {pipeline_dir}")
-    uses = {
-        "served; serve another release first: pipeline releases rollback": _readable_target(
-            pipeline_dir / CURRENT
-        ),
-        "pending: the next server that starts will serve it": pending_release(pipeline_dir),
-    }
-    reasons = [use for use, used in uses.items() if used == release_id]
-    if release_id in pinned_releases(pipeline_dir):
-        reasons.append(f"pinned; unpin it first: pipeline releases unpin {release_id}")
-    if reasons:
-        raise ReleaseError(*(f"{release_id} is not removed, because it is {r}" for r in reasons))
-
-
-def _remove_locked(pipeline_dir: Path, release_id: str) -> None:
-    # Rename the folder first, so that no reader ever sees a release with some files missing.
-    renamed = pipeline_dir / f"{UNFINISHED}{release_id}"
-    os.rename(pipeline_dir / release_id, renamed)
-    shutil.rmtree(renamed)
-
-
-def sweep(pipeline_dir: Path) -> list[str]:
-    """Remove the temporary files and folders that killed processes have left. Returns the names of
-    the removed files and folders.
-
-    Does nothing while another process holds the lock of the pipeline's folder.
-    """
-    if not pipeline_dir.is_dir():
-        return []
-    try:
-        with release_lock(pipeline_dir, timeout_seconds=0):
-            return sweep_locked(pipeline_dir)
-    except Timeout:
-        return []
-
-
-def sweep_locked(pipeline_dir: Path) -> list[str]:
-    """Do what `sweep` does. The caller must hold the lock."""
-    abandoned = [
-        entry
-        for entry in pipeline_dir.iterdir()
-        if entry.name.startswith(UNFINISHED) or is_abandoned(entry)
-    ]
-    for entry in abandoned:
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink(missing_ok=True)
-    return sorted(entry.name for entry in abandoned)
 
 
 def next_number(pipeline_dir: Path) -> int:

@@ -24,7 +24,7 @@ from pipeline.hub.state_folder import stopped_hub
 from pipeline.job_store import open_job_store
 from pipeline.paths import Home
 from pipeline.settings import load_settings
-from serving.weights import release_store
+from serving.weights import release_removal, release_store
 from serving.weights.release import RELEASE_FILE, Lineage, Release
 from tests.hub_fixtures import (
     SECRET_KEY,
@@ -312,7 +312,7 @@ def test_gc_removes_what_nothing_needs(place: Place, is_up: bool) -> None:
     # The release needs a commit that only the ref of a later one leads to.
     assert "the hub has stopped keeping 1 commits" in pipeline("gc").stdout
     assert (place.has(place.bad), place.has(place.after)) == (True, False)
-    release_store.remove(place.home.releases_dir / "facts", needed)
+    release_removal.remove(place.home.releases_dir / "facts", needed)
     if is_up:
         with place.hub(needed_commits=set):
             assert "the hub has stopped keeping 1 commits" in pipeline("gc").stdout

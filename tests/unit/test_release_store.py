@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from serving.errors import ReleaseError
-from serving.weights import release_store
+from serving.weights import release_removal, release_store
 from serving.weights.release import FileEntry, Release
 
 
@@ -28,7 +28,7 @@ def test_releases_are_listed_by_number_and_broken_ones_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert release_store.list_releases(tmp_path / "nowhere") == []
-    assert release_store.prune(tmp_path / "nowhere", keep=1) == []
+    assert release_removal.prune(tmp_path / "nowhere", keep=1) == []
     for release_id in ("r1000000-00000000", "r000002-ffffffff", "r000001-aaaaaaaa"):
         put(tmp_path, release_id)
     (tmp_path / "r000003-00000000").mkdir()
@@ -113,12 +113,12 @@ def test_a_release_in_use_is_not_removed_and_the_reason_is_named(tmp_path: Path)
     release_store.pin(tmp_path, pinned)
     for release, reason in ((served, "served"), (pending, "pending"), (pinned, "pinned")):
         with pytest.raises(ReleaseError, match=f"{release} is not removed.* it is {reason}"):
-            release_store.remove(tmp_path, release)
+            release_removal.remove(tmp_path, release)
     (tmp_path / spare / "release.json").unlink()
-    release_store.remove(tmp_path, spare)
+    release_removal.remove(tmp_path, spare)
     assert release_store.release_ids(tmp_path) == [served, pending, pinned]
     with pytest.raises(ReleaseError, match="is not a release in"):
-        release_store.remove(tmp_path, spare)
+        release_removal.remove(tmp_path, spare)
 
 
 @pytest.mark.parametrize("broken", ["current", "previous"])
@@ -153,19 +153,19 @@ def test_prune_spares_served_pending_and_pinned(tmp_path: Path) -> None:
     release_store.set_current(tmp_path, ids[0])
     release_store.set_pending(tmp_path, ids[1])
     release_store.pin(tmp_path, ids[2])
-    assert release_store.prune(tmp_path, keep=2) == [ids[3], ids[4]]
+    assert release_removal.prune(tmp_path, keep=2) == [ids[3], ids[4]]
     assert release_store.release_ids(tmp_path) == [*ids[:3], *ids[5:]]
     release_store.unpin(tmp_path, ids[2])
-    assert release_store.prune(tmp_path, keep=0) == [ids[2], ids[5], ids[6]]
+    assert release_removal.prune(tmp_path, keep=0) == [ids[2], ids[5], ids[6]]
     with pytest.raises(ReleaseError, match="keep"):
-        release_store.prune(tmp_path, keep=-1)
+        release_removal.prune(tmp_path, keep=-1)
 
 
 def test_prune_ends_what_a_killed_one_began(tmp_path: Path) -> None:
     ids = [put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 4)]
     half = tmp_path / f".unfinished-{ids[0]}"
     (tmp_path / ids[0]).rename(half)
-    assert release_store.prune(tmp_path, keep=2) == []
+    assert release_removal.prune(tmp_path, keep=2) == []
     assert not half.exists() and release_store.release_ids(tmp_path) == ids[1:]
 
 
@@ -183,7 +183,7 @@ def test_only_a_release_can_be_pinned_and_only_a_pinned_one_unpinned(tmp_path: P
 
 def test_prune_keeps_all_where_there_are_fewer_than_it_keeps(tmp_path: Path) -> None:
     ids = [put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 4)]
-    assert release_store.prune(tmp_path, keep=5) == []
+    assert release_removal.prune(tmp_path, keep=5) == []
     assert release_store.release_ids(tmp_path) == ids
 
 
@@ -191,7 +191,7 @@ def test_a_number_is_never_given_twice(tmp_path: Path) -> None:
     assert release_store.next_number(tmp_path) == 1
     put(tmp_path, "r000007-00000000")
     assert release_store.next_number(tmp_path) == 8
-    release_store.prune(tmp_path, keep=0)
+    release_removal.prune(tmp_path, keep=0)
     assert release_store.next_number(tmp_path) == 9
     (tmp_path / "counter").unlink()
     put(tmp_path, "r000020-00000000")
@@ -207,7 +207,7 @@ def test_leftovers_are_swept_unless_a_publisher_is_at_work(tmp_path: Path) -> No
     os.utime(tmp_path / ".replacing-1", (0, 0), follow_symlinks=False)
     (tmp_path / ".replacing-2").write_text("r000001-00000000\n")
     with release_store.release_lock(tmp_path):
-        assert release_store.sweep(tmp_path) == []
-    assert release_store.sweep(tmp_path) == [".replacing-1", ".unfinished-1", ".unfinished-2"]
+        assert release_removal.sweep(tmp_path) == []
+    assert release_removal.sweep(tmp_path) == [".replacing-1", ".unfinished-1", ".unfinished-2"]
     assert (tmp_path / ".replacing-2").exists()
     assert release_store.release_ids(tmp_path) == ["r000001-00000000"]

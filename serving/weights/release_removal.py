@@ -1,0 +1,107 @@
+"""Removes releases from a pipeline's folder, and what killed processes have left there."""
+
+import os
+import shutil
+from pathlib import Path
+
+from filelock import Timeout
+
+from serving.errors import ReleaseError
+from serving.weights.atomic_file import is_abandoned
+from serving.weights.release_store import (
+    UNFINISHED,
+    pending_release,
+    pinned_releases,
+    release_ids,
+    release_lock,
+    served_release,
+    served_release_id,
+)
+
+
+def prune(pipeline_dir: Path, keep: int) -> list[str]:
+    """Remove all but the newest `keep` releases; returns the removed ids, oldest first.
+
+    The served, the pending and the pinned releases always stay. This also removes what `sweep`
+    removes. Raises ReleaseError if `keep` is negative, or if `current` or `pending` cannot be read.
+    """
+    if keep < 0:
+        raise ReleaseError(f"keep must be at least 0, not {keep}")
+    if not pipeline_dir.is_dir():
+        return []
+    with release_lock(pipeline_dir):
+        sweep_locked(pipeline_dir)
+        ids = release_ids(pipeline_dir)
+        served = served_release(pipeline_dir)
+        kept = {
+            *ids[max(0, len(ids) - keep) :],
+            *pinned_releases(pipeline_dir),
+            pending_release(pipeline_dir),
+        }
+        if served is not None:
+            kept.add(served.name)
+        removed = [release_id for release_id in ids if release_id not in kept]
+        for release_id in removed:
+            _remove_locked(pipeline_dir, release_id)
+    return removed
+
+
+def remove(pipeline_dir: Path, release_id: str) -> None:
+    """Remove one release, which may be damaged. Raises ReleaseError as `check_removable` does."""
+    with release_lock(pipeline_dir):
+        check_removable(pipeline_dir, release_id)
+        _remove_locked(pipeline_dir, release_id)
+
+
+def check_removable(pipeline_dir: Path, release_id: str) -> None:
+    """Raise ReleaseError if there is no such release, or if it is served, pending or pinned."""
+    if release_id not in release_ids(pipeline_dir):
+        raise ReleaseError(f"{release_id!r} is not a release in {pipeline_dir}")
+    uses = {
+        "served; serve another release first: pipeline releases rollback": served_release_id(
+            pipeline_dir
+        ),
+        "pending: the next server that starts will serve it": pending_release(pipeline_dir),
+    }
+    reasons = [use for use, used in uses.items() if used == release_id]
+    if release_id in pinned_releases(pipeline_dir):
+        reasons.append(f"pinned; unpin it first: pipeline releases unpin {release_id}")
+    if reasons:
+        raise ReleaseError(*(f"{release_id} is not removed, because it is {r}" for r in reasons))
+
+
+def _remove_locked(pipeline_dir: Path, release_id: str) -> None:
+    # Rename the folder first, so that no reader ever sees a release with some files missing.
+    renamed = pipeline_dir / f"{UNFINISHED}{release_id}"
+    os.rename(pipeline_dir / release_id, renamed)
+    shutil.rmtree(renamed)
+
+
+def sweep(pipeline_dir: Path) -> list[str]:
+    """Remove the temporary files and folders that killed processes have left. Returns the names of
+    the removed files and folders.
+
+    Does nothing while another process holds the lock of the pipeline's folder.
+    """
+    if not pipeline_dir.is_dir():
+        return []
+    try:
+        with release_lock(pipeline_dir, timeout_seconds=0):
+            return sweep_locked(pipeline_dir)
+    except Timeout:
+        return []
+
+
+def sweep_locked(pipeline_dir: Path) -> list[str]:
+    """Do what `sweep` does. The caller must hold the lock."""
+    abandoned = [
+        entry
+        for entry in pipeline_dir.iterdir()
+        if entry.name.startswith(UNFINISHED) or is_abandoned(entry)
+    ]
+    for entry in abandoned:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+    return sorted(entry.name for entry in abandoned)
