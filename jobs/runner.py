@@ -123,9 +123,9 @@ class Runner:
         self._run(stop, until_idle=False)
 
     def run_until_idle(self, stop: threading.Event) -> None:
-        """Run jobs until this runner has no job and no job is pending, or until `stop` is set. If
-        another runner runs a job of a pipeline, this method does not wait for the pending jobs of
-        that pipeline."""
+        """Run jobs until no job is left: this runner has no job, and no job is pending. Return
+        earlier if `stop` is set. If another runner runs a job of a pipeline, this method does not
+        wait for the pending jobs of that pipeline."""
         self._run(stop, until_idle=True)
 
     def _run(self, stop: threading.Event, *, until_idle: bool) -> None:

@@ -139,8 +139,8 @@ class JobStore(JobReader):
     # What a runner does
 
     def claim(self, owner: str, lease_seconds: float) -> Job | None:
-        """Give the runner `owner` the lease of the pending job that has been due longest. The job
-        is then RUNNING.
+        """Choose the pending job that has been due for the longest time, and give its lease to the
+        runner `owner`. The job is then RUNNING.
 
         Returns None if no pending job is due, or if every due job waits for the running job of its
         pipeline.
@@ -243,8 +243,8 @@ class JobStore(JobReader):
             )
 
     def adopt(self, owner: str, lease_seconds: float) -> list[Job]:
-        """Give the runner `owner` the leases of the RUNNING jobs of other runners, if these leases
-        have run out or were given up. Returns these jobs."""
+        """Find the RUNNING jobs of other runners whose leases have run out or were given up, and
+        give these leases to the runner `owner`. Returns these jobs."""
         with writing(self._engine) as connection:
             now = self._now(connection)
             numbers = connection.scalars(

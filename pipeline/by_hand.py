@@ -1,6 +1,6 @@
-"""Runs the job runner (`run_jobs`), and makes sure that a job submitted by a person has a hub and a
-runner (`with_runner`). If a stack (the services that `pipeline up` starts) is up, the job uses the
-hub and the runner of the stack. Otherwise this module starts a new hub and a new runner."""
+"""`run_jobs` runs the job runner. `with_runner` provides a hub and a runner for a job that a person
+submits. If a stack (the services that `pipeline up` starts) is up, the job uses the hub and the
+runner of the stack. Otherwise `with_runner` starts a new hub and a new runner."""
 
 import os
 import signal
