@@ -129,8 +129,9 @@ class _Candidate:
 
 
 class _Batch:
-    """The submissions of one transaction. New jobs are inserted at once. Changes of earlier jobs
-    and links to deliveries are kept in memory until `write` is called."""
+    """The submissions of one transaction. New jobs are inserted at once. Changes to jobs that
+    already exist, and the links between jobs and deliveries, are kept in memory until `write` is
+    called."""
 
     def __init__(self, connection: Connection, now: float) -> None:
         self._connection = connection
