@@ -37,15 +37,16 @@ class Counts(BaseModel):
     base_agreement: float | None = None
     """How much of the base model's knowledge is left, from 0 to 1. The base model has answered
     prompts that no job trains on. This number is the share of the tokens in these answers that the
-    new weights still predict. None if the job's base model is a preset: a preset has random
-    weights, so it has no knowledge."""
+    new weights still predict. None if the job's base model is a preset (an untrained model): a
+    preset has random weights, so it has no knowledge."""
     golden: int = 0
     """The number of golden questions: questions of the user, each with the answer that the user
     expects."""
     golden_right: int = 0
     """Golden questions to which the new weights say the expected answer."""
     not_trained: int = 0
-    """Rows that the job did not reach within its token budget. The next job trains on them."""
+    """Rows that the job did not reach within its token budget (the number of tokens on which it may
+    train). The next job trains on these rows."""
     contradicting: int = 0
     """Rows that have the same question as another row, but a different answer. `changed` and
     `known` do not count these rows."""

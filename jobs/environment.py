@@ -29,8 +29,8 @@ SHORT_SPINS = {"GOMP_SPINCOUNT": "3000"}
 """Limits how long a thread of PyTorch waits for other threads in a busy loop before it sleeps.
 
 OpenMP's default is a hundred times longer. If another program computes on the same cores, such long
-busy waits slow down both programs: the waiting threads keep the cores from threads that have work
-to do.
+busy waits slow down both programs: the waiting threads occupy cores that other threads need for
+their work.
 """
 
 

@@ -2,7 +2,7 @@
 
 A job's command adds its own files to the folder. Each attempt of a job has a *leader*: the process
 that starts the command and waits for it (`jobs/launchers/supervise.py`). Every leader imports this
-module, so the module uses only the standard library, which loads quickly.
+module. So that leaders start quickly, the module uses only the standard library.
 """
 
 import itertools

@@ -15,7 +15,7 @@ class Launch:
     attempt: int
     command: tuple[str, ...]
     env: Mapping[str, str]
-    """All variables of the process; the process inherits no others."""
+    """All environment variables of the process. The process inherits no other variables."""
     job_dir: Path
     """The working folder of the command. The launcher writes the command's log into this folder,
     which must exist."""
@@ -27,8 +27,8 @@ class Status:
     phase: Literal["starting", "running", "exited", "vanished"]
     """`vanished`: the process is gone and left no exit code."""
     exit_code: int | None = None
-    """The exit code of the command, negative if a signal ended it. None unless the phase is
-    `exited`."""
+    """The exit code of the command, negative if a signal ended the command. None in every phase
+    except `exited`."""
     error: str | None = None
     """Why the command could not be started. The phase is then `exited`. None if the command was
     started."""
@@ -42,8 +42,8 @@ class Launcher(Protocol):
     """
 
     def start(self, launch: Launch) -> str:
-        """Start the attempt. If it was started before, do nothing. Returns the attempt's handle
-        without waiting.
+        """Start the attempt. If the attempt was already started, start nothing. Returns the
+        attempt's handle without waiting.
 
         Raises LaunchError if no process can be started.
         """

@@ -1,5 +1,5 @@
-"""Starts an attempt of a job: writes the files that the command reads into the job's folder, and
-asks the launcher to run the command."""
+"""Starts an attempt of a job: writes files into the job's folder, for the command to read, and asks
+the launcher to run the command."""
 
 import json
 import logging

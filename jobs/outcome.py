@@ -15,7 +15,7 @@ from jobs.counts import Counts
 OutcomeResult = Literal[
     "promoted",  # a new release is served
     "published",  # a new release is on disk, but no server was up to serve it
-    "rejected",  # the gate, which checks the dataset and the new weights, refused one of them
+    "rejected",  # the gate checked the dataset and the new weights, and refused one of them
     "unchanged",  # there was nothing to train on
     "superseded",  # somebody asked for another release before the job's release was served
     "failed",
@@ -38,8 +38,8 @@ class JobOutcome(BaseModel):
     """The ids of the deliveries that led to the job, oldest first."""
     job_id: str | None = None
     dataset_revision: str | None = None
-    """The dataset commit that the job trained on, or that it was told to train on. None if the job
-    needs no dataset, or if it ended before this commit was known."""
+    """The dataset commit that the job trained on, or was told to train on. None if the job needs no
+    dataset, or if the job ended before this commit was known."""
     release: str | None = None
     """The id of the release that this job published. None if it published none."""
     parent_release: str | None = None
@@ -47,7 +47,7 @@ class JobOutcome(BaseModel):
     from the base model, or did not start."""
     served_release: str | None = None
     """The id of the release that the server served when the job ended. None if the job does not
-    know it."""
+    know this release."""
     may_pass: bool = False
     """Whether the failure has a temporary cause, such as a full disk. The job then gets another
     attempt, unless this was its last attempt or a newer job takes over its commits."""

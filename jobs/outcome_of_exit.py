@@ -80,7 +80,7 @@ def outcome_of_exit(
         if written is not None:
             # The job wrote `failed` or `cancelled` because its runner was stopped. The next runner
             # starts another attempt in the same folder. So remove this outcome. Otherwise the next
-            # runner would take it for the outcome of the new attempt.
+            # runner would mistake it for the outcome of the new attempt.
             (job_dir / OUTCOME).unlink()
         return Lost("The job's runner was stopped.")
     code = status.exit_code
@@ -109,8 +109,8 @@ def _written_outcome(job_dir: Path) -> JobOutcome | None:
 
 
 def _last_log_line(job_dir: Path) -> str:
-    """The end of an error message, which quotes the last line of the job's log. Most programs print
-    their error as the last line."""
+    """The second half of an error message. It quotes the last line of the job's log, because most
+    programs print their error there."""
     try:
         with (job_dir / LOG).open("rb") as log:
             log.seek(max(0, log.seek(0, 2) - 4096))

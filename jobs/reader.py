@@ -48,8 +48,8 @@ class JobReader:
             return fetch_job(connection, number_of(job_id))
 
     def when_ended(self, *, among: int) -> dict[str, float]:
-        """Job id → the time when the job ended, in the order of these times. Only the newest
-        `among` jobs are looked at. Jobs that have not ended are left out."""
+        """Job id → the time when the job ended, in the order of these times. Only the newest jobs
+        are looked at; the number `among` says how many. Jobs that have not ended are left out."""
         newest = select(func.max(JOBS.c.number)).scalar_subquery()
         query = (
             select(JOBS.c.number, JOBS.c.ended_at)
@@ -71,7 +71,7 @@ class JobReader:
         state: JobState | None = None,
         limit: int | None = None,
     ) -> list[Job]:
-        """The jobs, newest first. If an argument is None, it does not limit the list."""
+        """The jobs, newest first. An argument that is None does not limit the list."""
         query = select(JOBS).order_by(JOBS.c.number.desc()).limit(limit)
         if pipeline is not None:
             query = query.where(JOBS.c.pipeline == pipeline)

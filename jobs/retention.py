@@ -56,11 +56,11 @@ def forget_ignored(engine: Engine, before: float) -> int:
 
 
 def _old_jobs(connection: Connection, before: float, newest: int) -> Iterator[int]:
-    # The condition on `run_after` makes the database use an index, so that it does not read newer
-    # jobs. A job's `run_after` is normally earlier than its `ended_at`. So if `ended_at` is earlier
-    # than `before`, `run_after` almost always is too. There is one exception: a job that was
-    # cancelled while it was pending may have ended before its `run_after`. Such a job is deleted a
-    # little later than other jobs.
+    # The condition on `run_after` makes the database use an index, so that the database does not
+    # read newer jobs. A job's `run_after` is normally earlier than its `ended_at`. So if `ended_at`
+    # is earlier than `before`, `run_after` almost always is too. There is one exception: a job that
+    # was cancelled while it was pending may have ended before its `run_after`. Such a job is
+    # deleted a little later than other jobs.
     old = select(JOBS.c.number, JOBS.c.pipeline).where(
         JOBS.c.state.in_(_ENDED_STATES), JOBS.c.run_after < before, JOBS.c.ended_at < before
     )

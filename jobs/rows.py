@@ -20,8 +20,8 @@ from jobs.schema import DELIVERIES, JOB_DELIVERIES, JOBS, insert_missing
 from jobs.spec import JobSpec
 
 MAX_DIGITS = 9
-"""A job id with more digits than this is not looked up, because its number might not fit into an
-INTEGER of Postgres."""
+"""A job id with more digits than this is never looked up: its number might be too large for a
+column of the type INTEGER in Postgres."""
 
 
 def job_id_of(number: int) -> str:

@@ -3,8 +3,8 @@ launches the command, extends the lease by heartbeats, and records the outcome.
 
 A lease gives a job to one runner for some seconds, so several runners may share one store. If a
 runner dies, its leases run out, and another runner *adopts* (takes over) its jobs. If the processes
-of these jobs still run, the new runner watches them. A runner that has lost the lease of a job no
-longer touches the job.
+of these jobs still run, the new runner watches these processes. A runner that has lost the lease of
+a job no longer touches the job.
 """
 
 import logging
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _SECONDS_AFTER_STORE_ERROR = 1.0
 """How long a runner waits after the store has failed, before it tries to use the store again."""
 _ALIVE_SECONDS = 0.25
-"""A runner touches its `alive_file` at most once in this time."""
+"""A runner updates the modification time of its `alive_file` at most once in this time."""
 
 _RETRY_FACTOR = 4
 """The wait after a temporary failure is multiplied by this factor for each earlier attempt of the
@@ -54,7 +54,7 @@ class _LeasedJob:
     """The launcher's name for the current attempt. None if the attempt was not launched yet."""
     next_heartbeat: float
     deadline: float
-    """When the job's time limit ends; infinite if the job has no limit."""
+    """When the job reaches its time limit; infinite if the job has no limit."""
     failed: JobOutcome | None = None
     """How the last attempt failed. This is set only while the job waits for its next attempt."""
     launch_at: float = 0.0
@@ -65,8 +65,8 @@ class _LeasedJob:
     stop_reason: StopReason | None = None
     """Why this runner has asked the job's processes to end. None if it has not asked them."""
     kill_at: float | None = None
-    """When this runner kills the job's processes, if they still run at that time. None if the
-    runner has not asked the processes to end."""
+    """When this runner kills the job's processes if they have not ended by then. None if the runner
+    has not asked the processes to end."""
 
 
 class Runner:
@@ -81,8 +81,9 @@ class Runner:
         launcher: Starts the commands. Default: a `LocalLauncher`.
         secret_key: The Fernet key that encrypted the secrets in specs. Without this key, a job with
             secrets fails to start.
-        alive_file: The runner touches this file several times a second. If the runner hangs, the
-            modification time of the file stays old, and another program can notice that.
+        alive_file: The runner updates the modification time of this file several times a second. If
+            the runner hangs, the modification time stays old, and another program can notice the
+            hang.
     """
 
     def __init__(
@@ -122,9 +123,9 @@ class Runner:
         self._run(stop, until_idle=False)
 
     def run_until_idle(self, stop: threading.Event) -> None:
-        """Run jobs until this runner has no job and no job is pending, or until `stop` is set. If
-        another runner runs a job of a pipeline, this method does not wait for the pending jobs of
-        that pipeline."""
+        """Run jobs until no job is left: this runner has no job, and no job is pending. Return
+        earlier if `stop` is set. If another runner runs a job of a pipeline, this method does not
+        wait for the pending jobs of that pipeline."""
         self._run(stop, until_idle=True)
 
     def _run(self, stop: threading.Event, *, until_idle: bool) -> None:

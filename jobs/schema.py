@@ -142,8 +142,8 @@ def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
         shown = url.render_as_string(hide_password=True)
         if url.get_backend_name() not in ("sqlite", "postgresql"):
             raise StoreError(
-                f"The job store does not support the kind of database of {shown}. Use a path, "
-                "sqlite:///… or postgresql+psycopg://…"
+                f"The job store cannot use the database {shown}, because it is neither SQLite nor "
+                "Postgres. Use a path, sqlite:///… or postgresql+psycopg://…"
             )
         target = url
     else:

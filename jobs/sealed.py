@@ -2,8 +2,8 @@
 runner share. The hub encrypts the variables when it submits the job, and the runner decrypts them
 when it starts the job.
 
-The spec holds the variables only in encrypted form. So the database, `spec.json` and lists of jobs
-show no secret. Only the job's process gets the decrypted variables.
+The spec holds the variables only in encrypted form. So nobody can read the secrets in the database,
+in `spec.json` or in lists of jobs. Only the job's process gets the decrypted variables.
 """
 
 import json

@@ -12,8 +12,8 @@ class JobsSettings(BaseModel):
     database_url: str | None = None
     """`postgresql+psycopg://…`. If unset, jobs are kept in a SQLite file in the state folder."""
     max_running: int = Field(default=1, ge=1)
-    """How many jobs may run at the same time. A pipeline never runs two jobs at once. So if there
-    is only one pipeline, a higher number has an effect only on jobs that belong to no pipeline."""
+    """How many jobs may run at the same time. A pipeline never runs two jobs at once. So with only
+    one pipeline, a number above 1 matters only for jobs that belong to no pipeline."""
     preload: tuple[str, ...] | None = None
     """Modules that one process imports in advance. On Linux, commands of the form `python -m …` are
     forked from this process, so they do not import these modules again. With an empty list, every
@@ -33,8 +33,8 @@ class JobsSettings(BaseModel):
     this time four times longer. After an attempt that was killed, there is no wait: the next
     attempt starts at once."""
     lease_seconds: float = Field(default=15.0, gt=0)
-    """If a runner has sent no heartbeat for a job for this long, another runner takes the job over.
-    """
+    """If a runner sends no heartbeat for one of its jobs during this time, another runner takes
+    this job over."""
     heartbeat_seconds: float = Field(default=3.0, gt=0)
     """The time between two heartbeats that a runner sends for a job."""
     kill_grace_seconds: float = Field(default=10.0, ge=0)

@@ -19,8 +19,8 @@ class Resources(_Record):
     """Threads for numeric libraries (`OMP_NUM_THREADS`). None means the runner's default, see
     `JobsSettings.threads`."""
     niceness: int = Field(default=10, ge=0, le=19)
-    """The nice value of the job's processes. A higher value leaves more of the processor time to
-    other programs."""
+    """The nice value of the job's processes. With a higher value, other programs get more of the
+    processor time."""
     timeout_seconds: float | None = Field(default=None, gt=0)
     """How long the job may run, all attempts together. The time in which the job has no runner, or
     waits for its next attempt, does not count. When the time is over, the runner stops the job's
@@ -88,17 +88,18 @@ class JobSpec(_Record):
     revisions: RevisionRange | None = None
     """The commits that led to the job. None if no commit led to it."""
     dedupe_key: str | None = None
-    """If an earlier job has the same key, and did not fail and was not cancelled, a submission
-    returns the earlier job and creates no new job. A submission of a pipeline is compared with only
-    one earlier job: with the pending job that was created by pushes or, if there is none, with the
+    """A text that marks equal submissions. Suppose that an earlier job has the same key. A
+    submission then returns the earlier job and creates no new job, unless the earlier job failed or
+    was cancelled. A submission of a pipeline is compared with only one earlier job: the pending job
+    that was created by pushes. If there is no such pending job, the submission is compared with the
     newest job of the pipeline. A submission without a key is compared with no job."""
     resources: Resources = Resources()
     launcher: str = "local"
     """The launcher that starts the command. There is only `local` (`jobs/launchers/local.py`)."""
     max_attempts: int = Field(default=3, ge=1)
     """The job fails when this many of its attempts were lost (for example, because the process was
-    killed) or failed for a temporary cause. After any other failure, the job fails at once. An
-    attempt that ended because its runner was stopped does not count."""
+    killed) or failed for a temporary cause. If an attempt fails for another cause, the job fails at
+    once. An attempt that ended because its runner was stopped does not count."""
     debounce_seconds: float = Field(default=0.0, ge=0)
     """A pending job may start once no newer commit has arrived for this long."""
     max_wait_seconds: float = Field(default=30.0, ge=0)

@@ -107,10 +107,11 @@ class JobStore(JobReader):
            or was cancelled, look for later push jobs of the pipeline that did not fail and were not
            cancelled, and return the newest of these jobs. If there is no such job, go on with rule
            2.
-        2. Compare `spec` with one earlier job: with the pipeline's pending push job or, if no push
-           job is pending, with the pipeline's newest job. A plain command is compared with the
-           newest plain command that has the same `dedupe_key`. If the earlier job has the same
-           `dedupe_key`, and did not fail and was not cancelled, return the earlier job.
+        2. Look for an earlier job that already does the same. The candidate is the pipeline's
+           pending push job. If no push job is pending, the candidate is the pipeline's newest job.
+           For a plain command, the candidate is the newest plain command with the same
+           `dedupe_key`. If `spec` has a `dedupe_key`, the candidate has the same key, and the
+           candidate did not fail and was not cancelled, return the candidate.
         3. If the pipeline has a pending push job, the pending job absorbs `spec`; return the
            pending job. The pending job takes the command, settings and payload of `spec`. Its range
            of commits then also covers the commits of `spec`. But if the commits of `spec` are
@@ -138,8 +139,8 @@ class JobStore(JobReader):
     # What a runner does
 
     def claim(self, owner: str, lease_seconds: float) -> Job | None:
-        """Give the runner `owner` the lease of the pending job that has been due longest. The job
-        is then RUNNING.
+        """Choose the pending job that has been due for the longest time, and give its lease to the
+        runner `owner`. The job is then RUNNING.
 
         Returns None if no pending job is due, or if every due job waits for the running job of its
         pipeline.
@@ -166,8 +167,8 @@ class JobStore(JobReader):
 
     def started(self, job_id: str, owner: str, handle: str, *, waited_seconds: float = 0.0) -> None:
         """Record that the attempt was started, and the launcher's handle. Before this attempt, the
-        job waited for `waited_seconds`; this time does not count against its time limit. Raises
-        LeaseLost."""
+        job waited for `waited_seconds`; this time does not count against the job's time limit.
+        Raises LeaseLost."""
         with writing(self._engine) as connection:
             fetch_leased(connection, job_id, owner)
             started_at = JOBS.c.started_at + waited_seconds
@@ -198,9 +199,9 @@ class JobStore(JobReader):
         """Plan the next attempt of a job whose attempt was lost or failed for a temporary cause.
         The next attempt may start after `wait_seconds`. `failed` is the outcome of the attempt.
 
-        The job gets no further attempt if this was the last of its `max_attempts`, or if a pending
-        push job takes over its commits. The job then ends with the outcome `failed`. Returns the
-        job, which is RUNNING or has ended. Raises LeaseLost.
+        The job gets no further attempt if `max_attempts` attempts were lost or failed in this way,
+        or if a pending push job takes over the job's commits. The job then ends with the outcome
+        `failed`. Returns the job, which is RUNNING or has ended. Raises LeaseLost.
         """
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
@@ -242,8 +243,8 @@ class JobStore(JobReader):
             )
 
     def adopt(self, owner: str, lease_seconds: float) -> list[Job]:
-        """Give the runner `owner` the leases of the RUNNING jobs of other runners, if these leases
-        have run out or were given up. Returns these jobs."""
+        """Find the RUNNING jobs of other runners whose leases have run out or were given up, and
+        give these leases to the runner `owner`. Returns these jobs."""
         with writing(self._engine) as connection:
             now = self._now(connection)
             numbers = connection.scalars(
@@ -274,10 +275,11 @@ class JobStore(JobReader):
         """Delete the jobs that ended before the time `before`, and their deliveries. Returns the
         ids of the deleted jobs.
 
-        Three groups of jobs are not deleted: the jobs in `kept`, the last `newest` jobs of each
-        pipeline, and the last `newest` plain commands. This method also deletes the deliveries that
-        led to no job and were received before `before`. If a sender repeats a deleted delivery, it
-        counts as a new delivery.
+        Three groups of jobs are not deleted: the jobs in `kept`, the newest jobs of each pipeline,
+        and the newest plain commands. The number `newest` says how many jobs are in each of the
+        last two groups. This method also deletes the deliveries that led to no job and were
+        received before `before`. If a sender repeats a deleted delivery, it counts as a new
+        delivery.
         """
         forget_ignored(self._engine, before)
         return forget_jobs(self._engine, before, newest=newest, kept=kept)

@@ -1,8 +1,8 @@
 """Decides which job each submission leads to, within one transaction of `jobs/store.py`.
 
 A *push job* belongs to a pipeline and was not submitted by hand. A pending push job may *absorb*
-many submissions of one transaction: it then covers their commits too. To save time, the job's row
-is written only once, at the end of the transaction.
+many submissions of one transaction: the job then covers the commits of these submissions too. To
+save time, the job's row is written only once, at the end of the transaction.
 """
 
 import json
@@ -129,8 +129,9 @@ class _Candidate:
 
 
 class _Batch:
-    """The submissions of one transaction. New jobs are inserted at once. Changes of earlier jobs
-    and links to deliveries are kept in memory until `write` is called."""
+    """The submissions of one transaction. New jobs are inserted at once. Changes to jobs that
+    already exist, and the links between jobs and deliveries, are kept in memory until `write` is
+    called."""
 
     def __init__(self, connection: Connection, now: float) -> None:
         self._connection = connection
@@ -165,9 +166,10 @@ class _Batch:
         else:
             candidate = self._candidate_of(spec.pipeline)
         if (
-            # Do not compare jobs that are older than the candidate. If somebody pushes the commits
-            # A, B and again A, the job of the first push has the same key as the third push. But
-            # the third push must lead to another training, because B was trained in between.
+            # Do not compare jobs that are older than the candidate. Suppose that somebody pushes
+            # the commits A, B and again A. The job of the first push then has the same key as the
+            # third push. But the third push must lead to another training, because B was trained in
+            # between.
             candidate is not None
             and spec.dedupe_key is not None
             and candidate.dedupe_key == spec.dedupe_key
@@ -203,14 +205,15 @@ class _Batch:
         return Submission(job=self._insert(request), is_new=True, how="created")
 
     def answer(self, number: int) -> Job | None:
-        """The job for a repeated delivery whose recorded answer is the job `number`. None if the
-        delivery must be submitted like a new delivery.
+        """The job that answers a repeated delivery. The recorded answer to this delivery is the job
+        `number`. Returns None if the delivery must be submitted like a new delivery.
 
-        Normally this is the job `number`. But if this job failed or was cancelled, it is the newest
-        later push job of the pipeline that did not fail and was not cancelled. The later job trains
-        on a newer commit. If a new job then trained on the older commit of the repeated delivery,
-        its weights would replace the newer weights. For a plain command that failed or was
-        cancelled, returns None, because no other job does the work of the command.
+        Normally returns the job `number`. But if that job failed or was cancelled, returns a later
+        push job of the same pipeline: the newest one that did not fail and was not cancelled. This
+        later job trains on a newer commit. A new job for the repeated delivery would train on the
+        older commit, and its weights would replace the newer weights. If there is no such later
+        job, returns None. Also returns None for a plain command that failed or was cancelled,
+        because no other job does the work of the command.
         """
         job = self.job(number)
         if not _failed_or_cancelled(job):
@@ -294,13 +297,14 @@ class _Batch:
         return _Candidate(job=replace(job, payload=payload), dedupe_key=spec.dedupe_key)
 
     def _answers_for_an_old_delivery(self, pending: Job) -> bool:
-        """Whether the pending job answers for an old delivery. A delivery is old if an earlier job
-        of the pipeline has answered for it too: the sender repeated the delivery, or the pending
-        job took it over from a failed job.
+        """Whether the pending job answers for an old delivery. A delivery is old if it is linked
+        not only to the pending job but also to an earlier job of the pipeline. This happens when
+        the sender repeats a delivery, or when the pending job takes a delivery over from a failed
+        job.
 
-        A push that arrives now is newer than an old delivery. So the push has not arrived late,
-        even if the push ends at the commit at which the old delivery begins. In that case, somebody
-        has force-pushed the branch back to this commit.
+        A push that arrives now is newer than an old delivery. So the push has not arrived late.
+        Normally, a push that ends where another delivery begins is the earlier of the two. But here
+        somebody has force-pushed the branch back to this commit.
         """
         number = number_of(pending.id)
         links = JOB_DELIVERIES.c

@@ -5,8 +5,8 @@ import errno
 
 TEMPORARY_FAILURE = 75
 """The command of a pipeline's job exits with this code to report a temporary failure. The code is
-`EX_TEMPFAIL` of sysexits.h. If a plain command exits with this code, the failure counts as lasting,
-because the code may mean something else in that program."""
+`EX_TEMPFAIL` of sysexits.h. A plain command (a job without a pipeline) may use this code for
+something else. So if a plain command exits with this code, the failure counts as lasting."""
 
 _TEMPORARY_ERRNOS = frozenset(
     (
@@ -21,8 +21,9 @@ _TEMPORARY_ERRNOS = frozenset(
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Whether the error is temporary: no memory, disk space, process or open file was left. This
-    function checks the error itself and the errors that led to it."""
+    """Whether the error is temporary: memory or disk space was used up, or too many processes or
+    open files existed. This function checks the error itself and the errors that led to this
+    error."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, MemoryError):

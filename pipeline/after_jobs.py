@@ -1,8 +1,8 @@
 """Does the work that follows the end of a job, in threads of the runner's process.
 
 When a job ends, one thread counts the outcome in the metrics, removes files that only a running job
-needs, and reports the outcome as the setting `on_outcome` says. Once an hour, another thread
-removes the folders of old jobs, and deletes very old jobs from the job store.
+needs, and sends the outcome to the URL or the command of the setting `on_outcome`. Once an hour,
+another thread removes the folders of old jobs, and deletes very old jobs from the job store.
 """
 
 import logging
@@ -30,8 +30,8 @@ PRUNE_SECONDS = 3600.0
 @contextmanager
 def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Iterator[None]:
     """Run the two threads that the module's docstring describes, until the `with` block ends. When
-    the block ends, the first thread still handles every job that has ended by then, and stops only
-    after that. So no outcome is missed.
+    the block ends, the first thread first handles every job that has ended, and then stops. So no
+    outcome is missed.
 
     With `serves_metrics`, also serve the runner's metrics, unless the setting `metrics_port` is 0.
     Raises StoreError.
@@ -60,8 +60,9 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
             ),
         )
         # Call `start` before the runner's first job ends. If `outcomes.json` does not exist yet,
-        # `start` marks each job that has already ended as handled. If the runner's first job were
-        # among these jobs, nobody would handle its outcome.
+        # `start` looks for the jobs that have already ended, and records that they need no
+        # handling. If the runner's first job were among these jobs, nobody would handle its
+        # outcome.
         outcomes.start()
         threads = [
             threading.Thread(target=outcomes.follow, args=(stop,), name="outcomes"),

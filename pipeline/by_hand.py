@@ -1,6 +1,6 @@
-"""Runs the job runner (`run_jobs`), and makes sure that a job submitted by a person has a hub and a
-runner (`with_runner`). If a stack (the services that `pipeline up` starts) is up, the job uses the
-hub and the runner of the stack. Otherwise this module starts a new hub and a new runner."""
+"""`run_jobs` runs the job runner. `with_runner` provides a hub and a runner for a job that a person
+submits. If a stack (the services that `pipeline up` starts) is up, the job uses the hub and the
+runner of the stack. Otherwise `with_runner` starts a new hub and a new runner."""
 
 import os
 import signal
@@ -47,18 +47,19 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
     starts a runner, and a hub on a free port. When the `with` block ends, this function waits until
     no job is left, and then stops both.
 
-    With `detach`, and if no stack is up, this function starts only the hub. When the `with` block
-    ends, it stops the hub and starts a detached runner: a process in the background, which runs its
-    own hub and ends when no job is left.
+    If `detach` is set and no stack is up, this function starts only the hub. When the `with` block
+    ends, the function stops the hub and starts a *detached runner*: a process in the background,
+    which runs its own hub and ends when no job is left.
     """
     if read_stack(home) is not None:
-        # Read the hub's URL from the stack's record, because the settings may name another port: a
-        # detached runner also has such a record, and its hub listens on a free port.
+        # Read the hub's URL from the record of the running stack, not from the settings. The record
+        # may belong to a detached runner. The hub of a detached runner listens on a free port, and
+        # the settings name another port.
         yield at_running_stack(settings, home).hub_url
         return
     check_schemas(settings, home)
     # Set the ports in the environment, because both `load_settings` below and the child processes
-    # read them there.
+    # read the ports there.
     os.environ["PIPELINE_HUB__PORT"] = str(_free_port())
     os.environ["PIPELINE_JOBS__METRICS_PORT"] = "0"
     settings = load_settings()
@@ -72,8 +73,8 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
     finally:
         stack.stop()
     if detach:
-        # Start the detached runner only now. The job was submitted in the `with` block, and a
-        # runner that is started earlier might find no job and end.
+        # Start the detached runner only now, because the job was submitted in the `with` block. A
+        # runner that was started before the submission might find no job, and would end.
         subprocess.Popen(
             [sys.executable, "-m", "pipeline", "jobs", "runner", "--with-hub", "--until-idle"],
             stdin=subprocess.DEVNULL,
@@ -131,8 +132,9 @@ def _attempt_variables(job: Job, tokens: Tokens) -> dict[str, str]:
 
     The hub and the completion server both accept the attempt's token, which becomes invalid when
     the attempt ends. If a delivery to the stack's receiver started the job, the job also gets the
-    secret of the stack's webhook. A job does not get this secret if a person submitted it, or if
-    the hub started it as a copy of another job (for a webhook with `--job-id`).
+    secret of the stack's webhook. Two kinds of jobs do not get this secret:
+    jobs that a person submitted, and copies of jobs (the hub starts a copy of another job for a
+    webhook that was created with `--job-id`).
     """
     token = attempt_token(job, tokens.key.encode())
     variables = {"HF_TOKEN": token, "PIPELINE_ADMIN_TOKEN": token}
@@ -145,8 +147,8 @@ def _attempt_variables(job: Job, tokens: Tokens) -> dict[str, str]:
 def _user_token_variable(tokens: Tokens) -> dict[str, str]:
     """The environment variable that passes the user's own token on to the jobs. The jobs need this
     token for other hubs. The token is the value of `HF_TOKEN` in the shell that started this
-    process. The result is empty if `HF_TOKEN` is not set, or if it is the token of the stack's own
-    hub."""
+    process. The result is empty if `HF_TOKEN` is not set, or if `HF_TOKEN` is the token of the
+    stack's own hub."""
     token = os.environ.get("HF_TOKEN")
     return {OWN_TOKEN: token} if token and token != tokens.hub else {}
 

@@ -3,12 +3,12 @@ session (setsid(2)).
 
 The *warm parent* is a process that has already imported heavy modules. A command of the form
 `python -m …` is forked from the warm parent. If the warm parent is still importing modules, the
-command waits for it. A new process would have to begin the same imports, so it would be ready even
+command waits for it. A new process would have to begin the same imports, and would be ready even
 later than the warm parent. Any other command gets a *cold start*: it is started in a new process at
 once. If there is no warm parent, every command gets a cold start.
 
-A forked command has its own environment variables. But if a module reads variables during its
-import in the warm parent, it reads the variables of the warm parent.
+A forked command has its own environment variables. But a module that reads variables during its
+import gets the variables of the warm parent.
 """
 
 import subprocess

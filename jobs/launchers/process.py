@@ -1,4 +1,5 @@
-"""Identifies, signals and configures processes. Uses only the standard library.
+"""Identifies processes, sends signals to them, and sets their priority. Uses only the standard
+library.
 
 A process is identified by its pid and its start time, because the system may give the pid of an
 ended process to a new process.
@@ -110,8 +111,8 @@ def lower_priority(niceness: int) -> None:
             if found and int(found[-1]) < niceness:
                 session.write_text(str(niceness))
         except BlockingIOError:
-            # Try again later. The kernel counts the writes of all processes without root rights to
-            # these files, and accepts only ten of these writes per second.
+            # Try again later. Processes without root rights can write to files of this kind only
+            # ten times per second, all processes together.
             time.sleep(0.1)
         except OSError:
             return

@@ -34,7 +34,7 @@ time, the waiting leader ends without starting the command."""
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What to start for one attempt. The launcher sends the request over a pipe, as one line of
-    JSON. It must not be written to disk, because `env` may hold secrets."""
+    JSON. The request must not be written to disk, because `env` may hold secrets."""
 
     job_dir: str
     attempt: int
@@ -75,16 +75,16 @@ def supervise(request: Request, *, in_place: bool) -> Callable[[], None]:
     _claim_attempt(job_dir, request.attempt)
     _hold_computing_lock(job_dir.parent / COMPUTING)
     if prctl is not None:
-        # Make this process the new parent of processes that the command leaves behind when it ends.
+        # If the command leaves processes behind when it ends, this process becomes their parent.
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
     leader = os.getpid()
     errors, report = os.pipe()
     # The command starts only after the leader has written to `go`. Before that, the leader records
     # itself, so that a runner can find and stop every command that has started.
     wait_here, go = os.pipe()
-    # Block stop signals before the fork. The command's process inherits that stop signals are
-    # ignored, and an ignored signal would be lost. A blocked signal waits: it takes effect when
-    # `_prepare_command_process` unblocks the signals.
+    # Block stop signals before the fork. The leader ignores stop signals, and after the fork the
+    # command's process ignores them too. An ignored signal would be lost. A blocked signal waits:
+    # it takes effect when `_prepare_command_process` unblocks the signals.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     command_pid = os.fork()
     if command_pid == 0:
@@ -160,8 +160,8 @@ def _record_process(job_dir: Path, attempt: int) -> None:
 
 def _prepare_command_process(leader: int) -> None:
     """Prepare this process to run the command. Stop signals get their default action again. Also
-    tell the kernel to kill this process if the leader is killed. Without its leader, the command
-    would run on, but nobody could record its exit code."""
+    tell the kernel to kill this process if the leader is killed. Otherwise the command would run on
+    without a leader, and nobody could record its exit code."""
     die_with_parent(leader)
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)

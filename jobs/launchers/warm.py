@@ -27,9 +27,9 @@ def main(modules: list[str]) -> None:
     began = time.monotonic()
     for module in modules:
         importlib.import_module(module)
-    # Exclude the imported objects from garbage collection. The children share the memory pages of
-    # these objects. A collection in a child would write to the pages, so the kernel would have to
-    # copy the pages for the child.
+    # Exclude the imported objects from garbage collection. The forked processes share the memory
+    # pages of these objects. A garbage collection in a forked process would write to these pages,
+    # so the kernel would have to copy them for that process.
     gc.freeze()
     ready = {"threads": other_threads(), "seconds": time.monotonic() - began}
     os.write(answers, json.dumps(ready).encode() + b"\n")

@@ -22,12 +22,14 @@ _NO_BACKGROUND_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 warm parent must not have threads, because a process with threads cannot be forked safely."""
 
 _MAX_DEATHS_BEFORE_READY = 3
-"""If this many warm parents in a row die before they are ready, no other warm parent is started."""
+"""If this many warm parents in a row die before they are ready, no further warm parent is
+started."""
 
 
 class WarmParent:
-    """The warm parent, as the runner sees it. The caller must call `poll_processes` many times a
-    second. `close` waits until the killed process is gone; the other methods never wait."""
+    """Starts and replaces the warm parent, and sends requests to it. The caller must call
+    `poll_processes` many times a second. `close` kills the warm parent and waits until its process
+    is gone; the other methods never wait."""
 
     state: Literal["importing", "ready", "off"]
     """`off` means that there is no warm parent and none will be started. There are four possible

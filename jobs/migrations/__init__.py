@@ -1,5 +1,5 @@
-"""Creates and upgrades the tables of the job store with Alembic. There is no `alembic.ini`: the
-function `upgrade` makes Alembic's configuration."""
+"""Creates and upgrades the tables of the job store with Alembic, a library that upgrades database
+schemas. There is no `alembic.ini`: the function `upgrade` makes Alembic's configuration."""
 
 from pathlib import Path
 

@@ -1,5 +1,6 @@
-"""Alembic executes this module, which runs the migrations on the connection that
-`jobs.migrations.upgrade` has put into the configuration."""
+"""Runs the migrations of the job store. Alembic, a library that upgrades database schemas, executes
+this module. The function `jobs.migrations.upgrade` has put the database connection into Alembic's
+configuration."""
 
 from alembic import context
 

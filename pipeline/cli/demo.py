@@ -53,7 +53,7 @@ def demo(
     init = ("init", "--name", NAME, "--dataset", DATASET)
     _run([sys.executable, "-m", "pipeline", *init], cwd=folder)
     console.print("Starting hub, receiver, job runner and completion server …")
-    # Make SIGTERM stop the started services, as Ctrl-C does.
+    # From here on, SIGTERM stops the services in the same way as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
