@@ -1,8 +1,17 @@
-"""`Linear`: a weight matrix in the layout with the fastest product on its device."""
+"""`Linear`: a weight matrix in the layout with the fastest product on its device.
+
+Only this module calls private operators of torch. If a version of torch does not have them, or if
+they take other arguments there, matrices keep the plain layout, which is slower.
+"""
+
+import functools
+import logging
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+_log = logging.getLogger(__name__)
 
 # The number of rows for which oneDNN chooses the layout. The layout serves any other number too.
 _PACKED_FOR_ROWS = 16
@@ -23,16 +32,13 @@ class Linear:
         self.bias = bias
         self.is_packed = _is_packable(weight)
         if self.is_packed:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+            weight = _pack(weight)
         self._weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` is [rows, in]. Returns [rows, out]."""
         if self.is_packed:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(
-                x, self._weight, self.bias, "none", [], ""
-            )
-            return y
+            return _multiply_packed(x, self._weight, self.bias)
         return F.linear(x, self._weight, self.bias)
 
     @property
@@ -47,10 +53,36 @@ class Linear:
 
 
 def _is_packable(weight: Tensor) -> bool:
-    if weight.device.type != "cpu":
+    return weight.device.type == "cpu" and _can_pack(weight.dtype)
+
+
+@functools.cache
+def _can_pack(dtype: torch.dtype) -> bool:
+    if dtype not in (torch.float32, torch.bfloat16):
         return False
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+    try:
+        if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return False
+        identity = torch.eye(_PACKED_FOR_ROWS, dtype=dtype)
+        product = _multiply_packed(identity, _pack(identity), None)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        _log.warning(
+            "torch %s does not multiply packed %s matrices (%s); answers take longer",
+            torch.__version__,
+            dtype,
+            error,
+        )
+        return False
+    return torch.equal(product, identity)
+
+
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+    return packed
+
+
+def _multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y
