@@ -58,8 +58,8 @@ def job_context(environment: Mapping[str, str]) -> JobContext:
         spec = JobSpec.model_validate_json(file.read_bytes())
     except (OSError, ValidationError):
         raise PipelineError(
-            f"JOB_DIR is set, but {file} is not the spec of a job; if this is not a job, unset "
-            "JOB_ID and JOB_DIR"
+            f"JOB_DIR is set, but {file} is not the spec of a job; if you run this command "
+            "outside a job, unset JOB_ID and JOB_DIR"
         ) from None
     context = JobContext(
         job_id=environment["JOB_ID"],

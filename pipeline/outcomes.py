@@ -102,9 +102,9 @@ class Outcomes:
             pass
         except ValidationError as error:
             logger.warning(
-                "the progress file %s cannot be read (%s); it is replaced, and all jobs that have "
-                "already ended count as handled; if a job ended after the last handled job, no "
-                "handler gets its outcome, so look at the newest outcomes yourself",
+                "the progress file %s cannot be read (%s), so it is replaced; the new file lists "
+                "all jobs that have ended as handled, even those whose outcome no handler has got "
+                "yet; look at the newest outcomes yourself",
                 self._file,
                 error.errors()[0]["msg"],
             )

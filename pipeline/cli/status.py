@@ -192,8 +192,9 @@ def _advice_after_refusal(jobs: Sequence["Job"]) -> str | None:
         return None
     revision = (last.outcome.dataset_revision or "unknown")[:12]
     return (
-        f"the job of the next commit also trains on the rows of {revision}: push a correction, or "
-        "accept these rows as they are: pipeline jobs run --force --reason WHY"
+        f"the rows of {revision} were rejected, and the job of the next commit trains on them "
+        "again; push a correction, or accept the rows as they are with: pipeline jobs run --force "
+        "--reason WHY"
     )
 
 

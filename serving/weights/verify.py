@@ -24,9 +24,8 @@ def verify_release(folder: Path, release: Release | None = None) -> tuple[str, .
     """The reasons not to serve the release in `folder`; empty if the folder matches its manifest.
     `release` is the manifest, if the caller has already read it.
 
-    Runs `verify_layout` and, if it finds no fault, `verify_shards`. If the release is not damaged,
-    these two functions together read each file completely only once. They load no tensor into
-    torch.
+    Runs `verify_layout` and, if it finds no fault, `verify_shards`. If the release is undamaged,
+    the two functions together read no file in full more than once. They load no tensor into torch.
     """
     try:
         release = release or load_release(folder)
@@ -178,7 +177,10 @@ def _check_index(folder: Path, release: Release) -> list[str]:
         if shard is None:
             reasons.append(f"{name}: tensor {tensor}: missing from the index")
         elif shard != entry.file:
-            reasons.append(f"{name}: tensor {tensor}: in {shard}, not in {entry.file}")
+            reasons.append(
+                f"{name}: tensor {tensor}: the index says {shard}, "
+                f"but {RELEASE_FILE} says {entry.file}"
+            )
     return reasons
 
 
@@ -213,9 +215,9 @@ def check_network(folder: Path, release: Release) -> tuple[str, ...]:
     describes. Call this function before a release is published. The torch engine makes the same
     checks when it loads a release.
 
-    For a Llama, only `_check_config` runs. For all other architectures, `transformers`, which takes
-    seconds to import, also builds the network, and the tensors are compared with it. There are two
-    exceptions. If the config has no `architectures`, the network is not known. If the weights are
+    For a Llama, only `_check_config` runs. For all other architectures, `_check_config` runs too.
+    Then `transformers`, whose import takes seconds, builds the network, and the tensors are
+    compared with this network. There are two exceptions. If the config has no `architectures`, the network is not known. If the weights are
     quantised, the stored tensors have other names and shapes than the tensors of the network. In
     both cases, only `_check_config` runs.
     """
