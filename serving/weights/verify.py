@@ -217,9 +217,9 @@ def check_network(folder: Path, release: Release) -> tuple[str, ...]:
 
     For a Llama, only `_check_config` runs. For all other architectures, `_check_config` runs too.
     Then `transformers`, whose import takes seconds, builds the network, and the tensors are
-    compared with this network. There are two exceptions. If the config has no `architectures`, the network is not known. If the weights are
-    quantised, the stored tensors have other names and shapes than the tensors of the network. In
-    both cases, only `_check_config` runs.
+    compared with this network. There are two exceptions. If the config has no `architectures`, the
+    network is not known. If the weights are quantised, the stored tensors have other names and
+    shapes than the tensors of the network. In both cases, only `_check_config` runs.
     """
     reasons = _check_config(folder, release)
     config = json.loads((folder / "config.json").read_bytes())
