@@ -23,17 +23,17 @@ class Counts(BaseModel):
     rows of `not_trained` are not counted. If there are many changed, unchanged or deleted rows,
     only a sample of each group is measured and counted."""
     learned: int = 0
-    """Rows of `changed` whose answer the new weights say."""
+    """The number of rows of `changed` for which the new weights say the answer."""
     learned_before: int = 0
-    """Rows of `changed` whose answer the old weights said already."""
+    """The number of rows of `changed` for which the old weights said the answer already."""
     known: int = 0
-    """Unchanged rows whose answer the old weights said."""
+    """The number of unchanged rows for which the old weights said the answer."""
     kept: int = 0
-    """Rows of `known` whose answer the new weights still say."""
+    """The number of rows of `known` for which the new weights still say the answer."""
     deleted: int = 0
-    """Deleted rows whose answer the old weights said."""
+    """The number of deleted rows for which the old weights said the answer."""
     unlearned: int = 0
-    """Rows of `deleted` whose answer the new weights no longer say."""
+    """The number of rows of `deleted` for which the new weights no longer say the answer."""
     base_agreement: float | None = None
     """How much of the base model's knowledge is left, from 0 to 1. The base model has answered
     prompts that no job trains on. This number is the share of the tokens in these answers that the

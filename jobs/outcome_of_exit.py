@@ -34,12 +34,12 @@ def outcome_of_exit(
 
     - The outcome that the job wrote. It counts even if the process was killed after that. There is
       one exception: if the runner stopped the job, an outcome `failed` or `cancelled` is ignored,
-      because the stop probably caused it. The result then says why the runner stopped the job.
+      because the stop probably caused it. This function then returns a result of its own, as below.
     - None, if the process exited with 0 and wrote no outcome. A plain command (a job without a
       pipeline) normally ends in this way when it succeeds.
-    - `Lost`, if the runner was stopped, or if the process was killed or vanished before it wrote an
-      outcome. But if a plain command was killed by a signal that the runner did not send, the
-      outcome is `failed`.
+    - `Lost`, if the runner was stopped. Also `Lost`, if the process wrote no outcome and vanished,
+      or was killed by somebody other than the runner. One exception: if somebody other than the
+      runner killed a plain command, the outcome is `failed`.
     - In all other cases, an outcome `failed` or `cancelled` that this function makes. If the cause
       of the failure is temporary, `may_pass` is set in this outcome.
 

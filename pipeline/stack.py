@@ -123,7 +123,7 @@ class Stack:
         """Kill each child that hangs, restart each child that has ended, and keep the logs small.
 
         Call this again and again while the stack is up. Returns one line of text for each child
-        that this call has killed, has found ended, or has started again. A child is killed if it
+        that this call has killed or started again, and for each child that has ended. A child is killed if it
         hangs, or if it answered that it must be restarted.
         """
         events = []
@@ -261,9 +261,9 @@ class Stack:
             time.sleep(0.02)
 
     def _record_change(self) -> None:
-        """Write the record. The write may fail, for example because the disk is full. While the
-        stack is starting, this method then raises OSError. When the stack is up, this method only
-        logs a warning, because the services can continue."""
+        """Write the record. If the write fails while the stack is starting, this method raises
+        OSError. If the write fails when the stack is up, this method only logs a warning, because
+        the services can continue. A write fails, for example, when the disk is full."""
         try:
             self._write_record()
         except OSError as error:

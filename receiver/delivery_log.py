@@ -1,7 +1,7 @@
 """Stores the deliveries of durable handlers in one SQLite file. A handler is *durable* if each of
-its deliveries is stored before the handler is called. After `MAX_ATTEMPTS` failed calls for a
-delivery (`receiver/durable.py` defines this number), the delivery is given up: it stays in the file
-as a *dead letter*.
+its deliveries is stored before the handler is called. If `MAX_ATTEMPTS` calls for a delivery have
+failed (`receiver/durable.py`), the receiver gives up the delivery, which stays in the file as a
+*dead letter*. (A *dead* delivery is something else: the hub could not send it.)
 
 A delivery is on disk before its sender gets an answer. Headers with secrets or signatures are never
 written.
@@ -208,8 +208,8 @@ class DeliveryLog:
             return []
         is_busy = " AND (repository IS NULL OR NOT (path = ? AND repository = ?))" * len(busy)
         rows = self._connection.execute(
-            # First list the queues in which a delivery waits for its next call. The list is made
-            # only once, and is short, because few deliveries wait.
+            # First list each pair of path and repository of which a delivery waits for its next
+            # call. The list is made only once, and is short, because few deliveries wait.
             "WITH waiting AS MATERIALIZED (SELECT path, repository, min(rowid) AS first"
             " FROM deliveries INDEXED BY deliveries_due"
             " WHERE due_at > ? AND repository IS NOT NULL GROUP BY path, repository)"

@@ -56,8 +56,8 @@ def run(
         bool,
         typer.Option(
             "--force",
-            help="Make and serve a new release even if the gate (the checks of the new rows and of "
-            "the new weights) refuses them. Needs --reason.",
+            help="Make and serve a new release even if the gate refuses the new rows or the new "
+            "weights. The gate is the checks of both. Needs --reason.",
         ),
     ] = False,
     reason: Annotated[
@@ -153,8 +153,9 @@ def _pipeline_of_command(
     If there is a `name`, this is the pipeline with this name. If there is no `name`, but exactly
     one pipeline is configured, this is the configured pipeline. In all other cases, this is None.
 
-    Raises PipelineError if there is no pipeline called `name`. Also raises PipelineError if there
-    is a `revision` and the result would be None: a revision is a commit of a pipeline's dataset.
+    Raises PipelineError if there is no pipeline called `name`. A `revision` is a commit of a
+    pipeline's dataset, so it needs a pipeline. If there is a `revision` but no `name`, and not
+    exactly one pipeline is configured, this raises PipelineError too.
     """
     if name is None and revision is None and len(settings.pipelines) != 1:
         return None

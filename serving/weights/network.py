@@ -53,8 +53,8 @@ class Sources:
     """Name in the network → how this tensor is made. If the network has several names for one
     tensor (tied tensors), these names have the same source."""
     ties: dict[str, str]
-    """Stored name of a copy → stored name of the original. The network has only one tensor for
-    both names, and this tensor is made from the original."""
+    """Stored name of a copy → stored name of the original. A checkpoint may store one tensor of
+    the network twice, under two names. The network's tensor is made from the original."""
     ignored: frozenset[str]
     """The names of stored tensors that `transformers` does not load into the network. Most of them
     are buffers that the network computes itself."""

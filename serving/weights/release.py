@@ -83,8 +83,8 @@ class Lineage(_Record):
     dataset_revision: str | None = None
     """The commit whose rows this release was trained on."""
     dataset_base_revision: str | None = None
-    """The commit of the dataset that the parent was trained on. None if the job trained on all
-    rows, and not only on the rows that have changed since this commit."""
+    """The commit of the dataset that the parent was trained on. The job trained on the rows that
+    have changed since this commit. None if the job trained on all rows."""
     data_digest: str | None = None
     """A digest of all rows of the training split. The digest does not depend on the order of the
     rows. If two releases have the same digest, no row of the split has changed between them."""
