@@ -46,6 +46,8 @@ def call_hub(
     if answer.is_success and body is not None:
         return body
     reason = body.get("error") if isinstance(body, dict) else None
-    raise PipelineError(
-        f"the hub answered {answer.status_code}: {reason or 'the hub does not have this route'}"
-    )
+    if not reason and answer.status_code in (404, 405):
+        reason = f"it has no route /api/settings/{path}; use a hub of this version of hotpush"
+    elif not reason:
+        reason = "this is no answer of a hub; check the address, and the log of a proxy before it"
+    raise PipelineError(f"the hub at {access['endpoint']} answered {answer.status_code}: {reason}")

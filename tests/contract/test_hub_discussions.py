@@ -133,6 +133,15 @@ def test_discussions_are_listed_by_kind_and_status(talk: Talk) -> None:
         ({"author": "nobody"}, []),
     ]:
         assert [one.num for one in api.get_repo_discussions(**on, **options)] == expected
+    path = f"/api/datasets/{talk.id}/discussions"
+    for query, num_closed in (("", 1), ("?status=open", 1), ("?type=pull_request", 0)):
+        assert talk.hub.request("GET", path + query).json()["numClosedDiscussions"] == num_closed
+    for query, reason in (
+        ("?type=issue", "type='issue': choose one of all, discussion, pull_request."),
+        ("?status=merged", "status='merged': choose one of all, open, closed."),
+    ):
+        answer = talk.hub.request("GET", path + query)
+        assert (answer.status_code, answer.json()["error"]) == (400, reason)
 
 
 def test_a_pull_request_from_its_draft_to_its_merge(talk: Talk, tmp_path: Path) -> None:

@@ -104,6 +104,9 @@ def test_a_reader_may_not_see_which_secrets_there_are(hub: RunningHub, space: Hf
     made = hub.request("POST", "/api/settings/tokens/reader", params={"role": "read"})
     reader = HfApi(endpoint=hub.url, token=made.json()["token"])
     assert reader.get_space_variables(SPACE) == {}
+    needs = f"'reader' may only read, and GET /api/spaces/{SPACE}/secrets needs the role write"
+    with pytest.raises(HfHubHTTPError, match=needs):
+        reader.get_space_secrets(SPACE)
     for act in (
         lambda: reader.get_space_secrets(SPACE),
         lambda: reader.add_space_secret(SPACE, "A", "x"),

@@ -223,6 +223,23 @@ def test_a_wrong_token_and_a_hub_that_is_not_there_are_explained(
     assert "cannot be reached" in str(result.exception)
 
 
+@pytest.mark.parametrize(
+    "status, reason",
+    [
+        (404, "answered 404: it has no route /api/settings/webhooks/w/test; use a hub of"),
+        (502, "answered 502: this is no answer of a hub; check the address"),
+        (200, "answered 200: this is no answer of a hub; check the address"),
+    ],
+)
+def test_an_answer_that_is_not_json_is_explained_by_its_status(
+    receiver: Receiver, status: int, reason: str
+) -> None:
+    receiver.answers, receiver.body = [(status, {})], b"<html>"
+    result = CliRunner().invoke(app, ["webhooks", "test", "w", "--endpoint", receiver.url])
+    assert isinstance(result.exception, PipelineError)
+    assert f"the hub at {receiver.url} {reason}" in str(result.exception)
+
+
 def test_deliveries_are_listed_replayed_and_tested(
     webhooks: Command, hub: RunningHub, receiver: Receiver
 ) -> None:

@@ -184,5 +184,7 @@ def test_what_git_refuses_in_a_push_is_refused_in_a_commit(
     assert is_refused(commit(hub, name, file("b.txt"), file(path, content)), reason)
     assert hub.api.list_repo_files(name, repo_type="dataset") == [".gitattributes"]
     modules = '[submodule "a"]\npath = a\nurl = https://example.org/a\n'
+    right = file("right/.gitmodules", modules)
+    assert is_refused(commit(hub, name, right, file(path, content)), f"Git refuses {path!r} in")
     assert commit(hub, name, file(".gitmodules", modules)).status_code == 200
     assert fsck(hub, name) == ""

@@ -1,5 +1,6 @@
 """`pipeline hub gc` and `pipeline hub purge`: what nothing needs goes, and what must go is gone."""
 
+import gc
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
 from pipeline.cli.main import app
 from pipeline.hub import schema
+from pipeline.hub.contents.cards import Card
 from pipeline.hub.state_folder import stopped_hub
 from pipeline.job_store import open_job_store
 from pipeline.paths import Home
@@ -212,6 +214,22 @@ def test_a_purge_leaves_nothing_of_the_commit_and_names_the_releases(
     assert "the repository did not have this commit" in purged(place.bad), "it may be run again"
     with place.hub() as hub:
         assert place.push(hub, "rows.jsonl", "better")
+
+
+def cards_in_memory() -> list[Card]:
+    gc.collect()
+    return [each for each in gc.get_objects() if type(each) is Card and each.tags == [SECRET]]
+
+
+def test_a_purge_leaves_no_card_of_the_commit_in_memory(place: Place) -> None:
+    with place.hub() as hub:
+        bad = place.push(hub, "README.md", f"---\ntags: [{SECRET}]\n---\n")
+        list(hub.api.list_datasets(full=True))
+        assert hub.api.dataset_info("local/facts", revision=bad).tags == [SECRET]
+        place.push_away(hub)
+        assert cards_in_memory()
+        purged(bad)
+        assert cards_in_memory() == []
 
 
 def test_what_lay_before_the_purged_commit_is_kept_as_it_was(place: Place) -> None:

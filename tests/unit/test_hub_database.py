@@ -1,7 +1,8 @@
-"""The migrations lead to the schema that the code uses."""
+"""The migrations lead to the schema that the code uses. Also: what a failed removal leaves."""
 
 from pathlib import Path
 
+import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
@@ -10,6 +11,8 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine
 
 from pipeline.hub.database import KNOWN_REVISIONS, SCHEMA_REVISION, open_database
+from pipeline.hub.repositories.names import RepositoryName
+from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.schema import metadata
 from pipeline.hub.webhooks.store import list_webhooks
 
@@ -48,6 +51,22 @@ def test_a_database_of_the_first_release_keeps_what_it_had(tmp_path: Path) -> No
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
     assert (webhook.url, webhook.status, webhook.num_failures) == ("http://x/", "enabled", 0)
     database.close()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_removal_that_fails_says_why_and_leaves_the_folder_as_it_was(
+    tmp_path: Path, is_there: bool
+) -> None:
+    repositories = Repositories(tmp_path)
+    repositories.clear_leftovers()
+    name = RepositoryName(type="dataset", owner="local", name="facts")
+    folder = repositories.folder(name)
+    if is_there:
+        folder.mkdir(parents=True)
+    facts = Repository(id="1", name=name, private=True, created_at=0, folder=folder)
+    with pytest.raises(OSError, match="the disk is full"), repositories.removal(facts):
+        raise OSError("the disk is full")
+    assert folder.exists() == is_there
 
 
 def open_at(path: Path, revision: str, statement: str) -> None:

@@ -1,12 +1,16 @@
-"""The hub ends a git process that needs too long."""
+"""The hub ends a git process that needs too long, and notices one that fails."""
 
+import logging
 import os
 from pathlib import Path
 
 import pytest
 
-from pipeline.hub.errors import TooSlow
+from pipeline.hub.discussions.pull_requests import difference
+from pipeline.hub.errors import HubError, TooSlow
 from pipeline.hub.git.process import git, git_beginning
+from pipeline.hub.repositories.names import RepositoryName
+from pipeline.hub.repositories.store import Repository
 
 
 @pytest.fixture
@@ -30,3 +34,31 @@ def test_the_beginning_of_an_output_has_a_time_limit_too(
     with pytest.raises(TooSlow, match=r"git config needed more than 0\.1 s"):
         git_beginning(folder, *command, max_bytes=100, seconds=0.1)
     assert git_beginning(folder, "version", max_bytes=11, seconds=60) == b"git version"
+
+
+def test_git_that_fails_has_no_beginning(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q", "--bare")
+    with pytest.raises(HubError, match=r"git log failed in .*: fatal: .*nowhere"):
+        git_beginning(tmp_path, "log", "nowhere", max_bytes=100, seconds=60)
+
+
+def test_a_difference_that_git_cannot_make_is_not_an_empty_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    git(tmp_path, "init", "-q", "--bare")
+    tree = git(tmp_path, "mktree").decode().strip()
+    who = {
+        f"GIT_{role}_{field}": "ada"
+        for role in ("AUTHOR", "COMMITTER")
+        for field in ("NAME", "EMAIL")
+    }
+    one, other = (
+        git(tmp_path, "commit-tree", tree, "-m", title, extra=who).decode().strip()
+        for title in ("one", "other")
+    )
+    name = RepositoryName(type="dataset", owner="local", name="facts")
+    facts = Repository(id="1", name=name, private=True, created_at=0, folder=tmp_path)
+    assert difference(facts, one, one) == ""
+    with caplog.at_level(logging.WARNING):
+        assert "not shown, because git failed" in difference(facts, one, other)
+    assert "no merge base" in caplog.text

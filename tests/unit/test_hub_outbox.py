@@ -19,7 +19,8 @@ from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.webhooks import outbox, suspension
-from pipeline.hub.webhooks.activity import OutboxDelivery, list_deliveries
+from pipeline.hub.webhooks.activity import OutboxDelivery, list_deliveries, replay_delivery
+from pipeline.hub.webhooks.deliveries import Deliverer
 from pipeline.hub.webhooks.outbox import Attempt, Due
 from pipeline.hub.webhooks.posting import MAX_RETRY_AFTER_SECONDS, _retry_after_seconds
 from pipeline.hub.webhooks.store import (
@@ -188,13 +189,15 @@ def test_a_suspended_receiver_that_asks_for_a_pause_is_not_tried_before(kept: Ke
         assert webhook.probe_at - time.time() == pytest.approx(at_least, abs=30)
 
 
+REFUSED = Attempt(started_at=time.time(), milliseconds=1, error="refused", refused=True)
+
+
 def test_a_receiver_that_refused_for_two_days_is_given_up(kept: Kept) -> None:
-    refused = Attempt(started_at=time.time(), milliseconds=1, error="refused", refused=True)
-    assert kept.send(refused).status == "enabled"
+    assert kept.send(REFUSED).status == "enabled"
     [delivery] = kept.deliveries()
     assert (delivery.status, delivery.attempt) == ("pending", 0)
     kept.change(queued_at=time.time() - 2 * DAY - 1)
-    assert kept.send(refused).status == "suspended"
+    assert kept.send(REFUSED).status == "suspended"
     [delivery] = kept.deliveries()
     assert (delivery.status, delivery.attempt, delivery.next_attempt_at) == ("dead", 0, None)
 
@@ -205,6 +208,37 @@ TAKEN = Attempt(started_at=time.time(), milliseconds=1, response_status=200)
 def failed(seconds: float) -> Attempt:
     """At this time after the first one."""
     return Attempt(started_at=1e9 + seconds, milliseconds=1, response_status=500)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "result", "said"),
+    [
+        (TAKEN, "delivered", "taken"),
+        (failed(0), "failed", "will be tried again"),
+        (REFUSED, "refused", ""),
+    ],
+)
+def test_a_replay_during_the_last_attempt_makes_it_pending(
+    kept: Kept, caplog: pytest.LogCaptureFixture, attempt: Attempt, result: str, said: str
+) -> None:
+    settings = HubSettings(delivery_schedule_seconds=(0,), refused_give_up_seconds=3600)
+    metrics, cipher = HubMetrics(), SecretCipher(Fernet.generate_key())
+    deliverer = Deliverer(kept.database, settings, cipher, metrics, None)
+    kept.change(queued_at=time.time() - DAY)
+    [stored] = kept.deliveries()
+    found = deliverer._next(stored.webhook_id)
+    assert found is not None
+    due, webhook = found
+    with kept.database.write() as connection:
+        replay_delivery(connection, webhook.id, due.id)
+    with caplog.at_level("INFO", "pipeline.hub.webhooks.deliveries"):
+        deliverer._settle(due, webhook, attempt)
+    [stored] = kept.deliveries()
+    assert (stored.status, stored.attempt, stored.last_attempt_at) == ("pending", 0, None)
+    counted = metrics.deliveries.labels(result=result)._value.get()
+    assert (counted, said in caplog.text, "given up" in caplog.text) == (1, True, False)
+    with kept.database.read() as connection:
+        assert get_webhook(connection, webhook.id).status == "enabled"
 
 
 def test_a_poison_event_dies_alone(kept: Kept) -> None:

@@ -1,5 +1,6 @@
 """Checks the changes of a commit that comes over the API, before the commit is made."""
 
+import hashlib
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -136,9 +137,17 @@ def _check_batch(files: list[tuple[str, bytes]]) -> None:
         git(folder, "fast-import", "--quiet", stdin=b"".join(stream))
         complaints: list[str] = []
         git(folder, "fsck", "--no-dangling", may_exit_with=range(1, 256), complaints=complaints)
-    errors = [line.partition(": ")[2] for line in complaints if line.startswith("error in ")]
+    errors = [line for line in complaints if line.startswith("error in ")]
     if errors:
-        names = ", ".join(repr(path) for path, _ in files[:5])
-        raise BadRequest(
-            f"Git refuses {names} in a push: {'; '.join(errors[:5])}. Correct the file."
-        )
+        # A line is "error in blob <sha>: <reason>". If it is about a tree, no file has its sha, and
+        # each file may be the wrong one.
+        shas = {line.partition(": ")[0].rpartition(" ")[2] for line in errors}
+        wrong = [path for path, content in files if _sha(content) in shas]
+        names = ", ".join(repr(path) for path in (wrong or [path for path, _ in files])[:5])
+        reasons = "; ".join(line.partition(": ")[2] for line in errors[:5])
+        raise BadRequest(f"Git refuses {names} in a push: {reasons}. Correct the file.")
+
+
+def _sha(content: bytes) -> str:
+    """The sha that git gives to a file with this content."""
+    return hashlib.sha1(b"blob %d\0%b" % (len(content), content)).hexdigest()

@@ -1,6 +1,7 @@
 """What git does for a pull request: lists its commits, shows its difference, and merges it. Nothing
 here moves a ref. The caller moves the refs, and holds the repository's lock."""
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +12,18 @@ from pipeline.hub.git.process import git, git_beginning
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.tokens.auth import Signature
 
+logger = logging.getLogger(__name__)
+
 MAX_COMMITS = 250
 MAX_DIFF_BYTES = 1024 * 1024
 MAX_SECONDS = 30.0
 """How long git may take to compare or merge two commits. A merge holds the repository's lock."""
 _CUT = "\n[The difference is longer, and is cut here.]\n"
 _NOT_SHOWN = f"[The difference is not shown, because git needed more than {MAX_SECONDS:g} s.]\n"
+_FAILED = (
+    "[The difference is not shown, because git failed: the pull request may have no commit in "
+    "common with its branch. The hub's log has git's error.]\n"
+)
 _UNKNOWN_OPTION = re.compile(r"unknown option|usage: git merge-tree")
 
 
@@ -48,6 +55,9 @@ def difference(repository: Repository, base: str, head: str) -> str:
         )
     except TooSlow:
         return _NOT_SHOWN
+    except HubError as error:
+        logger.warning("the difference of a pull request is not shown: %s", error)
+        return _FAILED
     text = output[:MAX_DIFF_BYTES].decode(errors="replace")
     return text + _CUT if len(output) > MAX_DIFF_BYTES else text
 

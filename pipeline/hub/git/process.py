@@ -3,6 +3,7 @@ the user who started the hub."""
 
 import os
 import subprocess
+import tempfile
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -79,32 +80,41 @@ def is_disk_full(reason: str) -> bool:
 
 
 def git_beginning(folder: Path, *arguments: str, max_bytes: int, seconds: float) -> bytes:
-    """The first `max_bytes` bytes that `git` prints. Then git is ended. Empty if git fails before
-    it prints anything. Raises TooSlow, and ends git, if git needs more than `seconds`."""
-    process = subprocess.Popen(
-        ["git", f"--git-dir={folder}", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=git_environment({PLACE: str(folder)}),
-    )
-    assert process.stdout is not None
+    """The first `max_bytes` bytes that `git` prints. Then git is ended. Raises TooSlow, and ends
+    git, if git needs more than `seconds`. Raises HubError with git's own error text if git fails
+    before it has printed `max_bytes` bytes."""
     is_over = threading.Event()
+    # Git writes its errors to a file, because it would wait if nobody read a full pipe.
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            ["git", f"--git-dir={folder}", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=git_environment({PLACE: str(folder)}),
+        )
+        assert process.stdout is not None
 
-    def end() -> None:
-        is_over.set()
-        process.kill()
-
-    limit = threading.Timer(seconds, end)
-    limit.start()
-    with process:
-        try:
-            output = process.stdout.read(max_bytes)
-        finally:
-            limit.cancel()
+        def end() -> None:
+            is_over.set()
             process.kill()
+
+        limit = threading.Timer(seconds, end)
+        limit.start()
+        with process:
+            try:
+                output = process.stdout.read(max_bytes)
+                if len(output) < max_bytes:  # git has printed everything
+                    process.wait()
+            finally:
+                limit.cancel()
+                process.kill()
+        errors.seek(0)
+        reason = errors.read().decode(errors="replace").strip()
     if is_over.is_set():
         raise _too_slow(arguments[0], seconds)
+    if len(output) < max_bytes and process.returncode != 0:
+        raise HubError(f"git {arguments[0]} failed in {folder}: {reason}")
     return output
 
 

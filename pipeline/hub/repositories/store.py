@@ -236,7 +236,8 @@ class Repositories:
         try:
             yield
         except BaseException:
-            aside.rename(repository.folder)
+            if aside.exists():  # not if the folder was missing before
+                aside.rename(repository.folder)
             raise
         shutil.rmtree(aside, ignore_errors=True)
 

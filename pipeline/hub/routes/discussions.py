@@ -108,36 +108,35 @@ async def _list(request: Request, hub: Hub, name: RepositoryName) -> Response:
     have `type`, `status` and `author`: only the discussions that match them are listed."""
     query = request.query_params
     page = query_int(request, "p", 0, at_most=MAX_PAGE)
-    kinds = {None: None, "all": None, "discussion": False, "pull_request": True}
-    statuses: dict[str | None, tuple[Status, ...]] = {
-        None: (*OPEN, *CLOSED),
+    kinds = {"all": None, "discussion": False, "pull_request": True}
+    statuses: dict[str, tuple[Status, ...]] = {
         "all": (*OPEN, *CLOSED),
         "open": OPEN,
         "closed": CLOSED,
     }
-    if query.get("type") not in kinds or query.get("status") not in statuses:
-        raise BadRequest(
-            "The query has an unknown `type` or `status`: `type` must be discussion, pull_request "
-            "or all, and `status` must be open, closed or all."
-        )
+    type, status = query.get("type", "all"), query.get("status", "all")
+    for key, value, known in (("type", type, [*kinds]), ("status", status, [*statuses])):
+        if value not in known:
+            raise BadRequest(f"{key}={value!r}: choose one of {', '.join(known)}.")
 
     def read() -> Json:
         repository = hub.find(name)
         with hub.database.read() as connection:
-            found = list_discussions(
+            matching = list_discussions(
                 connection,
                 repository,
-                pull_requests=kinds[query.get("type")],
-                statuses=statuses[query.get("status")],
+                pull_requests=kinds[type],
                 author=query.get("author"),
             )
+        found = [one for one in matching if one.status in statuses[status]]
         start = page * PER_PAGE
         shown = [as_json(one, repository) for one in found[start : start + PER_PAGE]]
         return {
             "discussions": shown,
             "count": len(found),
             "start": start,
-            "numClosedDiscussions": 0,
+            # Also counts those that `status` leaves out.
+            "numClosedDiscussions": sum(one.status in CLOSED for one in matching),
         }
 
     return JSONResponse(await run_in_threadpool(read))

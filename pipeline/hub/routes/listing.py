@@ -184,6 +184,13 @@ def _card_at(repository: Repository, sha: str) -> Card:
     return read_card(repository.folder, readme.oid)
 
 
+def forget_cards() -> None:
+    """Empties the caches of cards. Called after a purge, because a card in them may be of a removed
+    commit."""
+    _card_at.cache_clear()
+    read_card.cache_clear()
+
+
 def _bytes_on_disk(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):

@@ -12,6 +12,7 @@ from pipeline.hub.repositories.garbage import Collected, collect_garbage
 from pipeline.hub.repositories.names import requested_name
 from pipeline.hub.repositories.purge import plan_purge, purge
 from pipeline.hub.repositories.store import Repository
+from pipeline.hub.routes.listing import forget_cards
 from pipeline.hub.service import hub_of
 from pipeline.hub.tokens.auth import identity_of
 
@@ -53,7 +54,9 @@ async def plan(request: Request) -> Response:
 
 
 async def remove(request: Request) -> Response:
-    return await _locked(request, purge)
+    answer = await _locked(request, purge)
+    forget_cards()
+    return answer
 
 
 async def _locked(request: Request, act: Callable[[Repository, str], Answer]) -> Response:

@@ -41,14 +41,14 @@ class OldSetting(BaseModel):
 
 async def show(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
     kind = _kind(request, name, rest)
-    if kind == "secret":
-        _may_change(request)
+    if kind == "secret":  # a reader may not see even the names of secrets
+        _check_writer(request)
     return JSONResponse(await run_in_threadpool(lambda: _listed(hub, hub.find(name), kind)))
 
 
 async def put(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
     kind = _kind(request, name, rest)
-    _may_change(request)
+    _check_writer(request)
     body = await read_json(request, NewSetting)
 
     def change(connection: Connection, space: Repository) -> None:
@@ -59,7 +59,7 @@ async def put(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[s
 
 async def remove(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
     kind = _kind(request, name, rest)
-    _may_change(request)
+    _check_writer(request)
     key = (await read_json(request, OldSetting)).key
 
     def change(connection: Connection, space: Repository) -> None:
@@ -97,7 +97,7 @@ def _kind(request: Request, name: RepositoryName, rest: Sequence[str]) -> Kind:
     return "secret" if request.url.path.rstrip("/").endswith("/secrets") else "variable"
 
 
-def _may_change(request: Request) -> None:
+def _check_writer(request: Request) -> None:
     identity = identity_of(request)
     require_a_person(identity, "secrets and variables of a Space")
     identity.require_write(f"{request.method} {request.url.path}")

@@ -66,13 +66,13 @@ class Identity:
 
     def require_write(self, what: str) -> None:
         """Raises Forbidden if the token may only read, and Unauthorized if there is no token.
-        `what` names the change in the message, such as "a push"."""
+        `what` names in the message what needs the role, such as "a push"."""
         if self.is_anonymous:
             raise Unauthorized(f"{what} needs a token: set HF_TOKEN, or run `pipeline env`.")
         if self.role != "write":
             raise Forbidden(
-                f"The token {self.token_name!r} may only read, and {what} is a change: use a token "
-                "with the role write."
+                f"The token {self.token_name!r} may only read, and {what} needs the role write: "
+                "use a token with this role."
             )
 
 

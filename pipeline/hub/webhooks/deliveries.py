@@ -194,11 +194,18 @@ class Deliverer:
                 turn = suspension.after_attempt(
                     connection, current, attempt, status, self._settings
                 )
-        result = "refused" if attempt.refused and status == "pending" else status
-        self._metrics.deliveries.labels(result="failed" if result == "pending" else result).inc()
+        # Not by the status alone: a delivery that was taken is pending if a person replayed it
+        # during the attempt.
+        if attempt.succeeded:
+            result = "delivered"
+        elif status == "pending":
+            result = "refused" if attempt.refused else "failed"
+        else:
+            result = status
+        self._metrics.deliveries.labels(result=result).inc()
         if turn is not None:
             logger.error(_TURNS[turn], webhook.id, webhook.target)
-        if status == "delivered":
+        if attempt.succeeded:
             self._metrics.delivery_seconds.observe(time.time() - due.queued_at)
             logger.info(
                 "delivery %s to %s: taken",

@@ -66,8 +66,6 @@ class Due:
     next_attempt_at: float
     replay_of: str | None = None
     is_probe: bool = False
-    status: DeliveryStatus = "pending"
-    """It can be `dead` only if this is a probe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,14 +155,14 @@ def _due(row: Row[tuple[object, ...]], probe_at: float | None = None) -> Due:
         next_attempt_at=row.next_attempt_at if probe_at is None else probe_at,
         replay_of=row.replay_of,
         is_probe=probe_at is not None,
-        status=row.status,
     )
 
 
 def settle(
     connection: Connection, due: Due, attempt: Attempt, settings: HubSettings
 ) -> DeliveryStatus:
-    """Stores how an attempt ended and plans the next one. Returns the state of the delivery."""
+    """Stores how an attempt ended and plans the next one. Returns the state of the delivery: `dead`
+    if it was deleted with its webhook during the attempt, because it is not sent again."""
     # If a person replayed the delivery during the attempt, it has another `queued_at` and starts
     # from the beginning. Then the end of this attempt does not change the delivery.
     this = table.c.id == due.id, table.c.queued_at == due.queued_at
@@ -177,15 +175,18 @@ def settle(
     }
     if due.is_probe and not attempt.succeeded:
         connection.execute(update(table).where(*this).values(ended))
-        return due.status
-    made = due.attempt if attempt.refused else due.attempt + 1
-    event, next_attempt_at = _plan(due, attempt, made, settings)
-    if attempt.refused and event == "given up":
-        made = 0  # `died_unheard` finds the delivery by this number
-    move_deliveries(
-        connection, event, *this, **ended, attempt=made, next_attempt_at=next_attempt_at
+    else:
+        made = due.attempt if attempt.refused else due.attempt + 1
+        event, next_attempt_at = _plan(due, attempt, made, settings)
+        if attempt.refused and event == "given up":
+            made = 0  # `died_unheard` finds the delivery by this number
+        move_deliveries(
+            connection, event, *this, **ended, attempt=made, next_attempt_at=next_attempt_at
+        )
+    stored: DeliveryStatus | None = connection.scalar(
+        select(table.c.status).where(table.c.id == due.id)
     )
-    return DELIVERY_MOVES[event].target
+    return stored or "dead"
 
 
 def _plan(
