@@ -146,6 +146,8 @@ def _check_services(home: Home, settings: Settings) -> Iterator[Finding]:
                 "the stack was killed, and the services that it started may still run",
                 "start the stack again: pipeline up (this first ends the services that still run)",
             )
+        else:
+            yield ok("stack", "no stack is up")
         try:
             services = services_of(settings)
         except PipelineError as error:
@@ -159,7 +161,6 @@ def _check_services(home: Home, settings: Settings) -> Iterator[Finding]:
                     "stop the program that uses the port, or set another port for the "
                     f"{service.name}: {service.port_setting}",
                 )
-        yield ok("stack", "no stack is up")
         return
     if (changed := stale_settings(home)) is not None:
         yield wrong("settings", changed, "pipeline down && pipeline up --detach")
