@@ -25,7 +25,8 @@ from pipeline.retrain.report import DataReport, report_on
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import DataSettings, is_git_url
 from pipeline.retrain.snapshot import DatasetHub, DatasetSource
-from pipeline.settings import PipelineSettings
+from pipeline.rules import branch_ref
+from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens
 
 UNCUT_LENGTH = 1 << 30
@@ -33,17 +34,19 @@ UNCUT_LENGTH = 1 << 30
 length, so all tokens of a row are counted."""
 
 
-def check_data(folder: Path | None, home: Home, pipeline: PipelineSettings | None) -> DataReport:
+def check_data(
+    folder: Path | None, home: Home, settings: Settings, pipeline: PipelineSettings | None
+) -> DataReport:
     """Read the files of `folder` as a job would read them from a commit. Raises PipelineError.
 
     If `folder` is None, there are two cases. If the working folder is in a git clone of the
     pipeline's dataset, read the files of this clone. Otherwise, read the newest commit of the
     branch that the pipeline follows.
     """
-    settings = pipeline.data if pipeline is not None else DataSettings()
+    reading = pipeline.data if pipeline is not None else DataSettings()
     bad: list[DataError] = []
-    with _files(folder, home, pipeline) as (root, files):
-        dataset = read_dataset(root, files, settings, bad.append)
+    with _files(folder, home, settings, pipeline) as (root, files):
+        dataset = read_dataset(root, files, reading, bad.append)
     # If rows are bad, do not also report that the dataset has no rows: the dataset may be empty
     # only because the bad rows were left out.
     if not bad:
@@ -52,7 +55,7 @@ def check_data(folder: Path | None, home: Home, pipeline: PipelineSettings | Non
         except DataError as error:
             bad.append(error)
     bases_dir = home.bases_dir / pipeline.name if pipeline is not None else None
-    held_out_digests = held_out_now(bases_dir, dataset, settings)
+    held_out_digests = held_out_now(bases_dir, dataset, reading)
     rows = [row for row in dataset.train if row.digest not in held_out_digests]
     held_out = [
         *dataset.held_out,
@@ -74,7 +77,7 @@ def check_data(folder: Path | None, home: Home, pipeline: PipelineSettings | Non
 
 @contextmanager
 def _files(
-    folder: Path | None, home: Home, pipeline: PipelineSettings | None
+    folder: Path | None, home: Home, settings: Settings, pipeline: PipelineSettings | None
 ) -> Iterator[tuple[Path, Sequence[str]]]:
     """Yields a folder, and the files in it that belong to the dataset. In a folder of the user,
     these are the files that a commit of the complete folder would contain."""
@@ -91,20 +94,22 @@ def _files(
             "pipeline data check FOLDER"
         )
     with tempfile.TemporaryDirectory() as temporary:
-        source = _source(home, pipeline, Path(temporary))
-        ref = pipeline.ref if pipeline.ref.startswith("refs/") else f"refs/heads/{pipeline.ref}"
-        revision = source.download(source.head(ref))
+        source = _source(home, settings, pipeline, Path(temporary))
+        revision = source.download(source.head(branch_ref(pipeline)))
         yield revision.folder, (*revision.files, *revision.others)
 
 
-def _source(home: Home, pipeline: PipelineSettings, cache_dir: Path) -> DatasetSource:
-    if pipeline.dataset_endpoint == "hub":
+def _source(
+    home: Home, settings: Settings, pipeline: PipelineSettings, cache_dir: Path
+) -> DatasetSource:
+    other_hub = settings.other_hub(pipeline)
+    if other_hub is None:
         return GitDataset(_address(home, pipeline), cache_dir)
     token = own_token(os.environ, load_tokens(home.tokens_file).hub)
     return DatasetHub(
         pipeline.dataset,
         cache_dir,
-        endpoint=pipeline.dataset_endpoint,
+        endpoint=other_hub,
         token=token or False,
         token_source="HF_TOKEN, or the token of `hf auth login`",
     )

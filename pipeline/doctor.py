@@ -21,7 +21,7 @@ from pipeline.moved_datasets import moved_datasets, moved_message, moved_next_st
 from pipeline.other_hubs import check_webhooks_at_other_hubs
 from pipeline.paths import Home
 from pipeline.probes import health, liveness, port_fault
-from pipeline.sealed_secrets import lost_secrets
+from pipeline.sealed_secrets import check_secrets
 from pipeline.services import services_of
 from pipeline.settings import Settings
 from pipeline.stack_record import read_stack, stale_settings
@@ -109,10 +109,9 @@ def _check_secrets(home: Home, settings: Settings) -> Iterator[Finding]:
         key = load_tokens(home.tokens_file).key
     except PipelineError:
         return  # `_check_state_folder` has already reported this error
-    lost = list(lost_secrets(home, settings, key))
-    for each in lost:
-        yield wrong("secrets", each.message, f"{each.next_step}; or restore the old tokens.json")
-    if not lost:
+    found = list(check_secrets(home, settings, key))
+    yield from found
+    if not found:
         yield ok("secrets", "the key in tokens.json decrypts the secrets of webhooks and jobs")
 
 
@@ -147,6 +146,8 @@ def _check_services(home: Home, settings: Settings) -> Iterator[Finding]:
                 "the stack was killed, and the services that it started may still run",
                 "start the stack again: pipeline up (this first ends the services that still run)",
             )
+        else:
+            yield ok("stack", "no stack is up")
         try:
             services = services_of(settings)
         except PipelineError as error:
@@ -160,7 +161,6 @@ def _check_services(home: Home, settings: Settings) -> Iterator[Finding]:
                     "stop the program that uses the port, or set another port for the "
                     f"{service.name}: {service.port_setting}",
                 )
-        yield ok("stack", "no stack is up")
         return
     if (changed := stale_settings(home)) is not None:
         yield wrong("settings", changed, "pipeline down && pipeline up --detach")

@@ -1,16 +1,18 @@
-"""Finds secrets of webhooks and of waiting jobs that the key in `tokens.json` (or in
-`PIPELINE_SECRET_KEY`) cannot decrypt. Such a secret is lost, unless somebody restores the old
-key."""
+"""A check of `pipeline doctor`: finds secrets of webhooks and of waiting jobs that the key in
+`tokens.json` (or in `PIPELINE_SECRET_KEY`) cannot decrypt. Such a secret is lost, unless somebody
+restores the old key."""
 
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from cryptography.fernet import Fernet, InvalidToken
 
-from jobs.errors import JobError
+from jobs.errors import JobError, OlderSchema
+from pipeline.findings import Finding, ok, wrong
+from pipeline.hub.database import SCHEMA_REVISION, check_schema
+from pipeline.hub.errors import HubError
 from pipeline.job_store import reading_jobs
 from pipeline.paths import Home
 from pipeline.settings import Settings
@@ -18,33 +20,40 @@ from pipeline.subscriptions import ROUTE
 
 CAUSE = "encrypted with another key (tokens.json was replaced, or PIPELINE_SECRET_KEY has changed)"
 
-
-@dataclass(frozen=True)
-class LostSecret:
-    message: str
-    next_step: str
+_CHECK = "secrets"
 
 
-def lost_secrets(home: Home, settings: Settings, key: str) -> Iterator[LostSecret]:
-    """The lost secrets in the hub's database and in the job store. This function does not change
-    these databases. If one of them cannot be read, its secrets are left out."""
+def check_secrets(home: Home, settings: Settings, key: str) -> Iterator[Finding]:
+    """Checks whether the key decrypts the secrets in the hub's database and in the job store. This
+    function does not change these databases. Yields nothing if the key decrypts all secrets."""
     try:
         fernet = Fernet(key)
     except ValueError:
+        yield wrong(
+            _CHECK,
+            f"the key in {home.tokens_file} is not a Fernet key, so it decrypts no secret",
+            "restore tokens.json from a backup, or delete it to get new tokens; without the old "
+            "key, the secrets in the databases are lost",
+        )
         return
     yield from _lost_webhook_secrets(home, fernet)
     yield from _lost_job_secrets(home, settings, fernet)
 
 
-def _lost_webhook_secrets(home: Home, fernet: Fernet) -> Iterator[LostSecret]:
+def _lost_webhook_secrets(home: Home, fernet: Fernet) -> Iterator[Finding]:
     database = home.hub_dir / "hub.sqlite"
-    if not database.exists():
-        return
     query = "SELECT id, url, job_id, encrypted_secret, encrypted_secrets FROM webhooks"
     try:
+        schema = check_schema(database)
+        if schema is None:
+            return  # the hub was never started
+        if schema != SCHEMA_REVISION:
+            yield _not_checked("webhooks", "the hub's database")
+            return
         with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
             rows = connection.execute(query).fetchall()
-    except sqlite3.Error:
+    except (HubError, sqlite3.Error) as error:
+        yield _not_read("webhooks", "the hub's database", error)
         return
     for id, url, job_id, secret, variables in rows:
         options = [] if _can_decrypt(fernet, secret) else ["--secret …"]
@@ -56,24 +65,47 @@ def _lost_webhook_secrets(home: Home, fernet: Fernet) -> Iterator[LostSecret]:
         if urlsplit(url).path == ROUTE:
             step = "restart the stack to set it again: pipeline down && pipeline up --detach"
         target = url or f"job {job_id}"
-        yield LostSecret(
+        yield _lost(
             f"webhook {id} to {target} delivers nothing, because its secret was {CAUSE}", step
         )
 
 
-def _lost_job_secrets(home: Home, settings: Settings, fernet: Fernet) -> Iterator[LostSecret]:
+def _lost_job_secrets(home: Home, settings: Settings, fernet: Fernet) -> Iterator[Finding]:
     try:
         with reading_jobs(settings, home) as store:
             waiting = [] if store is None else [*store.list(state="SCHEDULING")]
-    except JobError:
+    except OlderSchema:
+        yield _not_checked("jobs", "the job database")
+        return
+    except JobError as error:
+        yield _not_read("jobs", "the job database", error)
         return
     for job in waiting:
         sealed = job.spec.sealed_env
         if sealed is not None and not _can_decrypt(fernet, sealed.encode()):
-            yield LostSecret(
+            yield _lost(
                 f"{job.id} cannot start, because its secrets were {CAUSE}",
                 f"pipeline jobs cancel {job.id}, then submit the job again with its secrets",
             )
+
+
+def _lost(message: str, next_step: str) -> Finding:
+    return wrong(_CHECK, message, f"{next_step}; or restore the old tokens.json")
+
+
+def _not_checked(owners: str, database: str) -> Finding:
+    return ok(
+        _CHECK,
+        f"those of {owners} are checked only after the next start, which upgrades {database}",
+    )
+
+
+def _not_read(owners: str, database: str, error: Exception) -> Finding:
+    return wrong(
+        _CHECK,
+        f"the secrets of {owners} are not checked, because {database} cannot be read: {error}",
+        "upgrade hotpush, or restore a backup",
+    )
 
 
 def _can_decrypt(fernet: Fernet, sealed: bytes | None) -> bool:

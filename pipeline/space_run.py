@@ -75,22 +75,26 @@ def run_app(
     if _listens(port):
         raise PipelineError(f"port {port} on {HOST} is in use; choose another one with --port")
     stopped_by: list[int] = []
-    app = subprocess.Popen(
-        [sys.executable, str(file.resolve())],
-        cwd=file.parent,
-        env=dict(variables),
-        # Give the app its own session. Otherwise Ctrl-C would reach it twice: from the terminal and
-        # from `stop` below.
-        start_new_session=True,
-        preexec_fn=end_with_parent(os.getpid()) if sys.platform == "linux" else None,
-    )
+    app: subprocess.Popen[bytes] | None = None
 
     def stop(number: int, _frame: FrameType | None) -> None:
         stopped_by.append(number)
-        app.send_signal(signal.SIGTERM)
+        if app is not None:
+            app.terminate()
 
     before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
+        app = subprocess.Popen(
+            [sys.executable, str(file.resolve())],
+            cwd=file.parent,
+            env=dict(variables),
+            # Give the app its own session. Otherwise Ctrl-C would reach it twice: from the terminal
+            # and from `stop` above.
+            start_new_session=True,
+            preexec_fn=end_with_parent(os.getpid()) if sys.platform == "linux" else None,
+        )
+        if stopped_by:  # the signal came before `stop` knew the app
+            app.terminate()
         is_ready = False
         while app.poll() is None:
             if not is_ready and _listens(port):
@@ -100,8 +104,9 @@ def run_app(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        app.kill()
-        app.wait()
+        if app is not None:
+            app.kill()
+            app.wait()
     return 0 if stopped_by else app.returncode
 
 

@@ -89,8 +89,8 @@ class Stack:
         the service and the seconds since the service was started.
 
         Raises PipelineError if another stack uses the state folder, if a port is in use, or if a
-        child ends or does not answer in time. Before it raises an error, it stops the children that
-        it has started.
+        child ends, answers that it must be restarted, or does not answer in time. Before it raises
+        an error, it stops the children that it has started.
         """
         self._home.root.mkdir(parents=True, exist_ok=True)
         try:
@@ -242,7 +242,12 @@ class Stack:
         process = self._processes[service.name]
         began = self._started_at[service.name]
         next_report_at = began + PROGRESS_SECONDS
-        while self._probes[service.name](PROBE_INTERVAL_SECONDS) == "silent":
+        while (answer := self._probes[service.name](PROBE_INTERVAL_SECONDS)) != "works":
+            if answer == "dead":
+                raise PipelineError(
+                    f"{service.name} answered while starting that it must be restarted; its log: "
+                    f"{self._home.log_file(service.name)}"
+                )
             if process.poll() is not None:
                 raise PipelineError(
                     f"{service.name} ended with {_describe_exit(process.returncode)} while "

@@ -36,7 +36,7 @@ def check(
 
     settings = load_settings()
     chosen = settings.pipeline(pipeline) if settings.pipelines or pipeline else None
-    report = check_data(folder, Home.find(), chosen)
+    report = check_data(folder, Home.find(), settings, chosen)
     if as_json:
         print(report.model_dump_json())
     else:

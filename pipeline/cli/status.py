@@ -274,13 +274,16 @@ def _suspended_webhooks(home: Home, settings: Any) -> list[dict[str, Any]]:
 def _newest_commit(home: Home, settings: Any, pipeline: Any) -> str | None:
     """The newest commit of the branch that the pipeline follows. None if the branch has no commit,
     or if the hub does not answer."""
+    from urllib.parse import quote
+
     import httpx
 
     from pipeline.tokens import load_tokens
 
+    ref = quote(pipeline.ref, safe="")  # it may contain a character that ends the path, such as #
     try:
         response = httpx.get(
-            f"{settings.hub_url}/api/datasets/{pipeline.dataset}/revision/{pipeline.ref}",
+            f"{settings.hub_url}/api/datasets/{pipeline.dataset}/revision/{ref}",
             headers={"Authorization": f"Bearer {load_tokens(home.tokens_file).hub}"},
             timeout=5,
             trust_env=False,

@@ -5,6 +5,7 @@ The record `checkpoint.json` names the file that holds the state. The file is co
 record is written.
 """
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,15 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from jobs.temporary_failures import is_temporary
 from pipeline.retrain import job_folder
 from pipeline.retrain.errors import TrainError
 from serving.weights.atomic_file import REPLACING, atomic_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 
 class Checkpoint(BaseModel):
@@ -76,7 +80,7 @@ def set_weights(model: "PreTrainedModel", weights: dict[str, Tensor]) -> None:
 def save(job_dir: Path, checkpoint: Checkpoint, state: State) -> None:
     """Write the state file, then the record that names it. Then remove the older state file.
 
-    Raises TrainError if the state file cannot be written. The last checkpoint then stays valid.
+    Raises TrainError if one of the files cannot be written. The last checkpoint then stays valid.
     """
     path = job_dir / checkpoint.file
     path.parent.mkdir(exist_ok=True)
@@ -87,22 +91,30 @@ def save(job_dir: Path, checkpoint: Checkpoint, state: State) -> None:
     try:
         with atomic_file(path) as file:
             torch.save(state, file)
+        job_folder.write_record(job_dir / job_folder.CHECKPOINT, checkpoint)
     except (OSError, RuntimeError) as error:
         raise TrainError(
             f"the checkpoint {path} could not be written ({error}); is there space on its disk?"
         ) from error
-    job_folder.write_record(job_dir / job_folder.CHECKPOINT, checkpoint)
     for other in path.parent.iterdir():
         if other != path:
             other.unlink()
 
 
 def load(job_dir: Path) -> tuple[Checkpoint, State] | None:
-    """The last checkpoint of this job and its state. None if there is no readable checkpoint."""
+    """The last checkpoint of this job and its state. None if there is no readable checkpoint: the
+    training then starts again. Raises a temporary error, such as MemoryError."""
     checkpoint = job_folder.read_record(job_dir / job_folder.CHECKPOINT, Checkpoint)
     if checkpoint is None or not (job_dir / checkpoint.file).is_file():
         return None
-    state: State = torch.load(job_dir / checkpoint.file, weights_only=True, map_location="cpu")
+    path = job_dir / checkpoint.file
+    try:
+        state: State = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # for damaged bytes, torch and pickle raise errors of many kinds
+        if is_temporary(error):
+            raise  # the next attempt of the job can read the checkpoint
+        logger.warning("%s cannot be read, so this training starts again: %r", path, error)
+        return None
     return checkpoint, state
 
 

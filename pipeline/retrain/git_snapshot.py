@@ -53,7 +53,7 @@ class GitDataset:
             for folder in self._revisions_dir.iterdir():
                 if folder.name not in shas:
                     shutil.rmtree(folder)
-        self._large_files.forget_unused()
+        self._large_files.forget_unused(self._revisions_dir)
 
     def _fetch(self, sha: str) -> None:
         if not self._repository.is_dir():

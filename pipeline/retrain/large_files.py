@@ -7,6 +7,7 @@ from the address of the repository. The repository's file `.lfsconfig` is ignore
 make this machine connect to any server.
 """
 
+import filecmp
 import hashlib
 import os
 import shutil
@@ -53,11 +54,12 @@ class LargeFiles:
         for file, pointer in pointers.items():
             _replace(folder / file, self._path(pointer.oid))
 
-    def forget_unused(self) -> None:
-        """Remove the cached files that no downloaded revision uses any more. A revision uses a
-        cached file through a hard link, so an unused file has only one link."""
+    def forget_unused(self, revisions_dir: Path) -> None:
+        """Remove the cached files that no revision in `revisions_dir` uses any more. A revision
+        uses a cached file through a hard link, or has a copy of it if the file system has no
+        links."""
         for path in self._cache_dir.glob("??/*"):
-            if path.stat().st_nlink == 1:
+            if path.stat().st_nlink == 1 and not _has_copy(revisions_dir, path):
                 path.unlink()
 
     def _path(self, oid: str) -> Path:
@@ -197,6 +199,12 @@ def _replace(path: Path, content: Path) -> None:
     except OSError:
         shutil.copyfile(content, draft)
     draft.replace(path)
+
+
+def _has_copy(folder: Path, content: Path) -> bool:
+    """Whether a file in `folder` has the same content. `filecmp.cmp` reads only files of the same
+    size."""
+    return any(path.is_file() and filecmp.cmp(path, content) for path in folder.rglob("*"))
 
 
 def _origin(url: str) -> tuple[str, str, int | None]:

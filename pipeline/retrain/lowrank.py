@@ -72,7 +72,9 @@ class LowRank(nn.Module):
 def low_rank(model: "PreTrainedModel", plan: TrainingPlan, rank: int) -> Iterator[None]:
     """Inside, the layers that `chosen_layers` returns have matrices of `rank`, and nothing else in
     `model` can be trained. At the end, the matrices are merged into the weights of the layers. With
-    rank 0, `model` is not changed, and all its weights are trained."""
+    rank 0, `model` is not changed, and all its weights are trained.
+
+    If the training fails, the matrices stay in `model`, because nobody uses it any more."""
     if rank == 0:
         yield
         return
@@ -160,7 +162,8 @@ def _inputs(
     hooks = [layer.register_forward_pre_hook(record(name)) for name, layer in layers.items()]
     model.eval()
     # Compute one block at a time. In a batch of several blocks, the shorter blocks would be padded,
-    # and the inputs of the padding would be recorded too.
+    # and the inputs of the padding would be recorded too. If each sequence gets a row of its own, a
+    # little padding is still recorded: 5 tokens beside 2,061 of rows with 20 to 200 tokens.
     lengths = [len(each.token_ids) for each in sample]
     is_padded = layout_of(model) in MIN_FILLED
     for block in pack(lengths, max([BLOCK_TOKENS * (not is_padded), *lengths])):

@@ -24,9 +24,9 @@ from pipeline.retrain.tokens import TokenSequence
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MIN_TOKENS = 8
-"""A row is judged only if it has more tokens than this. In a shorter row, even an honest fact may
-look random."""
+MIN_TOKENS = 9
+"""A row is judged only if it has at least this many tokens. In a shorter row, even an honest fact
+may look random."""
 
 
 def count_noise(
@@ -36,7 +36,7 @@ def count_noise(
 
     beside: the rows in which pairs of neighbouring tokens are counted. They include `found`.
     """
-    judged = [_whole(sequence) for sequence in found if len(sequence.token_ids) > MIN_TOKENS]
+    judged = [_whole(sequence) for sequence in found if len(sequence.token_ids) >= MIN_TOKENS]
     both = [(sequence, scrambled(sequence)) for sequence in judged]
     movable = [(sequence, moved) for sequence, moved in both if moved is not None]
     ordered = row_losses(model, [sequence for sequence, _ in movable])

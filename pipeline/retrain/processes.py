@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 ERROR = ".train-error"
 """A file in the job's folder: the message of the error that stopped the processes."""
 _ATTEMPTS = 3
-STARTED_BY = "RETRAINSTARTED_BY"
+STARTED_BY = "RETRAIN_STARTED_BY"
 """An environment variable for the processes: the pid of the process that started them. When that
 process ends, they end too."""
 

@@ -47,7 +47,7 @@ def test_it_shows_the_output_and_passes_the_exit_code_on(tmp_path: Path) -> None
     ("options", "reason"),
     [
         (("--mode", "full"), "work only for a retraining"),
-        (("--payload", "push.json", "--revision", "main"), "leave out --payload"),
+        (("--payload", "push.json", "--revision", "main"), "leave out one of these options"),
     ],
 )
 def test_options_that_a_command_does_not_follow_are_refused(

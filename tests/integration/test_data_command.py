@@ -126,3 +126,20 @@ def test_tokens_are_counted_with_the_tokenizer_of_the_base_model(clone: Path) ->
     out = CliRunner().invoke(app, ["data", "check", str(clone)]).output
     assert "longer than 256 tokens (max_length under [pipelines.train])" in out
     assert out.endswith("a part is not learned, 1 row: long.jsonl, line 1\n")
+
+
+def test_the_url_of_the_stacks_own_hub_is_that_hub(
+    clone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing listens there, and nothing need: the repository is read on this disk."""
+    monkeypatch.setenv("PIPELINE_HUB__PORT", "9")
+    settings = clone.parent / "project" / "pipeline.toml"
+    address = (clone.parent / "faq.git").as_uri()
+    own = 'local/faq"\ndataset_endpoint = "http://127.0.0.1:9'
+    settings.write_text(settings.read_text().replace(address, own))
+    refused = CliRunner().invoke(app, ["data", "check"])
+    assert "there is no dataset local/faq in" in str(refused.exception)
+    folder = settings.parent / ".pipeline" / "hub" / "repos" / "datasets" / "local"
+    folder.mkdir(parents=True)
+    git(folder, "clone", "--bare", address, "faq.git")
+    assert CliRunner().invoke(app, ["data", "check"]).output == EXPECTED

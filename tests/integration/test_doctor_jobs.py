@@ -11,7 +11,7 @@ from prometheus_client import start_http_server
 
 from jobs.launchers.process import identify
 from jobs.store import JobStore
-from pipeline import doctor_jobs
+from pipeline import doctor, doctor_jobs
 from pipeline.findings import Finding
 from pipeline.paths import Home
 from pipeline.runner_metrics import RunnerMetrics
@@ -102,3 +102,14 @@ def test_a_taken_metrics_port(home: Home, tmp_path: Path) -> None:
             server.shutdown()
             server.server_close()
             thread.join()
+
+
+def test_a_killed_stack_is_not_also_said_to_be_well(home: Home) -> None:
+    def found() -> list[str]:
+        told = doctor._check_services(home, load_settings())
+        return [each.message for each in told if each.check == "stack"]
+
+    assert found() == ["no stack is up"]
+    home.stack_file.write_text("{}")
+    [message] = found()
+    assert message.startswith("the stack was killed")

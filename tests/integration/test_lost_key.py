@@ -1,6 +1,7 @@
 """`tokens.json` was written anew: what repairs itself, and what is named."""
 
 import json
+import sqlite3
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from cryptography.fernet import Fernet
 from jobs.sealed import seal
 from jobs.spec import JobSpec
 from pipeline.doctor import examine
+from pipeline.findings import Finding
+from pipeline.hub.database import open_database
 from pipeline.job_store import open_job_store
 from pipeline.paths import Home
 from pipeline.settings import Settings, load_settings
@@ -47,8 +50,12 @@ def told(hub: RunningHub, receiver_url: str, monkeypatch: pytest.MonkeyPatch) ->
     return load_settings()
 
 
+def told_of_secrets(home: Home, settings: Settings) -> list[Finding]:
+    return [each for each in examine(home, settings) if each.check == "secrets"]
+
+
 def faults(home: Home, settings: Settings) -> dict[str, str]:
-    found = [each for each in examine(home, settings) if each.check == "secrets"]
+    found = told_of_secrets(home, settings)
     return {each.message: each.next_step or "" for each in found if each.level == "wrong"}
 
 
@@ -118,3 +125,34 @@ def test_secrets_that_only_a_person_knows_are_named(
             hub.api.update_webhook(copies.id, job_id=source.id, secrets={"A": "1"}, watched=[])
         store.cancel(waiting.id)
         assert faults(home, settings) == {}
+
+
+@pytest.mark.parametrize("owners", ["webhooks", "jobs"])
+def test_a_database_that_cannot_be_read_is_not_said_to_be_well(home: Home, owners: str) -> None:
+    new_tokens(home)
+    file = {"webhooks": home.hub_dir / "hub.sqlite", "jobs": home.jobs_database}[owners]
+    file.parent.mkdir()
+    file.write_bytes(b"no database " * 500)
+    [found] = told_of_secrets(home, load_settings())
+    assert found.level == "wrong"
+    assert f"the secrets of {owners} are not checked, because" in found.message
+    assert found.next_step == "upgrade hotpush, or restore a backup"
+
+
+def test_secrets_in_an_older_database_are_checked_only_after_its_upgrade(home: Home) -> None:
+    new_tokens(home)
+    home.hub_dir.mkdir()
+    database = home.hub_dir / "hub.sqlite"
+    open_database(database).close()
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '0001'")
+        connection.commit()
+    [found] = told_of_secrets(home, load_settings())
+    assert (found.level, "only after the next start" in found.message) == ("ok", True)
+
+
+def test_a_key_that_is_none_is_told(home: Home) -> None:
+    tokens = new_tokens(home).model_copy(update={"key": "short"})
+    home.tokens_file.write_text(tokens.model_dump_json())
+    [found] = told_of_secrets(home, load_settings())
+    assert found.message.endswith("tokens.json is not a Fernet key, so it decrypts no secret")

@@ -16,6 +16,7 @@ import pytest
 from huggingface_hub import metadata_load
 from huggingface_hub.errors import RepositoryNotFoundError
 
+from pipeline import space_run
 from pipeline.tokens import Tokens, load_tokens
 from tests.hub_fixtures import RunningHub, running_hub
 from tests.ports import free_port
@@ -178,6 +179,24 @@ def test_the_app_runs_here_as_in_a_space(
         assert process.wait(30) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(url)
+
+
+def test_a_signal_that_comes_while_the_app_is_started_stops_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Signalled(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    (tmp_path / "app.py").write_text("import sys, time\ntime.sleep(5)\nsys.exit(3)\n")
+    monkeypatch.setattr(subprocess, "Popen", Signalled)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        code = space_run.run_app(tmp_path / "app.py", os.environ, free_port(), lambda: None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert code == 0
 
 
 def test_a_folder_runs_with_the_secret_of_a_file(stack: Stack, tmp_path: Path) -> None:

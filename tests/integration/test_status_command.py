@@ -221,3 +221,16 @@ def test_a_revision_that_is_not_there_is_told_from_a_dataset_that_is_empty(
         "deadbeef"
     )
     assert "push" in refused(None) and "--revision" not in refused(None)
+
+
+@pytest.mark.parametrize("branch", ["rows/of-may", "rows#2", "rows%41"])
+def test_the_newest_commit_of_a_branch_of_any_name(
+    hub: RunningHub, tmp_path: Path, branch: str
+) -> None:
+    remote, worktree = hub.create_dataset("local/facts"), tmp_path / "facts"
+    hub.git("clone", "--quiet", remote, str(worktree), cwd=tmp_path)
+    hub.git("commit", "--quiet", "--allow-empty", "-m", "words", cwd=worktree)
+    hub.git("push", "--quiet", "origin", f"HEAD:refs/heads/{branch}", cwd=worktree)
+    Path(os.environ["PIPELINE_SETTINGS"]).write_text(PIPELINE + f'ref = "{branch}"\n')
+    [facts] = json.loads(pipeline("status", "--json"))["pipelines"]
+    assert facts["dataset_head"] == hub.git("rev-parse", "HEAD", cwd=worktree).strip()

@@ -1,5 +1,6 @@
 """The training loop on a few thousand weights: its steps, when it ends, what it keeps."""
 
+import errno
 import itertools
 from collections import Counter
 from contextlib import AbstractContextManager
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from jobs.temporary_failures import is_temporary
 from pipeline.retrain import train as loop
 from pipeline.retrain.checkpoint import Checkpoint, copy_weights
 from pipeline.retrain.errors import TrainError
@@ -304,6 +306,31 @@ def test_a_step_without_memory_is_taken_again_with_less_and_then_says_what_to_lo
     failures = iter([torch.OutOfMemoryError("2 GiB")] * 2)
     with pytest.raises(TrainError, match=r"lower `train.micro_batch_tokens` .*2 GiB"):
         learn(tmp_path / "none", rate=1e-2)
+
+
+def test_a_record_that_finds_no_room_is_a_temporary_error_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pipeline.retrain.job_folder.write_record", full)
+    with pytest.raises(TrainError, match=r"could not be written .*No space left") as raised:
+        run(tmp_path, plan_of(rows(4)))
+    assert is_temporary(raised.value)
+
+
+@pytest.mark.parametrize("kept", [0, 100, -100])
+def test_a_training_whose_checkpoint_is_damaged_starts_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: int
+) -> None:
+    done, first = run(tmp_path, plan_of(rows(4)))
+    file = tmp_path / done.file
+    file.write_bytes(file.read_bytes()[:kept])
+    again, both = run(tmp_path, plan_of(rows(4)))
+    assert again == done
+    assert [each.step for each in both] == 2 * [each.step for each in first]
+    assert f"{file} cannot be read, so this training starts again" in caplog.text
 
 
 @pytest.mark.gpu

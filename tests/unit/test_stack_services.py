@@ -1,4 +1,4 @@
-"""What a stack refuses before it starts anything."""
+"""What a stack refuses before it starts anything, and while it starts."""
 
 import socket
 from pathlib import Path
@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import PipelineError
+from pipeline.paths import Home
 from pipeline.services import Service, check_port, services_of
 from pipeline.settings import load_settings
+from pipeline.stack import Stack
+from tests.ports import free_port
 
 
 @pytest.mark.parametrize("table", ["serving", "receiver"])
@@ -68,3 +71,14 @@ def test_one_port_is_not_given_to_two(
     with pytest.raises(PipelineError) as refused:
         services_of(load_settings())
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_a_service_that_must_be_restarted_is_not_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
+    monkeypatch.setattr("pipeline.stack.http_probe", lambda url: lambda seconds: "dead")
+    url = f"http://127.0.0.1:{free_port()}"
+    stack = Stack(Home(tmp_path), [Service(name="hub", arguments=("--help",), url=url)])
+    with pytest.raises(PipelineError, match=r"hub answered .* must be restarted; its log: .*hub"):
+        stack.start()
