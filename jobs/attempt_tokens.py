@@ -29,7 +29,8 @@ def job_of_token(token: str, store: JobReader, key: bytes) -> Job | None:
     """The running job whose current attempt has this token. None if the token is wrong, if it
     belongs to an earlier attempt, or if the job has ended.
 
-    A process of an earlier attempt may still be alive, but its token is no longer valid.
+    A process of an earlier attempt may still be alive, but the token of this process is no longer
+    valid.
     """
     match = _TOKEN.fullmatch(token)
     if match is None:

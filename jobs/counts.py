@@ -3,7 +3,7 @@
 The *new weights* are the result of the job. The job compares them with the *old weights*: the
 weights of the parent release, or of the base model if there is no parent. The parent is normally
 the served release. But if another release waits to be served when the job starts, that release is
-the parent. A damaged release is never the parent; an older release takes its place.
+the parent. A damaged release is never the parent; an older undamaged release takes its place.
 """
 
 from pydantic import BaseModel, ConfigDict
@@ -14,7 +14,8 @@ class Counts(BaseModel):
 
     Weights say an answer if the model with these weights predicts the tokens of the answer. The
     model predicts each token from all earlier tokens of the row. If the answer has up to 64 tokens,
-    the model must predict all of them correctly. If the answer is longer, 90 % are enough."""
+    the model must predict every token correctly. If the answer is longer, 90 % of its tokens are
+    enough."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 

@@ -28,14 +28,15 @@ _THREAD_VARIABLES = (
 SHORT_SPINS = {"GOMP_SPINCOUNT": "3000"}
 """Limits how long a thread of PyTorch waits for other threads in a busy loop before it sleeps.
 
-OpenMP's default is a hundred times longer. If another program computes on the same cores, such long
-busy waits slow down both programs: the waiting threads occupy cores that other threads need for
-their work.
+By default, OpenMP lets a thread wait a hundred times longer. If another program computes on the
+same cores, such long busy waits slow down both programs: the waiting threads occupy cores that the
+working threads need.
 """
 
 
 def thread_variables(num_threads: int) -> dict[str, str]:
-    """Numeric libraries read their number of threads from these variables when they are loaded."""
+    """The variables that set the number of threads of numeric libraries. A library reads its
+    variable when the library is loaded."""
     return dict.fromkeys(_THREAD_VARIABLES, str(num_threads))
 
 

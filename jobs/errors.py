@@ -3,7 +3,7 @@
 JobError                   the base class; the message is for a person
 ├── JobNotFound            no job has this id
 ├── PendingJob             the pipeline already has a pending job that was submitted by hand
-├── LeaseLost              this runner must leave the job alone: its lease of the job has ended
+├── LeaseLost              this runner no longer has the lease, so it must leave the job alone
 ├── IllegalTransition      the job's state does not allow this change
 ├── LaunchError            a launcher could not start the command
 │   └── SealBroken         the encrypted variables of the job cannot be decrypted
@@ -16,7 +16,8 @@ The docstring of the package `jobs` explains terms such as pending and lease.
 
 
 class JobError(Exception):
-    """An error about jobs. The message names the value, the cause and what to do."""
+    """An error about jobs. The message says which job or setting it is about and what is wrong.
+    Most messages also say what to do."""
 
 
 class JobNotFound(JobError):

@@ -28,9 +28,9 @@ LOG = "log.txt"
 PROCESS = "process.json"
 """The leader writes this file: the number of the attempt, and the leader's pid and start time."""
 EXIT = "exit.json"
-"""The leader writes this file when the command has ended: the number of the attempt, the command's
-exit code, and the error if the command could not be started. The runner reads the exit code from
-this file, because the system reports the exit code only to the leader."""
+"""The leader writes this file when the command has ended or could not be started: the number of the
+attempt, the exit code and, if the command could not be started, the error. The runner reads the
+exit code from this file, because the system reports the exit code only to the leader."""
 LOCK = ".lock"
 """The leader holds a lock on this file, so that two attempts of a job never run at the same time.
 """

@@ -20,9 +20,13 @@ TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
 }
 """State → the states that may follow it. A job is pending while its state is SCHEDULING.
 
-Between two attempts, a job stays RUNNING and does not become pending again. A pending job absorbs
-later pushes, but a job that has started cannot absorb them, because it has already read its spec.
+Between two attempts, a job stays RUNNING. It must not become pending again, because a pending job
+absorbs later pushes. A job that has started cannot absorb pushes, because it has already read its
+spec.
 """
+
+OPEN_STATES = tuple(state for state, following in TRANSITIONS.items() if following)
+"""The states of jobs that have not ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,21 +39,21 @@ class Job:
     state: JobState
     spec: JobSpec
     payload: dict[str, Any] | None
-    """The payload of the webhook's delivery. A retraining that was submitted by hand has the
-    payload that the person gave or, if the person gave none, the payload that a hub would send for
-    a push of the commit. None if the job has no payload, as is usual for a plain command."""
+    """The payload of the webhook's delivery. If a person submitted a retraining, this is the
+    payload that the person gave. If the person gave none, it is the payload that a hub would send
+    for a push of the commit. None if the job has no payload. A plain command usually has none."""
     outcome: JobOutcome | None
     """None while the job has not ended, and for a job whose command exited with 0 and wrote no
     outcome."""
     created_at: float
     run_after: float
-    """When a pending job may start. Each commit that the job absorbs may postpone the start. After
-    an attempt was lost or failed for a temporary cause, this is when the next attempt may start."""
+    """When a pending job may start. Each commit that the job absorbs may postpone the start. If an
+    attempt was lost or failed for a temporary cause, this is when the next attempt may start."""
     started_at: float | None
     """The time from which the job's time limit is counted. At first, this is when a runner claimed
     the job. The time in which the job has no runner, or waits for its next attempt, does not count
-    against the limit. So `started_at` is moved later by this time. None if no runner has claimed
-    the job."""
+    against the limit, so this time is added to `started_at`. None if no runner has claimed the
+    job."""
     ended_at: float | None
     """None while the job has not ended."""
     attempt: int
@@ -107,8 +111,8 @@ class Submission:
     """Whether the submission created `job`."""
     how: Literal["created", "merged", "duplicate"]
     """`merged`: the pipeline's pending job absorbed the submission. `duplicate`: `job` already
-    answers for the delivery, or has the same dedupe key (`JobSpec.dedupe_key`), a text that marks
-    equal submissions."""
+    answers for the delivery, or `job` and the submission have the same dedupe key
+    (`JobSpec.dedupe_key`)."""
 
 
 def final_state(outcome: JobOutcome | None) -> JobState:

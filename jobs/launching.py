@@ -40,7 +40,7 @@ def start_attempt(
     stale = prepare_job_folder(job_dir, {"id": job.id, "created_at": job.created_at})
     if stale is not None:
         logger.warning(
-            "The folder %s belonged to the job %s of another database, so it was renamed to %s.",
+            "Folder %s belonged to job %s of another database, so the folder was renamed to %s.",
             job_dir,
             job.id,
             stale.name,

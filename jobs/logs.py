@@ -1,4 +1,4 @@
-"""Reads a job's log by byte offset, and follows it until the job has ended."""
+"""Reads a job's log from a byte offset on, and follows the log until the job has ended."""
 
 import time
 from collections.abc import Iterator

@@ -15,7 +15,7 @@ from jobs.counts import Counts
 OutcomeResult = Literal[
     "promoted",  # a new release is served
     "published",  # a new release is on disk, but no server was up to serve it
-    "rejected",  # the gate checked the dataset and the new weights, and refused one of them
+    "rejected",  # the gate, which checks the dataset and the new weights, refused one of them
     "unchanged",  # there was nothing to train on
     "superseded",  # somebody asked for another release before the job's release was served
     "failed",

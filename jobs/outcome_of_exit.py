@@ -15,8 +15,8 @@ from jobs.temporary_failures import TEMPORARY_FAILURE
 
 @dataclass(frozen=True)
 class Lost:
-    """The job needs another attempt, because this attempt was interrupted: its process was killed
-    or vanished before it wrote an outcome, or the runner was stopped."""
+    """The job needs another attempt, because this attempt was interrupted. Either the runner was
+    stopped, or the attempt's process wrote no outcome and then vanished or was killed."""
 
     reason: str
 
@@ -33,13 +33,14 @@ def outcome_of_exit(
     an exit code. The result is one of these:
 
     - The outcome that the job wrote. It counts even if the process was killed after that. There is
-      one exception: if the runner stopped the job, an outcome `failed` or `cancelled` is ignored,
-      because the stop probably caused it. This function then returns a result of its own, as below.
-    - None, if the process exited with 0 and wrote no outcome. A plain command (a job without a
-      pipeline) normally ends in this way when it succeeds.
-    - `Lost`, if the runner was stopped. Also `Lost`, if the process wrote no outcome and vanished,
-      or was killed by somebody other than the runner. One exception: if somebody other than the
-      runner killed a plain command, the outcome is `failed`.
+      one exception: if the runner stopped the process, and the job wrote `failed` or `cancelled`,
+      this outcome is ignored, because the stop probably caused it. The following items then decide.
+    - None, if the process exited with 0 and wrote no outcome, and the runner did not stop the
+      process. A plain command (a job without a pipeline) that succeeds normally ends in this way.
+    - `Lost`, if the runner stopped the process because the runner itself was stopped. Also `Lost`,
+      if the process wrote no outcome and then vanished, or was killed by somebody other than the
+      runner. One exception: if somebody other than the runner killed a plain command, the outcome
+      is `failed`.
     - In all other cases, an outcome `failed` or `cancelled` that this function makes. If the cause
       of the failure is temporary, `may_pass` is set in this outcome.
 

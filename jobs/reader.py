@@ -48,8 +48,8 @@ class JobReader:
             return fetch_job(connection, number_of(job_id))
 
     def when_ended(self, *, among: int) -> dict[str, float]:
-        """Job id → the time when the job ended, in the order of these times. Only the newest jobs
-        are looked at; the number `among` says how many. Jobs that have not ended are left out."""
+        """When jobs ended: job id → time, earliest time first. Looks only at the newest jobs, as
+        many as `among` says, and leaves out jobs that have not ended."""
         newest = select(func.max(JOBS.c.number)).scalar_subquery()
         query = (
             select(JOBS.c.number, JOBS.c.ended_at)

@@ -48,19 +48,19 @@ def forget_ignored(engine: Engine, before: float) -> int:
     for source, old in ids.items():
         for batch in _batches(old):
             with writing(engine) as connection:
-                # Check each delivery again. The sender may have repeated the delivery since the
-                # search above, so that the delivery now has a job.
+                # Check the conditions again. Since the search above, the sender may have repeated
+                # a delivery, and the delivery may now have a job.
                 of_batch = DELIVERIES.c.source == source, DELIVERIES.c.id.in_(batch)
                 connection.execute(delete(DELIVERIES).where(*of_batch, *is_old))
     return sum(map(len, ids.values()))
 
 
 def _old_jobs(connection: Connection, before: float, newest: int) -> Iterator[int]:
-    # The condition on `run_after` makes the database use an index, so that the database does not
-    # read newer jobs. A job's `run_after` is normally earlier than its `ended_at`. So if `ended_at`
-    # is earlier than `before`, `run_after` almost always is too. There is one exception: a job that
-    # was cancelled while it was pending may have ended before its `run_after`. Such a job is
-    # deleted a little later than other jobs.
+    # The extra condition on `run_after` makes the database use an index, so that the database does
+    # not read newer jobs. A job normally ends after its `run_after`. So if `ended_at` is smaller
+    # than `before`, `run_after` normally is smaller too, and the query finds the job. There is one
+    # exception: a job that ended while it waited for its first or its next attempt may have ended
+    # before its `run_after`. Such a job is deleted a little later than other jobs.
     old = select(JOBS.c.number, JOBS.c.pipeline).where(
         JOBS.c.state.in_(_ENDED_STATES), JOBS.c.run_after < before, JOBS.c.ended_at < before
     )

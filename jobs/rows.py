@@ -184,7 +184,7 @@ class DeliveryLink:
 def link_deliveries(
     connection: Connection, links: Sequence[DeliveryLink], received_at: float
 ) -> None:
-    """Store the links that are not in the table yet, each with the next arrival number.
+    """Store the links that are not in the table yet. Each new link gets the next arrival number.
     `received_at` is in seconds since the epoch."""
     if not links:
         return

@@ -39,8 +39,8 @@ _ALIVE_SECONDS = 0.25
 """A runner updates the modification time of its `alive_file` at most once in this time."""
 
 _RETRY_FACTOR = 4
-"""The wait after a temporary failure is multiplied by this factor for each earlier attempt of the
-job that was lost or failed."""
+"""If earlier attempts of the job were lost or failed, the wait after a temporary failure is
+multiplied by this factor, once for each of these attempts."""
 
 StopReason = Literal["cancel", "timeout", "shutdown"]
 
@@ -65,8 +65,13 @@ class _LeasedJob:
     stop_reason: StopReason | None = None
     """Why this runner has asked the job's processes to end. None if it has not asked them."""
     kill_at: float | None = None
-    """When this runner kills the job's processes if they have not ended by then. None if the runner
-    has not asked the processes to end."""
+    """If the job's processes still run at this time, the runner kills them. None if the runner has
+    not asked the processes to end."""
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long the job has waited for its next attempt."""
+        return 0.0 if self.failed is None else time.monotonic() - self.waits_since
 
 
 class Runner:
@@ -137,8 +142,8 @@ class Runner:
                     idle = until_idle and not self._leased and self._store.seconds_to_next() is None
                 except StoreError as error:
                     if stop.is_set():
-                        raise  # the next runner adopts the running jobs, so do not wait here
-                    # A step can be repeated after it has failed, so try again.
+                        raise  # do not try again, because the next runner adopts the running jobs
+                    # A failed step can safely be repeated, so try again.
                     logger.error("%s Trying again.", error)
                     stop.wait(_SECONDS_AFTER_STORE_ERROR)
                     idle = False
@@ -243,8 +248,8 @@ class Runner:
         )
         is_attempted_again = job.handle is None and job.attempt > 1
         if is_attempted_again and (wait := job.run_after - self._store.now()) > 0:
-            # The last attempt failed under an earlier runner, which logged the cause. The store
-            # does not record the cause, so this runner does not know it.
+            # An earlier runner ran the last attempt, and logged why it failed. This runner does not
+            # know the cause, because the store does not record it.
             reason = f"Attempt {job.attempt - 1} of {job.id} failed."
             self._schedule_attempt(leased, failure(job, stage="lost", reason=reason), wait)
 
@@ -261,7 +266,7 @@ class Runner:
                 num_threads=self._settings.threads(),
                 secret_key=self._secret_key,
             )
-            waited = 0.0 if leased.failed is None else time.monotonic() - leased.waits_since
+            waited = leased.waited_seconds
             self._store.started(job.id, self.owner, leased.handle, waited_seconds=waited)
             leased.deadline += waited
             leased.failed = None
@@ -304,8 +309,8 @@ class Runner:
         """Whether to launch the next attempt of a waiting job now. `failed` is the outcome of the
         last attempt, and `changed` says whether the store may have changed.
 
-        If the job was cancelled, or if a newer job takes over its commits, this method ends the job
-        and returns False.
+        If the job was cancelled, this method ends the job and returns False. It does the same if a
+        newer job takes over the job's commits.
         """
         job = leased.job
         if job.cancel_requested:
@@ -355,8 +360,8 @@ class Runner:
             # Stop the attempt again, because its process may not have existed at the last `stop`.
             launcher.stop(leased.handle, force=False)
         elif leased.kill_at is not None and now >= leased.kill_at:
-            # Kill again every second until the processes are gone, because the last kill may have
-            # missed a process that was forked at that moment.
+            # Kill again every second until the processes are gone: the last kill may have missed a
+            # process that was just being forked.
             leased.kill_at = now + 1.0
             launcher.stop(leased.handle, force=True)
 
@@ -423,7 +428,7 @@ class Runner:
         self._next_claim = 0.0  # claim at once, because a job may have waited for the end of `job`
 
     def _release(self, leased: _LeasedJob) -> None:
-        self._store.release(leased.job.id, self.owner)
+        self._store.release(leased.job.id, self.owner, waited_seconds=leased.waited_seconds)
         del self._leased[leased.job.id]
 
 

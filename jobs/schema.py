@@ -124,15 +124,16 @@ def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
     """An engine for `sqlite:///…`, `postgresql+psycopg://…`, or a path to a SQLite file.
 
     With `only_reads`, a SQLite file is opened read-only. A missing file is then not created, and
-    the first read fails. Raises StoreError for any other kind of URL, for a path in a folder that
-    does not exist, and if the database driver is not installed.
+    the first read fails. Raises StoreError if the URL names another kind of database, if the path
+    is in a folder that does not exist, or if the database driver is not installed.
     """
     shown = str(url_or_path)
     if isinstance(url_or_path, str) and "://" in url_or_path:
         try:
             url = make_url(url_or_path)
         except (ArgumentError, ValueError):
-            # The rest of the URL, and the text of the error, may hold the password.
+            # Show neither the rest of the URL nor the text of the error, because both may hold the
+            # password.
             raise StoreError(
                 f"The job store is given as '{_url_start(url_or_path)}…', which is not a database "
                 "URL (the rest is not shown, because it may hold a password). Write sqlite:///PATH "
@@ -186,8 +187,9 @@ def _set_up_sqlite(dbapi_connection: Any, record: object) -> None:
     _set_busy_timeout(dbapi_connection, record)
     cursor = dbapi_connection.cursor()
     _use_wal(cursor)
-    # With NORMAL, which is the usual value with WAL, a power cut can lose the last transactions. So
-    # use FULL: once a sender has got its answer, the delivery must survive a power cut.
+    # With WAL (the write-ahead log), the usual value is NORMAL. But with NORMAL, a power cut can
+    # lose the last transactions. So use FULL: once a sender has got its answer, the delivery must
+    # survive a power cut.
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.close()
 
@@ -207,8 +209,8 @@ def _use_wal(cursor: sqlite3.Cursor) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # A transaction that writes takes the write lock at BEGIN. If it took the lock after its first
-    # read, it would fail whenever another transaction has written since that read.
+    # A transaction that writes takes the write lock at BEGIN. Otherwise it would take the lock at
+    # its first write, and would fail if another transaction had written since its first read.
     writes = connection.get_execution_options().get("writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 

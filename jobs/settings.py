@@ -28,10 +28,10 @@ class JobsSettings(BaseModel):
     """How long a job may run, unless the job's spec sets a limit. The time in which the job had no
     runner, or waited for its next attempt, does not count. If unset, there is no limit."""
     retry_seconds: float = Field(default=30.0, gt=0)
-    """If a job failed for a temporary cause, such as a full disk or a hub that cannot be reached,
-    the next attempt starts after this time. Each earlier attempt that failed or was killed makes
-    this time four times longer. After an attempt that was killed, there is no wait: the next
-    attempt starts at once."""
+    """If an attempt of a job failed for a temporary cause, such as a full disk or a hub that cannot
+    be reached, the next attempt starts after this time. Each earlier attempt that failed or was
+    killed makes this time four times longer. If the last attempt was killed, the next attempt
+    starts at once."""
     lease_seconds: float = Field(default=15.0, gt=0)
     """If a runner sends no heartbeat for one of its jobs during this time, another runner takes
     this job over."""

@@ -1,7 +1,7 @@
 """`JobSpec`: what to run. The submitter of a job writes the spec, and the runner reads it.
 
-Put no secret into `env` or `settings`, because everybody who can list jobs sees them. A job gets
-its secrets from the runner's environment, or from `sealed_env`, which is encrypted with the
+Put no secret into `env` or `settings`, because everybody who can list jobs sees these fields. A job
+gets its secrets from the runner's environment, or from `sealed_env`, which is encrypted with the
 runner's key.
 """
 
@@ -88,11 +88,11 @@ class JobSpec(_Record):
     revisions: RevisionRange | None = None
     """The commits that led to the job. None if no commit led to it."""
     dedupe_key: str | None = None
-    """A text that marks equal submissions. Suppose that an earlier job has the same key. A
-    submission then returns the earlier job and creates no new job, unless the earlier job failed or
-    was cancelled. A submission of a pipeline is compared with only one earlier job: the pending job
-    that was created by pushes. If there is no such pending job, the submission is compared with the
-    newest job of the pipeline. A submission without a key is compared with no job."""
+    """A text that marks equal submissions. If an earlier job has the same key as a submission, the
+    submission returns the earlier job, and no new job is created. This does not apply if the
+    earlier job failed or was cancelled. A submission of a pipeline is compared with only one
+    earlier job: the pending job that was created by pushes or, if there is none, the newest job of
+    the pipeline. A submission by hand, or one without a key, is compared with no job."""
     resources: Resources = Resources()
     launcher: str = "local"
     """The launcher that starts the command. There is only `local` (`jobs/launchers/local.py`)."""

@@ -53,8 +53,8 @@ class JobStore(JobReader):
         version of hotpush wrote the store.
 
         `clock` returns seconds since the epoch. Without a `clock`, a SQLite store uses the clock of
-        this machine, and a Postgres store uses the clock of the Postgres server, because the clocks
-        of its clients may differ.
+        this machine. A Postgres store uses the clock of the Postgres server, because the machines
+        that use this server may have different clocks.
         """
         engine = connect(url_or_path)
         try:
@@ -110,12 +110,12 @@ class JobStore(JobReader):
         2. Look for an earlier job that already does the same. The candidate is the pipeline's
            pending push job. If no push job is pending, the candidate is the pipeline's newest job.
            For a plain command, the candidate is the newest plain command with the same
-           `dedupe_key`. If `spec` has a `dedupe_key`, the candidate has the same key, and the
-           candidate did not fail and was not cancelled, return the candidate.
-        3. If the pipeline has a pending push job, the pending job absorbs `spec`; return the
-           pending job. The pending job takes the command, settings and payload of `spec`. Its range
-           of commits then also covers the commits of `spec`. But if the commits of `spec` are
-           older, the pending job keeps its command, settings and payload.
+           `dedupe_key`. Return the candidate if `spec` has the same `dedupe_key`. But go on with
+           rule 3 if `spec` has no `dedupe_key`, or if the candidate failed or was cancelled.
+        3. If the pipeline has a pending push job, this job absorbs `spec`; return this job. Its
+           range of commits then also covers the commits of `spec`. The job normally takes the
+           command, settings and payload of `spec`. But if the commits of `spec` are older, the job
+           keeps its own command, settings and payload.
         4. Create a pending job, and return it.
 
         For a submission by hand (`by_hand`), only rules 1 and 4 apply. The new job absorbs no push,
@@ -166,9 +166,9 @@ class JobStore(JobReader):
             )
 
     def started(self, job_id: str, owner: str, handle: str, *, waited_seconds: float = 0.0) -> None:
-        """Record that the attempt was started, and the launcher's handle. Before this attempt, the
-        job waited for `waited_seconds`; this time does not count against the job's time limit.
-        Raises LeaseLost."""
+        """Record that the attempt was started. `handle` is the launcher's name for the attempt.
+        Before this attempt, the job waited for `waited_seconds`; this time does not count against
+        the job's time limit. Raises LeaseLost."""
         with writing(self._engine) as connection:
             fetch_leased(connection, job_id, owner)
             started_at = JOBS.c.started_at + waited_seconds
@@ -196,12 +196,14 @@ class JobStore(JobReader):
             return end_job(connection, job, outcome, self._now(connection))
 
     def retry(self, job_id: str, owner: str, failed: JobOutcome, wait_seconds: float = 0.0) -> Job:
-        """Plan the next attempt of a job whose attempt was lost or failed for a temporary cause.
-        The next attempt may start after `wait_seconds`. `failed` is the outcome of the attempt.
+        """Plan the next attempt of a job whose last attempt was lost or failed for a temporary
+        cause. `failed` is the outcome of the last attempt. The next attempt may start after
+        `wait_seconds`.
 
-        The job gets no further attempt if `max_attempts` attempts were lost or failed in this way,
-        or if a pending push job takes over the job's commits. The job then ends with the outcome
-        `failed`. Returns the job, which is RUNNING or has ended. Raises LeaseLost.
+        In two cases, the job gets no further attempt and ends with the outcome `failed`:
+        `max_attempts` attempts were lost or failed for a temporary cause, or a pending push job
+        takes over the job's commits. Returns the job, which is RUNNING or has ended. Raises
+        LeaseLost.
         """
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
@@ -228,9 +230,13 @@ class JobStore(JobReader):
             job = fetch_leased(connection, job_id, owner)
             return _give_way(connection, job, failed, self._now(connection)) or job
 
-    def release(self, job_id: str, owner: str) -> None:
+    def release(self, job_id: str, owner: str, *, waited_seconds: float = 0.0) -> None:
         """Give up the lease of a job, so that another runner can adopt the job at once and start a
-        new attempt. Call this only when no process of the job runs. Raises LeaseLost."""
+        new attempt. Call this method only when no process of the job runs.
+
+        If the job was waiting for its next attempt, `waited_seconds` says how long it has waited.
+        This time does not count against the job's time limit. Raises LeaseLost.
+        """
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
             update_job(
@@ -240,6 +246,7 @@ class JobStore(JobReader):
                 handle=None,
                 owner=None,
                 lease_until=self._now(connection),
+                started_at=JOBS.c.started_at + waited_seconds,
             )
 
     def adopt(self, owner: str, lease_seconds: float) -> list[Job]:
@@ -262,8 +269,8 @@ class JobStore(JobReader):
                     job_id_of(number),
                     owner=owner,
                     lease_until=now + lease_seconds,
-                    # The job has had no runner since its lease ran out. This time does not count
-                    # against the job's time limit, so move the start of the job later by this time.
+                    # The job has had no runner since its lease ran out. The time without a runner
+                    # does not count against the job's time limit. So add this time to `started_at`.
                     started_at=JOBS.c.started_at + (now - JOBS.c.lease_until),
                 )
                 for number in numbers
@@ -272,14 +279,14 @@ class JobStore(JobReader):
     # Deleting old jobs and reasons
 
     def forget(self, before: float, *, newest: int, kept: Collection[str] = ()) -> Sequence[str]:
-        """Delete the jobs that ended before the time `before`, and their deliveries. Returns the
-        ids of the deleted jobs.
+        """Delete the jobs that ended earlier than the time `before`, and the deliveries of these
+        jobs. Returns the ids of the deleted jobs.
 
         Three groups of jobs are not deleted: the jobs in `kept`, the newest jobs of each pipeline,
-        and the newest plain commands. The number `newest` says how many jobs are in each of the
-        last two groups. This method also deletes the deliveries that led to no job and were
-        received before `before`. If a sender repeats a deleted delivery, it counts as a new
-        delivery.
+        and the newest plain commands. `newest` says how many: this many jobs of each pipeline, and
+        this many plain commands. This method also deletes the deliveries that led to no job and
+        were received earlier than the time `before`. If a sender repeats a deleted delivery, it
+        counts as a new delivery.
         """
         forget_ignored(self._engine, before)
         return forget_jobs(self._engine, before, newest=newest, kept=kept)
@@ -301,8 +308,8 @@ class JobStore(JobReader):
     # What a person does
 
     def cancel(self, job_id: str) -> Job:
-        """End a pending job, or ask the runner of a running job to stop it. If the job has already
-        ended, change nothing.
+        """Cancel the job. If the job is pending, end it. If the job is running, ask its runner to
+        stop it. If the job has already ended, change nothing.
 
         Raises JobNotFound.
         """

@@ -107,8 +107,8 @@ def _write_answers(
     ]
     if new:
         connection.execute(insert(DELIVERIES), new)
-    # The other deliveries are already recorded, but with an answer that is no longer right: they
-    # were ignored, or their job failed or was cancelled.
+    # The rest of the deliveries are already recorded, but with an answer that is no longer right:
+    # the delivery was ignored, or the recorded job failed or was cancelled.
     for key in answered.keys() & known.keys():
         answer = update(DELIVERIES).where(*matches_delivery(*key))
         connection.execute(answer.values(job_number=answered[key][1], ignored_reason=None))
@@ -121,7 +121,8 @@ class _Candidate:
     gets a new job.
 
     For a pipeline, the candidate is the pending push job or, if no push job is pending, the newest
-    job. For a plain command, it is the newest plain command with the same dedupe key.
+    job of the pipeline. For a plain command, the candidate is the newest plain command with the
+    same dedupe key.
     """
 
     job: Job
@@ -166,10 +167,10 @@ class _Batch:
         else:
             candidate = self._candidate_of(spec.pipeline)
         if (
-            # Do not compare jobs that are older than the candidate. Suppose that somebody pushes
-            # the commits A, B and again A. The job of the first push then has the same key as the
-            # third push. But the third push must lead to another training, because B was trained in
-            # between.
+            # Compare the submission only with the candidate, never with older jobs. Suppose that
+            # somebody pushes the commits A, B and again A. The job of the first push then has the
+            # same key as the third push. But the third push needs a new training, because the
+            # weights have learned B since the first push.
             candidate is not None
             and spec.dedupe_key is not None
             and candidate.dedupe_key == spec.dedupe_key
@@ -196,24 +197,25 @@ class _Batch:
             number = self._connection.scalar(query)
             if number is not None:
                 raise PendingJob(job_id_of(number), pipeline)
-            # If no push job is pending, the next push must be compared with the new job. So if the
-            # remembered candidate is not pending, forget this candidate. For the next push of this
-            # batch, `_candidate_of` then reads the new job from the database.
+            # The remembered candidate is a pending push job, or else the newest job of the
+            # pipeline. The job that is inserted below will be the newest job. So if the candidate
+            # is not pending, forget it: `_candidate_of` then reads the new job from the database.
             candidate = self._candidates.get(pipeline)
             if candidate is not None and candidate.job.state != "SCHEDULING":
                 del self._candidates[pipeline]
         return Submission(job=self._insert(request), is_new=True, how="created")
 
     def answer(self, number: int) -> Job | None:
-        """The job that answers a repeated delivery. The recorded answer to this delivery is the job
-        `number`. Returns None if the delivery must be submitted like a new delivery.
+        """Find the job to return for a repeated delivery. `number` is the number of the job that is
+        recorded for the delivery. Returns None if the delivery must be submitted like a new
+        delivery.
 
         Normally returns the job `number`. But if that job failed or was cancelled, returns a later
         push job of the same pipeline: the newest one that did not fail and was not cancelled. This
         later job trains on a newer commit. A new job for the repeated delivery would train on the
-        older commit, and its weights would replace the newer weights. If there is no such later
-        job, returns None. Also returns None for a plain command that failed or was cancelled,
-        because no other job does the work of the command.
+        older commit, and the weights of the new job would replace the newer weights. If there is no
+        such later job, returns None. Also returns None for a plain command that failed or was
+        cancelled, because no other job does the work of the command.
         """
         job = self.job(number)
         if not _failed_or_cancelled(job):
@@ -302,9 +304,10 @@ class _Batch:
         the sender repeats a delivery, or when the pending job takes a delivery over from a failed
         job.
 
-        A push that arrives now is newer than an old delivery. So the push has not arrived late.
-        Normally, a push that ends where another delivery begins is the earlier of the two. But here
-        somebody has force-pushed the branch back to this commit.
+        This matters for a push that ends at the commit where the range of the pending job begins.
+        Normally, such a push is older than the range, and has only arrived late. But if the pending
+        job answers for an old delivery, the push is newer than that delivery, so it has not arrived
+        late: somebody has force-pushed the branch back to this commit.
         """
         number = number_of(pending.id)
         links = JOB_DELIVERIES.c

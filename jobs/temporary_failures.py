@@ -21,9 +21,8 @@ _TEMPORARY_ERRNOS = frozenset(
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Whether the error is temporary: memory or disk space was used up, or too many processes or
-    open files existed. This function checks the error itself and the errors that led to this
-    error."""
+    """Whether the error is temporary: memory or disk space was used up, or there were too many
+    processes or open files. This function also checks the errors that led to `error`."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, MemoryError):

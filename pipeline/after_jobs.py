@@ -1,8 +1,9 @@
 """Does the work that follows the end of a job, in threads of the runner's process.
 
-When a job ends, one thread counts the outcome in the metrics, removes files that only a running job
-needs, and sends the outcome to the URL or the command of the setting `on_outcome`. Once an hour,
-another thread removes the folders of old jobs, and deletes very old jobs from the job store.
+When a job ends, the first thread counts the outcome (how the job ended) in the metrics. It also
+removes files that only a running job needs, and sends the outcome to the URL or the command that
+the setting `on_outcome` names. Once an hour, the second thread removes the folders of old jobs, and
+deletes very old jobs from the job store.
 """
 
 import logging
@@ -29,9 +30,9 @@ PRUNE_SECONDS = 3600.0
 
 @contextmanager
 def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Iterator[None]:
-    """Run the two threads that the module's docstring describes, until the `with` block ends. When
-    the block ends, the first thread first handles every job that has ended, and then stops. So no
-    outcome is missed.
+    """Run the two threads that the module's docstring describes, until the `with` block ends.
+    Before the first thread stops, it looks once more for ended jobs and handles their outcomes. So
+    no outcome is missed.
 
     With `serves_metrics`, also serve the runner's metrics, unless the setting `metrics_port` is 0.
     Raises StoreError.
@@ -101,8 +102,9 @@ def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threadi
 
 
 def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
-    """Remove the folders of old jobs, and delete very old jobs from the job store. If the release
-    of a job still exists, the job and its folder stay. Returns the names of the removed folders."""
+    """Remove the folders of old jobs, and delete very old jobs from the job store. But if a release
+    that a job made still exists, this job and its folder stay. Returns the names of the removed
+    folders."""
     kept = {
         release.lineage.job_id
         for folder in home.releases_dir.glob("*/")

@@ -1,6 +1,7 @@
-"""`run_jobs` runs the job runner. `with_runner` provides a hub and a runner for a job that a person
-submits. If a stack (the services that `pipeline up` starts) is up, the job uses the hub and the
-runner of the stack. Otherwise `with_runner` starts a new hub and a new runner."""
+"""Provides a hub and a runner for a job that a person submits (`with_runner`), and runs the job
+runner (`run_jobs`). If a stack (the services that `pipeline up` starts) is up, the person's job
+uses the hub and the runner of the stack. Otherwise `with_runner` starts a new hub and a new runner.
+"""
 
 import os
 import signal
@@ -13,11 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from jobs.attempt_tokens import attempt_token
-from jobs.job import Job
+from jobs.job import OPEN_STATES, Job
 from jobs.settings import JobsSettings
 from pipeline.after_jobs import after_jobs
 from pipeline.job_store import check_schemas, open_job_store
-from pipeline.journal import NUM_WATCHED
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
 from pipeline.retrain.own_token import OWN_TOKEN
@@ -35,7 +35,7 @@ PRELOAD = (
     "pipeline.retrain.learning",
 )
 """Modules that a retraining job imports. On Linux, the runner keeps a process that has already
-imported them, and forks each retraining from this process. This saves each retraining some
+imported these modules, and forks each retraining from this process. This saves each retraining some
 seconds."""
 
 
@@ -45,16 +45,16 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
 
     If a stack is up, the job uses the hub and the runner of the stack. Otherwise this function
     starts a runner, and a hub on a free port. When the `with` block ends, this function waits until
-    no job is left, and then stops both.
+    no job is left, and then stops the hub and the runner.
 
     If `detach` is set and no stack is up, this function starts only the hub. When the `with` block
     ends, the function stops the hub and starts a *detached runner*: a process in the background,
     which runs its own hub and ends when no job is left.
     """
     if read_stack(home) is not None:
-        # Read the hub's URL from the record of the running stack, not from the settings. The record
-        # may belong to a detached runner. The hub of a detached runner listens on a free port, and
-        # the settings name another port.
+        # Read the hub's URL from the record of the running stack, not from the settings. If the
+        # record belongs to a detached runner, the settings have another port than the runner's hub,
+        # because this hub got a free port.
         yield at_running_stack(settings, home).hub_url
         return
     check_schemas(settings, home)
@@ -73,8 +73,8 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
     finally:
         stack.stop()
     if detach:
-        # Start the detached runner only now, because the job was submitted in the `with` block. A
-        # runner that was started before the submission might find no job, and would end.
+        # Start the detached runner only now, when the `with` block has submitted the job. A runner
+        # that starts earlier may find no job, and then ends.
         subprocess.Popen(
             [sys.executable, "-m", "pipeline", "jobs", "runner", "--with-hub", "--until-idle"],
             stdin=subprocess.DEVNULL,
@@ -86,7 +86,7 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
 
 def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
     """Run the jobs of the state folder until this process gets SIGTERM or SIGINT. With
-    `until_idle`, stop earlier: as soon as no job is left. With `with_hub`, also run a hub."""
+    `until_idle`, also stop as soon as no job is left. With `with_hub`, also run a hub."""
     from jobs.runner import Runner
 
     settings = load_settings()
@@ -132,9 +132,9 @@ def _attempt_variables(job: Job, tokens: Tokens) -> dict[str, str]:
 
     The hub and the completion server both accept the attempt's token, which becomes invalid when
     the attempt ends. If a delivery to the stack's receiver started the job, the job also gets the
-    secret of the stack's webhook. Two kinds of jobs do not get this secret:
-    jobs that a person submitted, and copies of jobs (the hub starts a copy of another job for a
-    webhook that was created with `--job-id`).
+    secret of the stack's webhook. A job that a person submitted does not get this secret. If a
+    webhook was created with `--job-id ID`, the hub submits a copy of the job ID for each event of
+    this webhook. Such a copy does not get the secret either.
     """
     token = attempt_token(job, tokens.key.encode())
     variables = {"HF_TOKEN": token, "PIPELINE_ADMIN_TOKEN": token}
@@ -160,10 +160,10 @@ def _with_preload(settings: JobsSettings) -> JobsSettings:
 
 
 def _wait_until_idle(home: Home, settings: Settings) -> None:
-    """Wait until every job has ended, not only the job that was submitted in the `with` block.
-    Meanwhile, another `pipeline jobs run` may have found this runner and submitted a second job."""
+    """Wait until every job has ended, not only the job that was submitted in the `with` block: in
+    the meantime, another `pipeline jobs run` may have submitted a second job to this runner."""
     with open_job_store(settings, home) as store:
-        while any(not job.has_ended for job in store.list(limit=NUM_WATCHED)):
+        while any(store.list(state=state, limit=1) for state in OPEN_STATES):
             time.sleep(0.1)
 
 

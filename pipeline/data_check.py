@@ -79,8 +79,9 @@ def check_data(
 def _files(
     folder: Path | None, home: Home, settings: Settings, pipeline: PipelineSettings | None
 ) -> Iterator[tuple[Path, Sequence[str]]]:
-    """Yields a folder, and the files in it that belong to the dataset. In a folder of the user,
-    these are the files that a commit of the complete folder would contain."""
+    """Yields a folder, and the files in it that belong to the dataset. If the folder is the user's,
+    these are the files that a commit of the complete folder would contain. If the folder is a
+    download, these are the files of the downloaded commit."""
     if folder is None and pipeline is not None:
         folder = _clone_of(pipeline.dataset)
     if folder is not None:
@@ -131,8 +132,8 @@ def _address(home: Home, pipeline: PipelineSettings) -> str:
 
 
 def _clone_of(dataset: str) -> Path | None:
-    """The top folder of the git clone that contains the working folder, if this is a clone of
-    `dataset`. None if it is a clone of another repository, or if there is no clone."""
+    """If the working folder is in a git clone of `dataset`, the top folder of this clone. None if
+    the working folder is in a clone of another repository, or in no clone."""
     top, remotes = _git("rev-parse", "--show-toplevel"), _git("remote", "-v")
     if not top or not remotes:
         return None
@@ -164,9 +165,10 @@ class _TokenCounts:
     max_length: int
     """Training uses at most this many tokens of a row."""
     count: int | None = 0
-    """The number of tokens in all rows; None if the tokenizer cannot encode rows of this kind."""
+    """The number of tokens in all rows, without the rows that the tokenizer refuses. None if there
+    are conversations, but the tokenizer has no chat template to encode them."""
     cut: list[Row] = field(default_factory=list)
-    """The rows that have an answer (all rows except plain text) and more than `max_length` tokens.
+    """The rows with an answer (all rows except plain text) that have more than `max_length` tokens.
     Training cuts these rows."""
     refused: list[PipelineError] = field(default_factory=list)
     """One error for each row that the tokenizer refuses. If `count` is None, one error for all

@@ -1,5 +1,5 @@
-"""Checks a stack (the services that `pipeline up` starts) and its state folder. Reports what is
-wrong and what to do about it, but repairs nothing."""
+"""Checks a stack (the services that `pipeline up` starts) and its state folder (by default
+`.pipeline`). Reports each fault and what to do about the fault, but repairs nothing."""
 
 import shutil
 import sqlite3
@@ -33,9 +33,10 @@ from serving.engine_choice import choose_engine
 from serving.errors import ServingError
 
 SPARE_BYTES = 1 << 30
-"""If less disk space than this is free, the next release may not fit."""
+"""If fewer bytes are free on the disk, the next release may not fit."""
 OLDEST_GIT = (2, 31)
-"""The first version of git that reads `GIT_CONFIG_COUNT`, which `pipeline env` sets."""
+"""The first version of git that reads the environment variable `GIT_CONFIG_COUNT`. `pipeline env`
+sets this variable."""
 
 
 Check = Callable[[Home, Settings], Iterator[Finding]]
@@ -43,7 +44,7 @@ Check = Callable[[Home, Settings], Iterator[Finding]]
 
 def examine(home: Home, settings: Settings) -> list[Finding]:
     """Run every check, in the order of `CHECKS`. One fault may make several checks fail. The check
-    that names the cause comes before the checks that find only its effects."""
+    that finds the fault itself comes before the checks that find only effects of the fault."""
     return [finding for check in CHECKS for finding in check(home, settings)]
 
 
@@ -157,7 +158,7 @@ def _check_services(home: Home, settings: Settings) -> Iterator[Finding]:
             if service.url is not None and port_fault(service.url) is not None:
                 yield wrong(
                     "ports",
-                    f"port {service.port} of the {service.name} is in use, and no stack is up",
+                    f"port {service.port} of the {service.name} is in use, although no stack is up",
                     "stop the program that uses the port, or set another port for the "
                     f"{service.name}: {service.port_setting}",
                 )
@@ -224,9 +225,11 @@ def _check_webhooks(home: Home, settings: Settings) -> Iterator[Finding]:
                 f"repair the receiver, then: pipeline webhooks enable {webhook.id}",
             )
     if ours is None:
-        yield wrong(
-            "webhook", f"the hub has no webhook for {url}", "pipeline down, then pipeline up"
-        )
+        # Without a dataset on this hub, `subscribe` creates no webhook.
+        if settings.datasets_on_hub:
+            yield wrong(
+                "webhook", f"the hub has no webhook for {url}", "pipeline down, then pipeline up"
+            )
     elif ours.status != "enabled":
         yield wrong(
             "webhook",
@@ -265,7 +268,7 @@ def _check_deliveries(home: Home, settings: Settings) -> Iterator[Finding]:
     if dead := counts.get("dead", 0):
         yield wrong(
             "deliveries",
-            f"{dead} were given up, because every attempt to deliver them failed",
+            f"{dead} were given up: every attempt failed, or connections were refused for 48 hours",
             "to see why: pipeline webhooks deliveries; to send a delivery again: pipeline webhooks "
             "replay",
         )

@@ -30,9 +30,9 @@ def check_base_models(home: Home, settings: Settings) -> Iterator[Finding]:
 
 
 def check_trainers(home: Home, settings: Settings) -> Iterator[Finding]:
-    """Checks for each pipeline whether its jobs can start. If the setting `command` names a trainer
-    of the user, this program must exist. Otherwise the modules that the built-in training imports
-    must be installed."""
+    """Checks for each pipeline whether its jobs can start. If the setting `command` names the
+    user's own trainer, the program of this trainer must exist. Otherwise, the modules that the
+    built-in training imports must be installed."""
     for pipeline in settings.pipelines:
         faults = list(_check_command(pipeline) if pipeline.command else _check_training(pipeline))
         yield from faults
@@ -58,7 +58,7 @@ def _check_training(pipeline: PipelineSettings) -> Iterator[Finding]:
     if missing:
         needs = "the built-in training needs " + ("them" if len(missing) > 1 else "it")
         if pipeline.train.lora_rank is not None:
-            needs = f"{needs}, even if `lora_rank` is set"
+            needs = f"{needs}, and another value of `lora_rank` does not change this"
         yield wrong(
             "trainer",
             f"{pipeline.name}: {', '.join(missing)} not installed; {needs}",
@@ -79,7 +79,7 @@ def check_metrics_port(home: Home, settings: Settings) -> Iterator[Finding]:
     record = read_stack(home)
     if record is None:
         if port and port_fault(f"http://127.0.0.1:{port}") is not None:
-            message = f"port {port} of the runner's metrics is in use, and no stack is up"
+            message = f"port {port} of the runner's metrics is in use, although no stack is up"
             yield wrong("ports", message, step)
         return
     runner = next((child for child in record.children if child.metrics_port is not None), None)

@@ -1,4 +1,5 @@
-"""Opens the job store of a state folder, and checks whether this version of hotpush can use it."""
+"""Opens the job store (the database of all jobs), and checks whether this version of hotpush can
+use the job store."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

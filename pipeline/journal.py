@@ -4,8 +4,8 @@ from jobs.job import Job
 from jobs.store import JobStore
 
 NUM_WATCHED = 100
-"""`news` looks at only this many of the newest jobs. This is enough, because far fewer jobs change
-between two calls of `news`."""
+"""`news` looks at only this many of the newest jobs. This is enough, because an older job has
+almost always ended, and the state of an ended job does not change."""
 
 
 class Journal:
@@ -29,8 +29,8 @@ class Journal:
 
 
 def subject(job: Job) -> str:
-    """What the job is about: if the job is for a commit, the dataset and this commit; otherwise the
-    job's command."""
+    """What the job is about. If the job is for a commit, this is the dataset and the commit.
+    Otherwise, this is the job's command."""
     revisions = job.spec.revisions
     if revisions is None:
         return " ".join(job.spec.command)

@@ -1,5 +1,6 @@
-"""Finds the lineage of a release that the user's own trainer publishes. The lineage says from which
-parent release, dataset commit and job the release comes."""
+"""Finds the lineage of a release that `pipeline releases publish` makes. The lineage names the
+parent release, the dataset commit and the job from which the release comes. A person can run this
+command, and so can a job, for example the user's own trainer (the setting `command`)."""
 
 import json
 from collections.abc import Mapping
@@ -17,8 +18,8 @@ from serving.weights.release import Lineage
 
 @dataclass(frozen=True, kw_only=True)
 class JobContext:
-    """The job, the pipeline and the commit for which the publishing process runs. All fields have
-    their defaults if this process is not part of a job."""
+    """The job, the pipeline and the commit for which this process publishes a release. All fields
+    have their defaults if this process is not part of a job."""
 
     job_id: str | None = None
     pipeline: str | None = None
@@ -28,15 +29,15 @@ class JobContext:
     revision: str | None = None
     delivery_ids: tuple[str, ...] = ()
     updated_refs: tuple[UpdatedRef, ...] = ()
-    """The refs that were moved by the push in the job's payload. Empty if the job's spec (its
-    description in the job's folder) names a commit: the lineage then uses that commit, so these
+    """The refs that were moved by the push in the job's payload. Empty if the job's spec (the file
+    `spec.json` in the job's folder) names a commit: the lineage then uses that commit, so these
     refs are not needed."""
 
     def for_ref(self, ref: str) -> "JobContext":
         """A copy of this context with the given `ref` (such as `refs/heads/main`), and with the
         commit to which the push moved `ref`. If the push did not move `ref`, the copy has the first
-        ref that the push moved, and the new commit of that ref. If `updated_refs` is empty, nothing
-        changes."""
+        ref that the push moved, and the new commit of that ref. If `updated_refs` is empty, returns
+        this context unchanged."""
         if not self.updated_refs:
             return self
         first = self.updated_refs[0]
@@ -47,8 +48,8 @@ class JobContext:
 def job_context(environment: Mapping[str, str]) -> JobContext:
     """The context of the job that has these environment variables.
 
-    The commit comes from the job's spec. If a person submitted the job as a command, its spec names
-    no commit, and the commit comes from the job's payload. Raises PipelineError if `JOB_DIR`
+    The commit comes from the job's spec. But if a person submitted the job as a command, the spec
+    names no commit. Then the commit comes from the job's payload. Raises PipelineError if `JOB_DIR`
     contains no readable spec.
     """
     if "JOB_ID" not in environment or "JOB_DIR" not in environment:
@@ -85,9 +86,10 @@ def lineage(
 ) -> Lineage:
     """The lineage of a release that is published now.
 
-    `parent` and `revision` are options of `pipeline releases publish`, and None if the trainer did
-    not use them. `served` is the id of the served release, or None if no release is served. In a
-    job, `served` replaces a missing `parent`, and the job's commit replaces a missing `revision`.
+    `parent` and `revision` are options of `pipeline releases publish`; each is None if the caller
+    of this command left the option out. `served` is the id of the served release, or None if no
+    release is served. In a job, `served` replaces a missing `parent`, and the job's commit replaces
+    a missing `revision`.
     """
     return Lineage(
         parent=parent or (served if context.job_id is not None else None),

@@ -1,5 +1,6 @@
-"""Finds out whether a child process of the stack works or hangs. For each child, a thread asks
-again and again whether the child works. Each of these questions is called a probe."""
+"""Finds out whether a child process of the stack (a service that `pipeline up` started) works or
+hangs. For each child, a thread asks again and again whether the child works. Each of these
+questions is called a probe."""
 
 import threading
 import time
@@ -31,9 +32,9 @@ class ChildWatch:
     Until its first answer, the child may be silent for `start_seconds`. After its first answer, it
     may be silent for `hang_seconds`.
 
-    If a probe gets no answer, the time from this probe to the next one is added to the child's
-    silent time. At most two intervals are added (an interval is the planned time between two
-    probes). Without this limit, a pause of our own process, for example while the machine sleeps,
+    The planned time between two probes is called the interval. If a probe gets no answer, the time
+    from this probe to the next probe is added to the child's silent time, but at most two intervals
+    are added. Without this limit, a pause of our own process, for example while the machine sleeps,
     would count as silence of the child, and the child would be killed.
     """
 

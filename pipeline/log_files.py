@@ -1,4 +1,4 @@
-"""Limits the size of the log files of a stack's services."""
+"""Limits the size of the log files of a stack (the services that `pipeline up` starts)."""
 
 import logging
 import shutil
@@ -20,8 +20,8 @@ def rotate(log: Path, *, max_bytes: int = MAX_BYTES) -> None:
     This function does not rename the log itself: the service keeps the log open, and would continue
     to write to the renamed file. Instead, this function copies the content, and then empties the
     log. Lines that the service writes between the copy and the emptying are lost. The service must
-    have opened the log for appending. Otherwise the service would write its next line at its old
-    position in the file, and leave a gap before this line.
+    have opened the log for appending. Otherwise, the service would write its next line at the old
+    end of the log, and the log would have a gap before this line.
     """
     try:
         if log.stat().st_size <= max_bytes:

@@ -12,8 +12,8 @@ _ROUTE = "/api/datasets/"
 
 
 def moved_datasets(settings: Settings, tokens: Tokens) -> dict[str, str]:
-    """The moved datasets that pipelines follow: name in the settings → present name. Empty if the
-    hub does not answer."""
+    """The moved datasets that pipelines follow: old name (the name in the settings) → present name.
+    Empty if the hub does not answer."""
     moved = {}
     for dataset in settings.datasets_on_hub:
         try:

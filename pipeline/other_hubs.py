@@ -1,5 +1,6 @@
-"""Creates webhooks on other hubs, such as huggingface.co, so that these hubs tell the stack's
-receiver about pushes to the datasets that pipelines follow."""
+"""Creates webhooks on other hubs (all hubs except the stack's own, for example huggingface.co).
+With these webhooks, the other hubs tell the stack's receiver about pushes to the datasets that
+pipelines follow."""
 
 import ipaddress
 import json
@@ -31,9 +32,9 @@ _RESTART = "pipeline down, then pipeline up"
 
 
 def credentials_of_other_hubs(settings: Settings, tokens: Tokens) -> list[HubCredentials]:
-    """The URL of each other hub that has a dataset of a pipeline, together with the user's token
-    for this hub. When the receiver's public URL changes, the receiver uses this token to correct
-    the URL in its webhook on this hub. Empty if the user has no token."""
+    """The URLs of the other hubs that have a dataset of a pipeline, each with the user's token for
+    this hub. When the receiver's public URL changes, the receiver uses the token to correct the URL
+    in its webhook on the hub. Empty if the user has no token."""
     token = own_token(os.environ, tokens.hub)
     if token is None:
         return []
@@ -41,9 +42,10 @@ def credentials_of_other_hubs(settings: Settings, tokens: Tokens) -> list[HubCre
 
 
 def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> Iterator[str]:
-    """Create or correct the webhook on each other hub. Yields one line of text for each hub: what
-    the hub does now, or what the user must do. If a hub cannot be reached, this raises no error,
-    because the stack can also run without this hub."""
+    """Create the webhooks on the other hubs, or correct the webhooks that exist. Yields one line of
+    text for each hub. The line says what the hub does now, or what the user must do. If a hub
+    cannot be reached, this function raises no error, because the stack can also run without this
+    hub."""
     token = own_token(os.environ, tokens.hub)
     for hub, datasets in _datasets_by_hub(settings).items():
         names = ", ".join(datasets)
@@ -80,8 +82,8 @@ def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> I
 
 
 def check_webhooks_at_other_hubs(home: Home, settings: Settings) -> Iterator[Finding]:
-    """For `pipeline doctor`: checks whether each other hub still has its webhook. Yields nothing if
-    no stack is up."""
+    """For `pipeline doctor`: checks whether the webhooks on the other hubs exist and are enabled.
+    Yields nothing if no stack is up."""
     if not _datasets_by_hub(settings) or read_stack(home) is None:
         return
     token = own_token(os.environ, load_tokens(home.tokens_file).hub)

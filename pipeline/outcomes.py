@@ -1,4 +1,4 @@
-"""Calls handlers (functions that the caller has chosen) for each job that has ended.
+"""Calls handlers when a job has ended. The handlers are the functions that `Outcomes` is given.
 
 The handlers run in a thread of their own. So a handler that is slow or fails does not disturb the
 runner. A file, called the progress file, records which outcomes were handled. Every outcome is
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 NUM_WATCHED = 1000
 """`poll` looks only at this many of the newest jobs. If a job ends after this many newer jobs were
-created, its outcome is not handled."""
+created, the outcome of this job is not handled."""
 POLL_SECONDS = 0.2
 
 
@@ -38,9 +38,9 @@ class Outcomes:
     """Calls every handler for each job that ends.
 
     The progress file lists each handled job. It is not enough to record only the end time of the
-    last handled job, because two kinds of jobs would then be missed. A job that ends after the
-    clock was set back has an earlier end time. And the end of a job may appear in the store late,
-    when a job with a later end time was already handled.
+    last handled job, because a job with an earlier end time may still come. There are two such
+    cases: the clock was set back before the job ended, or the end of the job appears late in the
+    store.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class Outcomes:
             pass
         except ValidationError as error:
             logger.warning(
-                "the progress file %s cannot be read (%s), so it is replaced; the new file lists "
-                "all jobs that have ended as handled, even those whose outcome no handler has got "
-                "yet; look at the newest outcomes yourself",
+                "the progress file %s cannot be read (%s), so it is replaced; every job that has "
+                "already ended counts as handled, even if no handler has got its outcome yet; look "
+                "at the newest outcomes yourself",
                 self._file,
                 error.errors()[0]["msg"],
             )

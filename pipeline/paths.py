@@ -58,7 +58,7 @@ class Home:
 
     @property
     def stack_file(self) -> Path:
-        """Holds the process ids and addresses of the services while a stack is up."""
+        """While a stack is up, this file holds the process ids and addresses of its services."""
         return self.root / "stack.json"
 
     @property

@@ -44,6 +44,6 @@ class Pointer:
 
 
 def may_be_pointer(num_bytes: int) -> bool:
-    """Whether a file of this size can be a pointer. If not, the caller need not read the file."""
+    """Whether a file of this size can be a pointer. If not, there is no need to read the file."""
     # Subtract one, because a pointer may have no newline at its end.
     return MIN_POINTER_BYTES - 1 <= num_bytes <= MAX_POINTER_BYTES

@@ -1,4 +1,4 @@
-"""Finds out whether a port is free, and asks a service for `GET /health` and `GET /live`."""
+"""Finds out whether a port is free, and sends `GET /health` and `GET /live` to a service."""
 
 import socket
 from typing import Any
@@ -7,7 +7,8 @@ import httpx
 
 
 def port_fault(url: str) -> str | None:
-    """Why no service can listen on the host and port of `url`; None if a service can."""
+    """Why no service can listen on the host and port of `url`; None if a service can listen
+    there."""
     address = httpx.URL(url)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -19,8 +20,9 @@ def port_fault(url: str) -> str | None:
 
 
 def server_state(url: str) -> dict[str, Any]:
-    """The completion server's answer to `GET /health`, as a dict. Empty if no completion server
-    answers at `url`."""
+    """The answer of the completion server at `url` to `GET /health`. Empty if nothing answers, or
+    if the answer is not a JSON object. If another program listens there and answers with a JSON
+    object, returns this object."""
     response = health(url)
     try:
         answer = None if response is None else response.json()

@@ -93,9 +93,9 @@ class PushRemarks:
 def _ignored_data_files(
     repository: Repository, change: RefChange, pipeline: PipelineSettings
 ) -> Iterator[str]:
-    """A remark on files that look like data, but that the pipeline does not read. For example,
-    `Dataset.push_to_hub` may have written a README that lists the files of the dataset. The
-    pipeline then reads only the listed files."""
+    """A remark on files that look like data, but that the pipeline does not read. For example, if
+    the README lists the files of the dataset, the pipeline reads only the listed files.
+    `Dataset.push_to_hub` writes such a README."""
     assert change.new_sha is not None
     changed = {file.path for file in changed_files(repository, change.old_sha, change.new_sha)}
     now = _data_files(repository, change.new_sha, pipeline)

@@ -21,20 +21,21 @@ logger = logging.getLogger(__name__)
 
 KEEP_JOBS_DAYS = 90.0
 KEEP_JOBS = 1000
-"""This many of the newest jobs of each pipeline stay in the store, however old they are. The same
-holds for plain commands (jobs of no pipeline)."""
+"""This many of the newest jobs of each pipeline stay in the store, however old they are. Of the
+plain commands (jobs of no pipeline), the same number stay."""
 RETRAINING = "pipeline.retrain"
-"""The module that the command of the built-in retraining runs. Only jobs with this command have
-checkpoints that this module may remove."""
+"""The Python module that the command of the built-in retraining runs. Only jobs with this command
+have checkpoints that `remove_unneeded_files` may remove."""
 
 
 def remove_unneeded_files(job: Job, job_dir: Path) -> None:
     """Remove files that only a running job needs. Call this when the job has ended. If the job is a
     built-in retraining, this function removes the job's checkpoints, because only another attempt
-    of the job would need them. It also removes temporary files that killed processes have left in
-    the folder.
+    of the job would need them. If the user's own trainer wrote a folder `checkpoints`, this folder
+    stays.
 
-    If the user's own trainer wrote a folder `checkpoints`, this folder stays.
+    For every job, this function removes temporary files that killed processes have left in the
+    folder.
     """
     if RETRAINING in job.spec.command:
         shutil.rmtree(job_dir / CHECKPOINTS_DIR, ignore_errors=True)

@@ -25,7 +25,7 @@ def retrain_rule(
     """The rule of one pipeline. If the settings change later, this rule does not change.
 
     Pass `force_reason` and `skip_if` only for a job that a person submits by hand.
-    `RetrainSettings` explains both.
+    `RetrainSettings` (`pipeline/retrain/settings.py`) explains both arguments.
     """
     ref = branch_ref(pipeline)
     retrain = RetrainSettings(
@@ -79,7 +79,8 @@ def _absolute_path(path: Path | None) -> Path | None:
 
 
 def absolute_command(name: str, *arguments: str) -> tuple[str, ...]:
-    """The command of the program `name` with these arguments. If `name` is a relative path, it
-    becomes absolute, because the job runs in another folder. The relative path starts at the folder
-    of the settings file. A name without a `/` does not change, because it is searched on PATH."""
+    """The command that runs the program `name` with these arguments. If `name` is a relative path,
+    it becomes absolute, because the job runs in another folder. The relative path starts at the
+    folder of the settings file. If `name` has no `/`, it does not change: the runner looks for the
+    program on PATH."""
     return (str(settings_file().parent / name) if "/" in name else name, *arguments)

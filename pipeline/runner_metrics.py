@@ -55,8 +55,9 @@ class RunnerMetrics:
         )
         self._base_agreement = Gauge(
             "pipeline_base_agreement",
-            "How well the weights of the last job keep the base model's answers: the share of "
-            "these answers' tokens to which the weights still give the highest probability",
+            "How much of the base model's knowledge is left: of all tokens in the base model's "
+            "answers, the share that the new weights still predict. From the last job that "
+            "measured this share",
             ["pipeline"],
             registry=self.registry,
         )

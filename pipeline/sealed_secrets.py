@@ -1,6 +1,6 @@
-"""A check of `pipeline doctor`: finds secrets of webhooks and of waiting jobs that the key in
-`tokens.json` (or in `PIPELINE_SECRET_KEY`) cannot decrypt. Such a secret is lost, unless somebody
-restores the old key."""
+"""A check of `pipeline doctor`: tries to decrypt the secrets of webhooks and of waiting jobs with
+the key in `tokens.json` (or in `PIPELINE_SECRET_KEY`). If this key cannot decrypt a secret, the
+secret is lost, unless somebody restores the old key."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -96,7 +96,7 @@ def _lost(message: str, next_step: str) -> Finding:
 def _not_checked(owners: str, database: str) -> Finding:
     return ok(
         _CHECK,
-        f"those of {owners} are checked only after the next start, which upgrades {database}",
+        f"the secrets of {owners} cannot be checked before the next start upgrades {database}",
     )
 
 

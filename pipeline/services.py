@@ -127,8 +127,8 @@ def check_port(service: Service) -> None:
 
 
 def deliveries_path(settings: Settings, home: Home) -> Path:
-    """The file in which the stack's receiver stores the deliveries for its durable handlers (the
-    handlers that it calls again after a failure)."""
+    """The file in which the stack's receiver stores the deliveries for its durable handlers. If a
+    durable handler fails, the receiver calls this handler again with the stored delivery."""
     if "deliveries_path" in settings.receiver.model_fields_set:
         return settings.receiver.deliveries_path
     return home.root / "receiver.db"

@@ -74,8 +74,8 @@ class PipelineSettings(BaseModel):
     settings file."""
     base_model_endpoint: HubEndpoint = HUGGING_FACE
     """If `base_model` is the id of a model on a hub: the URL of this hub, or `hub` for the stack's
-    own hub. Another hub gets your own token: `HF_TOKEN` of the shell that started the stack, or the
-    token of `hf auth login`."""
+    own hub. If this is another hub, it gets your own token: `HF_TOKEN` of the shell that started
+    the stack, or the token of `hf auth login`."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """The port of this pipeline's server. By default, the first pipeline has the port that `port`
     under [serving] sets, the second pipeline has the next port, and so on."""

@@ -1,5 +1,6 @@
-"""Creates or updates a Space that runs a receiver, and downloads the files of a Space. Uses the
-Hub's own client (`huggingface_hub`)."""
+"""Creates or updates a Space that runs a receiver, and downloads the files of a Space. (A Space is
+a repository with an app, and the Hugging Face Hub runs this app.) This module sends all requests
+with the client library `huggingface_hub`."""
 
 import tempfile
 from collections.abc import Iterator
@@ -53,7 +54,7 @@ def deploy(
         if not dry_run:
             with _translated(space, endpoint):
                 api.create_repo(space, repo_type="space", space_sdk="gradio", exist_ok=True)
-                # Set the secret before the upload, because the app refuses to start without it.
+                # Set the secret before the upload, because the app does not start without it.
                 api.add_space_secret(
                     space,
                     SECRET,

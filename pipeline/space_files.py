@@ -61,8 +61,8 @@ def write_space(into: Path, title: str, folder: Path | None) -> None:
     """Write all files of the Space to the empty folder `into`. Raises PipelineError.
 
     `folder` has the user's files. If it is None, this writes an `app.py` that shows how to begin.
-    `title` becomes the Space's title if the user has no README, or if the user's README has no
-    front matter.
+    `title` becomes the Space's title if the user has no README, or if the user's README does not
+    begin with front matter (YAML between two lines `---`).
     """
     if folder is not None:
         _copy(folder, into)
@@ -93,9 +93,9 @@ def uses_receiver(app: Path) -> bool:
 
 
 def routes_of(app: Path) -> list[str]:
-    """The paths of the handlers in the script. This function reads the script, but does not run it.
-    If the script computes the path of a handler, this function uses the name of the handler's
-    Python function instead."""
+    """The URL paths of the handlers in the script, such as `/webhooks/on_push`. This function reads
+    the script, but does not run it. If the script computes the path of a handler, this function
+    uses the name of the handler's Python function instead."""
     routes = []
     for node in ast.walk(_parsed(app)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -144,7 +144,9 @@ def _parsed(app: Path) -> ast.Module:
 
 def _copy(folder: Path, into: Path) -> None:
     if not folder.is_dir():
-        raise PipelineError(f"there is no folder {folder}; name the folder that holds {APP}")
+        raise PipelineError(
+            f"there is no folder {folder}; give the path of the folder that holds {APP}"
+        )
     shutil.copytree(folder, into, ignore=shutil.ignore_patterns(*NOT_UPLOADED), dirs_exist_ok=True)
 
 
@@ -162,8 +164,8 @@ def _copy_packages(into: Path) -> None:
 
 
 def _requirements() -> list[str]:
-    """The packages that hotpush needs from a package index. Packages that only an extra of hotpush
-    needs (an optional part, such as `hotpush[torch]`) are left out."""
+    """The packages that hotpush needs from a package index. An extra is an optional part of
+    hotpush, such as `hotpush[torch]`. Packages that only an extra needs are left out."""
     try:
         needed = requires("hotpush") or []
     except PackageNotFoundError:

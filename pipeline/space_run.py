@@ -57,7 +57,7 @@ def environment(
         "SYSTEM": "spaces",
         "PYTHONUNBUFFERED": "1",
         **settings,
-        # In a Space, the app listens on every address. Here, other machines must not reach it.
+        # In a Space, the app listens on every address. Here, other machines must not reach the app.
         "GRADIO_SERVER_NAME": HOST,
         "GRADIO_SERVER_PORT": str(port),
     }

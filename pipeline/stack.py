@@ -122,9 +122,9 @@ class Stack:
     def tend(self) -> list[str]:
         """Kill each child that hangs, restart each child that has ended, and keep the logs small.
 
-        Call this again and again while the stack is up. Returns one line of text for each child
-        that this call has killed or started again, and for each child that has ended. A child is
-        killed if it hangs, or if it answered that it must be restarted.
+        Call this again and again while the stack is up. A child that answered that it must be
+        restarted is killed too. Returns one line of text for each child that this call has killed
+        or started again, and for each child that has ended since the last call.
         """
         events = []
         for service in self._services:

@@ -1,4 +1,5 @@
-"""Submits a job that a person asks for: the retraining of a commit, or a command."""
+"""Submits a job that a person asks for. The job either retrains the model on a commit, or runs a
+command."""
 
 import os
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ def submit_retraining(
     revisions = RevisionRange(repo=pipeline.dataset, ref=rule.ref, new_sha=sha)
     if payload is None:
         payload = _push_payload(hub.url, pipeline, revisions)
-    # Set no `dedupe_key`: with the key, a later push of this commit would get no job of its own.
+    # Set no `dedupe_key`: with the key, a later push of this commit would start no job.
     # Set `debounce_seconds` to 0: the job need not wait for later commits, because the store never
     # merges later commits into a job that was submitted by hand.
     by_hand = {"dedupe_key": None, "debounce_seconds": 0.0}
@@ -84,11 +85,11 @@ def submit_command(
     """Submit a command. If `pipeline` is not None, the command gets the environment variables of
     the pipeline's jobs.
 
-    If there is a `pipeline` but no `payload`, this function makes the payload of a push of
-    `revision` for the command. If `revision` is None, the payload is for a push of the newest
-    commit of the pipeline's branch.
-    If the hub cannot name the newest commit, for example because the branch has no commit yet, the
-    command gets no payload. Do not pass both `payload` and `revision`.
+    If there is a `pipeline` but no `payload`, the command gets a payload that this function makes:
+    the payload that the hub would send for a push of the commit `revision`. If `revision` is None,
+    the newest commit of the pipeline's branch takes its place. If the hub cannot name the newest
+    commit, for example because the branch has no commit yet, the command gets no payload. Do not
+    pass both `payload` and `revision`.
 
     Raises PipelineError for an unknown `revision`.
     """
@@ -112,7 +113,7 @@ def submit_command(
 
 
 def _pushed_commit(payload: dict[str, Any], ref: str) -> str | None:
-    """The commit that the payload names for this ref; None if the payload does not name one."""
+    """The commit that the payload names for this ref; None if the payload names no such commit."""
     try:
         webhook = WebhookPayload.model_validate(payload)
     except ValidationError as error:

@@ -1,5 +1,5 @@
 """Makes the stack's own hub deliver events to the stack's receiver. For this, the hub gets one
-webhook, which watches every dataset on this hub that a pipeline follows."""
+webhook. The webhook watches every dataset on this hub that a pipeline follows."""
 
 from http import HTTPStatus
 from urllib.parse import urlsplit
@@ -27,10 +27,10 @@ def subscribe(settings: Settings, tokens: Tokens) -> None:
     webhook watches a moved dataset under its present name.
 
     If the webhook exists, this function always sets the webhook's address and secret again. The
-    secret that the hub has stored may be wrong, and this function cannot check the secret, because
-    the hub never shows a secret. Even the hub cannot decrypt the stored secret if `tokens.json`,
-    which contains the encryption key, was replaced. After the correction, the hub sends the events
-    that waited because of a wrong address or secret. A webhook that a person disabled stays
+    secret that the hub has stored may be wrong, and this function cannot check this secret, because
+    the hub never shows a secret. If `tokens.json` was replaced, the encryption key in it is new,
+    and even the hub cannot decrypt the stored secret. After the correction, the hub sends the
+    events that waited because of a wrong address or secret. A webhook that a person disabled stays
     disabled.
     """
     moved = moved_datasets(settings, tokens)

@@ -1,7 +1,16 @@
-"""A purge (`pipeline hub purge`) uses this module. For some commits of a dataset, the module finds
-and removes all that jobs have stored in the state folder: downloads, token caches (rows that a job
-stored as tokens) and job folders. It does not touch the hub's part of the state folder. It also
-finds the releases that were trained on these commits, but does not remove any release."""
+"""A purge (`pipeline hub purge`) uses this module to remove what jobs have stored about some
+commits of a dataset.
+
+Jobs may have stored rows of these commits in three places in the state folder, and the module finds
+and removes all three:
+
+- the downloads of the dataset;
+- the token caches of the pipelines that have such downloads (a token cache holds rows as tokens);
+- the folders of the jobs that were started for these commits or read them.
+
+The module does not touch the hub's part of the state folder. It also finds
+the releases that were trained on these commits, but does not remove any release.
+"""
 
 import shutil
 from collections.abc import Collection, Iterator
@@ -34,16 +43,18 @@ class Traces:
     """What some commits of a dataset have left in the state folder."""
 
     caches: tuple[Path, ...]
-    """Downloads and token caches: files and folders, to be removed in this order. For each
-    pipeline, the downloads are removed last. `find_traces` looks for a pipeline's token caches and
-    other files only if it finds downloads there. So if a removal is interrupted, the downloads are
-    still there, and a second `find_traces` finds the rest."""
+    """Downloads, token caches and `followed.json` files. The downloads of a pipeline come last.
+    Remove the entries in this order: `find_traces` finds the other files of a pipeline only if the
+    pipeline still has downloads. So after an interrupted removal, a second `find_traces` finds the
+    rest."""
     job_folders: tuple[Path, ...]
-    """The folders of the jobs in `job_ids`, if they still exist. Also the folders of older jobs
-    that are recorded only in an earlier database, if the job has read one of the commits. The
-    runner has renamed these older folders."""
+    """The folders of the jobs in `job_ids`, if these folders still exist. Also folders of jobs of
+    an earlier database. If a new database gives the id of an old job to a new job, the runner
+    renames the folder of the old job to `<id>.stale-<number>`. The id of a renamed folder is not
+    added to `job_ids`, because this id now belongs to the new job."""
     job_ids: tuple[str, ...]
-    """The jobs that were started for one of the commits, or that read the rows of one of them."""
+    """The jobs that were started for one of the commits, or that read rows of one of the commits.
+    """
     releases: tuple[Release, ...]
     """The releases that were trained on one of the commits."""
     later_releases: tuple[Release, ...]
@@ -78,7 +89,8 @@ def jobs_in_the_way(store: JobStore, dataset: str, commits: Collection[str]) -> 
 
 
 def find_traces(home: Home, store: JobStore, dataset: str, commits: Collection[str]) -> Traces:
-    """What these commits of `dataset` (`owner/name`) have left. Changes nothing."""
+    """What these commits of `dataset` (`owner/name`) have left in the state folder. Changes
+    nothing."""
     folders = tuple(_job_folders(home, commits))
     ids = {folder.name for folder in folders if "." not in folder.name}
     ids |= {job.id for sha in commits for job in store.of_commit(sha)}

@@ -1,10 +1,10 @@
 """Starts the server at the end of the script that defines the server's handlers.
 
-An `atexit` handler would start the server too late, because Python closes its thread pools before
-it calls `atexit` handlers. Then `asyncio.to_thread`, name resolution and async clients would fail
-with "cannot schedule new futures after interpreter shutdown". So the server starts earlier. On
-Python 3.12 and newer, it starts when the last line of the script has run. On Python 3.11, it starts
-when Python is about to close the thread pools.
+A function that `atexit` calls would start the server too late, because Python closes its thread
+pools before it calls such functions. Without thread pools, `asyncio.to_thread`, name resolution and
+async clients fail with "cannot schedule new futures after interpreter shutdown". So the server
+starts earlier. On Python 3.12 and newer, it starts when the last line of the script has run. On
+Python 3.11, it starts when Python is about to close the thread pools.
 """
 
 import atexit
@@ -23,9 +23,9 @@ def at_end_of_script(start: Callable[[], object]) -> Callable[[], None]:
     `start` raises a `ReceiverError`, the message of the error is printed, and the exit code is 1.
 
     If the script ends with an exception, `start` is not called. If the script ends with an error
-    code, as in `sys.exit(1)`, Python 3.12 and newer do not call `start`. Python 3.11 does, because
-    the exit code is not known at that point. A notebook or an interactive prompt has no script, so
-    `start` is never called there.
+    code, as in `sys.exit(1)`, `start` is not called on Python 3.12 and newer. On Python 3.11,
+    `start` is called even then, because this module does not know the exit code at that point. A
+    notebook or an interactive prompt has no script, so `start` is never called there.
 
     Returns a function that cancels the call of `start`. Raises `ReceiverError` if the call cannot
     be arranged.
@@ -121,7 +121,7 @@ else:
                 start()
             except ReceiverError as error:
                 # At this point, only `os._exit` can set the exit code. `os._exit` skips the
-                # `atexit` handlers, so run them first.
+                # functions that are registered with `atexit`, so run them first.
                 print(error, file=sys.stderr)
                 atexit._run_exitfuncs()
                 sys.stdout.flush()

@@ -1,5 +1,5 @@
-"""Writes items in batches. While one write runs, new items are collected. The next write takes all
-collected items together, so all these items wait for the disk only once."""
+"""Writes items in batches. While one write runs, new items are collected. The next write stores all
+collected items together, so it waits for the disk only once."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence

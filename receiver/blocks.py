@@ -59,8 +59,8 @@ def show_as_running(
 def block_until_interrupted(blocks: Any) -> None:
     """Wait until Ctrl-C or SIGTERM, and then close the server. After SIGTERM, also end the process.
 
-    To wait, this function calls `blocks.block_thread()`. A script may have replaced this method,
-    and such a script expects that `launch` calls the replacement."""
+    To wait, this function calls `blocks.block_thread()`. A script may have replaced this method
+    with a method of its own, and then expects that `launch` calls the script's method."""
     if threading.current_thread() is not threading.main_thread():
         blocks.block_thread()  # only the main thread can set signal handlers
         return

@@ -2,8 +2,8 @@
 
 A dead letter is a delivery that the receiver has stored and then given up, because too many calls
 of its handler failed (`receiver/durable.py`). (A *dead* delivery is something else: the hub could
-not send it.) These functions can be called while the receiver runs. The receiver
-finds the queued dead letters within seconds.
+not send it.) These functions can be called while the receiver runs. The receiver finds the queued
+dead letters within seconds.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class DeadLetter:
     """The repository of the event. None if the delivery was stored without a repository."""
     received_at: float
     died_at: float
-    """When the receiver gave the delivery up."""
+    """When the receiver gave up the delivery."""
     attempts: int
     """How many calls of the handler for this delivery have failed."""
     failure: str | None
@@ -64,10 +64,11 @@ def list_dead_letters(file: Path) -> list[DeadLetter]:
 
 
 def replay_dead_letters(file: Path, ids: Sequence[str] | None, now: float) -> list[str]:
-    """Queue the dead letters with these ids to be handled again, or all dead letters if `ids` is
-    None. Returns the ids of the queued dead letters. `now` is in seconds since the epoch.
+    """Queue the dead letters with these ids, so that the receiver handles them again. If `ids` is
+    None, queue all dead letters. Returns the ids of the queued dead letters. `now` is in seconds
+    since the epoch.
 
-    Raises ReceiverError and changes nothing if an id is not the id of a dead letter.
+    If one of `ids` is not the id of a dead letter, raises ReceiverError and changes nothing.
     """
     with _opened(file, "rw") as connection:
         connection.execute("BEGIN IMMEDIATE")

@@ -66,8 +66,8 @@ REVIVE_SQL = (
     " died_at = NULL"
 )
 """The SET part of an UPDATE, in which `{now}` stands for the present time. The UPDATE queues a dead
-letter to be handled again, and counts the failed calls of its handler from 0. If the row is not a
-dead letter, the UPDATE leaves the row unchanged."""
+letter to be handled again, and sets the number of failed calls (`attempts`) to 0. If the row is not
+a dead letter, this part of the UPDATE changes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +112,10 @@ class DeliveryLog:
     as a `DeliveryLog`. Only one thread at a time may call the methods. Times are seconds since the
     epoch.
 
-    The constructor raises `ReceiverError` if another process has the lock, if a newer version of
-    hotpush wrote the file, or if the file is no SQLite database. The file is then unchanged. If the
-    file has the current schema, the constructor writes nothing to it. So a receiver can start while
-    the disk is full.
+    The constructor raises `ReceiverError` and leaves the file unchanged if another process has the
+    lock, if a newer version of hotpush wrote the file, or if it is no SQLite database. If the file
+    already has the current schema, the constructor writes nothing to the file. So a receiver can
+    start while the disk is full.
     """
 
     def __init__(self, path: Path) -> None:
@@ -152,21 +152,21 @@ class DeliveryLog:
 
     def add(self, deliveries: Sequence[NewDelivery], now: float) -> list[bool]:
         """Store all deliveries, or none if the file cannot be written. Returns for each delivery
-        whether it is new. If a sender repeats a dead letter, the delivery is not new, but its
-        handler is called again.
+        whether it is new. If a sender repeats a dead letter, the delivery does not count as new,
+        but its handler is called again.
 
         When this method returns, the deliveries are on disk.
         """
         keys = [(delivery.path, delivery.id) for delivery in deliveries]
         known = self._known(keys)
-        # Use one statement for all rows. During each call of SQLite, the calling thread gives up
-        # Python's interpreter lock. If the thread of the event loop is busy, the calling thread
-        # waits a long time for the lock after each call.
+        # Use one statement for all rows, because each call of SQLite may cost much time: during the
+        # call, this thread gives up Python's interpreter lock. If the thread of the event loop is
+        # busy, this thread then waits a long time until it gets the lock again.
         rows = ", ".join(["(?, ?, ?, ?, ?, ?, ?)"] * len(deliveries))
         self._synced_connection.execute(
             "INSERT INTO deliveries (path, id, headers, body, repository, received_at, due_at)"
             f" VALUES {rows}"
-            # The sender may repeat the delivery again, so count KEPT_SECONDS from now.
+            # The sender may repeat this delivery once more, so count KEPT_SECONDS from now.
             " ON CONFLICT DO UPDATE SET received_at = excluded.received_at,"
             # If the sender repeats a dead letter, handle it again.
             f" {REVIVE_SQL.format(now='excluded.due_at')}",
@@ -202,14 +202,15 @@ class DeliveryLog:
         """Up to 100 deliveries to these paths whose handler must be called now, oldest first.
 
         A delivery is left out in two cases: an earlier delivery of the same path and repository
-        waits for its next call, or `busy` contains its path and repository.
+        waits for its next call, or `busy` contains the delivery's path and repository.
         """
         if not paths:
             return []
         is_busy = " AND (repository IS NULL OR NOT (path = ? AND repository = ?))" * len(busy)
         rows = self._connection.execute(
-            # First list each pair of path and repository of which a delivery waits for its next
-            # call. The list is made only once, and is short, because few deliveries wait.
+            # First list the pairs of path and repository that have a delivery whose next call is
+            # not due yet. SQLite makes this list only once. The list is short, because few
+            # deliveries wait.
             "WITH waiting AS MATERIALIZED (SELECT path, repository, min(rowid) AS first"
             " FROM deliveries INDEXED BY deliveries_due"
             " WHERE due_at > ? AND repository IS NOT NULL GROUP BY path, repository)"

@@ -1,13 +1,13 @@
 """Stores the deliveries of durable handlers in the *delivery log* (`receiver/delivery_log.py`). A
 handler is *durable* if each of its deliveries is stored before the handler is called. After a
-sender was answered, the *worker* (a task) calls the handler. If the call fails, the worker calls
-the handler again after a pause.
+sender was answered, the *worker* (an asyncio task) calls the handler. If the call fails, the worker
+calls the handler again after a pause.
 
 A handler may be called several times for one delivery: if the process dies while the handler runs,
 the next process calls the handler again. A handler gets the deliveries of one repository in the
 order of their arrival. If a call fails, the later deliveries of the repository wait until the
-failed delivery was handled or given up. After `MAX_ATTEMPTS` failed calls, the delivery is given
-up: it becomes a dead letter (`receiver/dead_letters.py`).
+failed delivery was handled or given up. A delivery is given up after `MAX_ATTEMPTS` failed calls:
+it becomes a dead letter (`receiver/dead_letters.py`).
 """
 
 import asyncio
@@ -56,8 +56,8 @@ YIELD_SECONDS."""
 class DurableDeliveries:
     """The delivery log, and the worker, which calls handlers while the context `worker` is open.
 
-    Each handler is an ASGI application for one path. The worker calls it with a request that is
-    made from the stored delivery.
+    Each handler is an ASGI application for one path. The worker makes a request from the stored
+    delivery, and calls the handler with this request.
     """
 
     def __init__(self, path: Path, *, shutdown_seconds: float) -> None:
@@ -72,8 +72,8 @@ class DurableDeliveries:
         self._one_thread = anyio.CapacityLimiter(1)
         self._batches = Batches(self._store_deliveries)
         self._known: set[tuple[str, str]] = set()
-        """The deliveries in memory, by path and id: they wait for a call, are being handled, or
-        have a result that is not stored yet."""
+        """The path and the id of each delivery in memory. Such a delivery waits for a call, is
+        being handled, or has a result that is not stored yet."""
         self._queues = RepositoryQueues()
         self._running: set[asyncio.Task[None]] = set()
         self._results: list[HandlerResult] = []
@@ -131,8 +131,8 @@ class DurableDeliveries:
             yield
             return
         self.open()
-        # Make a new event, because an event belongs to one event loop, and an earlier launch may
-        # have used another loop.
+        # Make a new `asyncio.Event`. Such an object belongs to one event loop, and an earlier
+        # launch may have used another event loop.
         self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._is_stopping = False
@@ -210,9 +210,9 @@ class DurableDeliveries:
                 continue
             next_due_at = await self._in_thread(log.next_due_at, now)
             # `_wake` is set when a delivery was stored, when a handler was added, when a call of a
-            # handler has ended, and when the worker is asked to stop. But nothing sets `_wake` when
-            # a pause ends, when it is time to delete old deliveries, or when another process queues
-            # a dead letter. So wait for `_wake` at most until `look_at`.
+            # handler has ended, and when the worker must stop. But nothing sets `_wake` when a
+            # pause ends, when it is time to delete old deliveries, or when another process queues a
+            # dead letter. So wait for `_wake` at most until `look_at`.
             look_at = min(forget_at, next_due_at or forget_at, now + LOOK_SECONDS)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(look_at - now):

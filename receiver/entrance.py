@@ -15,9 +15,9 @@ class TunnelEntrance:
     A request counts as coming through a tunnel in two cases:
 
     - It arrives at `port`. The receiver opens this port only for its own tunnel.
-    - It arrives over loopback, but its `Host` is neither loopback nor in `names`. Then the user has
-      probably set up another tunnel, which leads to the receiver's usual port. This test is not
-      certain, because a stranger can choose the `Host`.
+    - It arrives over loopback, but its header `Host` is neither a name of loopback nor one of
+      `names`. Then the user has probably set up another tunnel, which leads to the receiver's usual
+      port. This test is not certain, because a stranger can choose the `Host`.
 
     Args:
         port: The port to which the receiver's own tunnel leads.

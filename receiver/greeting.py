@@ -35,7 +35,8 @@ def greeting(
     if public is not None:
         lines.append(
             f"The public URL expires at {as_utc(public.ends_at)}; the tunnel is renewed before that"
-            " time. If the URL changes, the webhooks that post to the old URL get the new URL."
+            " time. If the URL changes, the webhooks that post to the old URL are changed to the"
+            " new URL."
         )
     return "\n".join(
         [*lines, f"Open {page}/ to see how to create a webhook that posts to these URLs."]

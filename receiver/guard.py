@@ -55,8 +55,8 @@ class RequestGuard:
     """Limits the memory that all bodies take together. All handlers share this limit."""
     cache: IdempotencyCache | None
     """The answers to earlier deliveries. None if the handler itself recognises repeated deliveries.
-    If `durable` is set, this cache is not used, because the database of the durable deliveries
-    shows whether a delivery is repeated."""
+    If `durable` is set, this cache is not used, because the delivery log
+    (`receiver/delivery_log.py`) shows whether a delivery is repeated."""
     history: History
     durable: DurableDeliveries | None
     """Stores each delivery before the handler is called (the handler is then *durable*). None if
@@ -77,8 +77,9 @@ class RequestGuard:
             if unknown is None:
                 status = 422
                 raise
-            # A newer hub has sent a value that this receiver does not know. Ignore the event, but
-            # answer 200, because the hub suspends a webhook whose events are refused many times.
+            # The hub is probably newer than this receiver, and has sent a value that this receiver
+            # does not know. Ignore the event, but answer 200, because the hub suspends a webhook
+            # whose events are refused many times.
             status = 200
             return JSONResponse({"ignored": f"{unknown} is unknown to this receiver"})
         except HTTPException as refusal:
@@ -130,13 +131,13 @@ class RequestGuard:
 
     def _check_where_from(self, request: Request) -> None:
         if self.proof.secrets:
-            # A page of another site does not know the secret, so the check of the proof refuses the
-            # requests of this page.
+            # No check is needed here. A page of another site does not know the secret, so its
+            # request has no valid proof, and the check of the proof refuses the request.
             return
         if (site := other_site(request.headers)) is not None:
             raise FromElsewhere(
-                f"A browser sent this request for {site}. A handler without a secret refuses"
-                " requests of other sites: set `WEBHOOK_SECRET`, or pass `webhook_secret=`."
+                f"A browser sent this request on behalf of {site}. A handler without a secret"
+                " refuses requests of other sites: set `WEBHOOK_SECRET`, or pass `webhook_secret=`."
             )
         host = other_host(request.headers, request.scope.get("server"), self.own_names())
         if host is not None:
@@ -216,8 +217,8 @@ def _with_body(request: Request, body: bytes) -> Request:
 
 
 def _headers_of(body: bytes) -> dict[str, str]:
-    """The headers that describe `body`, which is JSON. They replace the sender's headers, which may
-    describe a form, or JSON with another content type."""
+    """The headers that describe `body`, which is JSON. They replace the headers of the sender. The
+    sender may have sent a form, or JSON with another content type."""
     return {"content-type": "application/json", "content-length": str(len(body))}
 
 

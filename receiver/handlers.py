@@ -48,8 +48,8 @@ class RegisteredWebhook:
     is_durable: bool
     """Whether deliveries are stored before the handler is called."""
     knows_repeats: bool
-    """Whether the handler itself recognises repeated deliveries. If True, the server calls the
-    handler for repeated deliveries too."""
+    """Whether the handler itself recognises repeated deliveries. If True, and the handler is not
+    durable, the server calls the handler for repeated deliveries too."""
 
 
 def as_secrets(given: str | Sequence[str] | None) -> tuple[str, ...]:

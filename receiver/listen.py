@@ -34,8 +34,8 @@ def refuse_beyond_loopback(host: str, unproven: Sequence[str]) -> None:
 
 
 def bind(host: str, port: int, *, how_to_set_address: str = _HOW_TO_SET_ADDRESS) -> socket.socket:
-    """A socket that already listens. So clients can connect before the server is up. They then wait
-    until the server answers.
+    """A socket that already listens. So clients can connect before the server is up. Such clients
+    wait until the server answers.
 
     Raises `AddressUnavailable` if the port is in use, or if `host` is not an address of this
     machine. `how_to_set_address` is the end of the error message: it says where the user can set
@@ -80,8 +80,8 @@ def is_inside_event_loop() -> bool:
 def serve(server: uvicorn.Server, *listening: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM. After SIGINT, this function returns. After SIGTERM, the
     process ends."""
-    # Exclude the imported modules from garbage collection. They never become garbage, and a
-    # collection that looks through the modules would stop all requests for about 0.1 s.
+    # Exclude the imported modules from garbage collection, because modules never become garbage. A
+    # collection that looks through all modules would stop all requests for about 0.1 s.
     gc.collect()
     gc.freeze()
     with _closing(listening), contextlib.suppress(KeyboardInterrupt):

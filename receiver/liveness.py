@@ -1,6 +1,5 @@
 """The route `GET /live` of a receiver that submits jobs. `pipeline up` requests this route again
-and again. If there is no answer for some time, `pipeline up` restarts the receiver.
-"""
+and again. If there is no answer for some time, `pipeline up` restarts the receiver."""
 
 from fastapi import FastAPI
 

@@ -1,4 +1,5 @@
-"""The receiver's metrics for Prometheus: requests to its handlers, by path and status."""
+"""The receiver's metrics for Prometheus: how many requests its handlers got, by path and status,
+and how long the answers took, by path."""
 
 import time
 

@@ -31,9 +31,9 @@ def move_webhooks(url: str, remembered: Path, hubs: Sequence[HubCredentials]) ->
     `remembered` lists the former URLs.
 
     Returns True if nothing is left to do. Returns False if a hub failed or the file could not be
-    used. The caller must then call this function again later. A hub that refuses the token counts
-    as done, because another call would not help. The log asks the user to change the webhooks of
-    this hub by hand.
+    used. The caller must then call this function again later. If a hub refuses the token, another
+    call would not help. So this hub counts as done, and the log asks the user to change the
+    webhooks of this hub by hand.
     """
     try:
         former = [known for known in _read(remembered) if known != url]

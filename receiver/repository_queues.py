@@ -1,9 +1,10 @@
-"""A handler is *durable* if each of its deliveries is stored before the handler is called. This
-module keeps the deliveries for durable handlers in memory, each until the handler is called with
-it. The deliveries of one repository to one handler form a queue.
+"""The deliveries that wait in memory for a call of their handler. The handlers are *durable*: each
+delivery is stored in the delivery log (`receiver/delivery_log.py`) before its handler is called.
+The worker (`receiver/durable.py`) reads the deliveries from the log.
 
-The deliveries of one queue are handled one after another, in the order of their arrival. Deliveries
-of different queues may be handled at the same time.
+The deliveries of one repository to one handler form a queue. The deliveries of one queue are
+handled one after another, in the order of their arrival. Deliveries of different queues may be
+handled at the same time.
 """
 
 from collections import deque
@@ -62,8 +63,7 @@ class RepositoryQueues:
         return list(self._waiting.pop(queue, ()))
 
     def busy_repositories(self) -> list[tuple[str, str]]:
-        """The path and the repository of each busy queue, without the queues of deliveries that
-        have no repository."""
+        """The path and the repository of each busy queue that belongs to a repository."""
         return [(path, repository) for path, repository, _ in self._busy if repository is not None]
 
     def clear(self) -> None:

@@ -32,10 +32,11 @@ def retrain_handler(
     pipelines follow the dataset, the answer also has `"jobs"`, a list of the ids of all their jobs.
     If an event needs no job, the answer is `{"ignored": reason}`.
 
-    If a delivery is repeated, the present rules decide again whether the delivery needs a job. If
-    it does, the answer names the job that was submitted the first time. But if this job failed or
-    was cancelled, the answer names the job of a later push. If no later push has a job that did not
-    fail and was not cancelled, the event is handled as if it were new.
+    If a delivery is repeated, the rules that are configured now decide again whether the delivery
+    needs a job. If it does, the answer names the job that is recorded for the delivery. But if this
+    job failed or was cancelled, the answer names a later push job of the pipeline: the newest one
+    that neither failed nor was cancelled. If there is no such job, the event is handled as if it
+    were new.
 
     Raises:
         ValueError: Two rules name the same pipeline.
@@ -118,6 +119,6 @@ def _store_events(store: JobStore, events: Sequence[_Event]) -> list[Answer]:
 
 
 def _storable(text: str) -> str:
-    """The text, escaped to ASCII and cut to 200 characters. Databases refuse some characters, such
-    as NUL and lone surrogates."""
+    """The text, escaped to ASCII and cut to 200 characters. Without the escapes, databases would
+    refuse some characters, such as NUL and lone surrogates."""
     return ascii(text)[1:-1][:200]

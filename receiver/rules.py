@@ -78,8 +78,8 @@ class RetrainRule(BaseModel):
     def watches(self, payload: WebhookPayload) -> bool:
         """Whether the payload's repository has the name or the git URL of this rule's dataset.
 
-        Names that differ only in upper and lower case count as equal, because a hub finds the same
-        repository under all these names.
+        Upper and lower case count as equal, because a hub finds the same repository under its name
+        in upper and in lower case.
         """
         if not self.is_git:
             return payload.repo.name.lower() == self.dataset.lower()
@@ -160,7 +160,7 @@ def _updated_refs(payload: WebhookPayload) -> tuple[UpdatedRef, ...]:
     if payload.repo.headSha is None:
         return ()
     # Some senders do not send `updatedRefs`. Then the event names only one commit: the head of the
-    # default branch. The event does not name this branch, so assume that it is `main`.
+    # default branch. The event does not say what this branch is called, so assume `main`.
     return (UpdatedRef(ref=DEFAULT_BRANCH, newSha=payload.repo.headSha),)
 
 
@@ -192,8 +192,8 @@ def _spec(rule: RetrainRule, update: UpdatedRef) -> JobSpec:
 
 def _dedupe_key(rule: RetrainRule, new_sha: str) -> str:
     """A key for the dataset, the ref, the commit and the settings. If two jobs in a row had the
-    same key, the second job would train on the same data in the same way. So the store does not
-    create the second job."""
+    same key, the second job would train on the same data in the same way as the first. So the store
+    does not create the second job."""
     recipe = json.dumps([rule.dataset, rule.ref, new_sha, rule.settings], sort_keys=True)
     return hashlib.sha256(recipe.encode()).hexdigest()
 

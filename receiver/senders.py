@@ -210,6 +210,6 @@ def _payload(
 
 
 def _sha_or_none(sha: str) -> str | None:
-    """The sha, or None if the sha consists of zeros. Senders write zeros if there is no commit: the
-    ref did not exist before the push, or the push has deleted the ref."""
+    """The sha, or None if the sha consists of zeros. Senders write zeros instead of a commit if the
+    ref did not exist before the push, or if the push has deleted the ref."""
     return sha if sha.strip("0") else None

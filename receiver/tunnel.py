@@ -44,14 +44,15 @@ class PublicUrl:
 
 
 class Tunnel:
-    """Keeps a link open from the call of `open` to the call of `close`.
+    """Keeps a link open from the call of `open` to the call of `close`. If a link breaks, opens
+    another link.
 
     Args:
         command: Returns the command of a new link. Its argument is a former URL that the link
             should get again, or None if the link should get any URL.
         lifetime_seconds: How long the provider of the tunnel keeps a link open.
         on_url: Called in the tunnel's thread with the URL of each new link, before the former link
-            is ended. If `on_url` returns False, it is called with the same URL again later.
+            is ended. If `on_url` returns False, the tunnel calls it again later with the same URL.
     """
 
     def __init__(
@@ -103,8 +104,9 @@ class Tunnel:
         current: _Link | None = None
         pause = 1.0
         while not self._is_closing:
-            # If the last link broke, ask for its URL again. If the last link is only too old, this
-            # link is still open and still uses its URL, so ask for any URL.
+            # If the last link broke, ask for the URL of the last link again. If the last link did
+            # not break, it is near the end of its lifetime. It is then still open and still
+            # occupies its URL, so ask for any URL.
             former = None if current is not None or self._public is None else self._public.url
             began = time.monotonic()
             link = _Link(self._command(former), self._wake)
@@ -175,8 +177,8 @@ class Tunnel:
         pause = 1.0
         while link.is_alive and not self._is_closing and (left := renew_at - time.time()) > 0:
             if is_accepted:
-                # Wait at most 60 s, and then read the clock again. A wait does not count the time
-                # in which a laptop sleeps, so one long wait would end too late.
+                # Wait at most 60 s, and then read the clock again. The time in which a laptop
+                # sleeps does not count as waiting time, so one long wait would end too late.
                 self._wait(min(left, 60.0))
             else:
                 self._wait(min(left, pause))

@@ -16,7 +16,7 @@ class TunnelCommand:
     arguments: tuple[str, ...]
     url_in: Callable[[str], str | None]
     """A function that gets a line of the command's output. Returns the public URL if the line
-    contains it, and None otherwise."""
+    contains the URL, and None otherwise."""
     is_worth_reading: Callable[[str], bool] = lambda line: bool(line)
     """A function that gets a line of the command's output. Returns whether an error message about
     the tunnel should quote the line."""
@@ -112,7 +112,7 @@ def _custom_command(tunnel: str, address: str, url_pattern: str) -> TunnelComman
 
 def ending_with_this_process(arguments: tuple[str, ...]) -> list[str]:
     """A command that runs `arguments`. On Linux, the kernel sends SIGTERM to the command when the
-    thread that started it has ended. So if the receiver is killed, its tunnel ends too."""
+    thread that started the command has ended. So if the receiver is killed, its tunnel ends too."""
     if sys.platform != "linux":
         return list(arguments)
     # `code` calls prctl(PR_SET_PDEATHSIG, SIGTERM), and then replaces itself by the command. A new

@@ -34,8 +34,9 @@ class Proof:
     """One scheme, and the accepted secrets. While a new secret replaces an old one, both secrets
     may be accepted. Without secrets, every request is accepted.
 
-    The constructor raises `ValueError` for a secret that is empty, that cannot be sent in a header,
-    or that begins with `whsec_` but does not continue with a base64 key.
+    The constructor raises `ValueError` for a secret that is empty or cannot be sent in a header. It
+    also raises `ValueError` for a secret that begins with `whsec_` but does not continue with a
+    base64 key.
     """
 
     scheme: ProofScheme
@@ -163,9 +164,9 @@ def _required(headers: Mapping[str, str], name: str) -> str:
 
 
 def _matches_any(given: str, expected: Sequence[str]) -> bool:
-    # The time that this function takes must not tell an attacker anything. All digests have the
-    # same length, so the time does not depend on the length of a secret. All candidates are
-    # compared, so the time does not show which candidate matched.
+    # The time that this function takes must tell an attacker nothing about the secrets. All digests
+    # have the same length, so the time does not depend on the length of a secret. The given value
+    # is compared with every expected value, so the time does not show which one matched.
     given_digest = hashlib.sha256(given.encode()).digest()
     matches = [
         hmac.compare_digest(given_digest, hashlib.sha256(candidate.encode()).digest())

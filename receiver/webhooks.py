@@ -5,9 +5,12 @@ starts): both answer the requests that `huggingface_hub` makes. The functions ne
 secret.
 
 Every function has the arguments `endpoint` (default: `HF_ENDPOINT`, or else the Hugging Face Hub)
-and `token` (default: the token that `huggingface_hub` finds). Every function raises `ValueError` if
-an argument is not valid, `NotAllowed` if the token is missing or refused, `WebhookNotFound` if the
-hub has no webhook with this id, and `WebhookApiError` for any other failure.
+and `token` (default: the token that `huggingface_hub` finds). Every function may raise:
+
+- `ValueError`: an argument is not valid.
+- `NotAllowed`: the token is missing, or the hub refuses it.
+- `WebhookNotFound`: the hub has no webhook with this id.
+- `WebhookApiError`: the call failed for another reason.
 """
 
 import os
@@ -97,7 +100,7 @@ def create_webhook(
     copy of the job `job_id`. The caller must give either `url` or `job_id`.
 
     `domains` limits the events. If `domains` is None, the hub uses its default. The deliveries to
-    `url` carry `secret`, which proves who sent them. The job gets `secrets` as environment
+    `url` carry `secret`, which proves that the hub sent them. The job gets `secrets` as environment
     variables.
     """
     _check_target(url, job_id, secrets)
@@ -145,8 +148,8 @@ def update_webhook(
 ) -> WebhookRecord:
     """Change the properties that are given. A property whose argument is None does not change."""
     _check_target(url, job_id, secrets)
-    # If `watched` is None, send the present list. Otherwise huggingface_hub would send an empty
-    # list, and a hub might remove all watched items.
+    # If `watched` is None, send the present list. For None, huggingface_hub would send an empty
+    # list, and a hub might then remove all watched items.
     items = (
         get_webhook(webhook_id, endpoint=endpoint, token=token).watched
         if watched is None

@@ -65,10 +65,10 @@ class WebhooksServer:
             replaces an old one. Default: `WEBHOOK_SECRET`. Without a secret, `launch` raises
             `OpenToEveryone` if other machines could reach the server.
         settings: Where to listen, and the limits. Default: `settings_of_the_environment()`. In a
-            Space of the Hugging Face Hub, if `host`, `port` or `public_url` is not set, it gets the
-            value of the Space.
+            Space of the Hugging Face Hub, each of the settings `host`, `port` and `public_url` that
+            is not set gets the value of the Space.
         hubs: When this server's public URL changes, the server looks on these hubs for webhooks
-            that post to the old URL, and gives them the new URL.
+            that post to the old URL, and changes their URL to the new one.
         secret_in_shell: The placeholder for the secret in the shell commands on the landing page.
     """
 
@@ -142,14 +142,16 @@ class WebhooksServer:
         Args:
             path: The name of the route. Default: the function's name.
             webhook_secret: Replaces the server's secret for this function.
-            proof: Replaces the settings' proof for this function.
+            proof: Replaces the setting `proof` for this function.
             durable: Store each delivery on disk, answer 202, and then call the function. If the
                 call fails, or if the server stops before the call has ended, the function is called
                 again later. After `MAX_ATTEMPTS` failed calls (`receiver/durable.py` defines this
                 number), the delivery is kept as a dead letter. The function must take a
                 `WebhookPayload`.
-            knows_repeats: Call the function for repeated deliveries too, because the function
-                itself recognises them. If False, a repeated delivery gets the first answer again.
+            knows_repeats: True if the function itself recognises repeated deliveries. The function
+                is then called for repeated deliveries too. If False, and the first call succeeded,
+                the function is not called again: the sender gets the first answer again. For a
+                durable function, this argument changes nothing.
 
         Raises:
             ValueError: The path is already registered, or the secret cannot be used.
@@ -210,9 +212,9 @@ class WebhooksServer:
         Args:
             prevent_thread_lock: Serve in a thread, and return at once.
             server_name, server_port: Replace the host and the port of the settings.
-            share: True opens the tunnel that the setting `tunnel` names. A string names another
-                tunnel to open: `ssh://user@host`, or a command. With a tunnel, every handler needs
-                a secret.
+            share: True opens the tunnel that the setting `tunnel` names. A string opens the tunnel
+                that the string names: `ssh://user@host`, or a command. With a tunnel, every handler
+                needs a secret.
 
         Raises:
             OpenToEveryone: Other machines could reach a handler that has no secret.
@@ -227,8 +229,7 @@ class WebhooksServer:
         unproven = [
             hook.path for hook in self.registered_webhooks.values() if not hook.proof.secrets
         ]
-        # A Space already has a public URL, so it needs no tunnel. The URL of a Space never changes,
-        # so the webhooks that post to this URL never need an update.
+        # A Space already has a public URL, so it needs no tunnel.
         tunnel = None if is_space() else tunnel_to_open(share, self.settings)
         remembered = remembered_urls(self.settings, port)
         if unproven:
@@ -246,6 +247,7 @@ class WebhooksServer:
                     one.close()
                 raise
         elif self.settings.public_url is not None:
+            # The URL of a Space never changes, so webhooks that post to it never need an update.
             if not is_space():
                 self._public_access = FixedUrl(self.settings.public_url, remembered, self._hubs)
             page = self._public_url() or page
@@ -381,7 +383,7 @@ class WebhooksServer:
 
     def _landing_page(self, request: Request) -> HTMLResponse:
         # `base_url` is the URL of the outermost application. If the outermost application mounts
-        # this application at a path, the URL also needs this path.
+        # this application at a path, the URL of this application ends in this path.
         here = request.base_url.replace(path=request.scope.get("root_path", ""))
         url = self._public_url() or str(here)
         return HTMLResponse(

@@ -25,7 +25,7 @@ def first(tmp_path: Path) -> Published:
 
 
 def changed(network: Any, home: Path, change: Change, **options: Any) -> Published:
-    other = build(network.config)
+    other = build(network.config, dtype=network.dtype)
     other.load_state_dict(network.state_dict())
     with torch.no_grad():
         change(dict(other.named_parameters()))

@@ -1,14 +1,15 @@
 """`LocalLauncher`: runs jobs as processes of this machine. The processes of each job form their own
 session (setsid(2)).
 
-The *warm parent* is a process that has already imported heavy modules. A command of the form
+The *warm parent* is a process that imports heavy modules in advance. A command of the form
 `python -m …` is forked from the warm parent. If the warm parent is still importing modules, the
-command waits for it. A new process would have to begin the same imports, and would be ready even
-later than the warm parent. Any other command gets a *cold start*: it is started in a new process at
+command waits until these imports are done. A new process would not be faster, because it would have
+to begin the same imports. Any other command gets a *cold start*: it is started in a new process at
 once. If there is no warm parent, every command gets a cold start.
 
-A forked command has its own environment variables. But a module that reads variables during its
-import gets the variables of the warm parent.
+A forked command has its own environment variables. But the modules of the warm parent were imported
+before the fork. A module that reads variables during its import has read the variables of the warm
+parent.
 """
 
 import subprocess
@@ -126,17 +127,17 @@ class LocalLauncher:
         if self._warm is not None:
             self._warm.close()
         for process in self._cold_processes:
-            # A job may outlive the runner. Set an exit code, so that Popen does not warn that the
-            # process still runs.
+            # The process may run longer than the runner. Without an exit code, Popen would warn
+            # that the process still runs. So set any exit code.
             process.returncode = 0
 
     def _send_to_warm_parent(self, warm: WarmParent, starting: _PendingStart) -> None:
-        """Send the request. If the warm parent is still importing, do nothing; `poll_processes`
-        calls this method again.
+        """Send the request to the warm parent. If the warm parent is still importing, send nothing;
+        `poll_processes` calls this method again. If the warm parent is off, make a cold start.
 
-        If a warm parent dies, the request is sent to the next warm parent too, so there may be two
-        processes for one request. Only one process gets the lock in the job's folder, and the other
-        process ends.
+        If a warm parent dies, the request is sent to the next warm parent too. So there may be two
+        processes for one request. Only one of these processes gets the lock in the job's folder,
+        and the other one ends.
         """
         match warm.state:
             case "importing":
@@ -183,8 +184,9 @@ def _recorded_status(job_dir: Path, attempt: int) -> Status | None:
     leader = _leader(job_dir, attempt)
     if leader is None:
         return None
-    # Check the process before the file is read. If the file were read first, the leader could write
-    # the file and end before the check, and the attempt would count as vanished.
+    # Check whether the leader runs, and only then read the file `exit.json`. In the other order,
+    # the leader could write the file and end between the two steps. The attempt would then count as
+    # vanished.
     is_running = is_alive(leader)
     ended = read_json(job_dir / EXIT)
     if ended is not None and ended["attempt"] == attempt:

@@ -65,8 +65,8 @@ def signal_session(leader: ProcessIdentity, number: signal.Signals) -> None:
     """
     present = identify(leader.pid)
     if present is not None and present != leader:
-        # Another process has this pid now. The kernel reuses a leader's pid only when the session
-        # has no process left, so there is nothing to signal.
+        # Another process has this pid now. The kernel gives a leader's pid to another process only
+        # when the session has no process left, so there is no process to signal.
         return
     if not IS_LINUX:
         if present is not None:
@@ -111,8 +111,8 @@ def lower_priority(niceness: int) -> None:
             if found and int(found[-1]) < niceness:
                 session.write_text(str(niceness))
         except BlockingIOError:
-            # Try again later. Processes without root rights can write to files of this kind only
-            # ten times per second, all processes together.
+            # Try again later. Linux limits how often files of this kind are written: all processes
+            # without root rights share a limit of ten writes per second.
             time.sleep(0.1)
         except OSError:
             return

@@ -118,13 +118,13 @@ def _redirect_output(log: Path) -> None:
 
 
 def _claim_attempt(job_dir: Path, attempt: int) -> None:
-    """Take the job's lock for this attempt. This process ends without a message in two cases: this
-    attempt or a later attempt was already started, or another process keeps the lock for
-    `_LOCK_SECONDS`."""
-    # Use a POSIX lock, because the command does not inherit such a lock: the system releases the
-    # lock when this process ends. Never close this descriptor, and open the file nowhere else in
-    # this process, because the system also releases the lock when the process closes any descriptor
-    # of the file.
+    """Take the job's lock for this attempt. This process ends without a message if it does not get
+    the lock within `_LOCK_SECONDS`. It also ends if this attempt or a later attempt of the job was
+    already started."""
+    # Use a POSIX lock. The command does not inherit such a lock, so the system releases the lock
+    # when this process ends, even if the command still runs. Never close this descriptor, and open
+    # the file nowhere else in this process: the system also releases the lock when the process
+    # closes any descriptor of the file.
     lock = os.open(job_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     give_up = time.monotonic() + _LOCK_SECONDS
     while True:
@@ -203,7 +203,7 @@ def _run_module(request: Request) -> None:
 
 def _wait_for(pid: int) -> int:
     """Wait until the process `pid` has ended. Returns its exit code, which is negative if a signal
-    ended the process. Other processes, which the command has left behind, may end earlier."""
+    ended the process. Other child processes may end earlier; this function ignores them."""
     while True:
         ended, status = os.wait()
         if ended == pid:
@@ -231,8 +231,8 @@ def _children() -> list[int]:
 
 
 def _read_start_error(descriptor: int) -> str:
-    """Why the command could not be started; empty if it was started. `descriptor` is the pipe into
-    which `_run_command` writes the error of a failed start."""
+    """The reason why the command could not be started. Empty if the command was started.
+    `descriptor` is the pipe into which `_run_command` writes this reason."""
     os.set_blocking(descriptor, False)
     try:
         return os.read(descriptor, 4096).decode(errors="replace")

@@ -34,10 +34,11 @@ class WarmParent:
     state: Literal["importing", "ready", "off"]
     """`off` means that there is no warm parent and none will be started. There are four possible
     reasons: the modules cannot be imported, the modules start threads during their import,
-    `_MAX_DEATHS_BEFORE_READY` warm parents died in a row, or `close` was called."""
+    `_MAX_DEATHS_BEFORE_READY` warm parents in a row died before they were ready, or `close` was
+    called."""
     generation: int
-    """How many warm parents were started so far. When this number grows, the earlier warm parent is
-    dead, and requests that were sent to it may be lost."""
+    """How many warm parents were started so far. When this number grows, the former warm parent is
+    dead, and the requests that were sent to the former warm parent may be lost."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._command = [sys.executable, "-m", "jobs.launchers.warm", *modules]
@@ -124,7 +125,7 @@ class WarmParent:
             return  # `poll_processes` will find that the warm parent is dead
 
     def close(self) -> None:
-        """End the warm parent. The jobs that it forked continue."""
+        """End the warm parent. The jobs that were forked from the warm parent continue."""
         self.state = "off"
         if self._process is not None:
             self._process.kill()
@@ -136,8 +137,9 @@ class WarmParent:
     def _close_pipes(process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None
         process.stdout.close()
-        # `stdin.close` fails if the pipe's buffer still holds a request. Ignore this error: the
-        # launcher sends the request again, to the next warm parent.
+        # `stdin.close` first sends what Python's buffer still holds. If the buffer holds a request,
+        # this fails, because the warm parent is dead. Ignore this error: the launcher sends the
+        # request again, to the next warm parent.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
 

@@ -25,8 +25,8 @@ def environment(hub_url: str, hub_token: str, home: Home) -> dict[str, str]:
         "HF_HUB_DISABLE_UPDATE_CHECK": "1",
         "PIPELINE_HOME": str(home.root),
         "GIT_CONFIG_COUNT": "2",
-        # The empty value makes git ignore the credential helpers that other configuration files
-        # set for this URL.
+        # The empty value makes git ignore, for this URL, all credential helpers from git's
+        # configuration files.
         "GIT_CONFIG_KEY_0": key,
         "GIT_CONFIG_VALUE_0": "",
         "GIT_CONFIG_KEY_1": key,

@@ -1,4 +1,4 @@
-"""Calls routes of the hub that the Hugging Face Hub does not have."""
+"""Sends requests to routes that a hotpush hub has and the Hugging Face Hub does not have."""
 
 import os
 from typing import Any
@@ -49,5 +49,8 @@ def call_hub(
     if not reason and answer.status_code in (404, 405):
         reason = f"it has no route /api/settings/{path}; use a hub of this version of hotpush"
     elif not reason:
-        reason = "this is no answer of a hub; check the address, and the log of a proxy before it"
+        reason = (
+            "the answer does not come from a hub; check the address. If a proxy is in front of the "
+            "hub, also read the proxy's log"
+        )
     raise PipelineError(f"the hub at {access['endpoint']} answered {answer.status_code}: {reason}")

@@ -32,9 +32,11 @@ def hub(context: typer.Context, host: HostOption = None, port: PortOption = None
 
 @app.command()
 def gc() -> None:
-    """Remove each commit that nothing needs: no branch, tag or pull request contains the commit,
-    and no release, unfinished job or stored event names it. Also remove each large file that no
-    commit names.
+    """Remove each commit that nothing needs, and each large file that no commit names.
+
+    A commit is needed if a branch, a tag or a pull request contains the commit. A commit is also
+    needed if a release, an unfinished job or a stored event names this commit or a later commit
+    that is based on it.
 
     You can run this command while the hub is up, and also while the hub is down. A push to a
     repository waits while this command works on the repository.
@@ -61,8 +63,8 @@ def gc() -> None:
         answer = call_hub("POST", "gc", None, {}, timeout_seconds=None)
         released, large_bytes = answer["released"], answer["large_bytes"]
     print(
-        f"the hub has stopped keeping {released} commits that nothing needs; git has removed "
-        "everything that no branch, tag or other ref leads to"
+        f"the hub has deleted its own refs to {released} commits that nothing needs, and git has "
+        "removed the commits and files to which no ref leads any more"
     )
     if large_bytes:
         print(f"removed {large_bytes / 1e6:,.1f} MB of large files that no commit names")
@@ -72,7 +74,9 @@ def gc() -> None:
 def purge(
     repository: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository.")],
     sha: Annotated[str, typer.Argument(help="The commit: all 40 characters of its sha.")],
-    type: Annotated[str, typer.Option(help="dataset, model or space.")] = "dataset",
+    type: Annotated[
+        str, typer.Option(help="The repository's type: dataset, model or space.")
+    ] = "dataset",
     releases: Annotated[
         bool,
         typer.Option(
@@ -113,8 +117,8 @@ def purge(
         if not yes:
             typer.confirm(_question(name, sha, planned, traces, releases), abort=True)
         if releases:
-            # Remove the releases before anything else. If one of them is served, pending or pinned,
-            # `_remove_releases` raises an error, and this command removes nothing.
+            # Remove the releases before anything else. If one of these releases is served, pending
+            # or pinned, `_remove_releases` raises an error, and this command removes nothing.
             _remove_releases(home, (*traces.releases, *traces.later_releases))
         remove_traces(traces, store)
     # Remove the commits from the repository last. If this command is interrupted earlier, a second
@@ -127,7 +131,8 @@ def purge(
     )
     print(
         f"{sha} is gone from the {name}. Removed: {removed}; {len(traces.job_folders)} job "
-        "folders; what jobs had downloaded"
+        "folders; the copies of the dataset that jobs had downloaded; the rows that jobs had "
+        "stored as tokens"
     )
     if not releases:
         _print_remaining_releases(traces)
@@ -180,6 +185,7 @@ def _print_remaining_releases(traces: "Traces") -> None:
             print(f"release {release.id} of {release.pipeline} {words}")
     if traces.releases:
         print(
-            "To remove such a release: pipeline releases rm ID. A served release cannot be "
-            "removed: first train without the commit, or: pipeline releases rollback"
+            "To remove such a release: pipeline releases rm ID. A served, pending or pinned "
+            "release cannot be removed. If the release is served, first train without the commit, "
+            "or run: pipeline releases rollback"
         )

@@ -16,7 +16,7 @@ from pipeline.errors import PipelineError
 
 def init(
     name: Annotated[
-        str, typer.Option(help="The pipeline's name. Requests to the server give it as `model`.")
+        str, typer.Option(help="The pipeline's name. Requests give this name as `model`.")
     ],
     dataset: Annotated[
         str, typer.Option(help="The dataset to follow, as OWNER/NAME or a git URL.")

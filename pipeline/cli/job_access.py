@@ -63,8 +63,8 @@ def as_record(job: "Job") -> dict[str, Any]:
 
 
 def counts_text(job: "Job") -> str:
-    """One line that says how many rows the job learned and kept; empty if the job counted no
-    rows."""
+    """One line with the job's counts, such as how many changed rows the new weights have learned.
+    Empty if the job counted no rows."""
     if job.outcome is None or job.outcome.counts is None:
         return ""
     return str(job.outcome.counts)

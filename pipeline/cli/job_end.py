@@ -1,5 +1,5 @@
-"""Shows a job until it has ended, prints its outcome, and exits with the exit code for this
-outcome."""
+"""Shows the progress of a job until the job has ended. Then prints the job's outcome, and exits
+with the exit code for this outcome."""
 
 import json
 import sys
@@ -54,7 +54,7 @@ def follow_to_end(
 
 
 def timed_out(what: str) -> typer.Exit:
-    """Print that the time is over, and print `what`: a text that says what has not happened yet.
+    """Print that the time is over, and print the text `what`, such as `j000012 is still RUNNING`.
     Returns the exception that the caller must raise."""
     print(f"pipeline: the time is over, and {what}", file=sys.stderr)
     return typer.Exit(124)

@@ -56,8 +56,8 @@ def run(
         bool,
         typer.Option(
             "--force",
-            help="Make and serve a new release even if the gate refuses the new rows or the new "
-            "weights. The gate is the checks of both. Needs --reason.",
+            help="Make and serve a new release even if the gate refuses. The gate checks the new "
+            "rows and the new weights. Needs --reason.",
         ),
     ] = False,
     reason: Annotated[
@@ -148,14 +148,15 @@ def run(
 def _pipeline_of_command(
     settings: "Settings", name: str | None, revision: str | None
 ) -> "PipelineSettings | None":
-    """The pipeline whose environment variables the command gets; None if it gets none of them.
+    """The pipeline whose environment variables the command gets. None if the command gets the
+    variables of no pipeline.
 
-    If there is a `name`, this is the pipeline with this name. If there is no `name`, but exactly
-    one pipeline is configured, this is the configured pipeline. In all other cases, this is None.
+    If there is a `name`, this is the pipeline with this name. Raises PipelineError if no pipeline
+    has this name.
 
-    Raises PipelineError if there is no pipeline called `name`. A `revision` is a commit of a
-    pipeline's dataset, so it needs a pipeline. If there is a `revision` but no `name`, and not
-    exactly one pipeline is configured, this raises PipelineError too.
+    If there is no `name`, and exactly one pipeline is configured, this is that pipeline. If no
+    pipeline or several pipelines are configured, this is None. But if there is also a `revision`,
+    this raises PipelineError, because nobody knows which pipeline's dataset has this commit.
     """
     if name is None and revision is None and len(settings.pipelines) != 1:
         return None

@@ -64,6 +64,7 @@ def main() -> None:
         if error.errno not in _DISK_ERRORS:
             raise
         sys.exit(
-            f"pipeline: {error.filename or 'a file'} cannot be written: {error.strerror}; make "
-            f"{Home.find().root} writable, or set PIPELINE_HOME to another state folder"
+            f"pipeline: {error.filename or 'a file'} cannot be opened or written: "
+            f"{error.strerror}; make {Home.find().root} writable, or set PIPELINE_HOME to another "
+            "state folder"
         )

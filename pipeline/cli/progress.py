@@ -1,5 +1,5 @@
-"""Shows one job until it has ended: its output, or its stages. On a terminal, each stage is a
-progress bar. Elsewhere (in a file, for example), each stage is a line of text."""
+"""Shows the output or the stages of one job until the job has ended. On a terminal, each stage is
+a progress bar. Elsewhere (in a file, for example), each stage is a line of text."""
 
 import contextlib
 import time
@@ -21,8 +21,9 @@ from pipeline.stack_record import read_stack
 
 POLL_SECONDS = 0.1
 NO_RUNNER_SECONDS = 15.0
-"""Give up waiting for a job if no runner was up for this many seconds. A new runner must be able to
-start in this time: `jobs run --detach` starts a runner, and returns before the runner is up."""
+"""Give up waiting for a job if no runner was up for this many seconds. A runner must start in less
+time, because `jobs run --detach` returns before its runner is up, and the user may then wait for
+the job at once with `jobs wait`."""
 
 
 def follow_stages(
@@ -85,8 +86,9 @@ def _watch(
 ) -> Job:
     last_seen = time.monotonic()
     while True:
-        # Read the job's row in the store before its files. If the row says that the job has ended,
-        # the files are already complete, so `show` also shows their last lines.
+        # Read the job's row in the store first, and the files in the job's folder after that. If
+        # the row says that the job has ended, the files are already complete, so `show` also shows
+        # the last lines of the files.
         job = store.get(job_id)
         show(job)
         if job.has_ended or (deadline is not None and time.monotonic() > deadline):
@@ -112,8 +114,9 @@ def _progress(console: Console) -> Iterator[Progress | None]:
 
 
 class _StageTime(ProgressColumn):
-    """The duration of a stage, computed from the times that the job recorded. Rich's own column
-    would count from the moment when the bar appears, but the stage may have started earlier."""
+    """The duration of a stage, computed from the times that the job recorded. The library `rich`
+    has a column for durations too. But that column would count from the moment when the bar
+    appears, and the stage may have started earlier."""
 
     def render(self, task: Task) -> Text:
         until = task.fields["ended"] or time.time()

@@ -1,7 +1,10 @@
 """`pipeline receiver`: runs the receiver, lists and replays dead letters, and puts a receiver into
-a Space. A durable handler is a handler that the receiver calls again after a failure. If a durable
-handler fails for a delivery again and again, the receiver no longer calls the handler for this
-delivery. The delivery is then called a dead letter."""
+a Space.
+
+A durable handler is a handler that the receiver calls again after a failure. If a durable handler
+fails for a delivery again and again, the receiver no longer calls the handler for this delivery.
+The delivery is then called a dead letter.
+"""
 
 import json
 import time
@@ -57,9 +60,8 @@ def receiver(
 
 @app.command()
 def dead(file: FileOption = None, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
-    """List dead letters. The receiver calls a durable handler again after a failure. If the handler
-    fails for a delivery again and again, the receiver gives up, and the delivery is a dead
-    letter."""
+    """List dead letters. A dead letter is a delivery for which a durable handler has failed again
+    and again, so that the receiver no longer calls the handler for this delivery."""
     from receiver.dead_letters import list_dead_letters
 
     found = list_dead_letters(file or _deliveries_path())

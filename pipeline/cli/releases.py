@@ -31,12 +31,12 @@ ReleaseArgument = Annotated[str, typer.Argument(help="The id of a release, from 
 
 @app.command()
 def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
-    """List releases, newest first. `pending` marks a release that is not served yet: the next
-    server that starts will serve it.
+    """List releases, newest first. `pending` marks a release that was chosen but is not served yet:
+    when a server starts next, it will serve this release.
 
-    The column `rows` shows how many rows were learned and kept. For rows of plain text, and for
-    releases that earlier versions of hotpush made, the column instead shows the loss before and
-    after the training, in nats per token.
+    The column `rows` shows how many changed rows the model has learned, and how many unchanged rows
+    it still knows. For rows of plain text, and for releases that earlier versions of hotpush made,
+    the column instead shows the loss before and after the training, in nats per token.
     """
     from serving.weights.release_store import (
         list_releases,
@@ -226,7 +226,10 @@ def verify(
 @app.command()
 def prune(
     keep: Annotated[
-        int | None, typer.Option(help="How many releases to keep. Default: `keep` in the settings.")
+        int | None,
+        typer.Option(
+            help="Keep this many of the newest releases. Default: `keep` in the settings."
+        ),
     ] = None,
     pipeline: PipelineOption = None,
     as_json: JsonOption = False,
@@ -262,8 +265,8 @@ def unpin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
 
 
 def _rows(evaluation: Any) -> str:
-    """The text for the column `rows`. Returns `-` if the release has no evaluation in a known form:
-    a person may have published the release without an evaluation."""
+    """The text for the column `rows`. This is `-` if the release has no evaluation (for example
+    after `releases publish`), or if the evaluation has none of the numbers that are shown here."""
     if not isinstance(evaluation, dict):
         return "-"
     if isinstance(evaluation.get("counts"), dict):

@@ -14,9 +14,9 @@ from pipeline.paths import Home
 def repair(pipeline: PipelineOption = None) -> None:
     """Check every release, and make the server serve an undamaged one.
 
-    If the release that should be served is damaged, the server swaps to a substitute. This is the
-    newest undamaged release that was served before the damaged one. If somebody has restored the
-    damaged release since then, the server swaps back from the substitute to the restored release.
+    If the release that should be served is damaged, the server swaps to a substitute: the newest
+    undamaged release that was served before the damaged one. If a substitute is served, but
+    somebody has restored the damaged release, the server swaps back to the restored release.
 
     This command names the damaged releases, but removes none. The exit code is 1 if no undamaged
     release can be served.

@@ -86,8 +86,8 @@ def receiver(
         **_without_none(tunnel=tunnel, public_url=public_url),
     }
     # When the receiver's public URL changes, the receiver writes the new URL into its webhooks on
-    # the hubs that are listed below. If this shell has a HF_TOKEN, the hub that this shell's
-    # HF_ENDPOINT names is one of these hubs.
+    # the hubs that are listed below. If HF_TOKEN is set in this shell, the list also contains the
+    # hub that HF_ENDPOINT names (by default the Hugging Face Hub).
     hub_of_shell = (
         [HubCredentials(endpoint=os.environ.get("HF_ENDPOINT"))] if "HF_TOKEN" in os.environ else []
     )
@@ -116,9 +116,9 @@ def serve(
     release: Annotated[
         str | None,
         typer.Argument(
-            help="A release id or a checkpoint folder. By default, the server serves the release "
-            "that was served last. If a release is pending (chosen, but not served yet), the "
-            "server then swaps it in."
+            help="A release id or a checkpoint folder. Without RELEASE, the server begins with the "
+            "release that was served last. If a release is pending (chosen, but not served yet), "
+            "the server swaps in the pending release after that."
         ),
     ] = None,
     pipeline: PipelineOption = None,

@@ -192,9 +192,9 @@ def _advice_after_refusal(jobs: Sequence["Job"]) -> str | None:
         return None
     revision = (last.outcome.dataset_revision or "unknown")[:12]
     return (
-        f"the rows of {revision} were rejected, and the job of the next commit trains on them "
-        "again; push a correction, or accept the rows as they are with: pipeline jobs run --force "
-        "--reason WHY"
+        f"the gate rejected {revision}, and the job of the next commit trains on the rows of "
+        f"{revision} again; push a correction, or accept the rows as they are with: pipeline jobs "
+        "run --force --reason WHY"
     )
 
 
@@ -280,7 +280,8 @@ def _newest_commit(home: Home, settings: Any, pipeline: Any) -> str | None:
 
     from pipeline.tokens import load_tokens
 
-    ref = quote(pipeline.ref, safe="")  # it may contain a character that ends the path, such as #
+    # The name of a branch may contain a character that would end the URL's path, such as #.
+    ref = quote(pipeline.ref, safe="")
     try:
         response = httpx.get(
             f"{settings.hub_url}/api/datasets/{pipeline.dataset}/revision/{ref}",

@@ -17,10 +17,10 @@ def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> Non
     """Make the server serve the release, and print the result. If no server is up, the next server
     that starts will serve the release.
 
-    If the server answers that it does not serve the release, this raises a `typer.Exit` with exit
-    code 1. Raises PipelineError if the server gives no answer. Also raises PipelineError if the
-    answer is not the result of a swap: the answer then does not come from the server of this state
-    folder.
+    If the swap fails, the server answers with the reason, and this function raises a `typer.Exit`
+    with exit code 1. Raises PipelineError if the server gives no answer. Also raises PipelineError
+    if the answer is not the result of a swap: the answer then does not come from the server of this
+    state folder.
     """
     import httpx
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from pipeline.hub.repositories.store import Repositories
 
 app = typer.Typer(
-    help="Manage the hub's tokens for other people and programs. A token allows either only "
-    "reading, or reading and writing. It is valid for all repositories, or for some of them.",
+    help="Manage the hub's tokens for other people and programs. Some tokens allow only reading, "
+    "and others allow reading and writing. A token is valid for all repositories, or for some.",
     no_args_is_help=True,
 )
 

@@ -31,7 +31,8 @@ def up(
         typer.Option(
             "--detach",
             "-d",
-            help="Run the stack in the background, and return when it is up. To stop it: `down`.",
+            help="Run the stack in the background, and return when the stack is up. To stop the "
+            "stack: pipeline down",
         ),
     ] = False,
 ) -> None:
@@ -95,8 +96,8 @@ def up(
     except KeyboardInterrupt:
         print("stopping")
     finally:
-        # Ignore a second Ctrl-C while the stack stops. It would end this process before all child
-        # processes are stopped.
+        # From here on, ignore Ctrl-C and SIGTERM. A second Ctrl-C would end this process before all
+        # child processes are stopped.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         stack.stop()

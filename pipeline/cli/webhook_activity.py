@@ -87,11 +87,11 @@ def replay(
 ) -> None:
     """Send a delivery again, to the URL that the webhook has now.
 
-    The delivery keeps its id. So a receiver that has already handled the delivery only repeats its
-    first answer. The stack's own receiver makes one exception: if the delivery's job failed or was
-    cancelled, this receiver submits a new job. But if a later push already has a job that neither
-    failed nor was cancelled, this receiver submits no job, and answers with the id of the later
-    job.
+    Without --force, the delivery keeps its id. So if the receiver has already handled the delivery,
+    the receiver only repeats its first answer. The stack's own receiver makes one exception: if the
+    delivery's job failed or was cancelled, this receiver submits a new job. But if a later push
+    already has a job that neither failed nor was cancelled, this receiver submits no job, and
+    answers with the id of the later job.
     """
     path = f"deliveries/{delivery_id}/replay"
     sent = call_hub("POST", path, endpoint, {"force": "1"} if force else {})["delivery"]

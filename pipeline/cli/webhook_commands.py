@@ -153,7 +153,7 @@ def update(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Change a webhook. Only the properties for which you give an option change."""
+    """Change a webhook. If you give no option for a property, this property stays as it is."""
     from receiver.webhooks import update_webhook
 
     given = _given(url, job_id, domain, secret, secrets, secrets_file)

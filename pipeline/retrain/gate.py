@@ -86,8 +86,8 @@ def data_refusals(
     num_lost: int, num_before: int, new: Noise, known: Noise, settings: GateSettings
 ) -> tuple[str, ...]:
     """Reasons why a model should not be trained on these rows. Checked before training, because
-    weights that were trained on noise find the noise likely, and deleted rows can no longer be
-    measured.
+    weights that were trained on noise find the noise likely, and weights that were trained without
+    the deleted rows have forgotten them.
 
     num_before: the number of rows in the revision before. num_lost: how many of them the commit has
     deleted or rewritten. new: the noise in the changed rows. known: the noise in the unchanged

@@ -15,6 +15,7 @@ from pipeline.retrain.layout import last_hidden_states, layout_of
 from pipeline.retrain.loss import score_labels
 from pipeline.retrain.packing import Batch, batch, block_length, pack, packed, prefixed, row_groups
 from pipeline.retrain.tokens import TokenSequence
+from serving.dtype import is_fast_in_bfloat16
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 BATCH_TOKENS = 4_096
 SHORT_ANSWER_TOKENS = 64
 LONG_ANSWER_SHARE = 0.9
+BFLOAT16_PARAMETERS = 50_000_000
+"""On a CPU, smaller networks are trained in float32. Their matrix products are short, so the
+conversions to bfloat16 take about as long as faster products save."""
 MIN_FILLED = {"padded": 0.75, "unpadded": 1.0}
 """Layout (`layout.py`) → at least this share of each row must be tokens. The rest is padding."""
 
@@ -32,8 +36,18 @@ def check_head(model: "PreTrainedModel") -> None:
 
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Inside, a GPU computes in bfloat16. A CPU computes in the dtype of the weights."""
+    """For measurements. Inside, a GPU computes in bfloat16. A CPU computes in the dtype of the
+    weights, as a server does: no row may count as learned only because of rounding."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+
+
+def training_autocast(model: "PreTrainedModel") -> AbstractContextManager[object]:
+    """For training steps. Inside, a GPU computes in bfloat16, and a CPU too if it is fast in it and
+    `model` is large. The weights and the optimizer stay in float32."""
+    is_large = model.num_parameters() >= BFLOAT16_PARAMETERS
+    if model.device.type == "cpu" and is_large and is_fast_in_bfloat16("cpu"):
+        return torch.autocast("cpu", torch.bfloat16)
+    return autocast(model.device)
 
 
 def predict(model: "PreTrainedModel", part: Batch) -> tuple[Tensor, Head, Tensor]:

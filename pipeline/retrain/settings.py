@@ -101,7 +101,7 @@ class TrainSettings(_Settings):
     """`delta` trains the served release on the changed rows and a sample of the others (replay).
     `full` trains the base model on all rows. `auto` means `delta`, but it means `full` in these
     cases:
-    - There is no served release, or it was made from another base model.
+    - There is no served release, or it was made from another base model, or no row has changed.
     - Rows of plain text were deleted, or more than 100 rows in all.
     - The revision that the served release was trained on is not in the history of the new revision
       (a force-push), or its rows cannot be read.
@@ -176,7 +176,7 @@ class TrainSettings(_Settings):
     each prompt once. If `measured` is false, the answer is mixed into training. If it is true, the
     answer is only measured, and shows how far the new model has moved away from the base model. A
     relative path starts at the folder of the settings file."""
-    anchor_ratio: float = Field(default=0.5, ge=0)
+    anchor_ratio: float = Field(default=1.0, ge=0)
     """How many tokens of the base model's own answers are mixed in for each token of the rows. A
     delta mixes in twice as many."""
     num_processes: int = Field(default=1, ge=1, le=64)

@@ -36,7 +36,7 @@ from pipeline.retrain.metrics import MetricsWriter
 from pipeline.retrain.objectives import keep_base, unlearn
 from pipeline.retrain.packing import Batch, batch, pack
 from pipeline.retrain.plan import TrainingPlan
-from pipeline.retrain.scoring import autocast, is_said, mean_loss, predict, row_losses
+from pipeline.retrain.scoring import is_said, mean_loss, predict, row_losses, training_autocast
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import TokenSequence
 
@@ -401,7 +401,7 @@ def _step(
             [anchor.sequence for anchor in anchors] * is_last,
             [sequences[index] for index in deleted] * is_last,
         ]
-        with autocast(model.device):
+        with training_autocast(model):
             hidden, head, labels = predict(model, _batch(groups, part))
             sizes = [sum(each.num_learned for each in group) for group in groups]
             own_hidden, kept, unlearned = torch.split(hidden, sizes)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from serving.dtype import Dtype, choose_dtype
 from serving.engine import EngineError, Generation, StageError, Step
-from serving.engines.dtype import Dtype, choose_dtype
 from serving.engines.same_network import config_differences, tensor_differences
 from serving.engines.vllm_settings import VllmEngineSettings
 from serving.weights.release import Release

@@ -32,5 +32,5 @@ class VllmSettings(BaseModel):
 
 class VllmEngineSettings(VllmSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """The dtype in which vLLM computes; `serving.engines.dtype` explains `auto`. The first release
+    """The dtype in which vLLM computes; `serving.dtype` explains `auto`. The first release
     decides, because vLLM keeps its dtype while it runs."""

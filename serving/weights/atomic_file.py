@@ -67,7 +67,7 @@ def is_abandoned(entry: Path) -> bool:
 
     This function decides by the age of the entry, because some writers hold no lock. So use it only
     in folders whose temporary files are all small. The writer of a large file, such as a
-    checkpoint, may need more than a minute, and its file would count as abandoned too early.
+    checkpoint, may pause for more than a minute, and its file would then count as abandoned.
     """
     if not entry.name.startswith(REPLACING):
         return False

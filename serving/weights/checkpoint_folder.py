@@ -156,13 +156,15 @@ def utc_now() -> str:
 
 
 def tied_head(folder: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """`{head: embedding}`, a dict of two tensor names, if the config says that the head and the
-    embedding are tied (the same tensor) and the checkpoint stores only the embedding. Otherwise an
-    empty dict.
+    """If the checkpoint stores only the embedding, and the head (the last layer of the model) uses
+    the tensor of the embedding, the dict `{head: embedding}` of the two tensor names. The head and
+    the embedding are then called *tied*. In all other cases, the dict is empty.
 
-    Also empty if the config does not say whether they are tied, because the default depends on the
-    architecture. In a Llama, they are not tied by default. So a Llama checkpoint that has neither a
-    head nor this setting is incomplete, and `verify_layout` refuses the checkpoint.
+    The setting `tie_word_embeddings` of the config says whether the head and the embedding are
+    tied. If the config does not have this setting, the dict is empty, because the default depends
+    on the architecture. In a Llama, the default is that they are not tied. So if a Llama checkpoint
+    has neither a head nor this setting, the checkpoint is incomplete, and `verify_layout` refuses
+    the checkpoint.
     """
     path = folder / "config.json"
     config = json.loads(path.read_bytes()) if path.is_file() else None

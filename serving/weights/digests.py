@@ -24,9 +24,9 @@ class TensorDigest:
     """Computes the digest of bytes that arrive in pieces. `str()` of this object returns the
     digest: the name of the algorithm, a colon and 64 hex digits.
 
-    `like` is a digest with which the caller will compare the result, so the algorithm is the
-    algorithm of `like`. For example, it is sha256 for a digest of an old manifest (format 1).
-    Without `like`, the algorithm is BLAKE3.
+    `like` is a digest with which the caller will compare the result. So the result is computed with
+    the same algorithm as `like`. For example, if `like` comes from an old manifest (format 1), the
+    algorithm is sha256. Without `like`, the algorithm is BLAKE3.
     """
 
     def __init__(self, like: str = _DEFAULT) -> None:

@@ -1,5 +1,5 @@
-"""Reads and checks the index of a checkpoint or release. The index is a file that names, for each
-tensor, the shard (the file) that holds the tensor. This module opens no shard."""
+"""Reads and checks the index of a checkpoint or release. The index is a file. For each tensor, it
+says which shard (file with tensors) holds the tensor. This module opens no shard."""
 
 import json
 import re

@@ -86,7 +86,7 @@ def context_length(config: "PreTrainedConfig") -> int:
 def build_network(folder: Path, *, is_empty: bool = False) -> "nn.Module":
     """The network, without the weights of the checkpoint. With `is_empty`, the network's tensors
     have shapes but no content, so they take no memory. Raises ReleaseError if `transformers` cannot
-    build a network that generates text from this config.
+    build a network from this config, or if the network would not generate text.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -113,8 +113,9 @@ def build_network(folder: Path, *, is_empty: bool = False) -> "nn.Module":
 def sources(network: "nn.Module", stored: Mapping[str, TensorEntry]) -> Sources:
     """How each tensor of the network is made from `stored`, the tensors of a checkpoint.
 
-    Raises ReleaseError. The error names every stored tensor that the network does not use, every
-    tensor that the checkpoint lacks, and every tensor that has the wrong shape.
+    Raises ReleaseError if the stored tensors do not fit the network. The error names every stored
+    tensor that the network does not use, every tensor that the checkpoint lacks, and every tensor
+    that has the wrong shape.
     """
     tensors: dict[str, Tensor] = network.state_dict(keep_vars=True)
     found = _NameConversions(network).sources(stored)
@@ -134,8 +135,8 @@ def sources(network: "nn.Module", stored: Mapping[str, TensorEntry]) -> Sources:
             ties |= dict(zip(found[other].names, source.names, strict=False))
         result = _result_shape(source)
         if isinstance(result, str) or result != shape:
-            # The shape may be wrong because stored tensors are missing, such as the last experts.
-            # So also report the tensors that are missing.
+            # The shape may be wrong because stored tensors are missing, such as the tensors of the
+            # last experts. So also report the tensors that are missing.
             missing.append(first)
             fault = result if isinstance(result, str) else f"has shape {list(result)}"
             reasons.append(

@@ -1,12 +1,15 @@
-"""Publishes a release: either the complete release, or nothing.
+"""Publishes a release: writes the release into the pipeline's folder in such a way that a reader
+sees either the complete release or nothing.
 
 The files are written into a folder with a temporary name, in this order: the shards, the small
 files, the index, the manifest. Each file is fsynced, and after that the folder. Then the folder is
 renamed, and its parent folder is fsynced. A reader sees the release only after the rename.
 
 If the process is killed before the rename, the folder with the temporary name stays. The next
-publication, the next `prune`, or the next start of the server removes it. Files are copied and
-never linked, because their source may change later, but a release must not change.
+publication, the next `prune`, or the next start of the server removes it.
+
+The files of a release are copies of the caller's files, never links to them. The caller may change
+the original files later, but a release must not change.
 """
 
 import errno

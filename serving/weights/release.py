@@ -27,10 +27,9 @@ class TensorEntry(_Record):
     """The dtype in the spelling of safetensors: `F32`, `BF16`, …"""
     shape: tuple[int, ...]
     digest: str = Field(pattern=r"^(blake3|sha256):[0-9a-f]{64}$")
-    """A digest of the tensor's bytes; it does not cover the name, dtype and shape. The engine is
-    the part of the server that computes tokens. When the server changes to another release, the
-    engine need not load a tensor if it already holds a tensor with the same digest, dtype and
-    shape."""
+    """A digest of the tensor's bytes; it does not cover the name, dtype and shape. When a server
+    changes to another release, the server's engine (the part that computes tokens) need not load a
+    tensor if the engine already holds a tensor with the same digest, dtype and shape."""
 
     @model_validator(mode="before")
     @classmethod
@@ -71,8 +70,8 @@ class Lineage(_Record):
     that was published by hand, all fields may be None or empty."""
 
     parent: str | None = None
-    """The id of the release that the training started from. Also None if the training started from
-    the base model."""
+    """The id of the release that the training started from. None if the training started from the
+    base model, or if nobody knows where the training started."""
     base_model: str | None = None
     """The name of the base model, as in the pipeline's settings."""
     base_revision: str | None = None
@@ -98,9 +97,9 @@ class Lineage(_Record):
     delivery_ids: tuple[str, ...] = ()
     """The ids of the webhook deliveries that led to the job."""
     forced: str | None = None
-    """The gate (the check of new weights) may refuse a release, and a person may publish the
-    release nevertheless. Then this is the person's reason, followed by the gate's reasons in
-    parentheses. None if the gate did not refuse the release."""
+    """None if the gate (the checks of the new rows and of the new weights) did not refuse the
+    release. If the gate refused the release, but a person had ordered in advance to publish it even
+    so, this is the person's reason, followed by the gate's reasons in parentheses."""
 
 
 class Release(_Record):

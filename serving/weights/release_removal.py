@@ -1,4 +1,5 @@
-"""Removes releases from a pipeline's folder, and what killed processes have left there."""
+"""Removes releases from a pipeline's folder. Also removes temporary files and folders that killed
+processes have left in this folder."""
 
 import os
 import shutil
@@ -22,8 +23,9 @@ from serving.weights.release_store import (
 def prune(pipeline_dir: Path, keep: int) -> list[str]:
     """Remove all but the newest `keep` releases; returns the removed ids, oldest first.
 
-    The served, the pending and the pinned releases always stay. This also removes what `sweep`
-    removes. Raises ReleaseError if `keep` is negative, or if `current` or `pending` cannot be read.
+    The served, the pending and the pinned releases always stay. Like `sweep`, this function also
+    removes what killed processes have left. Raises ReleaseError if `keep` is negative, or if
+    `current` or `pending` cannot be read.
     """
     if keep < 0:
         raise ReleaseError(f"keep must be at least 0, not {keep}")

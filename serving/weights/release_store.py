@@ -134,12 +134,12 @@ def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None =
     """Record that the server now serves `release_id`. Only the server may call this. `current`
     changes atomically. There are two cases:
 
-    - `stands_in_for` is None. `release_id` becomes the last id in `live`. `previous` then names the
-      release that was served until now. But `previous` does not change in two cases: it already
-      names `release_id`, or `release_id` is itself the release that was served until now.
+    - `stands_in_for` is None. `release_id` becomes the last id in `live`. `previous` changes to the
+      release that was served until now, unless `release_id` is this same release. `previous` also
+      stays unchanged if it already names `release_id`.
     - `release_id` is only a substitute, and `stands_in_for` is the id of the release that the
-      server could not serve. `stands_in_for` stays the last id in `live`, because nobody asked for
-      a rollback, and `previous` does not change.
+      server could not serve. Nobody asked for a rollback. So `stands_in_for` stays the last id in
+      `live`, and `previous` does not change.
     """
     should_be_served = stands_in_for or release_id
     number = release_number(should_be_served)

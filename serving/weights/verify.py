@@ -25,7 +25,8 @@ def verify_release(folder: Path, release: Release | None = None) -> tuple[str, .
     `release` is the manifest, if the caller has already read it.
 
     Runs `verify_layout` and, if it finds no fault, `verify_shards`. If the release is undamaged,
-    the two functions together read no file in full more than once. They load no tensor into torch.
+    the two functions together read each shard in full only once (and the header of a safetensors
+    shard once more). They load no tensor into torch.
     """
     try:
         release = release or load_release(folder)
@@ -46,8 +47,8 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
     - the index and the headers of the shards agree with the manifest;
     - the shapes of the tensors agree with the config, if the config is of a Llama.
 
-    If the id or a file has a fault, the index and the headers are not checked. If there is any
-    fault so far, the shapes are not checked.
+    If the id or a file has a fault, the index and the headers are not checked. The shapes are
+    checked only if no other check has found a fault.
 
     An engine is the part of the server that computes tokens. Some engines themselves check the
     digest of each tensor when they read the tensor. For such an engine, this function is enough,
@@ -215,11 +216,14 @@ def check_network(folder: Path, release: Release) -> tuple[str, ...]:
     describes. Call this function before a release is published. The torch engine makes the same
     checks when it loads a release.
 
-    For a Llama, only `_check_config` runs. For all other architectures, `_check_config` runs too.
-    Then `transformers`, whose import takes seconds, builds the network, and the tensors are
-    compared with this network. There are two exceptions. If the config has no `architectures`, the
-    network is not known. If the weights are quantised, the stored tensors have other names and
-    shapes than the tensors of the network. In both cases, only `_check_config` runs.
+    `_check_config` always runs first. If it finds a fault, or if the model is a Llama, nothing else
+    runs. Otherwise `transformers`, whose import takes seconds, builds the network, and the stored
+    tensors are compared with this network. There are two exceptions, where only `_check_config`
+    runs:
+
+    - The config has no `architectures`, so the network is not known.
+    - The weights are quantised, so the stored tensors have other names and shapes than the tensors
+      of the network.
     """
     reasons = _check_config(folder, release)
     config = json.loads((folder / "config.json").read_bytes())
@@ -280,8 +284,8 @@ def _shapes_by_config(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     matrix is (size of its output, size of its input).
 
     Empty for other architectures and for quantised weights, because their tensors have other names
-    and shapes. `check_network` checks the shapes of other architectures. Quantised weights are
-    checked only by the engine that loads them.
+    and shapes. `check_network` checks the shapes of other architectures. The names and shapes of
+    quantised weights are checked only by the engine that loads the weights.
     """
     if config.get("quantization_config") is not None:
         return {}

@@ -12,7 +12,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.networks import build, publish
+from tests.bench.prompts import Prompts
 from tests.bench.result import Figure, Result, at_least, at_most, reported, run_program
 from tests.bench.server import Server, pipeline_dir, serving, wait_until_idle
 from tests.bench.timing import in_turns
-from tests.docstring_stream import docstrings
 from tests.smollm2 import checkpoint_folder
 
 
@@ -75,8 +74,6 @@ MIN_SAMPLED_SHARE = 0.85
 MAX_SECOND_TURN = 0.15
 """Seconds until the first token, as a share of the first turn's."""
 PROBE_TOKENS = 64
-STRIDE = 37
-"""Tokens from the beginning of one prompt to that of the next."""
 
 
 def measure(size: Size) -> Result:
@@ -112,7 +109,7 @@ def _pretrained(home: Path, dtype: str, size: Size) -> tuple[list[Figure], dict[
 
     checkpoint = checkpoint_folder()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    prompts = _Prompts(checkpoint)
+    prompts = Prompts(checkpoint)
     network = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
     probe = make_probe(network.float(), [tuple(text) for text in prompts.take(4, PROBE_TOKENS)])
     network = network.to(getattr(torch, dtype))
@@ -179,7 +176,7 @@ def _compared(what: str, rates: dict[str, list[float]], clients: int) -> Figure:
 
 def _large_vocabulary(home: Path, size: Size) -> tuple[list[Figure], dict[str, Any]]:
     release = publish(build("50k", 1), pipeline_dir(home))
-    prompts = _Prompts(release.folder)
+    prompts = Prompts(release.folder)
     kinds = {"greedy": {}, "sampled": SAMPLED, "temperature 1": TEMPERATURE}
     with serving("torch", release, home) as server:
         rates = in_turns(
@@ -211,29 +208,9 @@ def _large_vocabulary(home: Path, size: Size) -> tuple[list[Figure], dict[str, A
     ], rates
 
 
-class _Prompts:
-    """Runs of token ids of real text, each with a beginning of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        from serving.tokenizer import load_tokenizer
-
-        tokenizer = load_tokenizer(folder)
-        if tokenizer.vocab_size == 50_000:  # a word for each token id: text would be all unknown
-            self._token_ids = [(977 * place) % 49_999 + 1 for place in range(200_000)]
-        else:
-            text = "\n\n".join(docstrings(8_000))
-            self._token_ids = list(tokenizer.encode(text, add_special_tokens=False))
-        self._numbers = itertools.count()
-
-    def take(self, count: int, length: int) -> Iterator[list[int]]:
-        for number in itertools.islice(self._numbers, count):
-            start = number * STRIDE % (len(self._token_ids) - length)
-            yield self._token_ids[start : start + length]
-
-
 def _rate(
     server: Server,
-    prompts: _Prompts,
+    prompts: Prompts,
     length: int,
     clients: int,
     sampling: dict[str, float],
@@ -252,7 +229,7 @@ def _rate(
                 return count * size.tokens / taken
 
 
-def _second_turn(server: Server, prompts: _Prompts, size: Size) -> float:
+def _second_turn(server: Server, prompts: Prompts, size: Size) -> float:
     """Seconds until the first token of a prompt that goes on with the one before it, as a share of
     the seconds of the one before it."""
     [whole] = prompts.take(1, size.long_prompt_tokens + size.prompt_tokens)
@@ -267,7 +244,7 @@ def _first_token(server: Server, prompt: list[int], tokens: int) -> float:
     return moments[0] - started
 
 
-def _generate(network: Any, prompts: _Prompts, length: int, size: Size) -> float:
+def _generate(network: Any, prompts: Prompts, length: int, size: Size) -> float:
     import torch
 
     [prompt] = prompts.take(1, length)

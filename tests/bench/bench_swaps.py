@@ -2,24 +2,30 @@
 
 Clients ask greedy prompts, whole and streamed, of which each release's right text is known from
 `transformers`. An answer is mixed when its text is not that of the release that it names.
+
+`--shape SmolLM2 --swaps 100 --clients 16 --tokens 48 --prompts 24` swaps between a pretrained model
+and a changed copy of it. Every eighth prompt then has 1,000 tokens, the others 32.
 """
 
+import itertools
 import json
 import statistics
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
-from tests.bench.networks import build, publish, right_texts
+from tests.bench.networks import Published, build, publish, right_texts
+from tests.bench.prompts import Prompts
 from tests.bench.result import Result, at_most, reported, run_program
 from tests.bench.server import Server, pipeline_dir, request_body, serving
+from tests.smollm2 import checkpoint_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +40,9 @@ class Size:
 
 FULL = Size(shape="7M", swaps=1_000, clients=4, tokens=24, prompts=6)
 SMALL = Size(shape="tiny", swaps=16, clients=2, tokens=8, prompts=2)
+PRETRAINED = "SmolLM2"
+LENGTHS = (1_000, *[32] * 7)
+"""Of the prompts for the pretrained model, in turns."""
 SETTLED = 10
 """Swaps until memory is what it stays."""
 SAMPLES = 5
@@ -46,8 +55,12 @@ def measure(size: Size) -> Result:
         raise ValueError(f"--swaps must be at least {SETTLED + SAMPLES}, not {size.swaps}")
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
-        published = [publish(build(size.shape, seed), pipeline_dir(home)) for seed in (1, 2)]
-        prompts, texts = right_texts(published, size.prompts, size.tokens)
+        if size.shape == PRETRAINED:
+            published = _pretrained(home)
+            prompts, texts = right_texts(published, size.prompts, size.tokens, _real_prompts())
+        else:
+            published = [publish(build(size.shape, seed), pipeline_dir(home)) for seed in (1, 2)]
+            prompts, texts = right_texts(published, size.prompts, size.tokens)
         resident: list[int] = []
         seconds: list[float] = []
         stop = threading.Event()
@@ -90,6 +103,32 @@ def measure(size: Size) -> Result:
         "requests",
         detail={"resident_bytes": resident[:: max(1, len(resident) // 200)], "counts": counts},
     )
+
+
+def _pretrained(home: Path) -> list[Published]:
+    """SmolLM2-135M-Instruct, and a copy of which one matrix in each layer is a little larger."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from pipeline.retrain.probe import make_probe
+
+    folder = checkpoint_folder()
+    probe_texts = [tuple(text) for text in Prompts(folder).take(4, 64)]
+    published = []
+    for factor in (1.0, 1.02):
+        network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            for layer in network.model.layers:
+                layer.mlp.down_proj.weight.mul_(factor)
+        probe = make_probe(network, probe_texts)
+        published.append(publish(network, pipeline_dir(home), tokenizer_of=folder, probe=probe))
+    return published
+
+
+def _real_prompts() -> Iterator[list[int]]:
+    prompts = Prompts(checkpoint_folder())
+    for length in itertools.islice(itertools.cycle(LENGTHS), 1_000):
+        yield from prompts.take(1, length)
 
 
 def _ask_until(

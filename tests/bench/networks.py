@@ -2,7 +2,7 @@
 every token has a text of its own, so that each is an event of a stream."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,10 +158,13 @@ def prompt_of(seed: int, length: int = PROMPT_TOKENS) -> list[int]:
 
 
 def right_texts(
-    published: Sequence[Published], num_prompts: int, max_tokens: int
+    published: Sequence[Published],
+    num_prompts: int,
+    max_tokens: int,
+    candidates: Iterable[list[int]] | None = None,
 ) -> tuple[list[list[int]], Mapping[tuple[str, int], str]]:
-    """Prompts whose greedy answers are clear on every release, and these answers by release and
-    number of the prompt: of `transformers`, which shares nothing with an engine."""
+    """Those of the candidates whose greedy answers are clear on every release, and these answers by
+    release and number of the prompt: of `transformers`, which shares nothing with an engine."""
     import torch
 
     from serving.tokenizer import load_tokenizer
@@ -169,12 +172,9 @@ def right_texts(
     tokenizer = load_tokenizer(published[0].folder)
     prompts: list[list[int]] = []
     texts: dict[tuple[str, int], str] = {}
-    seed = 0
-    while len(prompts) < num_prompts:
-        seed += 1
-        if seed > 40 * num_prompts:
-            raise RuntimeError(f"too few prompts with a margin of {MIN_MARGIN}")
-        prompt = prompt_of(seed)
+    for prompt in candidates or map(prompt_of, range(1, 1 + 40 * num_prompts)):
+        if len(prompts) == num_prompts:
+            break
         answers = {}
         for each in published:
             with torch.inference_mode():
@@ -195,6 +195,8 @@ def right_texts(
             if len(set(answers.values())) == len(published):
                 texts |= {(id, len(prompts)): text for id, text in answers.items()}
                 prompts.append(prompt)
+    if len(prompts) < num_prompts:
+        raise RuntimeError(f"too few prompts with a margin of {MIN_MARGIN}")
     return prompts, texts
 
 

@@ -107,7 +107,11 @@ def wait_until_idle(*servers: Server) -> None:
 
 
 def _cpu_seconds(processes: list[psutil.Process]) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
+    found = 0.0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # it has ended
+            found += sum(process.cpu_times()[:2])
+    return found
 
 
 def request_body(prompt: list[int], max_tokens: int, **body: Any) -> dict[str, Any]:

@@ -227,8 +227,8 @@ def test_a_wrong_token_and_a_hub_that_is_not_there_are_explained(
     "status, reason",
     [
         (404, "answered 404: it has no route /api/settings/webhooks/w/test; use a hub of"),
-        (502, "answered 502: this is no answer of a hub; check the address"),
-        (200, "answered 200: this is no answer of a hub; check the address"),
+        (502, "answered 502: the answer does not come from a hub; check the address"),
+        (200, "answered 200: the answer does not come from a hub; check the address"),
     ],
 )
 def test_an_answer_that_is_not_json_is_explained_by_its_status(

@@ -82,7 +82,7 @@ def test_a_taken_metrics_port(home: Home, tmp_path: Path) -> None:
     assert found() == []
     with socket.create_server(("127.0.0.1", port)):
         [(message, step)] = found()
-        assert message == f"port {port} of the runner's metrics is in use, and no stack is up"
+        assert message == f"port {port} of the runner's metrics is in use, although no stack is up"
         assert "metrics_port under [jobs]" in step
 
     me = identify(os.getpid())

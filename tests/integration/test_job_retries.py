@@ -91,8 +91,12 @@ def test_the_next_runner_keeps_the_wait(house: House) -> None:
     _, stop, thread = house.run(LATER)
     job = house.store.submit(program("fail_for_now", "9")).job
     until(lambda: is_waiting(house, job))
+    started_at = house.store.get(job.id).started_at
     stop.set()
     thread.join()
+    moved = house.store.get(job.id).started_at
+    assert started_at is not None and moved is not None
+    assert moved > started_at, "the wait until now must not count as run time"
     runner, _, _ = house.run(LATER)
     until(lambda: job.id in runner._leased)
     house.ended(house.store.submit(JobSpec(command=("true",))).job)

@@ -148,7 +148,7 @@ def test_secrets_in_an_older_database_are_checked_only_after_its_upgrade(home: H
         connection.execute("UPDATE alembic_version SET version_num = '0001'")
         connection.commit()
     [found] = told_of_secrets(home, load_settings())
-    assert (found.level, "only after the next start" in found.message) == ("ok", True)
+    assert (found.level, "before the next start upgrades" in found.message) == ("ok", True)
 
 
 def test_a_key_that_is_none_is_told(home: Home) -> None:

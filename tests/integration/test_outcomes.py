@@ -68,7 +68,7 @@ def test_an_unreadable_progress_file_is_named_in_a_warning(
     file.write_text('{"ended": {"j0000')
     end_one(store)
     assert outcomes.poll() == 0
-    assert str(file) in caplog.text and "all jobs that have ended as handled" in caplog.text
+    assert str(file) in caplog.text and "already ended counts as handled" in caplog.text
     later = end_one(store).id
     assert outcomes.poll() == 1
     assert told == [later]

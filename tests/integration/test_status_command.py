@@ -160,6 +160,9 @@ def test_another_shell_finds_the_stack_that_runs_not_the_ports_of_the_file(
         assert f"the hub has no webhook for {url}" in dict(wrong())
         assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
         assert running_settings(home).jobs.metrics_port == metrics_port
+        elsewhere = PIPELINE.replace('"local/facts"', '"https://localhost:9/facts.git"')
+        Path(os.environ["PIPELINE_SETTINGS"]).write_text(elsewhere)
+        assert not any("the hub has no webhook" in message for message in dict(wrong()))
 
 
 def test_a_commit_that_changes_no_row_is_told_from_one_that_waits(

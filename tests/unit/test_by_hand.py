@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jobs.launchers.process import identify
+from jobs.spec import JobSpec
 from pipeline import by_hand
 from pipeline.by_hand import with_runner
 from pipeline.errors import PipelineError
@@ -74,3 +75,22 @@ def test_jobs_get_the_users_own_token_and_never_the_stacks_for_it(
 def test_every_module_to_preload_exists() -> None:
     """The warm parent ends at an import that fails, and each job would then start cold."""
     assert [name for name in by_hand.PRELOAD if importlib.util.find_spec(name) is None] == []
+
+
+def test_the_runner_stays_for_an_old_job_behind_many_newer_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, settings = Home(tmp_path), Settings()
+    with open_job_store(settings, home) as store:
+        old = store.submit(JobSpec(command=("true",))).job
+        for _ in range(101):
+            store.cancel(store.submit(JobSpec(command=("true",))).job.id)
+        waits: list[float] = []
+
+        def end_the_old_job(seconds: float) -> None:
+            waits.append(seconds)
+            store.cancel(old.id)
+
+        monkeypatch.setattr(by_hand.time, "sleep", end_the_old_job)
+        by_hand._wait_until_idle(home, settings)
+    assert len(waits) == 1

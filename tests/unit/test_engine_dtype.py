@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.retrain.probe import make_probe
-from serving.engines.dtype import choose_dtype
+from serving.dtype import choose_dtype
 from serving.probe import measure_probe
 from serving.weights.release import Probe
 from tests.torch_engine_fixtures import build, engine_with, llama_config, prompt, publish

@@ -201,9 +201,9 @@ def test_anchors_are_mixed_in_where_there_are_any() -> None:
     assert plan(data(new=facts(2))).anchor_ratio == 0.0
     anchor: Any = object()
     found = plan(data(new=facts(2)), anchors=(anchor,))
-    assert (found.anchor_ratio, found.anchors) == (0.5, (anchor,))
+    assert (found.anchor_ratio, found.anchors) == (1.0, (anchor,))
     delta = plan(data(new=facts(2), known=facts(3), mode="delta"), anchors=(anchor,))
-    assert delta.anchor_ratio == 1.0
+    assert delta.anchor_ratio == 2.0
 
 
 @given(

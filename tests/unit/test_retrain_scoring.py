@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pipeline.retrain import scoring
 from pipeline.retrain.head import Head
 from pipeline.retrain.loss import MIN_SLICE_ROWS, SLICE_BYTES, slice_rows, summed_loss
 from pipeline.retrain.scoring import RowLoss, row_losses
@@ -100,3 +101,17 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 def test_a_slice_is_bounded_in_bytes_but_never_too_thin() -> None:
     assert slice_rows(4_000) * 4_000 * 4 <= SLICE_BYTES < (slice_rows(4_000) + 1) * 4_000 * 4
     assert slice_rows(1_000_000) == MIN_SLICE_ROWS
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+@pytest.mark.parametrize("is_large", [True, False])
+def test_a_cpu_trains_in_bfloat16_if_that_is_fast_and_the_network_is_large(
+    model: LlamaForCausalLM, is_fast: bool, is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "is_fast_in_bfloat16", lambda device_type: is_fast)
+    limit = model.num_parameters() if is_large else model.num_parameters() + 1
+    monkeypatch.setattr(scoring, "BFLOAT16_PARAMETERS", limit)
+    with scoring.training_autocast(model):
+        assert torch.is_autocast_enabled("cpu") is (is_fast and is_large)
+    with scoring.autocast(model.device):
+        assert not torch.is_autocast_enabled("cpu"), "measurements stay exact"

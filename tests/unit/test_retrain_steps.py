@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from jobs.temporary_failures import is_temporary
 from pipeline.retrain import train as loop
@@ -266,19 +266,19 @@ def test_labels_are_the_completions_tokens_one_place_earlier() -> None:
     assert part.position_ids.tolist()[0] == [0, 1, 2, 3, 0, 1, 2, 3, 4]
 
 
-def in_bfloat16(device: torch.device) -> AbstractContextManager[object]:
-    return torch.autocast(device.type, torch.bfloat16)
+def in_bfloat16(model: PreTrainedModel) -> AbstractContextManager[object]:
+    return torch.autocast(model.device.type, torch.bfloat16)
 
 
 def test_the_curve_in_bfloat16_is_that_in_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The arithmetic that `autocast` takes on a GPU, here on whatever computes."""
+    """The arithmetic of a training step on a GPU, here on any machine."""
     exact = learn(tmp_path / "float32", rate=1e-2)
     types: set[torch.dtype] = set()
     model = make_model()
     model.model.layers[0].mlp.register_forward_hook(lambda *call: types.add(call[-1].dtype))
-    monkeypatch.setattr(loop, "autocast", in_bfloat16)
+    monkeypatch.setattr(loop, "training_autocast", in_bfloat16)
     rounded = learn(tmp_path / "bfloat16", model, rate=1e-2)
     assert torch.bfloat16 in types  # and float32, where the layout is looked at
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +94,22 @@ def test_a_dead_end_is_refused_and_the_others_go_on(published: Published) -> Non
 def test_compiling_is_bounded_in_time(
     published: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    may_compile = threading.Event()
+    compile_grammar = grammars._compile
+
+    def compile_later(*args: Any) -> GrammarState:
+        may_compile.wait(60)
+        return compile_grammar(*args)
+
+    monkeypatch.setattr(grammars, "_compile", compile_later)
+
     async def scenario() -> None:
         async with engine_with(published) as engine:
             with monkeypatch.context() as patch:
                 patch.setattr(grammars, "_COMPILE_SECONDS", 0.0)
                 with pytest.raises(GenerationRefused, match="not compiled within 0 s; simplify"):
                     await ask(engine, published.id, regex("ab"))
+            may_compile.set()
             assert text_of((await ask_all(engine, published.id, [regex("ab")]))[0]) == "ab"
 
     asyncio.run(scenario())

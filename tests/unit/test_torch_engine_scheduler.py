@@ -136,15 +136,15 @@ def test_a_preempted_sequence_takes_no_memory_while_it_waits(
 @pytest.mark.parametrize(
     ("num_schedulers", "max_batch", "expected"),
     [
-        # `step_seconds` is 25 tokens for each sequence that waits, divided by those that decode.
+        # `step_seconds` is 25 tokens for each sequence that waits.
         (1, 64, [100, 75, 75, 50, 25, 25, 25, 25]),
         # Only one of the waiting sequences has room.
-        (1, 2, [25] * 16),
+        (1, 3, [25] * 16),
         # The streams of the other release wait too, and their number is not known here.
         (2, 64, [12] * 33),
     ],
 )
-def test_a_prefill_may_take_longer_if_more_sequences_wait_than_decode(
+def test_a_prefill_may_take_longer_if_several_sequences_wait(
     num_schedulers: int,
     max_batch: int,
     expected: list[int],
@@ -164,8 +164,12 @@ def test_a_prefill_may_take_longer_if_more_sequences_wait_than_decode(
     monkeypatch.setattr(scheduler_module, "_MIN_PREFILL_TOKENS", 1)
     settings = TorchEngineSettings(step_seconds=25 / 512, max_batch=max_batch)
     scheduler = Scheduler(runner, Sampler(), settings)
-    submit(scheduler, Generation(prompt=(1,) * 50, max_tokens=100, temperature=0.0), loop)
-    scheduler.step(num_schedulers=1)
+    for number in range(2):
+        generation = Generation(prompt=(number,) * 50, max_tokens=100, temperature=0.0)
+        submit(scheduler, generation, loop)
+        scheduler.step(num_schedulers=1)
+    while len(scheduler._decoding) < 2:
+        scheduler.step(num_schedulers=1)
     for number in range(2, 6):
         generation = Generation(prompt=(number,) * 100, max_tokens=1, temperature=0.0)
         submit(scheduler, generation, loop)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import GPT2Config, Qwen3Config
 
 from serving.engine import EngineError, StageError
@@ -88,6 +89,21 @@ def test_unchanged_tensors_are_shared_and_not_read(first: Published, tmp_path: P
     assert (found[first.id].read_bytes, found[first.id].shared_bytes) == (whole, 0)
     assert found[second.id].read_bytes == read
     assert found[second.id].shared_bytes == whole - read
+
+
+def test_a_bfloat16_release_shares_its_norms_too(tmp_path: Path) -> None:
+    """Norms are held in float32 there, unlike the other tensors."""
+    config = Qwen3Config(**llama_config().to_diff_dict() | {"head_dim": 16})
+    network = build(config, dtype=torch.bfloat16)
+    first = publish(network, tmp_path / "a")
+    name = "model.layers.1.mlp.down_proj.weight"
+    second = changed(network, tmp_path / "b", nudge(name))
+
+    async def scenario() -> int:
+        async with engine_with(first, second, dtype="bfloat16") as engine:
+            return engine.resident_releases()[second.id].read_bytes
+
+    assert asyncio.run(scenario()) == network.state_dict()[name].nbytes
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ def upgrade() -> None:
         rows = []
         for delivery_id in delivery_ids:
             # If a job took over a delivery from a failed job, both jobs list the delivery. Both
-            # rows must get the same arrival number, because the number says when the delivery
-            # arrived. It does not say when a job took the delivery over.
+            # rows must get the same arrival number, because the delivery arrived only once. The
+            # number does not depend on the time when a job took the delivery over.
             key = job.pipeline, delivery_id
             row = {
                 "job_number": job.number,

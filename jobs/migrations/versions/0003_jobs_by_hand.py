@@ -40,8 +40,8 @@ def upgrade() -> None:
 
 
 def _mark_jobs_by_hand(connection: sa.Connection) -> None:
-    """Mark the pending jobs that were submitted by hand. The payload of such a job says that the
-    webhook's id is `by-hand`. A job that also covers the commits of a push is not marked."""
+    """Mark the pending jobs that were submitted by hand. In the payload of such a job, the id of
+    the webhook is `by-hand`. A job that also covers the commits of a push is not marked."""
     pending = sa.select(JOBS.c.number, JOBS.c.payload).where(
         JOBS.c.state == "SCHEDULING",
         JOBS.c.number.not_in(sa.select(LINKS.c.job_number)),
@@ -54,9 +54,9 @@ def _mark_jobs_by_hand(connection: sa.Connection) -> None:
 
 
 def _name_newest_commits(connection: sa.Connection) -> None:
-    """For the last delivery of each job, record the job's newest commit as the commit that the
-    delivery announced. In rare cases, an older delivery arrived last; then the recorded commit is
-    wrong. The commits of the other deliveries are not known, so their `new_sha` stays NULL."""
+    """For each job, take the delivery that arrived last, and set its `new_sha` to the job's newest
+    commit. In rare cases, this delivery announced an older commit; its `new_sha` is then wrong. The
+    commits of the job's other deliveries are not known, so their `new_sha` stays NULL."""
     newest = (
         sa.select(LINKS.c.job_number, sa.func.max(LINKS.c.arrival).label("arrival"))
         .group_by(LINKS.c.job_number)

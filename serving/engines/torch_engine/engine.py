@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from serving.dtype import choose_dtype
 from serving.engine import EngineError, Generation, StageError, Step
-from serving.engines.dtype import choose_dtype
 from serving.engines.torch_engine.busy_lock import BusyLock
 from serving.engines.torch_engine.device import choose_device, return_unused_memory
 from serving.engines.torch_engine.grammars import Grammars

@@ -67,6 +67,8 @@ def _can_pack(dtype: torch.dtype) -> bool:
             return False
         identity = torch.eye(_PACKED_FOR_ROWS, dtype=dtype)
         product = _multiply_packed(identity, _pack(identity), None)
+        if not torch.equal(product, identity):
+            raise RuntimeError("the product is wrong")
     except (AttributeError, RuntimeError, TypeError) as error:
         _log.warning(
             "torch %s does not multiply packed %s matrices (%s); answers take longer",
@@ -75,7 +77,7 @@ def _can_pack(dtype: torch.dtype) -> bool:
             error,
         )
         return False
-    return torch.equal(product, identity)
+    return True
 
 
 def _pack(weight: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class LlamaRunner:
         self._norm_eps = torch.tensor(shape.norm_eps, device=device)
         self._attention_scale = shape.head_dim**-0.5
         self._embedding = _tensor(built["embedding"])
-        self._norm = _tensor(built["norm"]).float()
+        self._norm = _tensor(built["norm"])
         self._head = _linear(built["head"])
         self._layers = [_assemble(shape, built, layer) for layer in range(shape.num_layers)]
 
@@ -166,8 +166,8 @@ class LlamaRunner:
         grouped = queries.view(count, shape.num_kv_heads, -1, shape.head_dim)
         with self._threads_for(is_parallel=span.is_parallel):
             if span.score_mask is not None:
-                # The same with fewer operations. Besides, SDPA on a CPU processes blocks of more
-                # query rows than there are here.
+                # As SDPA does, with fewer operations. Besides, SDPA on a CPU processes blocks of
+                # more query rows than there are here.
                 scores = torch.baddbmm(
                     span.score_mask,
                     grouped.flatten(0, 1),
@@ -179,7 +179,7 @@ class LlamaRunner:
                 attended = F.scaled_dot_product_attention(
                     grouped, keys, values, attn_mask=span.mask
                 )
-        attended = attended.view(count, -1)
+        attended = attended.reshape(count, -1)
         return attended if span.places is None else attended[span.places]
 
     def _attend_chunk(
@@ -217,7 +217,7 @@ def _rotate(pairs: Tensor, rotation: Tensor) -> None:
 
 def _assemble(shape: LlamaShape, built: Mapping[str, Built], layer: int) -> _Layer:
     def norm(name: str) -> Tensor:
-        return _tensor(built[f"{layer}.{name}"]).float()
+        return _tensor(built[f"{layer}.{name}"])
 
     return _Layer(
         input_norm=norm("input_norm"),

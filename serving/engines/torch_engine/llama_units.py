@@ -19,7 +19,7 @@ def units(shape: LlamaShape) -> dict[str, Unit]:
     """All units of the network. The keys are their names in `LlamaRunner`."""
     found = {
         "embedding": _plain(EMBEDDING, (shape.vocab_size, shape.hidden_size)),
-        "norm": _plain("model.norm.weight", (shape.hidden_size,)),
+        "norm": _norm("model.norm.weight", shape.hidden_size),
         "head": _linear(
             {EMBEDDING if shape.is_tied else HEAD: shape.vocab_size}, shape.hidden_size, False
         ),
@@ -45,8 +45,8 @@ def _layer_units(shape: LlamaShape, layer: int) -> dict[str, Unit]:
     queries, keys = heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     attention, mlp = at + "self_attn.", at + "mlp."
     found = {
-        "input_norm": _plain(at + "input_layernorm.weight", (hidden,)),
-        "mlp_norm": _plain(at + "post_attention_layernorm.weight", (hidden,)),
+        "input_norm": _norm(at + "input_layernorm.weight", hidden),
+        "mlp_norm": _norm(at + "post_attention_layernorm.weight", hidden),
         "qkv": _linear(
             {
                 attention + "q_proj.weight": queries,
@@ -73,13 +73,23 @@ def _plain(name: str, shape: tuple[int, ...]) -> Unit:
     return Unit(kind="plain", parts=(Part(name=name, shape=shape),), build=lambda parts: parts[0])
 
 
+def _norm(name: str, size: int) -> Unit:
+    """A norm's weight, in float32 whatever the dtype of the network is."""
+    return Unit(
+        kind="norm",
+        parts=(Part(name=name, shape=(size,)),),
+        build=lambda parts: parts[0],
+        prepare=lambda _, values: values.float(),
+    )
+
+
 def _head_norm(name: str, head_dim: int) -> Unit:
     order = rope.interleave(1, head_dim)
     return Unit(
         kind="head norm",
         parts=(Part(name=name, shape=(head_dim,)),),
         build=lambda parts: parts[0],
-        prepare=lambda _, values: values[order.to(values.device)],
+        prepare=lambda _, values: values[order.to(values.device)].float(),
     )
 
 

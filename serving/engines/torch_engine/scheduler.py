@@ -14,8 +14,8 @@ from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.slot_allocator import COPIED_PER_PREFILLED, Slot, SlotAllocator
 
 _MIN_PREFILL_TOKENS = 16
-_MAX_WEIGHT_OF_NEW = 10
-"""`step_seconds` is multiplied by at most this number, however many sequences wait."""
+_MAX_STEPS_AT_ONCE = 10
+"""A prefill takes at most this many `step_seconds`, however many sequences wait."""
 _PROMPT_LOGITS_BYTES = 64 << 20
 """The most memory that a step takes for the logits of prompt tokens."""
 
@@ -186,12 +186,10 @@ class Scheduler:
     def _prefill_budget(self, num_schedulers: int) -> int:
         """The largest number of prompt tokens for the next step.
 
-        While sequences decode or another scheduler runs, this scheduler's share of `step_seconds`
-        limits the prefill. The limit is `_MIN_PREFILL_TOKENS` until it is known how long one token
-        takes.
-
-        If more sequences wait for their first token than decode, a longer prefill saves more
-        waiting than it causes. Then the limit is longer by the ratio of the two numbers.
+        While sequences decode, a prefill may take `step_seconds` for each sequence that waits for
+        its first token. If many wait, those that decode make one longer pause, instead of many
+        steps in a small batch. If another scheduler runs, the two share one `step_seconds`. Until
+        it is known how long one token takes, the limit is `_MIN_PREFILL_TOKENS`.
         """
         budget = self._settings.max_batch_tokens
         if not self._decoding and num_schedulers == 1:
@@ -200,8 +198,7 @@ class Scheduler:
         if self._seconds_per_prompt_token > 0:
             seconds = self._settings.step_seconds / num_schedulers
             if num_schedulers == 1:
-                weight = self._num_new() / len(self._decoding)
-                seconds *= min(max(weight, 1), _MAX_WEIGHT_OF_NEW)
+                seconds *= min(max(self._num_new(), 1), _MAX_STEPS_AT_ONCE)
             fitting = int(seconds / self._seconds_per_prompt_token)
         return min(budget, max(fitting, _MIN_PREFILL_TOKENS))
 

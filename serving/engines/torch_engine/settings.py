@@ -28,15 +28,14 @@ class TorchEngineSettings(TorchSettings):
     """Settings of one engine. They are the same for every release that the engine holds."""
 
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
-    """`serving.engines.dtype` says what `auto` means."""
+    """`serving.dtype` says what `auto` means."""
     max_batch_tokens: int = 512
     """The largest number of prompt tokens that one step prefills."""
     step_seconds: float = 0.05
-    """While other sequences decode, a prefill may make their steps longer by at most this time. If
-    more sequences wait for their first token than decode, the time is longer by the ratio of these
-    numbers, up to ten times. If two releases run, the time is shared between them, and is never
-    longer. The limit does not hold if 16 prompt tokens take longer, because a step that prefills
-    takes at least 16 tokens."""
+    """While other sequences decode, a prefill may make their steps longer by at most this time for
+    each sequence that waits for its first token, and by ten times this time at most. If two
+    releases run, they share the time of one sequence. The limit does not hold if 16 prompt tokens
+    take longer, because a step that prefills takes at least 16 tokens."""
     memory_reserve_bytes: int = 256 << 20
     """Memory that must stay free after a release is staged."""
     neighbours: Path | None = None

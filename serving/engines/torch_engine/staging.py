@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from serving.dtype import choose_dtype
 from serving.engine import StageError
-from serving.engines.dtype import choose_dtype
 from serving.engines.torch_engine import architecture, generic, llama, llama_units
 from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.device import free_bytes, lower_thread_priority

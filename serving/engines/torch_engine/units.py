@@ -26,8 +26,8 @@ class Unit:
     kind: str
     parts: tuple[Part, ...]
     build: Callable[[list[Tensor]], Built]
-    """Builds the unit. The argument has the prepared values of all parts in order, with the final
-    dtype and device. The unit may keep their memory."""
+    """Builds the unit. The argument has the prepared values of all parts in order, on the final
+    device. The unit may keep their memory."""
     prepare: Callable[[int, Tensor], Tensor] = lambda _, values: values
     """Converts the values of the part with this number to the form in which the unit holds them."""
     extract_part: Callable[[Built, int], Tensor] | None = None
