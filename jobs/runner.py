@@ -39,8 +39,8 @@ _ALIVE_SECONDS = 0.25
 """A runner updates the modification time of its `alive_file` at most once in this time."""
 
 _RETRY_FACTOR = 4
-"""If earlier attempts of the job were lost or failed, the wait after a temporary failure is
-multiplied by this factor, once for each of these attempts."""
+"""After a temporary failure, the wait before the next attempt is `retry_seconds`, multiplied by
+this factor for each earlier attempt that was lost or failed."""
 
 StopReason = Literal["cancel", "timeout", "shutdown"]
 
@@ -128,9 +128,9 @@ class Runner:
         self._run(stop, until_idle=False)
 
     def run_until_idle(self, stop: threading.Event) -> None:
-        """Run jobs until no job is left: this runner has no job, and no job is pending. Return
-        earlier if `stop` is set. If another runner runs a job of a pipeline, this method does not
-        wait for the pending jobs of that pipeline."""
+        """Run jobs until this runner has no job, and no job is pending. A pending job does not
+        count while another runner runs a job of the same pipeline. Return earlier if `stop` is
+        set."""
         self._run(stop, until_idle=True)
 
     def _run(self, stop: threading.Event, *, until_idle: bool) -> None:

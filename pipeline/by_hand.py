@@ -132,9 +132,8 @@ def _attempt_variables(job: Job, tokens: Tokens) -> dict[str, str]:
 
     The hub and the completion server both accept the attempt's token, which becomes invalid when
     the attempt ends. If a delivery to the stack's receiver started the job, the job also gets the
-    secret of the stack's webhook. A job that a person submitted does not get this secret. If a
-    webhook was created with `--job-id ID`, the hub submits a copy of the job ID for each event of
-    this webhook. Such a copy does not get the secret either.
+    secret of the stack's webhook. A job that a person submitted does not get this secret. A copy of
+    a job that the hub starts for an event of a webhook (`--job-id`) does not get it either.
     """
     token = attempt_token(job, tokens.key.encode())
     variables = {"HF_TOKEN": token, "PIPELINE_ADMIN_TOKEN": token}

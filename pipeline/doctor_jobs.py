@@ -58,7 +58,7 @@ def _check_training(pipeline: PipelineSettings) -> Iterator[Finding]:
     if missing:
         needs = "the built-in training needs " + ("them" if len(missing) > 1 else "it")
         if pipeline.train.lora_rank is not None:
-            needs = f"{needs}, and another value of `lora_rank` does not change this"
+            needs = f"{needs} with every value of `lora_rank`"
         yield wrong(
             "trainer",
             f"{pipeline.name}: {', '.join(missing)} not installed; {needs}",

@@ -75,9 +75,9 @@ def forget_jobs(
 ) -> Sequence[str]:
     """Delete old jobs and deliveries from the store; returns the ids of the deleted jobs.
 
-    Four groups of jobs stay: the jobs in `kept`, the jobs whose copies a webhook starts, the newest
-    KEEP_JOBS jobs of each pipeline, and the newest KEEP_JOBS plain commands. Raises HubError if the
-    hub's webhooks cannot be read.
+    Four groups of jobs stay: the jobs in `kept`, the jobs that a webhook names with `--job-id`, the
+    newest KEEP_JOBS jobs of each pipeline, and the newest KEEP_JOBS plain commands. Raises HubError
+    if the hub's webhooks cannot be read.
     """
     forgotten = store.forget(
         store.now() - 86400 * remembered_days(settings),

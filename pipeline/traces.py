@@ -48,10 +48,10 @@ class Traces:
     pipeline still has downloads. So after an interrupted removal, a second `find_traces` finds the
     rest."""
     job_folders: tuple[Path, ...]
-    """The folders of the jobs in `job_ids`, if these folders still exist. Also folders of jobs of
-    an earlier database. If a new database gives the id of an old job to a new job, the runner
-    renames the folder of the old job to `<id>.stale-<number>`. The id of a renamed folder is not
-    added to `job_ids`, because this id now belongs to the new job."""
+    """The folders of the jobs in `job_ids` that still exist, and folders of jobs of an earlier
+    database. The runner renames such an old folder to `<id>.stale-<number>` if a new job has the
+    same id. `job_ids` leaves the id of a renamed folder out, because the id belongs to the new job
+    now."""
     job_ids: tuple[str, ...]
     """The jobs that were started for one of the commits, or that read rows of one of the commits.
     """

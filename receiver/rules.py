@@ -78,8 +78,8 @@ class RetrainRule(BaseModel):
     def watches(self, payload: WebhookPayload) -> bool:
         """Whether the payload's repository has the name or the git URL of this rule's dataset.
 
-        Upper and lower case count as equal, because a hub finds the same repository under its name
-        in upper and in lower case.
+        The comparison ignores case, because a hub finds a repository by its name in upper or lower
+        case.
         """
         if not self.is_git:
             return payload.repo.name.lower() == self.dataset.lower()

@@ -177,8 +177,8 @@ class Tunnel:
         pause = 1.0
         while link.is_alive and not self._is_closing and (left := renew_at - time.time()) > 0:
             if is_accepted:
-                # Wait at most 60 s, and then read the clock again. The time in which a laptop
-                # sleeps does not count as waiting time, so one long wait would end too late.
+                # Wait at most 60 s, and then read the clock again. While a laptop sleeps, the wait
+                # does not advance, so one long wait would end too late.
                 self._wait(min(left, 60.0))
             else:
                 self._wait(min(left, pause))

@@ -81,8 +81,8 @@ def report_end(job: "Job", as_json: bool) -> None:
 
 
 def exit_code(job: "Job") -> int:
-    """The exit code for the job's outcome. If a job has ended without an outcome, its command
-    succeeded but wrote no outcome. The exit code is then 0.
+    """The exit code for the job's outcome. If the ended job has no outcome, this is 0, because its
+    command succeeded without writing an outcome.
 
     If a plain command failed, this is the command's own exit code. If a signal ended a plain
     command, this is 128 plus the number of the signal, as in a shell.

@@ -21,9 +21,9 @@ from pipeline.stack_record import read_stack
 
 POLL_SECONDS = 0.1
 NO_RUNNER_SECONDS = 15.0
-"""Give up waiting for a job if no runner was up for this many seconds. A runner must start in less
-time, because `jobs run --detach` returns before its runner is up, and the user may then wait for
-the job at once with `jobs wait`."""
+"""Give up waiting for a job if no runner was up for this many seconds. This must be longer than a
+runner takes to start: `jobs run --detach` returns before its runner is up, and the user may call
+`jobs wait` right after that."""
 
 
 def follow_stages(

@@ -117,8 +117,8 @@ def serve(
         str | None,
         typer.Argument(
             help="A release id or a checkpoint folder. Without RELEASE, the server begins with the "
-            "release that was served last. If a release is pending (chosen, but not served yet), "
-            "the server swaps in the pending release after that."
+            "release that was served last, and then swaps in the pending release (chosen, but not "
+            "served yet), if there is one."
         ),
     ] = None,
     pipeline: PipelineOption = None,

@@ -89,9 +89,9 @@ def replay(
 
     Without --force, the delivery keeps its id. So if the receiver has already handled the delivery,
     the receiver only repeats its first answer. The stack's own receiver makes one exception: if the
-    delivery's job failed or was cancelled, this receiver submits a new job. But if a later push
-    already has a job that neither failed nor was cancelled, this receiver submits no job, and
-    answers with the id of the later job.
+    delivery's job failed or was cancelled, this receiver submits a new job, unless a later push has
+    a job that neither failed nor was cancelled. If there is such a later job, the receiver answers
+    with its id.
     """
     path = f"deliveries/{delivery_id}/replay"
     sent = call_hub("POST", path, endpoint, {"force": "1"} if force else {})["delivery"]

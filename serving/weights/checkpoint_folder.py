@@ -156,9 +156,9 @@ def utc_now() -> str:
 
 
 def tied_head(folder: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """If the checkpoint stores only the embedding, and the head (the last layer of the model) uses
-    the tensor of the embedding, the dict `{head: embedding}` of the two tensor names. The head and
-    the embedding are then called *tied*. In all other cases, the dict is empty.
+    """The dict `{head: embedding}` of two tensor names, if the head (the last layer of the model)
+    and the embedding are *tied*: the head uses the tensor of the embedding, and the checkpoint
+    stores only the embedding. In all other cases, the dict is empty.
 
     The setting `tie_word_embeddings` of the config says whether the head and the embedding are
     tied. If the config does not have this setting, the dict is empty, because the default depends

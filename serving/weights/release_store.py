@@ -134,9 +134,9 @@ def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None =
     """Record that the server now serves `release_id`. Only the server may call this. `current`
     changes atomically. There are two cases:
 
-    - `stands_in_for` is None. `release_id` becomes the last id in `live`. `previous` changes to the
-      release that was served until now, unless `release_id` is this same release. `previous` also
-      stays unchanged if it already names `release_id`.
+    - `stands_in_for` is None. `release_id` becomes the last id in `live`, and `previous` changes to
+      the release that was served until now. But `previous` stays unchanged if that release is
+      `release_id` itself, or if `previous` already names `release_id`.
     - `release_id` is only a substitute, and `stands_in_for` is the id of the release that the
       server could not serve. Nobody asked for a rollback. So `stands_in_for` stays the last id in
       `live`, and `previous` does not change.
