@@ -34,9 +34,9 @@ def retrain_handler(
 
     If a delivery is repeated, the rules that are configured now decide again whether the delivery
     needs a job. If it does, the answer names the job that is recorded for the delivery. But if this
-    job failed or was cancelled, the answer names a later job of the pipeline that was
-    not submitted by hand: the newest such job that neither failed nor was cancelled. If there is no such job, the event is handled as if it
-    were new.
+    job failed or was cancelled, the answer names a later job of the pipeline that was not submitted
+    by hand: the newest such job that neither failed nor was cancelled. If there is no such job, the
+    event is handled as if it were new.
 
     Raises:
         ValueError: Two rules name the same pipeline.
