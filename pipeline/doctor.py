@@ -219,13 +219,14 @@ def _check_webhooks(home: Home, settings: Settings) -> Iterator[Finding]:
         if webhook.status == "suspended" and webhook != ours:
             yield wrong(
                 "webhook",
-                f"{webhook.id} is suspended, because {webhook.url or 'its job'} failed again and "
-                "again. Its deliveries wait until the receiver accepts a trial delivery of the "
-                "hub, or until you enable the webhook",
-                f"repair the receiver, then: pipeline webhooks enable {webhook.id}",
+                f"{webhook.id} is suspended, because its deliveries to {webhook.url or 'its job'} "
+                "failed again and again. They now wait. From time to time the hub tries one of "
+                "them. If it succeeds, or if you enable the webhook, the hub sends all of them",
+                f"see the errors: pipeline webhooks deliveries; repair {webhook.url or 'the job'}; "
+                f"then: pipeline webhooks enable {webhook.id}",
             )
     if ours is None:
-        # Without a dataset on this hub, `subscribe` creates no webhook.
+        # If the settings name no dataset on this hub, `pipeline up` creates no webhook.
         if settings.datasets_on_hub:
             yield wrong(
                 "webhook", f"the hub has no webhook for {url}", "pipeline down, then pipeline up"

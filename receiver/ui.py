@@ -1,5 +1,6 @@
-"""A script may give the server a user interface for `/`: an ASGI application, a folder or a
-`gradio.Blocks`. This module turns the user interface into an ASGI application."""
+"""The argument `ui` of `WebhooksServer` is a user interface that replaces the landing page at the
+URL path `/`: an ASGI application, a folder or a `gradio.Blocks`. This module turns it into an ASGI
+application."""
 
 import os
 from pathlib import Path

@@ -53,8 +53,9 @@ class Sources:
     """Name in the network → how this tensor is made. If the network has several names for one
     tensor (tied tensors), these names have the same source."""
     ties: dict[str, str]
-    """Stored name of a copy → stored name of the original. A checkpoint may store one tensor of
-    the network twice, under two names. The network's tensor is made from the original."""
+    """A checkpoint may store one tensor of the network several times, under different names. The
+    network's tensor is then made from one of them: the one whose name in the network comes first.
+    Here, the stored name of each other one leads to the stored name of the one that is used."""
     ignored: frozenset[str]
     """The names of stored tensors that `transformers` does not load into the network. Most of them
     are buffers that the network computes itself."""
@@ -138,9 +139,10 @@ def sources(network: "nn.Module", stored: Mapping[str, TensorEntry]) -> Sources:
             # The shape may be wrong because stored tensors are missing, such as the tensors of the
             # last experts. So also report the tensors that are missing.
             missing.append(first)
+            some = ", ".join(source.names[:4]) + ", …" * (len(source.names) > 4)
             fault = result if isinstance(result, str) else f"has shape {list(result)}"
             reasons.append(
-                f"{stored[source.names[0]].file}: tensor {', '.join(source.names[:4])}: {fault}, "
+                f"{stored[source.names[0]].file}: the tensor that is made from {some} {fault}, "
                 f"but {CONFIG_FILE} asks for {list(shape)}"
             )
     used = {name for source in by_tensor.values() for name in source.names} | set(ties)
@@ -282,7 +284,8 @@ def _missing_members(pairs: list[tuple[str, str]]) -> tuple[str, ...]:
 
 
 def _result_shape(source: Source) -> Shape | str:
-    """The shape of the tensor that `source` makes. If it cannot be made, a text that says why."""
+    """The shape of the tensor that `source` makes. If the tensor cannot be made, the result is a
+    text that says why."""
     import torch
 
     if source.kind == "plain":

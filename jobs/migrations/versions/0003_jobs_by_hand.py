@@ -41,7 +41,7 @@ def upgrade() -> None:
 
 def _mark_jobs_by_hand(connection: sa.Connection) -> None:
     """Mark the pending jobs that were submitted by hand. In the payload of such a job, the id of
-    the webhook is `by-hand`. A job that also covers the commits of a push is not marked."""
+    the webhook is `by-hand`. A job that also has a delivery of a push is not marked."""
     pending = sa.select(JOBS.c.number, JOBS.c.payload).where(
         JOBS.c.state == "SCHEDULING",
         JOBS.c.number.not_in(sa.select(LINKS.c.job_number)),
