@@ -13,10 +13,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.layout import close_to, in_evaluation, last_hidden_states, random_document
+from pipeline.retrain.packing import ROUNDED_TO
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +43,8 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, H) → (N, V), in float32. The caller may change the result in place."""
-        return self.shaped(linear(hidden.to(self.weight.dtype), self.weight, self.bias).float())
+        rows = rounded_up(hidden.to(self.weight.dtype))
+        return self.shaped(linear(rows, self.weight, self.bias)[: len(hidden)].float())
 
     def shaped(self, logits: Tensor) -> Tensor:
         """Apply the scale and the cap to `logits`, the products of the matrix and the hidden
@@ -62,6 +64,14 @@ class Head:
         dtype = torch.get_autocast_dtype(device)
         bias = None if self.bias is None else self.bias.to(dtype)
         return replace(self, weight=self.weight.to(dtype), bias=bias)
+
+
+def rounded_up(rows: Tensor) -> Tensor:
+    """(N, …) → (M, …): under autocast, M is N rounded up to a multiple of `ROUNDED_TO`, and the
+    added rows are zeros."""
+    if not torch.is_autocast_enabled(rows.device.type):
+        return rows
+    return pad(rows, (0, 0, 0, -len(rows) % ROUNDED_TO))
 
 
 _shapes: "WeakKeyDictionary[PreTrainedModel, tuple[float, float | None]]" = WeakKeyDictionary()

@@ -17,6 +17,7 @@ from operator import itemgetter
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from pipeline.retrain.tokens import TokenSequence
 
@@ -32,6 +33,10 @@ still takes little of the time."""
 FILLING = 1.1
 """The rows that `prefixed` makes get this many times the room that their tokens need. Otherwise,
 packing would often need one more row."""
+ROUNDED_TO = 64
+"""In bfloat16 on a CPU, torch makes a program for each new shape of a matrix product, and keeps up
+to 1,024 of them, of about 1 MB each. So that there are few shapes, numbers of rows are rounded up
+to a multiple of this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +150,27 @@ def packed(part: Batch) -> RowGroup:
     """The blocks of the batch, one per row."""
     places = torch.arange(part.token_ids.numel()).view_as(part.token_ids)
     return RowGroup(part.token_ids, part.labels, places, part.position_ids)
+
+
+def rounded_up(group: RowGroup) -> RowGroup:
+    """The group with padding at the end of its rows, so that their length is a multiple of
+    `ROUNDED_TO`."""
+    missing = -group.token_ids.shape[1] % ROUNDED_TO
+    positions, mask = group.position_ids, group.mask
+    if positions is not None:
+        # The padding is like one more sequence: it has no labels, and no other sequence sees it.
+        filler = torch.arange(missing).expand(len(positions), -1)
+        positions = torch.cat([positions, filler], dim=1)
+    if mask is not None:
+        mask = pad(mask, (0, missing, 0, missing))
+        mask = mask | torch.eye(mask.shape[-1], dtype=torch.bool)
+    return RowGroup(
+        token_ids=pad(group.token_ids, (0, missing)),
+        labels=pad(group.labels, (0, missing), value=-1),
+        places=pad(group.places, (0, missing)),
+        position_ids=positions,
+        mask=mask,
+    )
 
 
 def prefixed(part: Batch) -> RowGroup | None:

@@ -13,7 +13,16 @@ from torch import Tensor
 from pipeline.retrain.head import Head, head_of
 from pipeline.retrain.layout import last_hidden_states, layout_of
 from pipeline.retrain.loss import score_labels
-from pipeline.retrain.packing import Batch, batch, block_length, pack, packed, prefixed, row_groups
+from pipeline.retrain.packing import (
+    Batch,
+    batch,
+    block_length,
+    pack,
+    packed,
+    prefixed,
+    rounded_up,
+    row_groups,
+)
 from pipeline.retrain.tokens import TokenSequence
 from serving.dtype import is_fast_in_bfloat16
 
@@ -64,6 +73,8 @@ def predict(model: "PreTrainedModel", part: Batch) -> tuple[Tensor, Head, Tensor
         groups = row_groups(part, min_filled=MIN_FILLED[layout])
     else:
         groups = [(prefixed(part) if layout == "prefixed" else None) or packed(part)]
+    if torch.is_autocast_enabled(model.device.type) and layout != "unpadded":
+        groups = [rounded_up(group) for group in groups]
     found, places = [], []
     for group in groups:
         is_learned = group.labels >= 0

@@ -7,7 +7,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.retrain import scoring
 from pipeline.retrain.head import Head
+from pipeline.retrain.layout import last_hidden_states
 from pipeline.retrain.loss import MIN_SLICE_ROWS, SLICE_BYTES, slice_rows, summed_loss
+from pipeline.retrain.packing import (
+    MIN_PREFIX,
+    ROUNDED_TO,
+    batch,
+    packed,
+    prefixed,
+    rounded_up,
+    row_groups,
+)
 from pipeline.retrain.scoring import RowLoss, row_losses
 from pipeline.retrain.tokens import TokenSequence
 
@@ -53,6 +63,26 @@ def test_the_pieces_of_a_row_are_counted_together(model: LlamaForCausalLM) -> No
     said = greedy(model, 6)
     (found,) = row_losses(model, [answer(said), answer(said[:2])])
     assert (found.num_right, found.num_tokens) == (8, 8)
+
+
+def test_rows_of_a_rounded_length_have_the_same_hidden_states(model: LlamaForCausalLM) -> None:
+    prompt = tuple(range(3, 4 + MIN_PREFIX))  # its last token predicts a learned one
+    sequences = [
+        TokenSequence((*prompt, *end), (False,) * len(prompt) + (True,) * len(end), row)
+        for row, end in enumerate([(17, 19, 21, 23), (18, 20), (19, 21, 23)])
+    ]
+    part = batch(sequences, [[0, 1], [2]])
+    shared = prefixed(part)
+    assert shared is not None
+    for group in (packed(part), shared, *row_groups(part, min_filled=0.75)):
+        longer = rounded_up(group)
+        assert longer.token_ids.shape[1] == ROUNDED_TO
+        found, expected = (
+            last_hidden_states(model, each.token_ids, each.position_ids, each.mask)
+            for each in (longer, group)
+        )
+        torch.testing.assert_close(found[longer.labels >= 0], expected[group.labels >= 0])
+        assert torch.equal(longer.places[longer.labels >= 0], group.places[group.labels >= 0])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from pipeline.retrain import train as loop
 from pipeline.retrain.checkpoint import Checkpoint, copy_weights
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.metrics import Metric, MetricsWriter, read_metrics
-from pipeline.retrain.packing import batch, pack
+from pipeline.retrain.packing import ROUNDED_TO, batch, pack
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.scoring import autocast, predict, row_losses
 from pipeline.retrain.settings import TrainSettings
@@ -276,11 +276,19 @@ def test_the_curve_in_bfloat16_is_that_in_float32(
     """The arithmetic of a training step on a GPU, here on any machine."""
     exact = learn(tmp_path / "float32", rate=1e-2)
     types: set[torch.dtype] = set()
+    lengths: set[int] = set()
     model = make_model()
-    model.model.layers[0].mlp.register_forward_hook(lambda *call: types.add(call[-1].dtype))
+
+    def record(*call: Any) -> None:
+        types.add(call[-1].dtype)
+        if call[-1].dtype == torch.bfloat16:
+            lengths.add(call[-1].shape[1])
+
+    model.model.layers[0].mlp.register_forward_hook(record)
     monkeypatch.setattr(loop, "training_autocast", in_bfloat16)
     rounded = learn(tmp_path / "bfloat16", model, rate=1e-2)
     assert torch.bfloat16 in types  # and float32, where the layout is looked at
+    assert {length % ROUNDED_TO for length in lengths} == {0}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert exact[-1] < 0.9 * exact[0]
     assert rounded == pytest.approx(exact, rel=0.02)
