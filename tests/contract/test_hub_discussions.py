@@ -234,6 +234,20 @@ def test_what_both_sides_changed_is_named_and_not_merged(talk: Talk) -> None:
     assert talk.details(1).status == "open"
 
 
+def test_a_pull_request_without_a_common_commit_is_shown_and_not_merged(talk: Talk) -> None:
+    api, on = talk.api, talk.on
+    api.upload_file(path_or_fileobj=b"x\n", path_in_repo="x.txt", create_pr=True, **on)
+    api.super_squash_history(talk.id, repo_type="dataset")
+    details = talk.details(1)
+    assert details.conflicting_files is True
+    assert details.diff is not None and "no commit in common" in details.diff
+    assert [event.type for event in details.events].count("commit") > 0
+    with pytest.raises(HfHubHTTPError, match="no commit in common with its branch") as refused:
+        api.merge_pull_request(discussion_num=1, **on)
+    assert refused.value.response.status_code == 409
+    assert talk.details(1).status == "open"
+
+
 @pytest.mark.parametrize(
     "path, body, status",
     [

@@ -1,5 +1,7 @@
 """Opens, merges and describes pull requests, for the routes of discussions and of commits."""
 
+import logging
+
 from sqlalchemy import Connection
 
 from pipeline.hub.discussions.pull_requests import commits_of, difference, squash, try_merge
@@ -14,7 +16,7 @@ from pipeline.hub.discussions.store import (
     find_discussion,
     next_num,
 )
-from pipeline.hub.errors import BadRequest, Conflict, DiscussionNotFound
+from pipeline.hub.errors import BadRequest, Conflict, DiscussionNotFound, HubError
 from pipeline.hub.events.log import record_ref_changes
 from pipeline.hub.git.process import PULL_REQUEST_PREFIX, git
 from pipeline.hub.http_json import iso_time
@@ -23,6 +25,8 @@ from pipeline.hub.repositories.refs import read_refs
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.service import Hub
 from pipeline.hub.tokens.auth import Identity, signature
+
+logger = logging.getLogger(__name__)
 
 Json = dict[str, object]
 
@@ -169,10 +173,23 @@ def describe_pull_request(
         }
         events.append((max(commit.committed_at, discussion.created_at), event))
     if discussion.status in OPEN:
-        document["filesWithConflicts"] = list(try_merge(repository, base, head).conflicts)
+        document["filesWithConflicts"] = _files_with_conflicts(repository, base, head)
     if with_difference:
         document["diff"] = difference(repository, base, head)
     return document
+
+
+def _files_with_conflicts(repository: Repository, base: str, head: str) -> list[str] | bool:
+    """The files that git cannot merge. True if git cannot make this list: clients of the Hugging
+    Face Hub take it to mean that the pull request cannot be merged."""
+    try:
+        return list(try_merge(repository, base, head).conflicts)
+    except HubError as error:
+        # Only logged, because the rest of the pull request can be read. A merge gives the error.
+        logger.warning(
+            "the conflicts of a pull request of %s are not known: %s", repository.name, error
+        )
+        return True
 
 
 def num_of(text: str) -> int:
