@@ -12,7 +12,6 @@ from pipeline.hub.discussions.store import (
     add_comment,
     add_discussion,
     change_status,
-    checked_title,
     find_discussion,
     next_num,
 )
@@ -48,22 +47,21 @@ def open_pull_request(
     `head`, or to the newest commit of `base` if `head` is None.
 
     The caller holds the repository's lock. It then wakes the deliverer, which sends the event to
-    the webhooks. Raises BadRequest if the branch does not exist.
+    the webhooks. Raises BadRequest if the branch does not exist, or if the title or the text is
+    wrong.
     """
     refs = read_refs(repository)
     if base not in refs:
         raise BadRequest(f"The {repository.name} has no commit on {base}: push one first.")
-    checked_title(title)
-    with hub.database.read() as connection:
-        num = next_num(connection, repository, refs)
-    # Make the ref before the database row. If the hub is killed after the ref, `next_num` finds the
-    # ref and does not use its number again.
-    ref = f"{PULL_REQUEST_PREFIX}{num}"
-    git(repository.folder, "update-ref", ref, head or refs[base], _NO_REF)
+    # Store the discussion before the ref exists. A ref without a discussion could never be deleted,
+    # and would keep its commits from being purged. If the hub is killed or git fails before the ref
+    # exists, the pull request has no commits: a person can push commits to it, or close it.
     with hub.database.write() as connection:
+        num = next_num(connection, repository, refs)
         discussion = add_and_record(
             connection, hub, repository, identity, num, title, text, base=base, status=status
         )
+    git(repository.folder, "update-ref", discussion.ref, head or refs[base], _NO_REF)
     record_ref_changes(repository, hub.log)
     return discussion
 
@@ -95,7 +93,7 @@ def merge_pull_request(
     refs = read_refs(repository)
     if found.base not in refs or found.ref not in refs:
         raise Conflict(
-            f"{found.base} or {found.ref} does not exist any more, so pull request {num} "
+            f"{found.base} or {found.ref} does not exist, so pull request {num} "
             "cannot be merged: open another one."
         )
     base, head = refs[found.base], refs[found.ref]
