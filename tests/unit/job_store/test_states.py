@@ -265,6 +265,10 @@ def test_jobs_that_ended_are_found_by_when_they_did(store: JobStore, clock: Cloc
         zip(ids, (began, began + 5, began + 10), strict=True)
     )
     assert list(store.when_ended(among=2)) == ids[2:]
+    assert list(store.when_ended(among=2, since=ids[1])) == ids[1:]
+    assert store.first_unended() == "j000004"
+    store.cancel("j000004")
+    assert store.first_unended() == "j000005"
     assert store.ids_ended_before(clock.now) == ids[:2]
     assert store.ids_ended_before(began) == []
 
