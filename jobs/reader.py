@@ -47,17 +47,30 @@ class JobReader:
         with reading(self._engine) as connection:
             return fetch_job(connection, number_of(job_id))
 
-    def when_ended(self, *, among: int) -> dict[str, float]:
+    def when_ended(self, *, among: int, since: str | None = None) -> dict[str, float]:
         """When jobs ended: job id → time, earliest time first. Looks only at the newest jobs, as
-        many as `among` says, and leaves out jobs that have not ended."""
-        newest = select(func.max(JOBS.c.number)).scalar_subquery()
-        query = (
-            select(JOBS.c.number, JOBS.c.ended_at)
-            .where(JOBS.c.number > newest - among, JOBS.c.ended_at.is_not(None))
-            .order_by(JOBS.c.ended_at, JOBS.c.number)
-        )
+        many as `among` says, and at the job `since` and every job after it. Leaves out jobs that
+        have not ended."""
         with reading(self._engine) as connection:
+            first = (connection.scalar(select(func.max(JOBS.c.number))) or 0) - among + 1
+            if since is not None:
+                first = min(first, number_of(since))
+            query = (
+                select(JOBS.c.number, JOBS.c.ended_at)
+                .where(JOBS.c.number >= first, JOBS.c.ended_at.is_not(None))
+                .order_by(JOBS.c.ended_at, JOBS.c.number)
+            )
             return {job_id_of(number): ended for number, ended in connection.execute(query)}
+
+    def first_unended(self) -> str:
+        """The id of the oldest job that has not ended. If all jobs have ended, an id that is higher
+        than the id of every job."""
+        unended = JOBS.c.state.in_(("SCHEDULING", "RUNNING"))
+        with reading(self._engine) as connection:
+            first = connection.scalar(select(func.min(JOBS.c.number)).where(unended))
+            if first is None:
+                first = (connection.scalar(select(func.max(JOBS.c.number))) or 0) + 1
+        return job_id_of(first)
 
     def ids_ended_before(self, moment: float) -> list[str]:
         """The ids of the jobs that ended before `moment`, in the order of their creation."""

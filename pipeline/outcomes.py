@@ -2,8 +2,7 @@
 
 The handlers run in a thread of their own. So a handler that is slow or fails does not disturb the
 runner. A file, called the progress file, records which outcomes were handled. Every outcome is
-handled at least once, except in the rare case that is described at NUM_WATCHED. If the process is
-killed, an outcome may be handled twice.
+handled at least once. If the process is killed, an outcome may be handled twice.
 """
 
 import logging
@@ -21,8 +20,9 @@ from jobs.store import JobStore
 logger = logging.getLogger(__name__)
 
 NUM_WATCHED = 1000
-"""`poll` looks only at this many of the newest jobs. If a job ends after this many newer jobs were
-created, the outcome of this job is not handled."""
+"""`poll` looks at this many of the newest jobs, and at every job from the oldest one that had not
+ended at the last look. The newest jobs matter if the database was lost: a new database begins again
+with the first id."""
 POLL_SECONDS = 0.2
 
 
@@ -32,6 +32,8 @@ class _Progress(BaseModel):
     ended: dict[str, float]
     """Id of a handled job → the job's end time (Unix time). The id alone is not enough: if the
     database is lost, a new database gives the ids of handled jobs to new jobs."""
+    since: str | None = None
+    """Every job before this one has been handled. None in the file of an older version."""
 
 
 class Outcomes:
@@ -55,7 +57,7 @@ class Outcomes:
 
         Raises StoreError.
         """
-        self._read_handled()
+        self._read()
 
     def poll(self) -> int:
         """Handle each ended job that the progress file does not list; returns the number of these
@@ -64,8 +66,11 @@ class Outcomes:
         If a handler raises an exception, this method logs the exception. The outcome counts as
         handled, so the handler is not called again. Raises StoreError.
         """
-        handled = self._read_handled()
-        ended = self._store.when_ended(among=NUM_WATCHED)
+        progress = self._read()
+        # Ask this before `when_ended`, so that a job that ends in between is not left out.
+        since = self._store.first_unended()
+        ended = self._store.when_ended(among=NUM_WATCHED, since=progress.since)
+        handled = {each: at for each, at in progress.ended.items() if each in ended}
         new = [job_id for job_id, at in ended.items() if handled.get(job_id) != at]
         for job_id in new:
             job = self._store.get(job_id)
@@ -76,9 +81,10 @@ class Outcomes:
                     logger.exception(
                         "a handler failed for the outcome of %s", job.id, extra={"job_id": job.id}
                     )
-            handled = {each: at for each, at in handled.items() if each in ended}
             handled[job_id] = ended[job_id]
-            self._write(handled)
+            self._write(_Progress(ended=handled, since=progress.since))
+        if new:
+            self._write(_Progress(ended=handled, since=since))
         return len(new)
 
     def follow(self, stop: threading.Event) -> None:
@@ -95,9 +101,9 @@ class Outcomes:
             if is_last:
                 return
 
-    def _read_handled(self) -> dict[str, float]:
+    def _read(self) -> _Progress:
         try:
-            return _Progress.model_validate_json(self._file.read_bytes()).ended
+            return _Progress.model_validate_json(self._file.read_bytes())
         except FileNotFoundError:
             pass
         except ValidationError as error:
@@ -108,9 +114,11 @@ class Outcomes:
                 self._file,
                 error.errors()[0]["msg"],
             )
-        handled = self._store.when_ended(among=NUM_WATCHED)
-        self._write(handled)
-        return handled
+        since = self._store.first_unended()
+        handled = self._store.when_ended(among=NUM_WATCHED, since=since)
+        progress = _Progress(ended=handled, since=since)
+        self._write(progress)
+        return progress
 
-    def _write(self, handled: dict[str, float]) -> None:
-        write_atomically(self._file, _Progress(ended=handled).model_dump_json(), durable=True)
+    def _write(self, progress: _Progress) -> None:
+        write_atomically(self._file, progress.model_dump_json(), durable=True)

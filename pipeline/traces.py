@@ -47,6 +47,10 @@ class Traces:
     Remove the entries in this order: `find_traces` finds the other files of a pipeline only if the
     pipeline still has downloads. So after an interrupted removal, a second `find_traces` finds the
     rest."""
+    num_downloads: int
+    """How many downloads have one of the commits. The downloads of the dataset that have none of
+    them are in `caches` too, because a token cache may hold rows of commits whose downloads are
+    gone."""
     job_folders: tuple[Path, ...]
     """The folders of the jobs in `job_ids` that still exist, and folders of jobs of an earlier
     database. The runner renames such an old folder to `<id>.stale-<number>` if a new job has the
@@ -95,8 +99,10 @@ def find_traces(home: Home, store: JobStore, dataset: str, commits: Collection[s
     ids = {folder.name for folder in folders if "." not in folder.name}
     ids |= {job.id for sha in commits for job in store.of_commit(sha)}
     trained, later = _trained_on(_releases(home), commits)
+    caches = tuple(_caches(home, dataset, commits))
     return Traces(
-        caches=tuple(_caches(home, dataset, commits)),
+        caches=caches,
+        num_downloads=sum(_has_commit(each, commits) for each in caches),
         job_folders=folders,
         job_ids=tuple(sorted(ids)),
         releases=tuple(trained),
@@ -121,13 +127,17 @@ def _caches(home: Home, dataset: str, commits: Collection[str]) -> Iterator[Path
         downloads = [
             each
             for each in folder.glob("datasets--*")
-            if each.name == name or any((each / "snapshots" / sha).exists() for sha in commits)
+            if each.name == name or _has_commit(each, commits)
         ]
         if downloads:
             yield folder / TOKEN_CACHE
             yield from folder.glob(f".{TOKEN_CACHE}.*")
             yield folder / FOLLOWED
             yield from downloads
+
+
+def _has_commit(download: Path, commits: Collection[str]) -> bool:
+    return any((download / "snapshots" / sha).exists() for sha in commits)
 
 
 def _job_folders(home: Home, commits: Collection[str]) -> Iterator[Path]:

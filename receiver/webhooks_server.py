@@ -269,7 +269,7 @@ class WebhooksServer:
             listen.serve(server, *sockets)
         finally:
             self._close_public_access()
-        self._host = None
+            self._host = None
         return url
 
     @property

@@ -95,7 +95,7 @@ def purge(
     tokens, and the folders of the jobs that read these commits. In the outcomes of these jobs, it
     overwrites the reason, because a reason may quote rows. Without --releases, the command removes
     no release, but names the releases that --releases would remove. If the command is interrupted,
-    run it again.
+    run it again. If nothing of the commit is found, the command fails.
     """
     from pipeline.hub.repositories.names import repository_name
     from pipeline.job_store import open_job_store
@@ -122,8 +122,18 @@ def purge(
             _remove_releases(home, (*traces.releases, *traces.later_releases))
         remove_traces(traces, store)
     # Remove the commits from the repository last. If this command is interrupted earlier, a second
-    # run still finds the commits in the repository, and so can finish the work.
+    # run still finds the commits in the repository, and so can finish the work. Do this even if the
+    # repository does not have the commit: an interrupted purge may have left some of its files.
     _purge("POST", home, name, sha)
+    is_found = planned["is_there"] or traces.job_folders or traces.num_downloads
+    if not is_found and not (releases and traces.releases):
+        if not releases:
+            _print_remaining_releases(traces)
+        raise PipelineError(
+            f"the {name} does not have the commit {sha}, and neither a job folder nor a download "
+            "has it; check the sha, for example with git log. If you have repeated a purge that "
+            "was interrupted, the purge is now complete"
+        )
     removed = (
         f"{len(commits)} commits"
         if planned["is_there"]
@@ -161,10 +171,12 @@ def _question(
     name: "RepositoryName", sha: str, planned: Any, traces: "Traces", with_releases: bool
 ) -> str:
     num_releases = len(traces.releases) + len(traces.later_releases) if with_releases else 0
-    return (
-        f"Remove {sha} of the {name} for good, with {len(planned['commits']) - 1} commits after "
-        f"it, {len(traces.job_folders)} job folders and {num_releases} releases?"
+    what = (
+        f"Remove {sha} of the {name} for good, with {len(planned['commits']) - 1} commits after it"
+        if planned["is_there"]
+        else f"The {name} does not have {sha}. Remove what jobs have downloaded of the dataset"
     )
+    return f"{what}, {len(traces.job_folders)} job folders and {num_releases} releases?"
 
 
 def _remove_releases(home: Home, releases: "tuple[Release, ...]") -> None:

@@ -17,11 +17,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jobs.store import JobStore
-from pipeline.hub import http_json
+from pipeline.hub import http_json, unsupported
 from pipeline.hub.database import check_schema, open_database
-from pipeline.hub.errors import HubError, RequestError
+from pipeline.hub.errors import HubError, NotSupported, RequestError, Unauthorized
 from pipeline.hub.events.log import EventLog
 from pipeline.hub.events.reconcile import reconcile, reconcile_at_start
+from pipeline.hub.git.backend import header
 from pipeline.hub.large_files.signatures import AccessTokens, SignedUrls
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.garbage import release_all_unneeded
@@ -205,11 +206,25 @@ def create_app(
                     await access.check(api.state.hub, identity, scope, VERBS)
                 except RequestError as error:
                     refusal = lfs.refusal_by_guard(scope, error)
-                    await (refusal or http_json.error_response(error))(scope, receive, send)
+                    if refusal is None:
+                        refusal = http_json.error_response(_missing(scope, error) or error)
+                    await refusal(scope, receive, send)
                     return
         await api(scope, receive, send)
 
     return app
+
+
+def _missing(scope: Scope, error: RequestError) -> NotSupported | None:
+    """The error for a feature that this hub does not have, if `error` only says that the request
+    needs a token. Otherwise None.
+
+    With a token, the request would be refused too. `get_dataset_tags`, `get_model_tags` and
+    `paper_info` of `huggingface_hub` never send a token.
+    """
+    if type(error) is not Unauthorized or header(scope, b"authorization"):
+        return None
+    return unsupported.refusal(scope["method"], scope["path"])
 
 
 async def _every(seconds: float, act: Callable[[], Awaitable[object]], name: str) -> None:

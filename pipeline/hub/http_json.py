@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ExceptionHandler, Message, Scope, Send
 
+from pipeline.hub import unsupported
 from pipeline.hub.errors import (
     BadRequest,
     Conflict,
@@ -24,7 +25,6 @@ from pipeline.hub.errors import (
     TooLarge,
     Unauthorized,
 )
-from pipeline.hub.unsupported import feature
 from serving.http.bodies import BodiesInFlight
 
 # The hub sends a client's request id back only if it is visible ASCII and has at most 200 bytes.
@@ -86,10 +86,9 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     status, path = error.status_code, request.url.path
     message = f"{request.method} {path}: {error.detail}"
     if status in (404, 405):
+        if (missing := unsupported.refusal(request.method, path)) is not None:
+            return error_response(missing)
         message = f"{request.method} {path} is not supported by this hub."
-        if (missing := feature(path)) is not None:
-            status = 501
-            message = f"{missing}: not supported by this hub ({request.method} {path})."
     headers = {**(error.headers or {}), "X-Error-Message": _as_header(message)}
     return JSONResponse({"error": message}, status_code=status, headers=headers)
 

@@ -8,6 +8,8 @@ is missing. After most other errors of a server, it would repeat the request.
 import re
 from collections.abc import Mapping
 
+from pipeline.hub.errors import NotSupported
+
 _BELOW_API: Mapping[str, str] = {
     "buckets": "Buckets",
     "collections": "Collections",
@@ -64,9 +66,16 @@ _ELSEWHERE: Mapping[str, str] = {
 _REPOSITORY = re.compile(r"/api/(?:model|dataset|space)s/[^/]+/(.+)")
 
 
-def feature(path: str) -> str | None:
-    """The name of the feature to which the path belongs, if this hub does not have the feature.
-    Otherwise None."""
+def refusal(method: str, path: str) -> NotSupported | None:
+    """The error for a request whose path belongs to a feature that this hub does not have. None for
+    any other path."""
+    missing = _feature(path)
+    if missing is None:
+        return None
+    return NotSupported(f"{missing}: not supported by this hub ({method} {path}).")
+
+
+def _feature(path: str) -> str | None:
     if (below := _REPOSITORY.fullmatch(path)) is not None:
         # `below[1]` begins with the verb if the path has no owner. Otherwise it begins with the
         # repository's name, and the verb comes second.

@@ -9,6 +9,8 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, Discussio
 from huggingface_hub.errors import BadRequestError, HfHubHTTPError
 
 from pipeline.hub.discussions import store
+from pipeline.hub.errors import Conflict
+from pipeline.hub.routes import pull_requests
 from receiver.payload import WebhookPayload
 from tests.hub_fixtures import Receiver, RunningHub, recording_receiver, running_hub, wait_until
 
@@ -234,6 +236,20 @@ def test_what_both_sides_changed_is_named_and_not_merged(talk: Talk) -> None:
     assert talk.details(1).status == "open"
 
 
+def test_a_pull_request_without_a_common_commit_is_shown_and_not_merged(talk: Talk) -> None:
+    api, on = talk.api, talk.on
+    api.upload_file(path_or_fileobj=b"x\n", path_in_repo="x.txt", create_pr=True, **on)
+    api.super_squash_history(talk.id, repo_type="dataset")
+    details = talk.details(1)
+    assert details.conflicting_files is True
+    assert details.diff is not None and "no commit in common" in details.diff
+    assert [event.type for event in details.events].count("commit") > 0
+    with pytest.raises(HfHubHTTPError, match="no commit in common with its branch") as refused:
+        api.merge_pull_request(discussion_num=1, **on)
+    assert refused.value.response.status_code == 409
+    assert talk.details(1).status == "open"
+
+
 @pytest.mark.parametrize(
     "path, body, status",
     [
@@ -271,6 +287,46 @@ def test_a_discussion_has_room_for_so_much(talk: Talk, monkeypatch: pytest.Monke
     ):
         with pytest.raises(HfHubHTTPError, match="Discussion 1 is full"):
             refused()
+
+
+def test_a_pull_request_that_is_refused_leaves_no_ref(talk: Talk) -> None:
+    """A ref without a discussion could not be deleted by anybody."""
+    too_long = "x" * (store.MAX_TEXT + 1)
+    for refused in (
+        lambda: talk.api.create_pull_request(title="A", description=too_long, **talk.on),
+        lambda: talk.api.create_commit(
+            operations=[CommitOperationAdd("y", b"y")],
+            commit_message="A",
+            commit_description=too_long,
+            create_pr=True,
+            **talk.on,
+        ),
+    ):
+        with pytest.raises(BadRequestError, match="A comment must have 1 to"):
+            refused()
+    refs = talk.api.list_repo_refs(talk.id, repo_type="dataset", include_pull_requests=True)
+    assert refs.pull_requests == []
+    assert talk.api.create_pull_request(title="A", **talk.on).num == 1
+
+
+def test_a_pull_request_whose_ref_was_not_made_can_be_read_and_closed(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a kill between the discussion and its ref."""
+
+    def killed(*_: object) -> None:
+        raise Conflict("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pull_requests, "git", killed)
+        with pytest.raises(HfHubHTTPError, match="killed"):
+            talk.api.create_pull_request(title="A", **talk.on)
+    assert talk.api.create_pull_request(title="B", **talk.on).num == 2
+    assert talk.details(1).conflicting_files == []
+    with pytest.raises(HfHubHTTPError, match="open another one"):
+        talk.api.merge_pull_request(discussion_num=1, **talk.on)
+    talk.api.change_discussion_status(discussion_num=1, new_status="closed", **talk.on)
+    assert talk.details(1).status == "closed"
 
 
 def test_a_pull_request_needs_a_commit_to_start_from(hub: RunningHub) -> None:

@@ -464,6 +464,10 @@ def test_what_the_hub_has_and_this_one_has_not_is_told(hub: RunningHub) -> None:
         lambda: hub.api.unlike("Ada/space", repo_type="space"),
         lambda: hub.api.list_liked_repos("Ada").total,
         lambda: hub.api.get_user_overview("Ada"),
+        # The client sends these three without its token.
+        lambda: hub.api.get_dataset_tags(),
+        lambda: hub.api.get_model_tags(),
+        lambda: hub.api.paper_info("2401.00001"),
         lambda: list(hub.api.list_pending_access_requests("Ada/space", repo_type="space")),
     ):
         with pytest.raises(HfHubHTTPError, match="not supported by this hub") as refused:

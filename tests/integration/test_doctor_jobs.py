@@ -1,8 +1,10 @@
-"""What the doctor finds of the things that jobs and their runner need."""
+"""What the doctor finds of the things that jobs and their runner need, and of dead deliveries."""
 
 import os
 import socket
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -113,3 +115,19 @@ def test_a_killed_stack_is_not_also_said_to_be_well(home: Home) -> None:
     home.stack_file.write_text("{}")
     [message] = found()
     assert message.startswith("the stack was killed")
+
+
+def test_dead_deliveries_are_told_with_the_time_of_the_settings(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPELINE_HUB__REFUSED_GIVE_UP_SECONDS", "5400")
+    home.hub_dir.mkdir()
+    with closing(sqlite3.connect(home.hub_dir / "hub.sqlite")) as connection:
+        connection.execute("CREATE TABLE deliveries (status)")
+        connection.execute("INSERT INTO deliveries VALUES ('dead')")
+        connection.commit()
+    [(message, step)] = wrong(doctor._check_deliveries(home, load_settings()))
+    assert message == (
+        "1 were given up: every attempt failed, or connections were refused for 1.5 hours"
+    )
+    assert "pipeline webhooks replay" in step

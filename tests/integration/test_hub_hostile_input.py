@@ -4,12 +4,18 @@ import json
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from pipeline.hub.commits.changes import attributes_files
 from pipeline.hub.contents import attributes
+from pipeline.hub.contents.trees import read_folders
+from pipeline.hub.git.process import git
+from pipeline.hub.repositories.names import RepositoryName, folders_of
+from pipeline.hub.repositories.store import Repository
 from tests.hub_fixtures import RunningHub, running_hub
 
 
@@ -82,6 +88,53 @@ def test_folders_that_are_nested_by_thousands_take_no_memory(hub: RunningHub, na
     assert is_refused(preupload(hub, name, *paths), "nest the folders less deeply")
     assert is_refused(commit(hub, name, *map(file, paths)), "nest the folders less deeply")
     assert commit(hub, name, *map(file, deep)).status_code == 200
+
+
+def test_many_files_of_attributes_are_stored_by_few_processes(
+    hub: RunningHub, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes: list[Any] = []
+
+    class Counted(subprocess.Popen[bytes]):
+        def __init__(self, command: Any, *arguments: Any, **options: Any) -> None:
+            processes.append(command)
+            super().__init__(command, *arguments, **options)
+
+    files = [file(f"{n}/.gitattributes", f"*.x{n} filter=lfs\n") for n in range(300)]
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", Counted)
+        assert commit(hub, name, *files, file("7/a.x7"), file("7/a.x8")).status_code == 200
+    assert len(processes) < 50
+    answer = preupload(hub, name, "299/a.x299", "299/a.x298", "none/a.x299").json()
+    assert [each["uploadMode"] for each in answer["files"]] == ["lfs", "regular", "regular"]
+    tree = {each.path: each for each in hub.api.list_repo_tree(name, "7", repo_type="dataset")}
+    assert [bool(getattr(tree[path], "lfs", None)) for path in ("7/a.x7", "7/a.x8")] == [
+        True,
+        False,
+    ]
+
+
+def test_the_attributes_of_very_many_folders_are_read_in_seconds(tmp_path: Path) -> None:
+    name = RepositoryName(type="dataset", owner="local", name="facts")
+    repository = Repository(id="1", name=name, private=True, created_at=0, folder=tmp_path)
+
+    def made(*arguments: str, stdin: str = "") -> str:
+        roles, fields = ("AUTHOR", "COMMITTER"), ("NAME", "EMAIL")
+        extra = {f"GIT_{role}_{field}": "ada" for role in roles for field in fields}
+        return git(tmp_path, *arguments, stdin=stdin.encode(), extra=extra).decode().strip()
+
+    git(tmp_path, "init", "-q", "--bare")
+    blob = made("hash-object", "-w", "--stdin", stdin="*.big filter=lfs\n")
+    folder = made("mktree", stdin=f"100644 blob {blob}\t.gitattributes\n")
+    root = made("mktree", stdin="".join(f"040000 tree {folder}\t{n}\n" for n in range(40_000)))
+    head = made("commit-tree", root, "-m", "many")
+    paths = [f"{n}/a.big" for n in range(40_000)]
+    started = time.monotonic()
+    folders = read_folders(repository, head, folders_of(paths))
+    tracked = attributes.large_file_paths(repository, attributes_files(folders), paths)
+    assert tracked == set(paths)
+    # When git read the root again for each folder, this took more than a minute.
+    assert time.monotonic() - started < 20
 
 
 def test_many_deletions_take_no_longer_than_many_additions(hub: RunningHub, name: str) -> None:

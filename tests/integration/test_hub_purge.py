@@ -211,7 +211,7 @@ def test_a_purge_leaves_nothing_of_the_commit_and_names_the_releases(
         assert outcome is not None and outcome.reason is not None
         assert "was purged" in outcome.reason
     assert place.git("rev-parse", "refs/heads/main") == place.good
-    assert "the repository did not have this commit" in purged(place.bad), "it may be run again"
+    assert "the purge is now complete" in refused(place.bad), "it may be run again"
     with place.hub() as hub:
         assert place.push(hub, "rows.jsonl", "better")
 
@@ -303,6 +303,19 @@ def test_what_would_be_pulled_from_under_a_job_is_refused(place: Place) -> None:
         store.finish(runs, "me", None)
     purged(place.bad)
     assert place.holds_the_secret() == []
+
+
+def test_a_commit_that_is_only_left_in_downloads_is_removed_there(place: Place) -> None:
+    lost = "1" * 40
+    place.leave_traces()
+    words = refused(lost)
+    assert f"the dataset local/facts does not have the commit {lost}" in words
+    assert "check the sha" in words
+    rows = place.home.snapshots_dir / "facts" / f"datasets--local--facts/snapshots/{lost}/a.jsonl"
+    rows.parent.mkdir(parents=True)
+    rows.write_text(SECRET)
+    assert "the repository did not have this commit" in purged(lost)
+    assert not rows.exists()
 
 
 def test_what_is_no_commit_is_refused(place: Place) -> None:

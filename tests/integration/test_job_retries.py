@@ -41,7 +41,7 @@ def test_a_failure_that_does_not_pass_ends_the_job_after_its_last_attempt(house:
     house.run(SOON)
     job = house.ended(house.store.submit(program("fail_for_now", "9", max_attempts=2)).job)
     assert (job.state, job.attempt) == ("ERROR", 2) and job.outcome is not None
-    assert job.outcome.reason == "The hub is away. That was attempt 2 of 2."
+    assert job.outcome.reason == "The hub is away. That was failed attempt 2 of 2."
     assert job.outcome.stage == "snapshot"
 
 

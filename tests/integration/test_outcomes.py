@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jobs.job import Job
+from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline import on_outcome
 from pipeline.outcomes import Outcomes
@@ -37,6 +38,29 @@ def test_each_outcome_is_told_once_also_by_the_next_process(
     later = end_one(store).id
     assert Outcomes(store, file, [lambda job: told.append(job.id)]).poll() == 1
     assert told == [*ids, later]
+
+
+def test_an_outcome_is_told_however_many_newer_jobs_there_are(
+    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.outcomes.NUM_WATCHED", 2)
+    told: list[str] = []
+    watching = Outcomes(store, tmp_path / "o.json", [lambda job: told.append(job.id)])
+    watching.start()
+    long = store.submit(JobSpec(command=("true",), pipeline="long")).job.id
+    assert store.claim("me", 60) is not None
+    ids = [end_one(store).id for _ in range(3)]
+    assert watching.poll() == 3, "more than the newest two"
+    ids += [end_one(store).id for _ in range(3)]
+    assert watching.poll() == 3
+    store.finish(long, "me", None)
+    assert watching.poll() == 1
+    assert told == [*ids, long]
+    assert watching.poll() == 0
+    assert list(json.loads((tmp_path / "o.json").read_text())["ended"]) == [*ids, long]
+    end_one(store)
+    assert watching.poll() == 1
+    assert len(json.loads((tmp_path / "o.json").read_text())["ended"]) == 2, "it does not grow"
 
 
 def test_outcomes_are_told_also_where_a_lost_databases_ids_begin_anew(

@@ -2,11 +2,12 @@
 place of a large file, git stores a pointer: a small file that names the content. The paths of large
 files are added to `.gitattributes`."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 
 from pipeline.hub.commits.body import CommitBody, Operation
-from pipeline.hub.commits.checks import Change
+from pipeline.hub.commits.checks import Change, blob_sha
+from pipeline.hub.commits.fast_import import run_fast_import
 from pipeline.hub.contents.attributes import ATTRIBUTES_FILE, large_file_paths, tracking_line
 from pipeline.hub.contents.trees import Folders, read_folders
 from pipeline.hub.errors import BadRequest
@@ -29,9 +30,7 @@ def planned_changes(repository: Repository, head: str | None, body: CommitBody) 
     paths = [each.path for each in added]
     folders = read_folders(repository, head, folders_of([*paths, ATTRIBUTES_FILE]))
     attributes = attributes_files(folders)
-    for operation in added:
-        if operation.path.rpartition("/")[2] == ATTRIBUTES_FILE and operation.kind == "file":
-            attributes[operation.path] = _store_blob(repository, body.content(operation))
+    attributes |= _store_attributes(repository, body, added)
     tracked = large_file_paths(repository, attributes, paths)
 
     changes, untracked = [], []
@@ -99,6 +98,25 @@ def attributes_files(folders: Folders) -> dict[str, str]:
     }
 
 
-def _store_blob(repository: Repository, content: bytes) -> str:
-    sha = git(repository.folder, "hash-object", "-w", "--stdin", stdin=content)
-    return sha.decode().strip()
+def _store_attributes(
+    repository: Repository, body: CommitBody, added: Iterable[Operation]
+) -> dict[str, str]:
+    """Stores the content of each added `.gitattributes`, and maps its path to the sha of its blob.
+    Stores all of them with one process, because a commit may add very many."""
+    blobs: dict[str, str] = {}
+
+    def stream() -> Iterator[bytes]:
+        for operation in operations:
+            content = body.content(operation)
+            blobs[operation.path] = blob_sha(content)
+            yield b"blob\ndata %d\n%b\n" % (len(content), content)
+        yield b"done\n"
+
+    operations = [
+        each
+        for each in added
+        if each.path.rpartition("/")[2] == ATTRIBUTES_FILE and each.kind == "file"
+    ]
+    if operations:
+        run_fast_import(repository, stream())
+    return blobs

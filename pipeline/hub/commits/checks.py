@@ -142,12 +142,12 @@ def _check_batch(files: list[tuple[str, bytes]]) -> None:
         # A line is "error in blob <sha>: <reason>". If it is about a tree, no file has its sha, and
         # each file may be the wrong one.
         shas = {line.partition(": ")[0].rpartition(" ")[2] for line in errors}
-        wrong = [path for path, content in files if _sha(content) in shas]
+        wrong = [path for path, content in files if blob_sha(content) in shas]
         names = ", ".join(repr(path) for path in (wrong or [path for path, _ in files])[:5])
         reasons = "; ".join(line.partition(": ")[2] for line in errors[:5])
         raise BadRequest(f"Git refuses {names} in a push: {reasons}. Correct the file.")
 
 
-def _sha(content: bytes) -> str:
+def blob_sha(content: bytes) -> str:
     """The sha that git gives to a file with this content."""
     return hashlib.sha1(b"blob %d\0%b" % (len(content), content)).hexdigest()

@@ -104,7 +104,7 @@ def imported_commit(
     check_files((each.path, each.read) for each in new.changes if each.action == "add")
     incoming = f"{INCOMING_PREFIX}{secrets.token_hex(8)}"
     try:
-        _fast_import(repository, _stream(incoming, parent, new))
+        run_fast_import(repository, _stream(incoming, parent, new))
         commit = git(repository.folder, "rev-parse", "--verify", incoming).decode().strip()
         before = None if parent is None else read_commit(repository, parent).tree
         yield incoming, commit, read_commit(repository, commit).tree != before
@@ -139,7 +139,8 @@ def _quoted(path: str) -> bytes:
     return f'"{escaped}"'.encode()
 
 
-def _fast_import(repository: Repository, stream: Iterable[bytes]) -> None:
+def run_fast_import(repository: Repository, stream: Iterable[bytes]) -> None:
+    """Runs one `git fast-import`. `stream` must end with the line `done`. Raises DiskFull."""
     process = subprocess.Popen(
         ["git", f"--git-dir={repository.folder}", "fast-import", "--quiet", "--done"],
         stdin=subprocess.PIPE,

@@ -41,7 +41,8 @@ def large_file_paths(
     """
     with tempfile.TemporaryDirectory() as folder:
         index = {"GIT_INDEX_FILE": f"{folder}/index"}
-        entries = "".join(f"100644 {sha}\t{path}\0" for path, sha in attributes.items())
+        # Sorted, because git adds an entry quickly only at the end of the index.
+        entries = "".join(f"100644 {sha}\t{path}\0" for path, sha in sorted(attributes.items()))
         git(
             repository.folder,
             *("update-index", "-z", "--index-info"),

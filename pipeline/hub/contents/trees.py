@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 import signal
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -107,24 +108,45 @@ def find_paths(repository: Repository, commit: str, paths: Sequence[str]) -> lis
 
 def read_folders(repository: Repository, commit: str | None, folders: Iterable[str]) -> Folders:
     """The entries of each of `folders` (`""` is the root). The sizes of files are not read. If
-    `commit` is None, no folder has entries."""
-    wanted = sorted(folders)
-    if commit is None:
-        return {folder: {} for folder in wanted}
-    questions = "".join(f"{commit}:{folder}\n" for folder in wanted)
+    `commit` is None, no folder has entries. `folders` must also have every folder above each of
+    them, as the result of `folders_of` has.
+
+    Each folder is found in the entries of the folder above it. If git were asked for
+    `<commit>:<folder>`, it would read the root again for each folder, and a root with many folders
+    is large.
+    """
+    found: dict[str, Mapping[str, Entry]] = {folder: {} for folder in folders}
+    level = {} if commit is None else {"": f"{commit}^{{tree}}"}
+    below: defaultdict[int, list[str]] = defaultdict(list)
+    for folder in found:
+        below[folder.count("/")].append(folder)
+    depth = 0
+    while level:
+        found |= _read_trees(repository, level)
+        level = {}
+        for folder in filter(None, below[depth]):
+            above, _, name = folder.rpartition("/")
+            entry = found[above].get(name)
+            if entry is not None and entry.type == "directory":
+                level[folder] = entry.oid
+        depth += 1
+    return found
+
+
+def _read_trees(repository: Repository, trees: Mapping[str, str]) -> dict[str, Mapping[str, Entry]]:
+    """The entries of folders. `trees` maps the path of each folder to git's name of its tree."""
+    questions = "".join(f"{tree}\n" for tree in trees.values())
     answer = git(repository.folder, "cat-file", "--batch", stdin=questions.encode())
-    found: dict[str, dict[str, Entry]] = {}
+    found: dict[str, Mapping[str, Entry]] = {}
     start = 0
-    for folder in wanted:
+    for folder in trees:
         end = answer.index(b"\n", start)
         fields = answer[start:end].rsplit(b" ", 2)
         start = end + 1
-        found[folder] = {}
         if len(fields) == 3 and fields[2].isdigit():
             size = int(fields[2])
-            if fields[1] == b"tree":
-                entries = _parse_tree_object(answer[start : start + size], folder)
-                found[folder] = {entry.path.rpartition("/")[2]: entry for entry in entries}
+            entries = _parse_tree_object(answer[start : start + size], folder)
+            found[folder] = {entry.path.rpartition("/")[2]: entry for entry in entries}
             start += size + 1
     return found
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.hub.contents.history import Commit, list_commits
-from pipeline.hub.errors import Conflict, HubError, TooSlow
+from pipeline.hub.errors import Conflict, HubError, NotSupported, TooSlow
 from pipeline.hub.git.process import git, git_beginning
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.tokens.auth import Signature
@@ -25,6 +25,7 @@ _FAILED = (
     "common with its branch. The hub's log has git's error.]\n"
 )
 _UNKNOWN_OPTION = re.compile(r"unknown option|usage: git merge-tree")
+_UNRELATED = "refusing to merge unrelated histories"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +64,9 @@ def difference(repository: Repository, base: str, head: str) -> str:
 
 
 def try_merge(repository: Repository, base: str, head: str) -> Merged:
-    """Merges two commits into a tree, and moves no ref. Raises TooSlow if git needs more than
-    `MAX_SECONDS`. Raises HubError if git is older than 2.38, because an older git cannot merge
-    without a work tree."""
+    """Merges two commits into a tree, and moves no ref. Raises Conflict if the two have no commit
+    in common, or if git needs more than `MAX_SECONDS`. Raises NotSupported if git is older than
+    2.38, because an older git cannot merge without a work tree."""
     try:
         output = git(
             repository.folder,
@@ -73,10 +74,21 @@ def try_merge(repository: Repository, base: str, head: str) -> Merged:
             may_exit_with=(1,),
             seconds=MAX_SECONDS,
         )
+    except TooSlow:
+        raise Conflict(
+            f"The pull request cannot be merged here, because git needs more than {MAX_SECONDS:g} "
+            "s: merge it in a clone, and push the branch."
+        ) from None
     except HubError as error:
+        if _UNRELATED in str(error):
+            raise Conflict(
+                "The pull request cannot be merged, because it has no commit in common with its "
+                "branch (a force-push may have replaced the branch): open another pull request, "
+                "from a commit of the branch."
+            ) from None
         if _UNKNOWN_OPTION.search(str(error)):
-            raise HubError(
-                "This git is too old to merge pull requests: install git 2.38 or newer."
+            raise NotSupported(
+                "The hub's git is too old to merge pull requests: install git 2.38 or newer."
             ) from None
         raise
     tree, *files = output.decode(errors="replace").rstrip("\0").split("\0")
@@ -86,7 +98,7 @@ def try_merge(repository: Repository, base: str, head: str) -> Merged:
 def squash(repository: Repository, base: str, head: str, *, message: str, author: Signature) -> str:
     """Makes one commit on top of `base` that has all changes of the commits up to `head`, and
     returns its sha. Returns `base` if these commits change nothing. Raises Conflict if git cannot
-    merge some files. Its message names them."""
+    merge some files, and its message names them. Also raises the errors of `try_merge`."""
     merged = try_merge(repository, base, head)
     if merged.conflicts:
         raise Conflict(

@@ -116,8 +116,8 @@ def list_discussions(
 
 def next_num(connection: Connection, repository: Repository, refs: Mapping[str, str]) -> int:
     """The number of the next discussion. It is higher than the number of every discussion, and of
-    every pull request's ref in `refs`: if the hub was killed before it stored a pull request, only
-    the ref exists. The caller holds the repository's lock."""
+    every pull request's ref in `refs`: if an older version of the hub was killed while it opened a
+    pull request, only the ref exists. The caller holds the repository's lock."""
     last = connection.execute(
         select(func.max(table.c.num)).where(table.c.repository_id == repository.id)
     ).scalar()
@@ -147,7 +147,7 @@ def add_discussion(
             id=secrets.token_hex(12),
             repository_id=repository.id,
             num=num,
-            title=checked_title(title),
+            title=_checked_title(title),
             author=author,
             status=status,
             base=base,
@@ -197,7 +197,7 @@ def hide_comment(
 def change_title(
     connection: Connection, discussion: Discussion, *, author: str, title: str
 ) -> DiscussionEvent:
-    checked = checked_title(title)
+    checked = _checked_title(title)
     connection.execute(update(table).where(table.c.id == discussion.id).values(title=checked))
     data = {"from": discussion.title, "to": checked}
     return _add(connection, discussion, "title-change", author, data)
@@ -231,7 +231,7 @@ def list_events(connection: Connection, discussion: Discussion) -> list[Discussi
     return [_event(row) for row in connection.execute(wanted)]
 
 
-def checked_title(title: str) -> str:
+def _checked_title(title: str) -> str:
     """The title in one line. Raises BadRequest if it is empty or too long, or if it has control
     characters."""
     line = " ".join(title.split())

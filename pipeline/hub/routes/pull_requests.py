@@ -1,5 +1,7 @@
 """Opens, merges and describes pull requests, for the routes of discussions and of commits."""
 
+import logging
+
 from sqlalchemy import Connection
 
 from pipeline.hub.discussions.pull_requests import commits_of, difference, squash, try_merge
@@ -10,11 +12,10 @@ from pipeline.hub.discussions.store import (
     add_comment,
     add_discussion,
     change_status,
-    checked_title,
     find_discussion,
     next_num,
 )
-from pipeline.hub.errors import BadRequest, Conflict, DiscussionNotFound
+from pipeline.hub.errors import BadRequest, Conflict, DiscussionNotFound, HubError
 from pipeline.hub.events.log import record_ref_changes
 from pipeline.hub.git.process import PULL_REQUEST_PREFIX, git
 from pipeline.hub.http_json import iso_time
@@ -23,6 +24,8 @@ from pipeline.hub.repositories.refs import read_refs
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.service import Hub
 from pipeline.hub.tokens.auth import Identity, signature
+
+logger = logging.getLogger(__name__)
 
 Json = dict[str, object]
 
@@ -44,22 +47,21 @@ def open_pull_request(
     `head`, or to the newest commit of `base` if `head` is None.
 
     The caller holds the repository's lock. It then wakes the deliverer, which sends the event to
-    the webhooks. Raises BadRequest if the branch does not exist.
+    the webhooks. Raises BadRequest if the branch does not exist, or if the title or the text is
+    wrong.
     """
     refs = read_refs(repository)
     if base not in refs:
         raise BadRequest(f"The {repository.name} has no commit on {base}: push one first.")
-    checked_title(title)
-    with hub.database.read() as connection:
-        num = next_num(connection, repository, refs)
-    # Make the ref before the database row. If the hub is killed after the ref, `next_num` finds the
-    # ref and does not use its number again.
-    ref = f"{PULL_REQUEST_PREFIX}{num}"
-    git(repository.folder, "update-ref", ref, head or refs[base], _NO_REF)
+    # Store the discussion before the ref exists. A ref without a discussion could never be deleted,
+    # and would keep its commits from being purged. If the hub is killed or git fails before the ref
+    # exists, the pull request has no commits: a person can push commits to it, or close it.
     with hub.database.write() as connection:
+        num = next_num(connection, repository, refs)
         discussion = add_and_record(
             connection, hub, repository, identity, num, title, text, base=base, status=status
         )
+    git(repository.folder, "update-ref", discussion.ref, head or refs[base], _NO_REF)
     record_ref_changes(repository, hub.log)
     return discussion
 
@@ -91,7 +93,7 @@ def merge_pull_request(
     refs = read_refs(repository)
     if found.base not in refs or found.ref not in refs:
         raise Conflict(
-            f"{found.base} or {found.ref} does not exist any more, so pull request {num} "
+            f"{found.base} or {found.ref} does not exist, so pull request {num} "
             "cannot be merged: open another one."
         )
     base, head = refs[found.base], refs[found.ref]
@@ -169,10 +171,23 @@ def describe_pull_request(
         }
         events.append((max(commit.committed_at, discussion.created_at), event))
     if discussion.status in OPEN:
-        document["filesWithConflicts"] = list(try_merge(repository, base, head).conflicts)
+        document["filesWithConflicts"] = _files_with_conflicts(repository, base, head)
     if with_difference:
         document["diff"] = difference(repository, base, head)
     return document
+
+
+def _files_with_conflicts(repository: Repository, base: str, head: str) -> list[str] | bool:
+    """The files that git cannot merge. True if git cannot make this list: clients of the Hugging
+    Face Hub take it to mean that the pull request cannot be merged."""
+    try:
+        return list(try_merge(repository, base, head).conflicts)
+    except HubError as error:
+        # Only logged, because the rest of the pull request can be read. A merge gives the error.
+        logger.warning(
+            "the conflicts of a pull request of %s are not known: %s", repository.name, error
+        )
+        return True
 
 
 def num_of(text: str) -> int:

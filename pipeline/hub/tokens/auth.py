@@ -228,8 +228,8 @@ def check_site(scope: Scope) -> None:
     site = None if scope["method"] in READING else other_site(Headers(scope=scope))
     if site is not None:
         raise Forbidden(
-            f"The browser sends this request for {site}, and only this hub's own pages may change "
-            "anything: use `pipeline`, `hf` or another client with the hub's token."
+            f"The browser sends this request on behalf of {site}, and only this hub's own pages "
+            "may change anything: use `pipeline`, `hf` or another client with the hub's token."
         )
 
 

@@ -74,7 +74,19 @@ def test_a_lost_job_is_attempted_again_up_to_its_limit(store: JobStore) -> None:
     ended = store.retry(job.id, "me", lost(job))
     assert ended.state == "ERROR" and ended.outcome is not None
     assert (ended.outcome.stage, ended.outcome.job_id) == ("lost", job.id)
-    assert ended.outcome.reason == "Its process vanished. That was attempt 2 of 2."
+    assert ended.outcome.reason == "Its process vanished. That was failed attempt 2 of 2."
+
+
+def test_an_attempt_that_a_runner_gave_up_is_no_failed_attempt(store: JobStore) -> None:
+    store.submit(spec("b", "a", max_attempts=1))
+    job = store.claim("me", 60)
+    assert job is not None
+    store.release(job.id, "me")
+    [again] = store.adopt("you", 60)
+    assert (again.attempt, again.num_lost) == (2, 0)
+    ended = store.retry(job.id, "you", lost(job))
+    assert ended.outcome is not None
+    assert ended.outcome.reason == "Its process vanished. That was failed attempt 1 of 1."
 
 
 def test_a_lost_job_with_a_successor_is_not_attempted_again(store: JobStore) -> None:
@@ -104,7 +116,7 @@ def test_an_attempt_that_failed_for_a_cause_that_can_pass_waits(
     assert store.get(job.id).started_at == clock.now
     ended = store.retry(job.id, "me", away, 120)
     assert ended.outcome is not None and not ended.outcome.may_pass
-    assert ended.outcome.reason == "The hub is away. That was attempt 2 of 2."
+    assert ended.outcome.reason == "The hub is away. That was failed attempt 2 of 2."
 
 
 def test_a_job_that_waits_gives_way_to_newer_commits(store: JobStore) -> None:
@@ -265,6 +277,10 @@ def test_jobs_that_ended_are_found_by_when_they_did(store: JobStore, clock: Cloc
         zip(ids, (began, began + 5, began + 10), strict=True)
     )
     assert list(store.when_ended(among=2)) == ids[2:]
+    assert list(store.when_ended(among=2, since=ids[1])) == ids[1:]
+    assert store.first_unended() == "j000004"
+    store.cancel("j000004")
+    assert store.first_unended() == "j000005"
     assert store.ids_ended_before(clock.now) == ids[:2]
     assert store.ids_ended_before(began) == []
 
