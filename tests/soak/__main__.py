@@ -31,7 +31,10 @@ def main() -> int:
     seed = random.randrange(10**6) if given.seed is None else given.seed
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     print(f"seed {seed}, in {folder}", flush=True)
-    plans = (Plan.of(seed, number) for number in itertools.count(given.first_round))
+    plans: Iterable[Plan] = (Plan.of(seed, number) for number in itertools.count(given.first_round))
+    if given.first_round:
+        # A later round may damage the served release, or push garbage: older releases must exist.
+        plans = itertools.chain([Plan("first", 1, ()), Plan("second", 1, ())], plans)
     soaked = soak(folder, plans, given.kills, given.minutes)
     print(f"{soaked}, nothing lost (seed {seed})")
     shutil.rmtree(folder)
