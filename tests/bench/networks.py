@@ -163,8 +163,9 @@ def right_texts(
     max_tokens: int,
     candidates: Iterable[list[int]] | None = None,
 ) -> tuple[list[list[int]], Mapping[tuple[str, int], str]]:
-    """Those of the candidates whose greedy answers are clear on every release, and these answers by
-    release and number of the prompt: of `transformers`, which shares nothing with an engine."""
+    """Those of the candidates whose greedy answers are clear and of `max_tokens` tokens on every
+    release, and these answers by release and number of the prompt: of `transformers`, which shares
+    nothing with an engine."""
     import torch
 
     from serving.tokenizer import load_tokenizer
@@ -187,6 +188,8 @@ def right_texts(
                     return_dict_in_generate=True,
                     pad_token_id=0,
                 )
+            if len(answer.scores) < max_tokens:
+                break  # it ended, but the requests of a bench ignore the end token
             best = torch.stack(answer.scores)[:, 0].topk(2).values
             if float((best[:, 0] - best[:, 1]).min()) < MIN_MARGIN:
                 break
