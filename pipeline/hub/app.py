@@ -217,12 +217,11 @@ def create_app(
 
 def _missing(scope: Scope, error: RequestError) -> NotSupported | None:
     """The error for a feature that this hub does not have, if `error` only says that the request
-    needs a token. Otherwise None.
-
-    With a token, the request would be refused too. `get_dataset_tags`, `get_model_tags` and
-    `paper_info` of `huggingface_hub` never send a token.
-    """
+    needs a token, and if clients never send one with such a request. Otherwise None. With a token,
+    the request would be refused too."""
     if type(error) is not Unauthorized or header(scope, b"authorization"):
+        return None
+    if not scope["path"].startswith(unsupported.ASKED_WITHOUT_TOKEN):
         return None
     return unsupported.refusal(scope["method"], scope["path"])
 

@@ -63,6 +63,12 @@ _ELSEWHERE: Mapping[str, str] = {
     "papers": "Papers",
     "uploads": "Uploads for discussions",
 }
+ASKED_WITHOUT_TOKEN = (
+    "/api/datasets-tags-by-type",
+    "/api/models-tags-by-type",
+    "/api/papers/",
+)
+"""`get_dataset_tags`, `get_model_tags` and `paper_info` of `huggingface_hub` send no token."""
 _REPOSITORY = re.compile(r"/api/(?:model|dataset|space)s/[^/]+/(.+)")
 
 

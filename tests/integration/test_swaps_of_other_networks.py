@@ -15,9 +15,9 @@ from serving.weights.publish import publish_folder
 from serving.weights.release_store import set_current
 from tests.hub_checkpoints import store
 from tests.serving_fixtures import ADMIN_TOKEN, echo_app, running
-from tests.torch_engine_fixtures import expected, prompt
+from tests.torch_engine_fixtures import clear_prompt, expected
 
-PROMPTS = [prompt(length, seed=length) for length in (3, 20, 33, 50)]
+LENGTHS = (3, 20, 33, 50)
 NUM_SWAPS = 6
 
 
@@ -28,11 +28,15 @@ def test_answers_during_swaps_are_those_of_the_release_they_name(
     first: str, second: str, tmp_path: Path
 ) -> None:
     releases = tmp_path / "answers"
-    wanted = {}
+    networks = {}
     for number, name in enumerate((first, second)):
         network = store(name, tmp_path / f"{number}", seed=number)
-        release = publish_folder(releases, tmp_path / f"{number}")
-        wanted[release.id] = [expected(network, each, 24) for each in PROMPTS]
+        networks[publish_folder(releases, tmp_path / f"{number}").id] = network
+    prompts = [clear_prompt(list(networks.values()), length, 24) for length in LENGTHS]
+    wanted = {
+        release_id: [expected(network, each, 24) for each in prompts]
+        for release_id, network in networks.items()
+    }
     set_current(releases, next(iter(wanted)))
     # Room for few sequences: they wait for one another, and give way.
     engine = TorchEngine(TorchEngineSettings(num_threads=1, kv_cache_bytes=1 << 17))
@@ -42,7 +46,7 @@ def test_answers_during_swaps_are_those_of_the_release_they_name(
         seen = set()
         with httpx.Client(base_url=url, timeout=60) as client:
             while not is_over.is_set():
-                body = {"prompt": list(PROMPTS[number]), "max_tokens": 24, "temperature": 0}
+                body = {"prompt": list(prompts[number]), "max_tokens": 24, "temperature": 0}
                 answer = client.post("/v1/completions", json={**body, "logprobs": 0})
                 assert answer.status_code == 200, answer.text
                 found = answer.json()
@@ -54,9 +58,9 @@ def test_answers_during_swaps_are_those_of_the_release_they_name(
 
     with (
         running(echo_app(releases, engine, dtype="float32")) as url,
-        ThreadPoolExecutor(len(PROMPTS)) as clients,
+        ThreadPoolExecutor(len(prompts)) as clients,
     ):
-        asking = [clients.submit(ask, url, number) for number in range(len(PROMPTS))]
+        asking = [clients.submit(ask, url, number) for number in range(len(prompts))]
         try:
             for release_id in itertools.islice(itertools.cycle(reversed(wanted)), NUM_SWAPS):
                 answer = httpx.post(
