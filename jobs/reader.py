@@ -7,7 +7,7 @@ from typing import Self
 
 from sqlalchemy import Connection, Engine, func, select, text
 
-from jobs.job import Job, JobState
+from jobs.job import OPEN_STATES, Job, JobState
 from jobs.rows import (
     fetch_job,
     is_claimable,
@@ -65,7 +65,7 @@ class JobReader:
     def first_unended(self) -> str:
         """The id of the oldest job that has not ended. If all jobs have ended, an id that is higher
         than the id of every job."""
-        unended = JOBS.c.state.in_(("SCHEDULING", "RUNNING"))
+        unended = JOBS.c.state.in_(OPEN_STATES)
         with reading(self._engine) as connection:
             first = connection.scalar(select(func.min(JOBS.c.number)).where(unended))
             if first is None:

@@ -8,8 +8,8 @@ and removes all three:
 - the token caches of the pipelines that have such downloads (a token cache holds rows as tokens);
 - the folders of the jobs that were started for these commits or read them.
 
-The module does not touch the hub's part of the state folder. It also finds
-the releases that were trained on these commits, but does not remove any release.
+The module does not touch the hub's part of the state folder. It also finds the releases that were
+trained on these commits, but does not remove any release.
 """
 
 import shutil

@@ -43,7 +43,7 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, H) → (N, V), in float32. The caller may change the result in place."""
-        rows = rounded_up(hidden.to(self.weight.dtype))
+        rows = pad_rows(hidden.to(self.weight.dtype))
         return self.shaped(linear(rows, self.weight, self.bias)[: len(hidden)].float())
 
     def shaped(self, logits: Tensor) -> Tensor:
@@ -66,9 +66,9 @@ class Head:
         return replace(self, weight=self.weight.to(dtype), bias=bias)
 
 
-def rounded_up(rows: Tensor) -> Tensor:
-    """(N, …) → (M, …): under autocast, M is N rounded up to a multiple of `ROUNDED_TO`, and the
-    added rows are zeros."""
+def pad_rows(rows: Tensor) -> Tensor:
+    """(N, …) → (M, …). Under autocast, rows of zeros are added until their number is a multiple of
+    `ROUNDED_TO`. Otherwise M is N."""
     if not torch.is_autocast_enabled(rows.device.type):
         return rows
     return pad(rows, (0, 0, 0, -len(rows) % ROUNDED_TO))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.retrain.head import Head, rounded_up
+from pipeline.retrain.head import Head, pad_rows
 
 SLICE_BYTES = 64 * 2**20
 """The size of the float32 logits of one slice. This is 4,194 positions with a vocabulary of 4,000,
@@ -70,13 +70,13 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 gradient.mul_(scale)
             if grad_bias is not None:
                 grad_bias += gradient.sum(0)
-            gradient = rounded_up(gradient.to(hidden.dtype))
+            gradient = pad_rows(gradient.to(hidden.dtype))
             if grad_hidden is not None:
                 grad_hidden[start : start + rows] = (gradient @ head.weight)[: len(part)]
             if grad_weight is not None and gradient.dtype == torch.float32:
                 grad_weight.addmm_(gradient.t(), part)
             elif grad_weight is not None:
-                grad_weight += gradient.t() @ rounded_up(part)
+                grad_weight += gradient.t() @ pad_rows(part)
         ctx.grads = (
             None if grad_hidden is None else grad_hidden.to(hidden_dtype),
             grad_weight,

@@ -3,7 +3,7 @@
 Clients ask greedy prompts, whole and streamed, of which each release's right text is known from
 `transformers`. An answer is mixed when its text is not that of the release that it names.
 
-`--shape SmolLM2 --swaps 100 --clients 16 --tokens 48 --prompts 24` swaps between a pretrained model
+`--shape SmolLM2 --swaps 100 --clients 16 --tokens 24 --prompts 8` swaps between a pretrained model
 and a changed copy of it. Every eighth prompt then has 1,000 tokens, the others 32.
 """
 

@@ -121,6 +121,24 @@ def test_the_sliced_loss_of_every_form_of_head_has_the_gradients_of_the_plain_on
     torch.testing.assert_close(torch.autograd.grad(sliced, inputs), expected)
 
 
+def test_rows_that_are_added_in_bfloat16_change_no_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for rounded_to in (1, ROUNDED_TO):
+        monkeypatch.setattr("pipeline.retrain.head.ROUNDED_TO", rounded_to)
+        torch.manual_seed(4)
+        hidden, weight, bias = (
+            torch.randn(*shape, requires_grad=True) for shape in ((5, 16), (30, 16), (30,))
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = summed_loss(hidden, Head(weight, bias), torch.arange(5))
+        loss.backward()
+        found.append((loss.detach(), hidden.grad, weight.grad, bias.grad))
+    for exact, padded in zip(*found, strict=True):
+        torch.testing.assert_close(padded, exact, rtol=0.02, atol=0.02)
+
+
 def test_a_frozen_head_gets_no_gradient() -> None:
     weight = torch.randn(11, 8)
     hidden = torch.randn(13, 8, requires_grad=True)
