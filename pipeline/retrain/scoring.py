@@ -52,9 +52,10 @@ def autocast(device: torch.device) -> AbstractContextManager[object]:
 
 def training_autocast(model: "PreTrainedModel") -> AbstractContextManager[object]:
     """For training steps. Inside, a GPU computes in bfloat16, and a CPU too if it is fast in it and
-    `model` is large. The weights and the optimizer stay in float32."""
-    is_large = model.num_parameters() >= BFLOAT16_PARAMETERS
-    if model.device.type == "cpu" and is_large and is_fast_in_bfloat16("cpu"):
+    `model` is large and can be padded (`ROUNDED_TO` says why). The weights and the optimizer stay
+    in float32."""
+    is_suited = model.num_parameters() >= BFLOAT16_PARAMETERS and layout_of(model) != "unpadded"
+    if model.device.type == "cpu" and is_suited and is_fast_in_bfloat16("cpu"):
         return torch.autocast("cpu", torch.bfloat16)
     return autocast(model.device)
 

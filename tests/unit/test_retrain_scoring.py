@@ -163,3 +163,14 @@ def test_a_cpu_trains_in_bfloat16_if_that_is_fast_and_the_network_is_large(
         assert torch.is_autocast_enabled("cpu") is (is_fast and is_large)
     with scoring.autocast(model.device):
         assert not torch.is_autocast_enabled("cpu"), "measurements stay exact"
+
+
+def test_a_network_that_cannot_be_padded_is_trained_in_float32(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "is_fast_in_bfloat16", lambda device_type: True)
+    monkeypatch.setattr(scoring, "BFLOAT16_PARAMETERS", 0)
+    for layout, is_rounded in (("packed", True), ("padded", True), ("unpadded", False)):
+        monkeypatch.setattr(scoring, "layout_of", lambda _, found=layout: found)
+        with scoring.training_autocast(model):
+            assert torch.is_autocast_enabled("cpu") is is_rounded
