@@ -4,15 +4,21 @@ import asyncio
 import hashlib
 import os
 import random
+import threading
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO, Literal
 
 import pytest
+from starlette.requests import Request
+from starlette.types import Message, Scope
 
 from pipeline.hub.errors import BadRequest, Conflict, DiskFull
 from pipeline.hub.large_files import store
 from pipeline.hub.large_files.store import CHUNK_BYTES, LargeFiles
+from pipeline.hub.routes.file_answers import answer
 from pipeline.pointers import MAX_POINTER_BYTES, MIN_POINTER_BYTES, Pointer
 
 CONTENT = random.Random(17).randbytes(2 * CHUNK_BYTES + 17)
@@ -55,6 +61,37 @@ def test_what_came_is_read_back_from_the_layout_of_git_lfs(
     assert read(files, 0, len(CONTENT)) == CONTENT
     assert read(files, CHUNK_BYTES - 3, 7) == CONTENT[CHUNK_BYTES - 3 : CHUNK_BYTES + 4]
     assert list(files.oids()) == [OID]
+
+
+def test_a_reader_that_goes_away_while_the_file_is_opened_leaves_it_closed(
+    files: LargeFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive(files, CONTENT)
+    path = files.path(OID)
+    is_opening, is_gone = threading.Event(), threading.Event()
+    opened: list[BinaryIO] = []
+
+    class SlowPath:
+        def open(self, mode: Literal["rb"]) -> BinaryIO:
+            is_opening.set()
+            assert is_gone.wait(10)
+            opened.append(path.open(mode))
+            return opened[0]
+
+    monkeypatch.setattr(files, "path", lambda oid: SlowPath())
+
+    async def disconnect() -> Message:
+        await asyncio.to_thread(is_opening.wait, 10)
+        asyncio.get_running_loop().call_later(0.05, is_gone.set)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        pass
+
+    scope: Scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    response = answer(Request(scope), len(CONTENT), {}, partial(files.read, OID))
+    asyncio.run(response(scope, disconnect, send))  # type: ignore[arg-type]
+    assert [file.closed for file in opened] == [True]
 
 
 @pytest.mark.parametrize(

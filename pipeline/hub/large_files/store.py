@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from starlette.concurrency import run_in_threadpool
+
 from pipeline.hub.errors import BadRequest, Conflict, DiskFull
 from pipeline.pointers import OID
 
@@ -107,10 +109,12 @@ class LargeFiles:
 
     async def read(self, oid: str, *, start: int, length: int) -> AsyncIterator[bytes]:
         """Gives `length` bytes from the offset `start`, in pieces. Raises FileNotFoundError."""
-        with await asyncio.to_thread(self.path(oid).open, "rb") as file:
+        # A reader that goes away does not end `run_in_threadpool` early, so the opened file always
+        # reaches the `with` that closes it.
+        with await run_in_threadpool(self.path(oid).open, "rb") as file:
             file.seek(start)
             while length and (
-                piece := await asyncio.to_thread(file.read, min(length, CHUNK_BYTES))
+                piece := await run_in_threadpool(file.read, min(length, CHUNK_BYTES))
             ):
                 length -= len(piece)
                 yield piece
