@@ -19,8 +19,6 @@ from pipeline.retrain import checkpoint as checkpoints
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-STEP = 0.1
-
 Weights = Mapping[str, Tensor]
 
 
@@ -32,33 +30,41 @@ def average(
     *,
     least: float,
 ) -> tuple[float, float]:
-    """Set `model` to the average with the smallest loss. The trained weights alone are tried first,
-    then averages with a smaller and smaller share of them.
+    """Set `model` to the average with the smallest loss.
 
-    The search ends when the loss rises, because it has only one minimum along this line. If the
-    loss of the trained weights is not a finite number, they are kept, so that the gate finds the
-    fault.
+    A measurement takes long, so there are four at most. Three shares of the trained weights are
+    measured: all, `least`, and the one in the middle. The fourth share is where the parabola
+    through these three losses is lowest. If the loss of the trained weights is not a finite number,
+    they are kept, so that the gate finds the fault.
 
     measure: returns the loss of `model` with its current weights. least: the smallest share of the
     trained weights to try, above 0. Returns the share of the trained weights, and the loss.
     """
-    best, lowest = 1.0, math.inf
-    for share in _shares(least):
+
+    def loss_of(share: float) -> float:
         checkpoints.set_weights(model, _between(start, trained, share))
-        loss = measure()
-        if share == 1.0 and not math.isfinite(loss):
-            return share, loss
-        if not loss < lowest:
-            break
-        best, lowest = share, loss
+        return measure()
+
+    loss = loss_of(1.0)
+    if not math.isfinite(loss):
+        return 1.0, loss
+    middle = (1 + least) / 2
+    losses = {1.0: loss, middle: loss_of(middle), least: loss_of(least)}
+    lowest = _lowest_point(middle, 1 - middle, losses[least], losses[middle], loss)
+    if lowest is not None and least < lowest < 1:
+        losses[lowest] = loss_of(lowest)
+    best = min(losses, key=lambda share: (not math.isfinite(losses[share]), losses[share]))
     checkpoints.set_weights(model, _between(start, trained, best))
-    return best, lowest
+    return best, losses[best]
 
 
-def _shares(least: float) -> list[float]:
-    """The shares to try: from 1 down to `least`."""
-    count = math.ceil(round((1 - least) / STEP, 6))
-    return [max(least, round(1 - number * STEP, 6)) for number in range(count + 1)]
+def _lowest_point(
+    middle: float, distance: float, before: float, at: float, behind: float
+) -> float | None:
+    """Where the parabola is lowest that has the value `at` in the middle, and `before` and `behind`
+    at `distance` from it. None if the parabola has no lowest point."""
+    bend = before - 2 * at + behind
+    return middle + distance * (before - behind) / (2 * bend) if bend > 0 else None
 
 
 def _between(start: Weights, trained: Weights, share: float) -> dict[str, Tensor]:

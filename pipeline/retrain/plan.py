@@ -326,9 +326,9 @@ def _judged_by_loss(
     rows than the gate allows.
     """
 
-    def taken(rows: Sequence[Row], factor: int = 1) -> list[TokenSequence]:
+    def taken(rows: Sequence[Row]) -> list[TokenSequence]:
         some = tokens.sequences(rows)
-        kept = _first_tokens(some, range(len(some)), factor * train.evaluation_tokens)
+        kept = _first_tokens(some, range(len(some)), train.evaluation_tokens)
         return [some[index] for index in kept]
 
     groups = [taken(data.held_out_new), taken(data.held_out_known)]
@@ -340,7 +340,7 @@ def _judged_by_loss(
         plan,
         judged=[group for group in groups if group],
         averaged=[
-            (taken(measured, 4), sum(_num_characters(row) for row in counted))
+            (taken(measured), sum(_num_characters(row) for row in counted))
             for measured, counted in pairs
             if measured and counted
         ],

@@ -87,6 +87,24 @@ def test_what_training_left_alone_stays_the_same_to_the_bit(learned: dict[str, T
     assert torch.equal(copy_weights(model)[NAME], learned[NAME])
 
 
+@pytest.mark.parametrize("lowest", [0.55, 0.7, 0.83, 0.99])
+def test_the_lowest_point_is_found_in_four_measurements(
+    learned: dict[str, Tensor], lowest: float
+) -> None:
+    start, trained = learned, moved(learned, 0.3)
+    model = make_model()
+    measured = []
+
+    def distance() -> float:
+        reached = (copy_weights(model)[NAME] - start[NAME]) / (trained[NAME] - start[NAME])
+        measured.append(float(reached.median()))
+        return (measured[-1] - lowest) ** 2
+
+    share, _ = average(model, start, trained, distance, least=0.5)
+    assert share == pytest.approx(lowest, abs=1e-3)
+    assert len(measured) == 4
+
+
 def test_weights_that_are_no_numbers_are_not_hidden(learned: dict[str, Tensor]) -> None:
     model = make_model()
     measure(model)()  # how it computes is looked at once, while its weights are whole
