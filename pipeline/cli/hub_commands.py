@@ -87,8 +87,8 @@ def purge(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Remove a commit for good. First take it out of every branch, tag and pull request, because
-    this command fails if one of them still contains the commit.
+    """Remove a commit for good. First take it out of every branch, tag and open pull request,
+    because this command fails if one of them still contains the commit.
 
     The command removes the commit, and all later commits that are based on it, from the repository.
     It also removes the copies of the dataset that jobs downloaded, the rows that jobs stored as
@@ -152,6 +152,7 @@ def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
     """Returns what a purge of this commit removes from the repository. With the method POST, this
     function also carries out the purge. With GET, it removes nothing. If the hub runs, the hub does
     the work; otherwise this process does the work."""
+    from pipeline.hub.discussions.store import open_refs
     from pipeline.hub.errors import HubInUse
     from pipeline.hub.repositories.purge import plan_purge, purge
     from pipeline.hub.state_folder import stopped_hub
@@ -161,7 +162,8 @@ def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
         with stopped_hub(home.hub_dir) as (database, repositories):
             with database.read() as connection:
                 found = repositories.find(connection, name)
-            return act(found, sha)
+                refs = open_refs(connection, found)
+            return act(found, sha, refs)
     except HubInUse:
         path = f"purge/{name.type}/{name.id}/{sha}"
         return call_hub(method, path, None, {}, timeout_seconds=None)

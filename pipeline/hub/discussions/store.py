@@ -114,6 +114,12 @@ def list_discussions(
     return [_record(row) for row in connection.execute(wanted.order_by(table.c.num.desc()))]
 
 
+def open_refs(connection: Connection, repository: Repository) -> list[str]:
+    """The refs of the pull requests that are open."""
+    found = list_discussions(connection, repository, pull_requests=True, statuses=OPEN)
+    return [discussion.ref for discussion in found]
+
+
 def next_num(connection: Connection, repository: Repository, refs: Mapping[str, str]) -> int:
     """The number of the next discussion. It is higher than the number of every discussion, and of
     every pull request's ref in `refs`: if an older version of the hub was killed while it opened a

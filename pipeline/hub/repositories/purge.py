@@ -1,14 +1,15 @@
 """Removes a commit that was pushed by mistake, with its objects and its large files. Also removes
-the later commits that contain it and that only the hub's own refs (`refs/keep/…`) keep.
+the later commits that contain it and that only these refs keep: the hub's own refs
+(`refs/keep/…`), and the refs of pull requests that are merged or closed.
 
 Every step may be repeated. So if a purge is killed, it can be started again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypedDict
 
 from pipeline.hub.errors import BadRequest, Conflict, HubError
-from pipeline.hub.git.process import SEEN_PREFIXES, git, lines_of
+from pipeline.hub.git.process import PUSHED_PREFIXES, git, lines_of
 from pipeline.hub.large_files import xet_store
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.repositories.names import SHA
@@ -24,14 +25,18 @@ class Purge(TypedDict):
     """The shas of all commits that are removed: the given commit, and the kept commits after it,
     which contain it."""
     refs: list[str]
-    """The hub's own refs (`refs/keep/…`) that lead to the commit."""
+    """The refs that lead to the commit, and that are removed too."""
     is_there: bool
     """False if the repository does not have the commit (any more)."""
 
 
-def plan_purge(repository: Repository, sha: str) -> Purge:
-    """What a purge would remove. Raises BadRequest if `sha` is not the sha of a commit, and
-    Conflict if a branch, a tag or a pull request leads to the commit."""
+def plan_purge(repository: Repository, sha: str, open_refs: Collection[str]) -> Purge:
+    """What a purge would remove. `open_refs` are the refs of the open pull requests. Nobody can
+    push to the ref of another pull request, so a purge removes it.
+
+    Raises BadRequest if `sha` is not the sha of a commit, and Conflict if a branch, a tag or an
+    open pull request leads to the commit.
+    """
     if not SHA.fullmatch(sha):
         raise BadRequest(f"{sha!r} is not the sha of a commit: give all 40 digits of its sha.")
     kind = _kind(repository, sha)
@@ -42,14 +47,14 @@ def plan_purge(repository: Repository, sha: str) -> Purge:
             f"{sha} is a {kind}, not a commit: give the sha of the commit that brought it."
         )
     leading = _refs_to(repository, sha)
-    pushed = [ref for ref in leading if ref.startswith(SEEN_PREFIXES)]
+    pushed = [ref for ref in leading if ref.startswith(PUSHED_PREFIXES) or ref in open_refs]
     if pushed:
         more = f" and {len(pushed) - MAX_NAMED} more" if len(pushed) > MAX_NAMED else ""
         raise Conflict(
             f"{', '.join(pushed[:MAX_NAMED])}{more} of the {repository.name} still "
             f"{'leads' if len(pushed) == 1 else 'lead'} to {sha}: first remove the commit from "
-            f"{'it' if len(pushed) == 1 else 'them'} (git push --force), or delete "
-            f"{'it' if len(pushed) == 1 else 'them'}."
+            f"{'it' if len(pushed) == 1 else 'them'} (git push --force), or delete the branch or "
+            "tag, or close the pull request."
         )
     commits = [sha]
     if leading:
@@ -62,11 +67,11 @@ def plan_purge(repository: Repository, sha: str) -> Purge:
     return Purge(commits=commits, refs=list(leading), is_there=True)
 
 
-def purge(repository: Repository, sha: str) -> Purge:
+def purge(repository: Repository, sha: str, open_refs: Collection[str]) -> Purge:
     """Removes the commits and refs of the plan that `plan_purge` makes, and returns the plan. The
     caller holds the repository's lock. Raises the errors of `plan_purge`, and HubError if the
     commit is still there afterwards."""
-    planned = plan_purge(repository, sha)
+    planned = plan_purge(repository, sha, open_refs)
     _keep_parents(repository, planned)
     delete_refs(repository, planned["refs"])
     # Remove the large files before their pointers. If the purge is killed, the next purge still

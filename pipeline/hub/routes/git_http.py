@@ -20,7 +20,7 @@ from typing import IO, Literal
 from starlette.types import Receive, Scope, Send
 
 from pipeline.hub.database import Database
-from pipeline.hub.discussions.store import OPEN, list_discussions
+from pipeline.hub.discussions.store import open_refs
 from pipeline.hub.errors import (
     BadRequest,
     DiskFull,
@@ -172,12 +172,7 @@ class GitHttp:
 
     def _open_refs(self, repository: Repository) -> list[str]:
         with self._database.read() as connection:
-            return [
-                discussion.ref
-                for discussion in list_discussions(
-                    connection, repository, pull_requests=True, statuses=OPEN
-                )
-            ]
+            return open_refs(connection, repository)
 
     async def _receive_body(self, receive: Receive, body: IO[bytes]) -> None:
         size, waiting = 0, bytearray()

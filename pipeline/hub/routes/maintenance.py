@@ -1,6 +1,6 @@
 """API routes for the commands `pipeline hub gc` and `pipeline hub purge` while the hub runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from starlette.concurrency import run_in_threadpool
@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from pipeline.hub.discussions.store import open_refs
 from pipeline.hub.repositories.garbage import Collected, collect_garbage
 from pipeline.hub.repositories.names import requested_name
 from pipeline.hub.repositories.purge import plan_purge, purge
@@ -49,7 +50,8 @@ async def gc(request: Request) -> Response:
 
 async def plan(request: Request) -> Response:
     """What a purge of a commit would remove. A purge removes a commit that was pushed by mistake.
-    The answer is 409 if the history of a branch, a tag or a pull request still has the commit."""
+    The answer is 409 if the history of a branch, a tag or an open pull request still has the
+    commit."""
     return await _locked(request, plan_purge)
 
 
@@ -59,9 +61,16 @@ async def remove(request: Request) -> Response:
     return answer
 
 
-async def _locked(request: Request, act: Callable[[Repository, str], Answer]) -> Response:
+async def _locked(
+    request: Request, act: Callable[[Repository, str, Collection[str]], Answer]
+) -> Response:
     hub, path = hub_of(request), request.path_params
     name = requested_name(path["type"], path["owner"], path["name"])
 
+    def run(repository: Repository) -> Answer:
+        with hub.database.read() as connection:
+            refs = open_refs(connection, repository)
+        return act(repository, path["sha"], refs)
+
     async with hub.locked(name, identity_of(request)) as repository:
-        return JSONResponse(await run_in_threadpool(act, repository, path["sha"]))
+        return JSONResponse(await run_in_threadpool(run, repository))
