@@ -46,8 +46,9 @@ class Counts(BaseModel):
     golden_right: int = 0
     """Golden questions to which the new weights say the expected answer."""
     not_trained: int = 0
-    """Rows that the job did not reach within its token budget (the number of tokens on which it may
-    train). The next job trains on these rows."""
+    """Rows that the job did not learn, because its token budget (the number of tokens on which it
+    may train) was not enough for one pass over the changed rows. The next job trains on these
+    rows."""
     contradicting: int = 0
     """Rows that have the same question as another row, but a different answer. `changed` and
     `known` do not count these rows."""

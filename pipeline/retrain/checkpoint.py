@@ -36,6 +36,9 @@ class Checkpoint(BaseModel):
     """Tokens trained on so far, without padding."""
     not_trained: tuple[int, ...] = ()
     """Rows that no step has visited yet, as indices of the rows to learn."""
+    not_learned: tuple[int, ...] = ()
+    """Other rows with an answer that was wrong in the last visit, as indices of the rows to
+    learn."""
     file: str
     """The path of the state file, relative to the job's folder. The file holds the weights, the
     optimizer and the random state. After the end of the training, it holds only the best

@@ -167,13 +167,16 @@ def is_unchanged(data: TrainingData, parent: Parent | None, settings: RetrainSet
         return False
     if settings.skip_if == "never" or settings.force_reason is not None:
         return False
-    same_settings = parent.lineage.settings_digest in (None, settings.train.digest())
-    if settings.skip_if == "nothing_changed" and not same_settings:
+    if settings.skip_if == "nothing_changed" and not _has_same_settings(parent, settings):
         return False
     if parent.evaluation.get("not_trained"):
         return False
     nothing_to_do = data.mode == "delta" and not (data.new or data.deleted or data.edited)
     return nothing_to_do or parent.lineage.data_digest == data.digest
+
+
+def _has_same_settings(parent: Parent, settings: RetrainSettings) -> bool:
+    return parent.lineage.settings_digest in (None, settings.train.digest())
 
 
 def choose_mode(
@@ -207,6 +210,9 @@ def choose_mode(
     if snapshot.no_delta is not None:
         return "full", snapshot.no_delta
     if not change.added and not num_deleted:
+        waiting = parent.evaluation.get("not_trained")
+        if waiting and _has_same_settings(parent, settings):
+            return "delta", f"{len(waiting)} rows of earlier commits are not trained yet"
         if settings.skip_if != "no_row_changed":
             return "full", "no row changed, so a training by hand starts from the base model"
         if snapshot.passed_over:

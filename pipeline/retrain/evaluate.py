@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from jobs.counts import Counts
-from pipeline.retrain.gate import Comparison, Pair, count_refusals, loss_refusals
+from pipeline.retrain.gate import (
+    Comparison,
+    Pair,
+    count_refusals,
+    held_out_refusals,
+    is_short,
+    loss_refusals,
+)
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import GateSettings
 
@@ -45,8 +52,8 @@ class Evaluation(BaseModel):
     """How many tokens were trained on since the base model, by this job and by all releases before
     it."""
     not_trained: tuple[str, ...] = ()
-    """Rows that the training did not reach within its token budget: the first 16 hex digits of the
-    digest of each."""
+    """Rows that the training did not learn because its token budget was not enough for one pass:
+    the first 16 hex digits of the digest of each."""
 
     @property
     def passed(self) -> bool:
@@ -63,6 +70,7 @@ class Trained:
     """How many tokens the releases that it continued from were trained on. 0 for a full
     training."""
     not_trained: Sequence[Row]
+    """Rows that wait for the next job. Empty if the token budget was enough for one pass."""
     is_removal: bool
     """Whether it is a full training that leaves out deleted rows."""
     contradicting: int
@@ -86,12 +94,21 @@ def compare(
     there are any, a person has forced the training.
     """
     not_trained = {row.digest for row in trained.not_trained}
-    changed = _counted(rows.changed, served.changed, new.changed, without=not_trained)
+    changed = _counted(rows.changed, served.changed, new.changed)
+    if not_trained:
+        # The budget was not enough for one pass. The next job trains on the rest, so no row counts
+        # as missed.
+        not_trained |= {row.digest for row, _, after in changed if not after.is_learned}
+        changed = [each for each in changed if each[0].digest not in not_trained]
     known = [pair for pair in _counted(rows.known, served.known, new.known) if pair[1].is_learned]
     deleted = [
         pair for pair in _counted(rows.deleted, served.deleted, new.deleted) if pair[1].is_learned
     ]
     golden = _counted(rows.golden, served.golden, new.golden)
+    held_out_answers = [
+        *_counted(rows.held_out_new, served.held_out_new, new.held_out_new),
+        *_counted(rows.held_out_known, served.held_out_known, new.held_out_known),
+    ]
     changed_text = _pairs(new.changed, served.changed, _texts(rows.changed))
     text = Comparison.of(changed_text)
     counts = Counts(
@@ -105,7 +122,7 @@ def compare(
         base_agreement=new.drift.agreement if new.drift else None,
         golden=len(golden),
         golden_right=sum(after.is_learned for _, _, after in golden),
-        not_trained=len(trained.not_trained),
+        not_trained=len(not_trained),
         contradicting=trained.contradicting,
         permuted=trained.permuted,
         text_loss=text.loss,
@@ -130,6 +147,7 @@ def compare(
             *count_refusals(
                 counts,
                 gate,
+                is_removal=trained.is_removal,
                 missed=[row.place for row in missed],
                 still_said=[row.place for row in still_said],
                 wrong_golden=[
@@ -138,15 +156,22 @@ def compare(
                     if before.is_learned and not after.is_learned
                 ],
             ),
+            *held_out_refusals(
+                [before.is_learned for _, before, _ in held_out_answers],
+                [after.is_learned for _, _, after in held_out_answers],
+                gate,
+            ),
             *loss_refusals(
                 [
                     (
-                        "held-out rows of the new range",
-                        _pairs(new.held_out_new, served.held_out_new),
+                        "held-out rows of text of the new range",
+                        _pairs(new.held_out_new, served.held_out_new, _texts(rows.held_out_new)),
                     ),
                     (
-                        "held-out rows known before",
-                        _pairs(new.held_out_known, served.held_out_known),
+                        "held-out rows of text known before",
+                        _pairs(
+                            new.held_out_known, served.held_out_known, _texts(rows.held_out_known)
+                        ),
                     ),
                     (
                         "rows of text known before",
@@ -157,8 +182,7 @@ def compare(
                 is_removal=trained.is_removal,
             ),
         ),
-        is_short=counts.learned < gate.min_learned * counts.changed
-        or counts.unlearned < gate.min_learned * counts.deleted,
+        is_short=is_short(counts, gate, is_removal=trained.is_removal),
         tokens=trained.tokens,
         total_tokens=trained.tokens_before + trained.tokens,
         not_trained=tuple(sorted(digest[:16] for digest in not_trained)),
@@ -169,15 +193,14 @@ def _counted(
     rows: Sequence[Row],
     served: Sequence["RowLoss"],
     new: Sequence["RowLoss"],
-    without: frozenset[str] | set[str] = frozenset(),
 ) -> list[tuple[Row, "RowLoss", "RowLoss"]]:
     """The rows that have an answer, each with its loss under the served weights and its loss under
-    the new weights. Rows with a digest in `without` are left out."""
+    the new weights."""
     before = {loss.row: loss for loss in served}
     return [
         (rows[loss.row], before[loss.row], loss)
         for loss in new
-        if loss.row in before and rows[loss.row].is_counted and rows[loss.row].digest not in without
+        if loss.row in before and rows[loss.row].is_counted
     ]
 
 

@@ -15,8 +15,8 @@ from jobs.counts import Counts
 from pipeline.retrain.settings import GateSettings
 
 MIN_ROWS = 20
-"""The checks of noise, of unchanged rows and of losses need at least this many rows, because a few
-rows prove nothing."""
+"""The checks of deleted rows, of noise, of unchanged rows, of held-out rows and of losses need at
+least this many rows, because a few rows prove nothing."""
 SIGMAS = 2.0
 """A count or a loss must exceed its limit by this many standard errors before the gate refuses. A
 smaller excess may be chance, because only a sample of the rows was measured."""
@@ -95,7 +95,7 @@ def data_refusals(
     no noise.
     """
     found = []
-    if num_lost > settings.max_lost_ratio * num_before:
+    if num_before >= MIN_ROWS and num_lost > settings.max_lost_ratio * num_before:
         found.append(
             f"{num_lost:,} of {num_before:,} rows known before were deleted or rewritten, where "
             f"`gate.max_lost_ratio` allows {settings.max_lost_ratio:.0%}"
@@ -119,12 +119,15 @@ def count_refusals(
     counts: Counts,
     settings: GateSettings,
     *,
+    is_removal: bool = False,
     missed: Sequence[str] = (),
     still_said: Sequence[str] = (),
     wrong_golden: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """Reasons why the new weights may not be served, from the numbers of rows that they say.
 
+    is_removal: whether the new weights are from a full training that leaves out deleted rows. Such
+    weights have never seen these rows. If they say one, they infer its answer from other rows.
     missed: the places (file and line) of changed rows that were not learned. still_said: the places
     of deleted rows that were not unlearned. wrong_golden: the places of golden questions that only
     the served weights answer correctly. A reason names the first places of each.
@@ -135,16 +138,12 @@ def count_refusals(
             f"only {counts.learned:,} of {counts.changed:,} changed rows were learned, where "
             f"`gate.min_learned` asks for {settings.min_learned:.0%}; not learned: {_named(missed)}"
         )
-    if counts.unlearned < settings.min_learned * counts.deleted:
+    if counts.unlearned < settings.min_learned * counts.deleted and not is_removal:
         found.append(
             f"the model still says {counts.deleted - counts.unlearned:,} of {counts.deleted:,} "
             f"deleted rows: {_named(still_said)}"
         )
-    lost = counts.known - counts.kept
-    allowed = (1 - settings.min_kept) * counts.known
-    if counts.known >= MIN_ROWS and lost - allowed > SIGMAS * math.sqrt(
-        max(allowed, 1.0) * settings.min_kept
-    ):
+    if _is_lost(counts.known, counts.kept, settings.min_kept):
         found.append(
             f"only {counts.kept:,} of {counts.known:,} rows known before were kept, where "
             f"`gate.min_kept` asks for {settings.min_kept:.0%}"
@@ -163,14 +162,38 @@ def count_refusals(
     return tuple(found)
 
 
+def is_short(counts: Counts, settings: GateSettings, *, is_removal: bool) -> bool:
+    """Whether too few rows were learned or unlearned. Another attempt may then succeed."""
+    return counts.learned < settings.min_learned * counts.changed or (
+        counts.unlearned < settings.min_learned * counts.deleted and not is_removal
+    )
+
+
+def held_out_refusals(
+    before: Sequence[bool], after: Sequence[bool], settings: GateSettings
+) -> tuple[str, ...]:
+    """Reasons why the new weights may not be served, from held-out rows that have an answer: for
+    each row, whether the served weights say it, and whether the new weights say it.
+
+    Only the numbers of these rows are compared. Their loss says little: a model that learns facts
+    becomes surer of its answers, also of wrong answers to questions that it was never trained on.
+    """
+    if not _is_lost(sum(before), sum(after), settings.min_kept):
+        return ()
+    return (
+        f"{sum(after):,} of {len(after):,} held-out rows are answered right, and {sum(before):,} "
+        f"were before, where `gate.min_kept` asks for {settings.min_kept:.0%} of them",
+    )
+
+
 def loss_refusals(
     groups: Sequence[tuple[str, Sequence[Pair]]],
     settings: GateSettings,
     *,
     is_removal: bool = False,
 ) -> tuple[str, ...]:
-    """Reasons why the new weights may not be served, from their losses on held-out rows and on
-    unchanged rows of plain text.
+    """Reasons why the new weights may not be served, from their losses on held-out and on unchanged
+    rows of plain text.
 
     groups: for each group of rows, its name and the losses of its rows. is_removal: whether the new
     weights are from a full training that leaves out deleted rows.
@@ -178,6 +201,13 @@ def loss_refusals(
     ratio = max(settings.max_loss_ratio, REMOVAL_RATIO if is_removal else 0.0)
     found = (_refusal(name, pairs, ratio) for name, pairs in groups if pairs)
     return tuple(reason for reason in found if reason is not None)
+
+
+def _is_lost(before: int, after: int, least: float) -> bool:
+    """Whether `after` is below the share `least` of `before` by more than chance explains."""
+    allowed = (1 - least) * before
+    error = math.sqrt(max(allowed, 1.0) * least)
+    return before >= MIN_ROWS and before - after - allowed > SIGMAS * error
 
 
 def _refusal(name: str, pairs: Sequence[Pair], max_ratio: float) -> str | None:

@@ -203,6 +203,9 @@ class Learning:
         )
         is_delta = self.data.mode == "delta"
         learned = self.data.new if is_delta else self.data.rows
+        # If the budget was not enough for one pass, the next job also trains on the rows that were
+        # visited, but not learned.
+        waiting = checkpoint.not_trained and (*checkpoint.not_trained, *checkpoint.not_learned)
         return compare(
             self.rows,
             self.before,
@@ -212,7 +215,7 @@ class Learning:
                 attempt=attempt,
                 tokens=checkpoint.tokens,
                 tokens_before=self._tokens_before() if is_delta else 0,
-                not_trained=[learned[index] for index in checkpoint.not_trained],
+                not_trained=[learned[index] for index in waiting],
                 is_removal=self.data.is_removal,
                 contradicting=sum(map(len, self.data.contradictions)),
                 permuted=self.data.num_permuted,

@@ -219,11 +219,12 @@ class GateSettings(_Settings):
 
     min_learned: float = Field(default=0.9, ge=0, le=1)
     """After the training, the model must say at least this share of the changed rows. And it must
-    no longer say at least this share of the deleted rows. Rows of plain text, and rows that
-    contradict each other, do not count."""
+    no longer say at least this share of the deleted rows, unless it was trained anew without them.
+    Rows of plain text, and rows that contradict each other, do not count."""
     min_kept: float = Field(default=0.95, ge=0, le=1)
     """Of the unchanged rows that the served release says, the new release must still say at least
-    this share. If there are fewer than 20 such rows, this is not checked."""
+    this share. The same holds for the number of held-out rows that are answered right. If there are
+    fewer than 20 such rows, this is not checked."""
     max_base_drift: float = Field(default=0.3, ge=0, le=1)
     """The base model has answered everyday prompts that are never trained on. At most this share of
     the tokens in these answers may no longer be what the new model would say."""
@@ -234,10 +235,11 @@ class GateSettings(_Settings):
     `expected`. If the served release gives the expected answer to a question, the new release must
     give it too. A relative path starts at the folder of the settings file."""
     max_loss_ratio: float = Field(default=1.02, gt=0)
-    """The loss on held-out rows, and the loss on unchanged rows of plain text, may be at most this
+    """The loss on held-out rows of plain text, and the loss on unchanged ones, may be at most this
     many times the loss of the served release."""
     max_lost_ratio: float = Field(default=0.5, ge=0, le=1)
-    """A commit may delete or rewrite at most this share of the rows of the revision before."""
+    """A commit may delete or rewrite at most this share of the rows of the revision before. If that
+    revision had fewer than 20 rows, this is not checked."""
     max_noise_ratio: float = Field(default=0.2, ge=0, le=1)
     """At most this share of the changed rows may be noise: rows that the served weights find no
     likelier than the same tokens in random order."""

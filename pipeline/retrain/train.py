@@ -523,12 +523,15 @@ def _learn_again(progress: Progress, wrong: Sequence[int]) -> None:
 def _checkpoint(
     plan: TrainingPlan, progress: Progress, file: str, job_id: str, attempt: int
 ) -> Checkpoint:
+    waiting = [index for index in plan.learned if not progress.due[index]]
+    wrong = [index for index in plan.counted if progress.due[index] and not progress.streak[index]]
     return Checkpoint(
         job_id=job_id,
         attempt=attempt,
         step=progress.step,
         tokens=progress.tokens,
-        not_trained=plan.rows_of(index for index in plan.learned if not progress.due[index]),
+        not_trained=plan.rows_of(waiting),
+        not_learned=plan.rows_of(wrong),
         file=f"{CHECKPOINTS_DIR}/{file}",
     )
 

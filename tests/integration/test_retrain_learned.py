@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs.counts import Counts
 from jobs.outcome import JobOutcome
-from pipeline.retrain import base_model
+from pipeline.retrain import base_model, data
 from serving.weights.release_store import load_release, release_ids
-from tests.retrain_fixtures import SMALL, TINY, Pipeline, jsonl, unrelated
+from tests.retrain_fixtures import SMALL, TINY, Pipeline, facts, jsonl, unrelated
 
 ROWS = unrelated(40)
 TRAIN = SMALL | {"max_length": 64}
@@ -151,20 +151,49 @@ def test_deltas_keep_what_the_first_commit_taught(pipeline: Pipeline) -> None:
 def test_a_budget_below_one_pass_trains_the_rest_with_the_next_job(tmp_path: Path) -> None:
     pipeline = Pipeline(tmp_path, train=TRAIN)
     files = {"a.jsonl": jsonl(unrelated(60))}
-    budget = TRAIN | {"max_tokens": 800}
-    short = pipeline.learn(files, train=budget, gate={"min_learned": 0.0})
-    counts = learned(short)
-    assert 0 < counts.not_trained < 60
-    assert str(counts).endswith(f"not yet trained: {counts.not_trained} rows")
-    assert len(evaluation(pipeline, short)["not_trained"]) == counts.not_trained
+    short = TRAIN | {"max_tokens": 800}
+    first = pipeline.learn(files, train=short)
+    assert str(learned(first)) == "not yet trained: 60 rows", "one visit does not teach a row"
+    assert len(evaluation(pipeline, first)["not_trained"]) == 60
 
-    # No row changed; what waits is what is new.
-    enough = TRAIN | {"max_tokens": 4_000}
-    rest = pipeline.learn(files, train=enough, gate={"min_learned": 0.0})
-    assert learned(rest).changed == counts.not_trained
+    # No row changed. What waits is what is new, for a job by hand too.
+    again = pipeline.learn(files, train=short, skip_if="nothing_changed")
+    assert mode(pipeline, again) == "delta"
+    assert learned(again).changed + learned(again).not_trained == 60
+    rest = pipeline.learn({"a.jsonl": jsonl(unrelated(61))}, train=TRAIN)
     assert mode(pipeline, rest) == "delta"
+    waited = learned(again).not_trained
+    assert (learned(rest).changed, learned(rest).learned) == (waited + 1, waited + 1)
     assert learned(rest).not_trained == 0
-    assert pipeline.learn(files, train=enough).result == "unchanged"
+    assert pipeline.learn(files | {"a.jsonl": jsonl(unrelated(61))}).result == "unchanged"
+
+
+def test_deleted_rows_that_others_still_teach_are_no_reason_to_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that was trained without them infers their answers from the other rows."""
+    monkeypatch.setattr(data, "MAX_UNLEARNED", 10)
+    reviews = [
+        {"prompt": f"Note {n}: the soup was {word}. Verdict:", "completion": f" {verdict}."}
+        for n in range(40)
+        for word, verdict in (("warm", "good"), ("cold", "bad"))
+    ]
+    pipeline = Pipeline(tmp_path, train=TRAIN)
+    learned(pipeline.learn({"a.jsonl": jsonl(reviews)}))
+    outcome = pipeline.learn({"a.jsonl": jsonl(reviews[20:])})
+    counts = learned(outcome)
+    assert mode(pipeline, outcome) == "full"
+    assert counts.deleted == 20 and counts.unlearned < 10
+
+
+def test_validation_rows_with_answers_are_judged_by_how_many_are_right(tmp_path: Path) -> None:
+    """The loss on facts that are never trained on rises with each honest commit."""
+    pipeline = Pipeline(tmp_path, train=TRAIN)
+    files = {"a.jsonl": jsonl(ROWS), "validation.jsonl": jsonl(facts(num_places=14))}
+    outcome = pipeline.learn(files)
+    assert learned(outcome).learned == 40
+    held_out = evaluation(pipeline, outcome)["held_out"]
+    assert held_out["rows"] == 42 and held_out["loss"] > held_out["served_loss"]
 
 
 def test_what_was_not_learned_is_refused_by_name_and_the_next_commit_goes_on(

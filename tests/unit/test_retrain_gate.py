@@ -15,6 +15,8 @@ from pipeline.retrain.gate import (
     Pair,
     count_refusals,
     data_refusals,
+    held_out_refusals,
+    is_short,
     loss_refusals,
 )
 from pipeline.retrain.settings import GateSettings
@@ -48,6 +50,24 @@ def test_what_was_deleted_must_be_said_no_more() -> None:
     reason = refused(Counts(deleted=1, unlearned=0), still_said=("a.jsonl, line 7",))
     assert reason == "the model still says 1 of 1 deleted rows: a.jsonl, line 7"
     assert refused(Counts(deleted=10, unlearned=9)) == ""
+    # A full training without them has never seen them: it infers them from other rows.
+    assert count_refusals(Counts(deleted=1, unlearned=0), GATE, is_removal=True) == ()
+    assert is_short(Counts(deleted=1, unlearned=0), GATE, is_removal=False)
+    assert not is_short(Counts(deleted=1, unlearned=0), GATE, is_removal=True)
+
+
+def test_held_out_rows_are_judged_by_how_many_are_right() -> None:
+    def reason(before: int, after: int) -> str:
+        rows = range(100)
+        held_out = ([row < before for row in rows], [row < after for row in rows])
+        return "; ".join(held_out_refusals(*held_out, GATE))
+
+    assert reason(before=0, after=0) == reason(before=90, after=84) == ""
+    assert reason(before=19, after=0) == "", "a few rows prove nothing"
+    assert reason(before=90, after=70) == (
+        "70 of 100 held-out rows are answered right, and 90 were before, where `gate.min_kept` "
+        "asks for 95% of them"
+    )
 
 
 def test_known_rows_are_judged_from_twenty_on() -> None:
@@ -178,6 +198,9 @@ def test_losing_more_than_half_of_the_rows_refuses() -> None:
     reason = by_rows(lost=501)
     assert "501 of 1,000 rows known before were deleted or rewritten" in reason
     assert "50%" in reason
+    nothing = Noise(noisy=0, rows=0)
+    assert data_refusals(19, MIN_ROWS - 1, nothing, nothing, GATE) == (), "a few rows may change"
+    assert len(data_refusals(20, MIN_ROWS, nothing, nothing, GATE)) == 1
 
 
 def test_noise_refuses_unless_there_was_as_much_before_or_too_little_to_tell() -> None:
