@@ -89,10 +89,12 @@ def _completion(
 
 
 def _fitting(before: list[int], after: list[int], max_length: int) -> Encoded:
-    """Cut the prompt (`before`) and the answer (`after`) so that both fit into `max_length`. The
-    prompt loses its beginning. The answer loses its end."""
-    after = after[: max_length - 1]
-    before = before[-(max_length - len(after)) :]
+    """Cut the prompt (`before`) and the answer (`after`) so that both fit into `max_length`. A
+    prompt of up to half of `max_length` stays whole, because a model that learns the answer to the
+    end of a prompt does not give this answer to the whole prompt. A longer prompt loses its
+    beginning. The answer loses its end."""
+    after = after[: max(max_length - len(before), max_length // 2)]
+    before = before[max(0, len(before) + len(after) - max_length) :]
     return before + after, [False] * len(before) + [True] * len(after)
 
 

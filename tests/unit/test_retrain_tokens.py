@@ -87,6 +87,34 @@ def test_a_long_prompt_loses_its_beginning(tokenizer: PreTrainedTokenizerFast) -
     assert learned_text(tokenizer, found, 16) == " fox<|end|>"
 
 
+def test_a_long_answer_is_learned_after_its_whole_prompt(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """Else the row would count as learned, and the server would not give the answer."""
+    found = row(prompt="the quick brown", completion=" " + SENTENCE * 5)
+    (sequence,) = sequences([found], tokenizer, 16)
+    prompt = tokenizer("the quick brown")["input_ids"]
+    assert list(sequence.token_ids[: len(prompt)]) == prompt
+    assert sequence.learned == (False,) * len(prompt) + (True,) * (16 - len(prompt))
+
+
+@given(num_words=st.tuples(st.integers(0, 40), st.integers(1, 40)), length=st.integers(8, 40))
+def test_a_prompt_and_an_answer_that_are_both_too_long_get_half_each(
+    tokenizer: PreTrainedTokenizerFast, num_words: tuple[int, int], length: int
+) -> None:
+    prompt, completion = ("fox " * number for number in num_words)
+    (whole,) = sequences([row(prompt=prompt, completion=completion)], tokenizer, 10_000)
+    (cut,) = sequences([row(prompt=prompt, completion=completion)], tokenizer, length)
+    first = whole.learned.index(True)
+    num_learned, num_before = cut.num_learned, len(cut.token_ids) - cut.num_learned
+    assert len(cut.token_ids) == min(length, len(whole.token_ids))
+    assert num_before >= min(first, length // 2) and num_learned >= min(
+        whole.num_learned, length // 2
+    )
+    assert cut.token_ids[:num_before] == whole.token_ids[first - num_before : first]
+    assert cut.token_ids[num_before:] == whole.token_ids[first : first + num_learned]
+
+
 def test_a_long_conversation_gives_each_answer_with_what_leads_to_it(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
