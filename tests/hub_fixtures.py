@@ -211,6 +211,8 @@ class Receiver:
     """Given in turn; 200 when there are none left."""
     num_failures: int = 0
     """Attempts of each delivery that are answered 503, before any of `answers`."""
+    poison: set[str] = field(default_factory=set)
+    """The ids of deliveries that are always answered 503."""
     body: bytes = b'{"ok": true}'
     hang: threading.Event = field(default_factory=threading.Event)
     """While set, a request is received and not answered."""
@@ -218,7 +220,7 @@ class Receiver:
 
     def next_answer(self, delivery_id: str | None) -> tuple[int, dict[str, str]]:
         ids = [one.headers.get("webhook-id") for one in self.received]
-        if self.num_failures and ids.count(delivery_id) <= self.num_failures:
+        if delivery_id in self.poison or ids.count(delivery_id) <= self.num_failures:
             return 503, {}
         return self.answers.pop(0) if self.answers else (200, {})
 

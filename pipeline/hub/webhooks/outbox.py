@@ -101,7 +101,9 @@ def next_due(connection: Connection, webhook: StoredWebhook) -> Due | None:
     """The delivery that the webhook gets next, or None if there is none.
 
     If several deliveries are due now, this is the one of the oldest event. If none is due, this is
-    the one that is due next. A suspended webhook gets its newest delivery as a probe. For a
+    the one that is due next. A suspended webhook gets one delivery after the other as a probe:
+    first the newest that was never tried, then the one whose last attempt is the oldest. So if the
+    receiver always fails at one delivery, this delivery does not hold up the others. For a
     disabled webhook, this is None.
     """
     if webhook.disabled:
@@ -109,9 +111,8 @@ def next_due(connection: Connection, webhook: StoredWebhook) -> Due | None:
     of_webhook = select(table).where(table.c.webhook_id == webhook.id).limit(1)
     if webhook.suspended_at is not None:
         waiting = or_(table.c.status == "pending", died_unheard(webhook))
-        row = connection.execute(
-            of_webhook.where(waiting).order_by(table.c.event_seq.desc())
-        ).one_or_none()
+        order = (table.c.last_attempt_at.nulls_first(), table.c.event_seq.desc())
+        row = connection.execute(of_webhook.where(waiting).order_by(*order)).one_or_none()
         return None if row is None else _due(row, probe_at=webhook.probe_at)
     pending = of_webhook.where(PENDING)
     due = pending.where(table.c.next_attempt_at <= time.time()).order_by(table.c.event_seq)

@@ -6,9 +6,9 @@ time. The webhook's deliveries then wait and use up no attempt. If only one deli
 again, there is no suspension: this delivery dies, and the others are sent as usual. There is one
 exception: if a delivery dies because connections were refused, the webhook is suspended at once.
 
-From time to time the hub sends the newest delivery of a suspended webhook as a probe. It does not
-send the oldest, because the receiver might always fail at this delivery. The first probe that
-succeeds ends the suspension.
+From time to time the hub sends one delivery of a suspended webhook as a probe. The probes take
+turns (`outbox.next_due`), because the receiver might always fail at one of the deliveries. The
+first probe that succeeds ends the suspension.
 
 If the answer to a failed attempt has the header `Retry-After`, all deliveries of the webhook wait
 that long.
