@@ -7,11 +7,12 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
-from tests.soak import checks
+from tests.soak import checks, disk
+from tests.soak.asker import Asker
 from tests.soak.faults import OtherReceiver
 from tests.soak.rounds import Plan, play
 from tests.soak.stack import StackUnderFire
@@ -26,6 +27,7 @@ def main() -> int:
     parser.add_argument("kills", type=int, help="how many processes to kill")
     parser.add_argument("--seed", type=int, help="of an earlier soak, to see its rounds again")
     parser.add_argument("--first-round", type=int, default=0, help="begin at this one")
+    parser.add_argument("--rounds", type=int, help="at most")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="at most")
     given = parser.parse_args()
     seed = random.randrange(10**6) if given.seed is None else given.seed
@@ -35,54 +37,56 @@ def main() -> int:
     if given.first_round:
         # A later round may damage the served release, or push garbage: older releases must exist.
         plans = itertools.chain([Plan("first", 1, ()), Plan("second", 1, ())], plans)
+    plans = itertools.islice(plans, given.rounds)
     soaked = soak(folder, plans, given.kills, given.minutes)
-    print(f"{soaked}, nothing lost (seed {seed})")
+    told = ", ".join(f"{number} {what}" for what, number in soaked.items())
+    print(f"{told}; nothing lost (seed {seed})")
     shutil.rmtree(folder)
     return 0
 
 
-@dataclass
-class Soaked:
-    num_kills: int = 0
-    num_rounds: int = 0
-    num_resumed: int = 0
-
-    def __str__(self) -> str:
-        return (
-            f"{self.num_kills} kills in {self.num_rounds} rounds, {self.num_resumed} trainings "
-            "went on from a checkpoint"
-        )
-
-
-def soak(folder: Path, plans: Iterable[Plan], kills: int, minutes: float = float("inf")) -> Soaked:
+def soak(
+    folder: Path, plans: Iterable[Plan], kills: int, minutes: float = float("inf")
+) -> Counter[str]:
     """Play the plans on a stack in `folder`, until so many processes were killed or time is up.
+    Returns what befell the stack.
 
     Raises AssertionError where a promise is broken, or where so many kills met no training behind
-    a checkpoint that they prove nothing of it; the folder is left as it is then.
+    a checkpoint that they prove nothing of it; the folder is left as it is then, with
+    its disk mounted.
     """
     deadline = time.monotonic() + 60 * minutes
     stack = StackUnderFire(workplace_in(folder))
-    soaked = Soaked()
+    soaked = stack.counts
     other: OtherReceiver | None = None
+    asker: Asker | None = None
+    if why_not := disk.mount_small(stack.home):
+        print(f"no disk is filled, because none can be mounted: {why_not}", flush=True)
     try:
         stack.ensure_up()
         stack.clone()
         other = OtherReceiver(stack)
+        asker = Asker(stack)
         for plan in plans:
-            played = play(stack, plan, lambda line: print(line, flush=True))
-            soaked.num_kills += played.num_kills
-            soaked.num_resumed += played.num_resumed
-            soaked.num_rounds += 1
-            if soaked.num_kills >= kills or time.monotonic() > deadline:
+            play(stack, plan, lambda line: print(line, flush=True))
+            asker.check()
+            soaked["rounds"] += 1
+            if soaked["kills"] + soaked["stops"] >= kills or time.monotonic() > deadline:
                 break
         checks.check_other_receiver(stack, other)
+        soaked["suspensions"] = checks.num_logged(stack, "SUSPENDED")
+        soaked["deliveries given up"] = checks.num_given_up(stack)
     finally:
+        if asker is not None:
+            asker.close()
         stack.stop()
         if other is not None:
             other.close()
     checks.check_down(stack)
-    if soaked.num_kills >= ENOUGH_KILLS:
-        assert soaked.num_resumed, f"no kill met a training behind a checkpoint: {soaked}"
+    if why_not is None:
+        disk.unmount(stack.home)
+    if soaked["kills"] >= ENOUGH_KILLS:
+        assert soaked["resumed trainings"], f"no kill met a training behind a checkpoint: {soaked}"
     return soaked
 
 

@@ -1,4 +1,4 @@
-"""What befalls a stack beside SIGKILL: damaged and lost files, poison, clients that stall."""
+"""What befalls a stack beside signals: damaged files, a full disk, poison, clients that stall."""
 
 import contextlib
 import itertools
@@ -16,29 +16,29 @@ from tests.soak.stack import StackUnderFire
 
 DAMAGES = ("short shard", "lost manifest", "lost tokens")
 """Of files, before the commits of a round."""
-STALLED = ("half headers", "half body", "unread answers", "unread clones")
-"""Clients that stay connected for a whole round."""
-NUM_STALLED = 20
-"""Connections of each of them."""
-POISON_SHARE = 3
-"""One of so many events fails for ever at the other receiver."""
+STALLED = {"half headers": 20, "half body": 20, "unread answers": 2, "unread clones": 12}
+"""Clients that stay connected for a whole round, and the number of them at each service."""
+POISON = (False, False, False, True, True)
+"""In turn, which events fail for ever at the other receiver. Two of them one after the other
+suspend its webhook."""
 
 
-def damage(stack: StackUnderFire, what: str) -> int:
-    """Do it, and kill who must then find out; returns the number of processes that were killed.
+def damage(stack: StackUnderFire, what: str) -> None:
+    """Do it, and kill who must then find out.
 
     A release is damaged only where another one was live before it.
     """
     if what == "lost tokens":
         stack.workplace.home.joinpath("tokens.json").unlink()
-        killed = stack.kill("all")
+        stack.kill("all")
         stack.forget_tokens()
         stack.start()
-        return int(killed)
+        stack.counts["damages"] += 1
+        return
     served = served_release(stack.releases_dir)
     whole = [folder for folder in stack.whole_releases() if served and folder.name < served.name]
     if served is None or not whole:
-        return 0
+        return
     stack.damaged.add(served.name)
     if what == "lost manifest":
         (served / "release.json").unlink()
@@ -47,14 +47,15 @@ def damage(stack: StackUnderFire, what: str) -> int:
         shard.chmod(0o644)
         with shard.open("r+b") as file:
             file.truncate(shard.stat().st_size // 2)
-    return int(stack.kill("serve"))
+    stack.kill("serve")
+    stack.counts["damages"] += 1
 
 
 @contextmanager
 def stalled(stack: StackUnderFire, what: str | None) -> Iterator[None]:
     """Connections of clients that say half of something, or read nothing, while the block runs."""
     with ExitStack() as opened:
-        for _ in range(NUM_STALLED if what is not None else 0):
+        for _ in range(STALLED[what] if what is not None else 0):
             for service, text in _said(stack, str(what)).items():
                 port = int(stack.workplace.env[f"PIPELINE_{service}__PORT"])
                 # A service that was just killed refuses: then there is one client less.
@@ -64,6 +65,9 @@ def stalled(stack: StackUnderFire, what: str | None) -> Iterator[None]:
                     client.settimeout(5)
                     client.connect(("127.0.0.1", port))
                     client.sendall(text.encode())
+                    if what == "unread clones":
+                        assert client.recv(12) == b"HTTP/1.1 200"
+                    stack.counts["stalled clients"] += 1
         yield
 
 
@@ -75,15 +79,25 @@ def _said(stack: StackUnderFire, what: str) -> dict[str, str]:
     if what == "half body":
         begun = f"{host}Content-Type: application/json\r\nContent-Length: 100000\r\n\r\n" + '{"a": '
         paths = {"RECEIVER": "/webhooks/retrain", "SERVING": "/v1/completions"}
-        return {service: f"POST {path} HTTP/1.1\r\n{begun}" for service, path in paths.items()}
+        said = {service: f"POST {path} HTTP/1.1\r\n{begun}" for service, path in paths.items()}
+        return said | {"HUB": _git_post(stack, "git-receive-pack", 100_000) + "0" * 50_000}
     if what == "unread answers":
         body = json.dumps(
-            {"model": "facts", "prompt": "Shelf", "max_tokens": 40, "n": 4, "stream": True}
+            {"model": "facts", "prompt": "Shelf", "max_tokens": 100, "ignore_eos": True}
+            | {"n": 64, "logprobs": 5, "stream": True}
         )
         head = f"{host}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         return {"SERVING": f"POST /v1/completions HTTP/1.1\r\n{head}{body}"}
-    path = "/datasets/local/facts/info/refs?service=git-upload-pack"
-    return {"HUB": f"GET {path} HTTP/1.1\r\n{host}Authorization: {stack.authorization()}\r\n\r\n"}
+    want = f"0032want {stack.noise_sha}\n00000009done\n"
+    return {"HUB": _git_post(stack, "git-upload-pack", len(want)) + want}
+
+
+def _git_post(stack: StackUnderFire, service: str, num_bytes: int) -> str:
+    return (
+        f"POST /datasets/local/facts/{service} HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+        f"Authorization: {stack.authorization()}\r\n"
+        f"Content-Type: application/x-{service}-request\r\nContent-Length: {num_bytes}\r\n\r\n"
+    )
 
 
 class OtherReceiver:
@@ -102,7 +116,7 @@ class OtherReceiver:
                 sha = body["updatedRefs"][0]["newSha"]
                 with lock:
                     if sha not in self.is_poison:
-                        self.is_poison[sha] = next(counter) % POISON_SHARE == POISON_SHARE - 1
+                        self.is_poison[sha] = POISON[next(counter) % len(POISON)]
                     if not self.is_poison[sha]:
                         self.answered.add(sha)
                 handler.send_response(500 if self.is_poison[sha] else 200)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pipeline.retrain.job_folder import METRICS
 from pipeline.retrain.metrics import STAGES, read_metrics
-from tests.soak import checks
+from tests.soak import checks, disk
 from tests.soak.faults import DAMAGES, STALLED, damage, stalled
 from tests.soak.stack import STOPPED, VICTIMS, StackUnderFire, rows
 
@@ -17,14 +17,17 @@ MOMENT_SECONDS = 60.0
 
 GARBAGE_SHARE = 0.15
 """Of the rounds: their commit is refused, and the next one brings the rows back."""
-DAMAGE_SHARE, STALLED_SHARE, STOPPED_SHARE = 0.2, 0.2, 0.15
-"""Of the rounds with a damaged file and with clients that stall, and of the shots that stop a
-service in place of killing it."""
+DAMAGE_SHARE, STALLED_SHARE = 0.2, 0.2
+"""Of the rounds with a damaged file and with clients that stall."""
+STOPPED_SHARE, FULL_SHARE = 0.15, 0.1
+"""Of the shots that stop a service in place of killing it, and that fill the disk."""
+FULL_DISK = "full disk"
 
 
 @dataclass(frozen=True)
 class Shot:
     victim: str
+    """Or `FULL_DISK`."""
     moment: str
     """A stage of the newest job that has begun, `checkpoint` when it has left one, or `push` while
     git waits for its answer."""
@@ -60,7 +63,7 @@ class Plan:
             shots=shots,
             is_garbage=is_garbage,
             damage=choice.choice(DAMAGES) if is_damaged else None,
-            stalled=choice.choice(STALLED) if choice.random() < STALLED_SHARE else None,
+            stalled=choice.choice([*STALLED]) if choice.random() < STALLED_SHARE else None,
         )
 
     def __str__(self) -> str:
@@ -73,7 +76,11 @@ class Plan:
 
 
 def _shot(choice: random.Random) -> Shot:
-    victim = choice.choice(STOPPED if choice.random() < STOPPED_SHARE else VICTIMS)
+    kind = choice.random()
+    if kind < STOPPED_SHARE:
+        victim = choice.choice(STOPPED)
+    else:
+        victim = FULL_DISK if kind < STOPPED_SHARE + FULL_SHARE else choice.choice(VICTIMS)
     moment = choice.choice(("push", *STAGES, *3 * ("checkpoint",)))
     delay_seconds = round(choice.uniform(0.0, 0.5), 2)
     if victim == "git":
@@ -107,36 +114,34 @@ SMALL = (
         damage="short shard",
         stalled="unread answers",
     ),
-    Plan("small, round 5", 1, (Shot("stopped serve", "promote", 0.0),), damage="lost tokens"),
+    Plan(
+        "small, round 5",
+        1,
+        (Shot("stopped serve", "promote", 0.0), Shot(FULL_DISK, "train", 0.0)),
+        damage="lost tokens",
+        stalled="unread clones",
+    ),
 )
 """Every kind of victim and of fault, but for some that share their cure."""
 
 
-@dataclass(frozen=True)
-class Played:
-    num_kills: int
-    num_resumed: int
-    """Trainings that were shot at behind a checkpoint, and went on from it."""
-
-
-def play(stack: StackUnderFire, plan: Plan, say: Callable[[str], None] = print) -> Played:
+def play(stack: StackUnderFire, plan: Plan, say: Callable[[str], None] = print) -> None:
     """Raises AssertionError where a promise is broken."""
     say(str(plan))
     started = time.monotonic()
-    num_kills = 0
     before = checks.newest(stack)
     sightings: list[checks.Sighting] = []
     last_job = _newest_job(stack)
     try:
         if plan.damage is not None:
-            num_kills += damage(stack, plan.damage)
+            damage(stack, plan.damage)
             stack.ensure_up()
         with stalled(stack, plan.stalled):
             for each in range(plan.num_commits):
                 choice = random.Random(f"{plan.name}, commit {each}")
                 stack.commit(rows(choice, len(stack.shas)), is_garbage=plan.is_garbage)
                 shots = plan.shots[each :: plan.num_commits]
-                num_kills += _push_under_fire(stack, shots, last_job, sightings)
+                _push_under_fire(stack, shots, last_job, sightings)
             checks.settle(stack)
         checks.check(stack)
         if plan.is_garbage:
@@ -144,8 +149,8 @@ def play(stack: StackUnderFire, plan: Plan, say: Callable[[str], None] = print) 
         num_resumed = sum(checks.has_resumed(stack, sighting) for sighting in sightings)
     except AssertionError as error:
         raise AssertionError(f"{plan}: {error}") from error
+    stack.counts["resumed trainings"] += num_resumed
     say(f"  settled in {time.monotonic() - started:.1f} s, {num_resumed} trainings went on")
-    return Played(num_kills, num_resumed)
 
 
 def _push_under_fire(
@@ -153,9 +158,9 @@ def _push_under_fire(
     shots: Sequence[Shot],
     last_job: str | None,
     sightings: list[checks.Sighting],
-) -> int:
-    """Push the newest commit until it is acknowledged; returns how many shots met somebody."""
-    num_commits, num_hits = len(stack.shas), 0
+) -> None:
+    """Push the newest commit until it is acknowledged."""
+    num_commits = len(stack.shas)
     push = stack.push()
     for shot in shots:
         if shot.moment != "push":
@@ -166,11 +171,15 @@ def _push_under_fire(
         job = _newest_job(stack)
         if job is not None and job != last_job:
             sightings.append(checks.sighting(stack, job))
-        num_hits += stack.kill(shot.victim)
+        if shot.victim == FULL_DISK:
+            if stack.home.is_mount():
+                disk.fill(stack.home)
+                stack.counts["full disks"] += 1
+            continue
+        stack.kill(shot.victim)
         if shot.victim in ("up", "all"):
             stack.start()
     _see_through(stack, push, num_commits)
-    return num_hits
 
 
 def _see_through(stack: StackUnderFire, push: subprocess.Popen[bytes], num_commits: int) -> None:

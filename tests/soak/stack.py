@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -26,9 +27,19 @@ STOPPED = tuple(f"stopped {name}" for name in SERVICES)
 
 SETTINGS = """\
 [stack]
-hang_seconds = 10
+hang_seconds = 8
+
+# So that within a few rounds webhooks are suspended and probed, and deliveries are given up. A hang
+# and a full disk are shorter than the schedule.
+[hub]
+delivery_schedule_seconds = [0, 0.5, 1, 2, 4, 8, 16]
+suspend_after_failures = 2
+suspend_after_seconds = 1
+probe_min_seconds = 0.5
+probe_max_seconds = 2
 
 [jobs]
+retry_seconds = 3
 lease_seconds = 2
 heartbeat_seconds = 0.5
 kill_grace_seconds = 2
@@ -40,7 +51,7 @@ debounce_seconds = 0
 keep = 3
 
 [pipelines.train]
-max_tokens = 10000
+max_tokens = 2000
 max_epochs = 1000
 delta_max_epochs = 1000
 delta_tokens_ratio = 1
@@ -84,6 +95,11 @@ class StackUnderFire:
     """Of all commits but those of garbage."""
     damaged: set[str] = field(default_factory=set)
     """Ids of releases that were damaged on purpose."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    """What befell it so far."""
+    noise_sha: str = ""
+    """A commit that no system keeps for a client which reads nothing, on a branch of its own."""
 
     _git_environment: dict[str, str] | None = None
 
@@ -190,11 +206,18 @@ class StackUnderFire:
         found["all"] = list(processes)
         return found
 
-    def kill(self, who: str) -> bool:
-        """SIGKILL, or SIGSTOP for one of STOPPED; False where there was none of that kind."""
-        number = signal.SIGKILL
+    def is_alive(self, pid: int) -> bool:
+        """Whether the process has not ended; one that waits for its parent has."""
+        try:
+            return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    def kill(self, who: str) -> None:
+        """SIGKILL, or SIGSTOP for one of STOPPED; counted unless there is none of that kind."""
+        number, what = signal.SIGKILL, "kills"
         if who in STOPPED:
-            who, number = who.removeprefix("stopped "), signal.SIGSTOP
+            who, number, what = who.removeprefix("stopped "), signal.SIGSTOP, "stops"
         deadline = time.monotonic() + GIT_SECONDS
         while not (pids := self.victims()[who]) and who == "git" and time.monotonic() < deadline:
             pass
@@ -205,7 +228,7 @@ class StackUnderFire:
                 continue
         if who in ("up", "all") and self.up is not None and pids:
             self.up.wait()
-        return bool(pids)
+        self.counts[what] += bool(pids)
 
     # Commits
 
@@ -239,8 +262,14 @@ class StackUnderFire:
     def clone(self) -> None:
         folder = self.workplace.folder
         folder.joinpath("facts").mkdir()
-        self.git("init", "--quiet", "--initial-branch=main")
+        self.git("init", "--quiet", "--initial-branch=noise")
         self.git("remote", "add", "origin", f"{self.workplace.url('hub')}/datasets/local/facts")
+        folder.joinpath("facts", "noise").write_bytes(os.urandom(8 * 2**20))  # not compressible
+        self.git("add", "--all")
+        self.git("commit", "--quiet", "--message", "noise")
+        self.git("push", "--quiet", "origin", "noise")
+        self.noise_sha = self.git("rev-parse", "HEAD").strip()
+        self.git("switch", "--quiet", "--orphan", "main")
 
     def git(self, *arguments: str) -> str:
         who = ("-c", "user.name=tester", "-c", "user.email=tester@example.invalid")
