@@ -15,6 +15,7 @@ from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.middleware.errors import ServerErrorMiddleware
+from starlette.requests import ClientDisconnect
 
 from serving.admission import Admission, LiveRelease
 from serving.answer import Answers
@@ -258,7 +259,8 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
         metrics.requests.labels(getattr(route, "path", "unknown"), problem.status).inc()
         return problem.response()
 
-    for kind in (HTTPException, RequestValidationError, EngineError, TimeoutError):
+    kinds = (HTTPException, RequestValidationError, EngineError, TimeoutError, ClientDisconnect)
+    for kind in kinds:
         app.add_exception_handler(kind, on_error)
     # An exception handler for `Exception` would run outside all other middlewares, so its answer
     # would have no `X-Request-Id` and no CORS headers.
