@@ -33,11 +33,11 @@ def main() -> int:
     seed = random.randrange(10**6) if given.seed is None else given.seed
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     print(f"seed {seed}, in {folder}", flush=True)
-    plans: Iterable[Plan] = (Plan.of(seed, number) for number in itertools.count(given.first_round))
+    endless = (Plan.of(seed, number) for number in itertools.count(given.first_round))
+    plans: Iterable[Plan] = itertools.islice(endless, given.rounds)
     if given.first_round:
         # A later round may damage the served release, or push garbage: older releases must exist.
         plans = itertools.chain([Plan("first", 1, ()), Plan("second", 1, ())], plans)
-    plans = itertools.islice(plans, given.rounds)
     soaked = soak(folder, plans, given.kills, given.minutes)
     told = ", ".join(f"{number} {what}" for what, number in soaked.items())
     print(f"{told}; nothing lost (seed {seed})")
@@ -52,8 +52,8 @@ def soak(
     Returns what befell the stack.
 
     Raises AssertionError where a promise is broken, or where so many kills met no training behind
-    a checkpoint that they prove nothing of it; the folder is left as it is then, with
-    its disk mounted.
+    a checkpoint that they prove nothing of it; the folder is left as it is then, with its disk
+    mounted.
     """
     deadline = time.monotonic() + 60 * minutes
     stack = StackUnderFire(workplace_in(folder))
