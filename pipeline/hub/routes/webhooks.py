@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 from collections.abc import Collection, Iterator
+from secrets import token_hex
 
 from sqlalchemy import Connection
 from starlette.concurrency import run_in_threadpool
@@ -12,7 +13,7 @@ from starlette.routing import Route
 
 from jobs.errors import JobNotFound
 from pipeline.hub.errors import BadRequest
-from pipeline.hub.http_json import read_json
+from pipeline.hub.http_json import client_warning, read_json
 from pipeline.hub.repositories.names import REPOSITORY_TYPES, RepositoryName
 from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.webhooks import suspension
@@ -84,7 +85,7 @@ async def create(request: Request) -> Response:
     created = await run_in_threadpool(act)
     if body.secret:
         created["secret"] = body.secret
-    return JSONResponse({"webhook": created})
+    return _changed(created)
 
 
 async def change(request: Request) -> Response:
@@ -105,7 +106,7 @@ async def change(request: Request) -> Response:
 
     changed = await run_in_threadpool(act)
     hub.log.wake()
-    return JSONResponse({"webhook": changed})
+    return _changed(changed)
 
 
 async def enable(request: Request) -> Response:
@@ -131,6 +132,12 @@ async def remove(request: Request) -> Response:
 
     await run_in_threadpool(act)
     return JSONResponse({})
+
+
+def _changed(webhook: WebhookJson) -> Response:
+    # Each answer has a topic of its own, because a client prints one warning for each topic.
+    headers = client_warning(f"webhook {token_hex(8)}", webhook.get("warnings", ()))
+    return JSONResponse({"webhook": webhook}, headers=headers)
 
 
 async def _resume(request: Request, event: WebhookEvent) -> Response:
