@@ -99,6 +99,7 @@ async def create_tag(
 ) -> Response:
     body = await read_json(request, NewTag)
     ref = _full("refs/tags/", body.tag)
+    author = signature(identity_of(request))
 
     def act(repository: Repository) -> None:
         commit = resolve_revision(repository, "/".join(rest))
@@ -106,11 +107,11 @@ async def create_tag(
         if not body.message:
             git(repository.folder, "update-ref", ref, commit, _NO_REF)
             return
-        who = hub.settings.owner
-        tagger = {"GIT_COMMITTER_NAME": who, "GIT_COMMITTER_EMAIL": f"{who}@localhost"}
-        message = body.message.encode()
         git(
-            repository.folder, "tag", "-a", "-F", "-", body.tag, commit, stdin=message, extra=tagger
+            repository.folder,
+            *("tag", "-a", "-F", "-", body.tag, commit),
+            stdin=body.message.encode(),
+            extra=author.environment,
         )
 
     await _change_refs(request, hub, name, act)
@@ -132,12 +133,7 @@ async def super_squash(
     stay the same."""
     ref = _full("refs/heads/", "/".join(rest))
     body = await read_json(request, Squash)
-    who = signature(identity_of(request))
-    author = {
-        f"GIT_{part}_{fact}": value
-        for part in ("AUTHOR", "COMMITTER")
-        for fact, value in (("NAME", who.name), ("EMAIL", who.email))
-    }
+    author = signature(identity_of(request))
 
     def act(repository: Repository) -> None:
         head = resolve_revision(repository, ref)
@@ -146,7 +142,7 @@ async def super_squash(
             repository.folder,
             *("commit-tree", f"{head}^{{tree}}", "-F", "-"),
             stdin=message,
-            extra=author,
+            extra=author.environment,
         )
         git(repository.folder, "update-ref", ref, squashed.decode().strip(), head)
 
