@@ -88,7 +88,7 @@ def find_discussion(connection: Connection, repository: Repository, num: int) ->
             f"The {repository.name} has no discussion and no pull request {num}: list them to find "
             "its number."
         )
-    return _record(row)
+    return _discussion(row)
 
 
 def list_discussions(
@@ -111,7 +111,7 @@ def list_discussions(
         )
     if author is not None:
         wanted = wanted.where(table.c.author == author)
-    return [_record(row) for row in connection.execute(wanted.order_by(table.c.num.desc()))]
+    return [_discussion(row) for row in connection.execute(wanted.order_by(table.c.num.desc()))]
 
 
 def open_refs(connection: Connection, repository: Repository) -> list[str]:
@@ -334,7 +334,7 @@ def _replace(
     )
 
 
-def _record(row: Row[tuple[object, ...]]) -> Discussion:
+def _discussion(row: Row[tuple[object, ...]]) -> Discussion:
     return Discussion(
         id=row.id,
         repository_id=row.repository_id,

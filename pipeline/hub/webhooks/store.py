@@ -236,7 +236,7 @@ class SecretCipher:
 
 def list_webhooks(connection: Connection) -> list[StoredWebhook]:
     rows = connection.execute(select(table).order_by(table.c.created_at, table.c.id))
-    return [_record(row) for row in rows]
+    return [_from_row(row) for row in rows]
 
 
 def jobs_of_webhooks(path: Path) -> set[str]:
@@ -261,7 +261,7 @@ def get_webhook(connection: Connection, id: str) -> StoredWebhook:
         raise WebhookNotFound(
             f"There is no webhook {id!r} here: list the webhooks with `hf webhooks ls`."
         )
-    return _record(row)
+    return _from_row(row)
 
 
 def create_webhook(
@@ -337,7 +337,7 @@ def delete_webhook(connection: Connection, id: str) -> None:
     connection.execute(delete(table).where(table.c.id == id))
 
 
-def _record(row: Row[tuple[object, ...]]) -> StoredWebhook:
+def _from_row(row: Row[tuple[object, ...]]) -> StoredWebhook:
     return StoredWebhook(
         id=row.id,
         url=row.url or None,
