@@ -9,14 +9,12 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Literal
 
 from sqlalchemy import Connection, Row, String, cast, func, insert, select, update
 
 from pipeline.hub.errors import BadRequest, Conflict, DiscussionNotFound
 from pipeline.hub.git.process import PULL_REQUEST_PREFIX
-from pipeline.hub.http_json import iso_time
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.schema import discussion_events as events
 from pipeline.hub.schema import discussions as table
@@ -65,18 +63,6 @@ class DiscussionEvent:
     author: str
     created_at: float
     data: Mapping[str, object]
-
-    def as_json(self) -> Json:
-        data: Mapping[str, object] = self.data
-        if self.type == "comment":
-            data = _comment_json(self.data)
-        return {
-            "id": self.id,
-            "type": self.type,
-            "author": {"name": self.author, "type": "user"},
-            "createdAt": iso_time(self.created_at),
-            "data": data,
-        }
 
 
 def find_discussion(connection: Connection, repository: Repository, num: int) -> Discussion:
@@ -266,27 +252,6 @@ def _check_room(connection: Connection, discussion: Discussion) -> None:
     size = connection.scalar(stored.where(events.c.discussion_id == discussion.id)) or 0
     if size >= MAX_BYTES:
         raise Conflict(f"Discussion {discussion.num} is full: open another discussion.")
-
-
-def _comment_json(data: Mapping[str, object]) -> Json:
-    history = data["history"]
-    assert isinstance(history, list)
-    versions = [
-        {
-            "raw": version["raw"],
-            "html": f"<p>{escape(version['raw'])}</p>",
-            "updatedAt": iso_time(version["updated_at"]),
-            "author": {"name": version["author"], "type": "user"},
-        }
-        for version in history
-    ]
-    return {
-        "edited": len(versions) > 1,
-        "hidden": data["hidden"],
-        "numEdits": len(versions) - 1,
-        "history": versions,
-        "latest": versions[-1],
-    }
 
 
 def _find_comment(connection: Connection, discussion: Discussion, id: str) -> DiscussionEvent:

@@ -1,8 +1,9 @@
 """API routes for discussions and pull requests."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from html import escape
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -85,8 +86,8 @@ async def read(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[
         with hub.database.read() as connection:
             discussion = find_discussion(connection, repository, num)
             events = list_events(connection, discussion)
-        found = [(event.created_at, event.as_json()) for event in events]
-        document = as_json(discussion, repository)
+        found = [(event.created_at, _event_as_json(event)) for event in events]
+        document = _as_json(discussion, repository)
         if discussion.is_pull_request:
             document |= _describe_pull_request(repository, discussion, found, with_difference)
         document["events"] = [event for _, event in sorted(found, key=lambda pair: pair[0])]
@@ -122,7 +123,7 @@ async def _list(request: Request, hub: Hub, name: RepositoryName) -> Response:
             )
         found = [one for one in matching if one.status in statuses[status]]
         start = page * PER_PAGE
-        shown = [as_json(one, repository) for one in found[start : start + PER_PAGE]]
+        shown = [_as_json(one, repository) for one in found[start : start + PER_PAGE]]
         return {
             "discussions": shown,
             "count": len(found),
@@ -144,7 +145,7 @@ async def change(request: Request, hub: Hub, name: RepositoryName, rest: Sequenc
     key, act = await _change_of(request, rest)
     change = partial(act, hub.log, identity=identity, num=num_of(rest[0]))
     changed = await _changing(hub, name, identity, change)
-    return JSONResponse({} if changed is None else {key: changed.as_json()})
+    return JSONResponse({} if changed is None else {key: _event_as_json(changed)})
 
 
 async def _change_of(
@@ -201,7 +202,7 @@ async def _changing(
     return answer
 
 
-def as_json(discussion: Discussion, repository: Repository) -> Json:
+def _as_json(discussion: Discussion, repository: Repository) -> Json:
     return {
         "num": discussion.num,
         "title": discussion.title,
@@ -212,6 +213,37 @@ def as_json(discussion: Discussion, repository: Repository) -> Json:
         "createdAt": iso_time(discussion.created_at),
         "pinned": False,
         "locked": False,
+    }
+
+
+def _event_as_json(event: DiscussionEvent) -> Json:
+    return {
+        "id": event.id,
+        "type": event.type,
+        "author": {"name": event.author, "type": "user"},
+        "createdAt": iso_time(event.created_at),
+        "data": _comment_as_json(event.data) if event.type == "comment" else event.data,
+    }
+
+
+def _comment_as_json(data: Mapping[str, object]) -> Json:
+    history = data["history"]
+    assert isinstance(history, list)
+    versions = [
+        {
+            "raw": version["raw"],
+            "html": f"<p>{escape(version['raw'])}</p>",
+            "updatedAt": iso_time(version["updated_at"]),
+            "author": {"name": version["author"], "type": "user"},
+        }
+        for version in history
+    ]
+    return {
+        "edited": len(versions) > 1,
+        "hidden": data["hidden"],
+        "numEdits": len(versions) - 1,
+        "history": versions,
+        "latest": versions[-1],
     }
 
 

@@ -2,8 +2,9 @@
 
 import contextlib
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from secrets import token_hex
+from typing import TypedDict
 
 from sqlalchemy import Connection
 from starlette.concurrency import run_in_threadpool
@@ -23,16 +24,27 @@ from pipeline.hub.webhooks.store import (
     HubWatchedItem,
     StoredWebhook,
     UpdateWebhook,
-    WebhookJson,
-    as_json,
     create_webhook,
     delete_webhook,
     get_webhook,
     list_webhooks,
     update_webhook,
 )
+from receiver.webhooks import Domain, WebhookStatus
 
 _BASE = "/api/settings/webhooks"
+
+
+class WebhookJson(TypedDict, total=False):
+    id: str
+    url: str
+    watched: list[dict[str, str]]
+    domains: list[Domain]
+    disabled: bool
+    status: WebhookStatus
+    job: Mapping[str, object]
+    secret: str
+    warnings: list[str]
 
 
 def routes() -> list[Route]:
@@ -170,7 +182,20 @@ def _check_job(hub: Hub, body: CreateWebhook | UpdateWebhook) -> None:
 
 
 def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> WebhookJson:
-    described = as_json(webhook)
+    """The webhook in the form that `huggingface_hub` parses, with `status` and `warnings` in
+    addition. The secret is left out. Only the answer to the request that creates a webhook has it.
+    """
+    described: WebhookJson = {
+        "id": webhook.id,
+        "watched": [item.model_dump() for item in webhook.watched],
+        "domains": list(webhook.domains),
+        "disabled": webhook.disabled,
+        "status": webhook.status,
+    }
+    if webhook.url is not None:
+        described["url"] = webhook.url
+    else:
+        described["job"] = {"sourceId": webhook.job_id}
     present = [repository.name for repository in hub.repositories.all(connection)]
     if found := _warnings(webhook, present):
         described["warnings"] = found

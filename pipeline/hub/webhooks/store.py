@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import httpx
@@ -152,37 +152,6 @@ class StoredWebhook:
             and domain in self.domains
             and any(item.covers(repository) for item in self.watched)
         )
-
-
-class WebhookJson(TypedDict, total=False):
-    id: str
-    url: str
-    watched: list[dict[str, str]]
-    domains: list[Domain]
-    disabled: bool
-    status: WebhookStatus
-    job: Mapping[str, object]
-    secret: str
-    warnings: list[str]
-
-
-def as_json(webhook: StoredWebhook) -> WebhookJson:
-    """The webhook in the form that `huggingface_hub` parses, with `status` in addition.
-
-    The secret is left out. Only the answer to the request that creates a webhook has it.
-    """
-    described: WebhookJson = {
-        "id": webhook.id,
-        "watched": [item.model_dump() for item in webhook.watched],
-        "domains": list(webhook.domains),
-        "disabled": webhook.disabled,
-        "status": webhook.status,
-    }
-    if webhook.url is not None:
-        described["url"] = webhook.url
-    else:
-        described["job"] = {"sourceId": webhook.job_id}
-    return described
 
 
 class SecretCipher:
