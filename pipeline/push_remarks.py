@@ -40,7 +40,8 @@ class PushRemarks:
     """Writes the remarks on pushes to the datasets of `pipelines`."""
 
     def __init__(self, pipelines: Sequence[PipelineSettings]) -> None:
-        self._pipelines = pipelines
+        # Each pipeline with the ref of the branch that it follows.
+        self._pipelines = [(one, branch_ref(one)) for one in pipelines]
 
     def __call__(
         self, repository: Repository, former: Sequence[str], changes: Sequence[RefChange]
@@ -65,8 +66,10 @@ class PushRemarks:
             return
         present = repository.name.id
         # Compare in lower case, because the hub and the receiver accept a name in any case.
-        followers = [one for one in self._pipelines if one.dataset.lower() == present.lower()]
-        for pipeline in self._pipelines:
+        followers = [
+            (one, ref) for one, ref in self._pipelines if one.dataset.lower() == present.lower()
+        ]
+        for pipeline, _ in self._pipelines:
             if pipeline.dataset.lower() in former:
                 message = moved_message(pipeline.dataset, present)
                 yield f"{pipeline.name}: {message}: {moved_next_step(present)}."
@@ -76,13 +79,13 @@ class PushRemarks:
             if change.ref.startswith(PULL_REQUEST_PREFIX):
                 # No job trains on a pull request before its merge. But name unreadable rows now, so
                 # that they can be corrected before the merge.
-                yield from _unreadable_rows(repository, change, followers[0])
+                yield from _unreadable_rows(repository, change, followers[0][0])
             if not change.ref.startswith("refs/heads/"):
                 continue
             name = change.ref.removeprefix("refs/heads/")
-            pipelines = [one for one in followers if branch_ref(one) == change.ref]
+            pipelines = [one for one, ref in followers if ref == change.ref]
             if not pipelines:
-                refs = {branch_ref(one).removeprefix("refs/heads/") for one in followers}
+                refs = {ref.removeprefix("refs/heads/") for _, ref in followers}
                 followed = ", ".join(sorted(refs))
                 yield f"No pipeline follows the branch {name!r}; pipelines follow {followed}."
             for pipeline in pipelines[:1]:

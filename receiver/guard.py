@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,6 @@ from starlette.types import Message, Receive
 
 from receiver.durable import DurableDeliveries
 from receiver.errors import BodyTooLarge, FromElsewhere, ReceiverError, WorkerNotRunning
-from receiver.history import History, Received
 from receiver.idempotency import IdempotencyCache
 from receiver.payload import WebhookPayload, unknown_value
 from receiver.senders import NotAPush, read_event
@@ -34,7 +34,36 @@ _logger = logging.getLogger(__name__)
 
 _ID_HEADERS = ("webhook-id", "svix-id", "idempotency-key", "x-gitea-delivery", "x-github-delivery")
 
+NUM_KEPT = 20
+
 CallHandler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    at: float
+    """Seconds since the epoch."""
+    path: str
+    delivery_id: str | None
+    """The sender's id of the delivery, cut to 64 characters; None if the sender sent no id."""
+    status: int
+    """The HTTP status of the answer."""
+    milliseconds: float
+    """The time from the arrival of the request to the answer."""
+
+
+class History:
+    """The last `NUM_KEPT` requests, newest first, without their bodies. The landing page shows
+    them."""
+
+    def __init__(self) -> None:
+        self._received: deque[Received] = deque(maxlen=NUM_KEPT)
+
+    def add(self, received: Received) -> None:
+        self._received.appendleft(received)
+
+    def latest(self) -> tuple[Received, ...]:
+        return tuple(self._received)
 
 
 @dataclass(frozen=True, kw_only=True)

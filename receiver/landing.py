@@ -8,8 +8,8 @@ from importlib.resources import files
 
 from jinja2 import Environment, Template
 
+from receiver.guard import Received
 from receiver.handlers import RegisteredWebhook
-from receiver.history import Received
 
 
 def landing_page(

@@ -125,13 +125,13 @@ def create_webhook(
 def list_webhooks(
     *, endpoint: str | None = None, token: str | None = None
 ) -> tuple[WebhookRecord, ...]:
-    return tuple(_record(data) for data in _read("", endpoint, token))
+    return tuple(_webhook(data) for data in _read("", endpoint, token))
 
 
 def get_webhook(
     webhook_id: str, *, endpoint: str | None = None, token: str | None = None
 ) -> WebhookRecord:
-    return _record(_read(f"/{webhook_id}", endpoint, token, webhook_id)["webhook"])
+    return _webhook(_read(f"/{webhook_id}", endpoint, token, webhook_id)["webhook"])
 
 
 def update_webhook(
@@ -223,7 +223,7 @@ def _read(path: str, endpoint: str | None, token: str | None, webhook_id: str | 
         return response.json()
 
 
-def _record(data: Mapping[str, Any]) -> WebhookRecord:
+def _webhook(data: Mapping[str, Any]) -> WebhookRecord:
     status = data.get("status") or ("disabled" if data.get("disabled") else "enabled")
     try:
         return WebhookRecord.model_validate({**data, "status": status, "secret": None})

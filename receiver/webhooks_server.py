@@ -22,7 +22,7 @@ from receiver.durable import DurableDeliveries
 from receiver.entrance import TunnelEntrance
 from receiver.errors import OpenToEveryone
 from receiver.greeting import greeting
-from receiver.guard import RequestGuard, guarded_route
+from receiver.guard import History, RequestGuard, guarded_route
 from receiver.handlers import (
     ANSWERS_TO_DURABLE,
     REFUSALS,
@@ -34,7 +34,6 @@ from receiver.handlers import (
     refuse,
     refuse_unreadable,
 )
-from receiver.history import History
 from receiver.hosting import is_space, settings_of_this_process
 from receiver.idempotency import IdempotencyCache
 from receiver.landing import landing_page

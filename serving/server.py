@@ -13,8 +13,7 @@ from fastapi import FastAPI
 from serving.admission import Admission
 from serving.engine_choice import choose_engine
 from serving.errors import PortBusy, ServingError
-from serving.http.connections import Limits
-from serving.http.server import Server, http_config
+from serving.http.server import Limits, Server, http_config
 from serving.settings import ServingSettings
 
 SHUTDOWN_SECONDS = 10

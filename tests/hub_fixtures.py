@@ -26,8 +26,7 @@ from jobs.store import JobStore
 from pipeline.hub.app import create_app
 from pipeline.hub.service import Remarks
 from pipeline.hub.settings import HubSettings
-from serving.http.connections import Limits
-from serving.http.server import Server, http_config
+from serving.http.server import Limits, Server, http_config
 
 TOKEN = "hub-token-for-tests"
 SECRET_KEY = Fernet.generate_key()

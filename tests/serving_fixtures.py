@@ -15,8 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from serving.app import create_app
 from serving.engine import Engine
 from serving.engines.echo_engine import EchoEngine, echo_logprobs
-from serving.http.connections import Limits
-from serving.http.server import Server, http_config
+from serving.http.server import Limits, Server, http_config
 from serving.server import bind
 from serving.settings import ServingSettings
 from serving.weights.publish import publish_state_dict

@@ -69,8 +69,7 @@ def receiver(
     from pipeline.services import deliveries_path
     from pipeline.settings import load_settings
     from pipeline.tokens import load_tokens, secret_in_shell
-    from receiver.liveness import add_live_route
-    from receiver.metrics import measure
+    from receiver.monitoring import add_live_route, measure
     from receiver.moved_webhooks import HubCredentials
     from receiver.retrain import retrain_handler
     from receiver.senders import PushSender

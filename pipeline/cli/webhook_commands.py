@@ -97,8 +97,11 @@ def ls(
         ]
         headings = ("id", "status", "url", "watched", "domains")
         print_table(headings, rows, empty="No webhook yet.")
+        # To standard error, because scripts read the standard output. After `create` and `update`,
+        # the Hub's client prints the warnings itself.
         for webhook in webhooks:
-            _warn(webhook)
+            for warning in webhook.warnings:
+                print(f"{webhook.id}: {warning}", file=sys.stderr)
 
 
 @app.command()
@@ -335,15 +338,7 @@ def _as_json(webhook: "WebhookRecord") -> Mapping[str, Any]:
     return webhook.model_dump(mode="json", exclude={"secret"})
 
 
-def _warn(webhook: "WebhookRecord") -> None:
-    """Print the webhook's warnings to standard error, because scripts read the standard output."""
-    for warning in webhook.warnings:
-        print(f"{webhook.id}: {warning}", file=sys.stderr)
-
-
 def _report(verb: str, webhook: "WebhookRecord", as_json: bool, quiet: bool) -> None:
-    if verb in ("created", "updated"):
-        _warn(webhook)
     if as_json:
         print(json.dumps(_as_json(webhook)))
     else:

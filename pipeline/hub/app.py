@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import logging
+import re
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jobs.store import JobStore
 from pipeline.hub import http_json, unsupported
@@ -51,6 +53,9 @@ _TELEMETRY = "/v1/telemetry"
 # The paths that need no token. `huggingface_hub` asks for the list of coding agents
 # (`agent-harnesses`) before it has read its token.
 _OPEN_PATHS = frozenset({"/health", "/live", "/api/agent-harnesses", _TELEMETRY})
+
+# The hub sends a client's request id back only if it is visible ASCII and has at most 200 bytes.
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 
 PRUNE_SECONDS = 3600.0
 
@@ -192,7 +197,7 @@ def create_app(
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            send = http_json.with_request_id(scope, send)
+            send = _with_request_id(scope, send)
             if (git_request := git_http.match(scope)) is not None:
                 await api.state.git(git_request, scope, receive, send)
                 return
@@ -213,6 +218,20 @@ def create_app(
         await api(scope, receive, send)
 
     return app
+
+
+def _with_request_id(scope: Scope, send: Send) -> Send:
+    """A `send` that adds the header `X-Request-Id` to the answer. The header has the client's id,
+    or a new id if the client sent none or an id that `_REQUEST_ID` does not match."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8).encode()
+
+    async def send_with_id(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (b"x-request-id", id)]}
+        await send(message)
+
+    return send_with_id
 
 
 def _missing(scope: Scope, error: RequestError) -> NotSupported | None:

@@ -2,8 +2,6 @@
 `huggingface_hub` reads."""
 
 import errno
-import re
-import secrets
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import IO, Any, TypeVar
@@ -14,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ExceptionHandler, Message, Scope, Send
+from starlette.types import ExceptionHandler
 
 from pipeline.hub import unsupported
 from pipeline.hub.errors import (
@@ -27,8 +25,6 @@ from pipeline.hub.errors import (
 )
 from serving.http.bodies import BodiesInFlight
 
-# The hub sends a client's request id back only if it is visible ASCII and has at most 200 bytes.
-_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 _HEADER_CHARACTERS = 4000
 """A longer text is cut in a header, because some clients and proxies refuse an answer with more
 than 8 KiB of headers."""
@@ -107,20 +103,6 @@ async def on_crash(_: Request, error: Exception) -> Response:
         {"error": f"The hub failed ({type(error).__name__}); its log says where."},
         status_code=500,
     )
-
-
-def with_request_id(scope: Scope, send: Send) -> Send:
-    """A `send` that adds the header `X-Request-Id` to the answer. The header has the client's id,
-    or a new id if the client sent none or an id that `_REQUEST_ID` does not match."""
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8).encode()
-
-    async def send_with_id(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], (b"x-request-id", id)]}
-        await send(message)
-
-    return send_with_id
 
 
 EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = {

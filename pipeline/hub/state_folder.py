@@ -43,7 +43,7 @@ def stopped_hub(root: Path) -> Iterator[tuple[Database, Repositories]]:
         database = open_database(database_path(root))
         try:
             repositories = Repositories(root.absolute())
-            repositories.clear_leftovers()
+            repositories.remove_incomplete()
             yield database, repositories
         finally:
             database.close()

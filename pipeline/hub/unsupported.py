@@ -56,6 +56,13 @@ _OF_REPOSITORY: Mapping[str, str] = {
     "volumes": "The runtime of Spaces",
 }
 UNSUPPORTED_VERBS = frozenset(_OF_REPOSITORY)
+BESIDE_REPOSITORIES: Mapping[str, str] = {
+    "/api/spaces/hardware": "The runtime of Spaces",
+    "/api/spaces/semantic-search": "The search in Spaces by meaning",
+    "/api/spaces/templates": "Templates of Spaces",
+    "/api/spaces/zero-gpu/quota": "The runtime of Spaces",
+}
+"""Paths that look like the path of a Space, but name none."""
 _ELSEWHERE: Mapping[str, str] = {
     "buckets": "Buckets",
     "collections": "Collections",
@@ -82,6 +89,8 @@ def refusal(method: str, path: str) -> NotSupported | None:
 
 
 def _feature(path: str) -> str | None:
+    if path in BESIDE_REPOSITORIES:
+        return BESIDE_REPOSITORIES[path]
     if (below := _REPOSITORY.fullmatch(path)) is not None:
         # `below[1]` begins with the verb if the path has no owner. Otherwise it begins with the
         # repository's name, and the verb comes second.

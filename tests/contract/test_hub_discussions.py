@@ -8,9 +8,9 @@ import pytest
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, DiscussionWithDetails
 from huggingface_hub.errors import BadRequestError, HfHubHTTPError
 
+from pipeline.hub.actions import discussions
 from pipeline.hub.discussions import store
 from pipeline.hub.errors import Conflict
-from pipeline.hub.routes import pull_requests
 from receiver.payload import WebhookPayload
 from tests.hub_fixtures import Receiver, RunningHub, recording_receiver, running_hub, wait_until
 
@@ -318,7 +318,7 @@ def test_a_pull_request_whose_ref_was_not_made_can_be_read_and_closed(
         raise Conflict("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pull_requests, "git", killed)
+        patch.setattr(discussions, "git", killed)
         with pytest.raises(HfHubHTTPError, match="killed"):
             talk.api.create_pull_request(title="A", **talk.on)
     assert talk.api.create_pull_request(title="B", **talk.on).num == 2

@@ -55,6 +55,30 @@ def test_a_job_reads_and_writes_repositories_until_its_attempt_ends(
     assert "has ended" in answer.headers["x-error-message"]
 
 
+def test_commits_and_tags_of_a_job_have_the_job_as_their_author(
+    hub: RunningHub, store: JobStore, tmp_path: Path
+) -> None:
+    job = started(store)
+    api = HfApi(endpoint=hub.url, token=attempt_token(job, SECRET_KEY))
+    made = api.upload_file(
+        path_or_fileobj=b"{}",
+        path_in_repo="report.json",
+        repo_id="local/facts",
+        repo_type="dataset",
+    )
+    api.create_tag("local/facts", tag="checked", tag_message="Checked", repo_type="dataset")
+    hub.git("clone", "-q", f"{hub.url}/datasets/local/facts", "facts", cwd=tmp_path)
+    author = f"job {job.id} <{job.id}@jobs.hotpush.invalid>"
+    for form, name in (
+        ("%(authorname) %(authoremail)", "refs/remotes/origin/main"),
+        ("%(committername) %(committeremail)", "refs/remotes/origin/main"),
+        ("%(taggername) %(taggeremail)", "refs/tags/checked"),
+    ):
+        shown = hub.git("for-each-ref", f"--format={form}", name, cwd=tmp_path / "facts")
+        assert shown == author, form
+    assert hub.git("rev-parse", "checked^{commit}", cwd=tmp_path / "facts") == made.oid
+
+
 def test_a_job_sends_and_fetches_large_files_until_its_attempt_ends(
     hub: RunningHub, store: JobStore
 ) -> None:

@@ -53,6 +53,21 @@ def test_a_webhook_is_created_listed_changed_and_deleted(hub: RunningHub) -> Non
         assert error.value.response.status_code == 404
 
 
+def test_the_client_prints_that_a_watch_can_never_fire(
+    hub: RunningHub, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.api.create_repo("local/facts", repo_type="dataset", exist_ok=True)
+    misspelt = [{"type": "dataset", "name": "local/fatcs"}]
+    created = hub.api.create_webhook(url="http://127.0.0.1:9/x", watched=misspelt)
+    warning = "there is no dataset:local/fatcs here; did you mean dataset:local/facts?"
+    assert caplog.messages == [warning]
+    hub.api.update_webhook(created.id, url="http://127.0.0.1:9/y")
+    assert caplog.messages == [warning, warning]
+    hub.api.update_webhook(created.id, watched=WATCHED)
+    assert caplog.messages == [warning, warning]
+    hub.api.delete_webhook(created.id)
+
+
 @pytest.mark.parametrize(
     ("body", "named"),
     [

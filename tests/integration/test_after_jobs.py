@@ -205,7 +205,7 @@ def test_json_logs_carry_ids_and_exceptions() -> None:
 
 
 def test_the_receiver_counts_refused_requests_too() -> None:
-    from receiver.metrics import measure
+    from receiver.monitoring import measure
     from receiver.server import WebhooksServer
     from receiver.settings import ReceiverSettings
 

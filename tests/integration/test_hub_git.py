@@ -4,6 +4,7 @@ import base64
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -11,6 +12,9 @@ import pytest
 from tests.hub_fixtures import Receiver, RunningHub, commit_file, git_env, run_git, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]
+
+
+_MIRRORED = ("refs/heads/*", "refs/tags/*")
 
 
 def content_events(receiver: Receiver) -> list[tuple[str, str | None, str | None]]:
@@ -321,3 +325,56 @@ def test_a_thousand_tags_at_once_are_one_event(
     assert received.json["updatedRefs"][0]["ref"] == "refs/heads/main"
     [delivery] = hub.deliveries(webhook)
     assert (delivery["ref"], len(delivery["updated_refs"])) == ("refs/heads/main", 1001)
+
+
+def test_a_push_of_many_refs_needs_few_git_processes(
+    hub: RunningHub, worktree: Path, receiver: Receiver, webhook: str, monkeypatch: Any
+) -> None:
+    """Half of the branches is deleted, the other half moves away from its commits, and a job made
+    one of the new commits."""
+    push = ("push", "-q", "--prune", "--force", "origin", *(f"{one}:{one}" for one in _MIRRORED))
+    commit_file(hub, worktree, "a.txt", "1")
+    was = [
+        hub.git("commit-tree", "-p", "HEAD", "-m", f"{number}", "HEAD^{tree}", cwd=worktree)
+        for number in range(40)
+    ]
+    start = "".join(f"create refs/heads/b{one} {sha}\n" for one, sha in enumerate(was))
+    run_git("update-ref", "--stdin", cwd=worktree, env=hub.git_env, stdin=start)
+    hub.git("tag", "-a", "-m", "One", "v1", was[0], cwd=worktree)
+    hub.git(*push, cwd=worktree)
+    receiver.wait_for(1)
+
+    job = {
+        **hub.git_env,
+        "GIT_COMMITTER_NAME": "job j000001",
+        "GIT_COMMITTER_EMAIL": "j000001@jobs.hotpush.invalid",
+    }
+    of_job = run_git("commit-tree", "-m", "Job", "HEAD^{tree}", cwd=worktree, env=job)
+    of_all = hub.git("commit-tree", "-m", "Ada", "-p", of_job, "HEAD^{tree}", cwd=worktree)
+    moves = "".join(f"update refs/heads/b{number} {of_all}\n" for number in range(20))
+    moves += "".join(f"delete refs/heads/b{number}\n" for number in range(20, 40))
+    moves += f"create refs/heads/job {of_job}\ndelete refs/tags/v1\n"
+    run_git("update-ref", "--stdin", cwd=worktree, env=hub.git_env, stdin=moves)
+    hub.git("tag", "-a", "-m", "Job", "v2", of_job, cwd=worktree)
+    tag = run_git("rev-parse", "v2", cwd=worktree, env=hub.git_env)
+
+    started: list[str] = []
+    begin = subprocess.Popen.__init__
+
+    def counted(process: Any, arguments: Any, *rest: Any, **options: Any) -> None:
+        if str(arguments[1]).startswith("--git-dir="):
+            started.append(arguments[2])
+        begin(process, arguments, *rest, **options)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", counted)
+    hub.git(*push, cwd=worktree)
+    monkeypatch.undo()
+    receiver.wait_for(2)
+    assert len(started) <= 8, started
+
+    told = {ref["ref"] for ref in receiver.received[1].json["updatedRefs"]}
+    assert told == {"refs/tags/v1"} | {f"refs/heads/b{number}" for number in range(40)}
+    folder = hub.root / "repos/datasets/local/facts.git"
+    for sha in was:
+        assert (folder / "refs/keep" / sha).read_text().strip() == sha
+    assert tag in hub.git("ls-remote", "origin", cwd=worktree)

@@ -39,7 +39,7 @@ class Folder:
             database=self.database, hub_url="http://hub", metrics=HubMetrics(), wake=lambda: None
         )
         self.repositories = Repositories(root)
-        self.repositories.clear_leftovers()
+        self.repositories.remove_incomplete()
         self.first = self.create(FACTS)
         tree = git(self.first.folder, "mktree").decode().strip()
         assert tree == EMPTY_TREE

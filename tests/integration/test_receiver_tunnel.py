@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from receiver.errors import OpenToEveryone, TunnelFailed
-from receiver.metrics import measure
+from receiver.monitoring import measure
 from receiver.moved_webhooks import HubCredentials, move_webhooks
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings

@@ -19,8 +19,7 @@ from receiver import listen
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 from serving.engines.echo_engine import EchoEngine
-from serving.http.connections import MAX_HEADER_BYTES, Limits
-from serving.http.server import Server, http_config
+from serving.http.server import MAX_HEADER_BYTES, Limits, Server, http_config
 from serving.weights.release_store import set_current
 from tests.hub_fixtures import TOKEN, commit_file, running_hub, wait_until
 from tests.serving_fixtures import ADMIN_TOKEN, echo_app, echo_release, running

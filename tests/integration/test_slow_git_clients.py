@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from serving.http.connections import Limits
+from serving.http.server import Limits
 from tests.hub_fixtures import TOKEN, RunningHub, commit_file, running_hub, wait_until
 from tests.slow_clients import connected, num_ended, outlive, request
 

@@ -58,7 +58,7 @@ def test_a_removal_that_fails_says_why_and_leaves_the_folder_as_it_was(
     tmp_path: Path, is_there: bool
 ) -> None:
     repositories = Repositories(tmp_path)
-    repositories.clear_leftovers()
+    repositories.remove_incomplete()
     name = RepositoryName(type="dataset", owner="local", name="facts")
     folder = repositories.folder(name)
     if is_there:

@@ -107,15 +107,10 @@ def squash(repository: Repository, base: str, head: str, *, message: str, author
         )
     if git(repository.folder, "rev-parse", f"{base}^{{tree}}").decode().strip() == merged.tree:
         return base
-    who = {
-        f"GIT_{role}_{field}": value
-        for role in ("AUTHOR", "COMMITTER")
-        for field, value in (("NAME", author.name), ("EMAIL", author.email))
-    }
     commit = git(
         repository.folder,
         *("commit-tree", merged.tree, "-p", base, "-F", "-"),
         stdin=message.encode(),
-        extra=who,
+        extra=author.environment,
     )
     return commit.decode().strip()

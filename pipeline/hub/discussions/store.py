@@ -9,14 +9,12 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Literal
 
 from sqlalchemy import Connection, Row, String, cast, func, insert, select, update
 
 from pipeline.hub.errors import BadRequest, Conflict, DiscussionNotFound
 from pipeline.hub.git.process import PULL_REQUEST_PREFIX
-from pipeline.hub.http_json import iso_time
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.schema import discussion_events as events
 from pipeline.hub.schema import discussions as table
@@ -66,18 +64,6 @@ class DiscussionEvent:
     created_at: float
     data: Mapping[str, object]
 
-    def as_json(self) -> Json:
-        data: Mapping[str, object] = self.data
-        if self.type == "comment":
-            data = _comment_json(self.data)
-        return {
-            "id": self.id,
-            "type": self.type,
-            "author": {"name": self.author, "type": "user"},
-            "createdAt": iso_time(self.created_at),
-            "data": data,
-        }
-
 
 def find_discussion(connection: Connection, repository: Repository, num: int) -> Discussion:
     """Raises DiscussionNotFound."""
@@ -88,7 +74,7 @@ def find_discussion(connection: Connection, repository: Repository, num: int) ->
             f"The {repository.name} has no discussion and no pull request {num}: list them to find "
             "its number."
         )
-    return _record(row)
+    return _discussion(row)
 
 
 def list_discussions(
@@ -111,7 +97,7 @@ def list_discussions(
         )
     if author is not None:
         wanted = wanted.where(table.c.author == author)
-    return [_record(row) for row in connection.execute(wanted.order_by(table.c.num.desc()))]
+    return [_discussion(row) for row in connection.execute(wanted.order_by(table.c.num.desc()))]
 
 
 def open_refs(connection: Connection, repository: Repository) -> list[str]:
@@ -268,27 +254,6 @@ def _check_room(connection: Connection, discussion: Discussion) -> None:
         raise Conflict(f"Discussion {discussion.num} is full: open another discussion.")
 
 
-def _comment_json(data: Mapping[str, object]) -> Json:
-    history = data["history"]
-    assert isinstance(history, list)
-    versions = [
-        {
-            "raw": version["raw"],
-            "html": f"<p>{escape(version['raw'])}</p>",
-            "updatedAt": iso_time(version["updated_at"]),
-            "author": {"name": version["author"], "type": "user"},
-        }
-        for version in history
-    ]
-    return {
-        "edited": len(versions) > 1,
-        "hidden": data["hidden"],
-        "numEdits": len(versions) - 1,
-        "history": versions,
-        "latest": versions[-1],
-    }
-
-
 def _find_comment(connection: Connection, discussion: Discussion, id: str) -> DiscussionEvent:
     of_discussion = events.c.discussion_id == discussion.id
     row = connection.execute(
@@ -334,7 +299,7 @@ def _replace(
     )
 
 
-def _record(row: Row[tuple[object, ...]]) -> Discussion:
+def _discussion(row: Row[tuple[object, ...]]) -> Discussion:
     return Discussion(
         id=row.id,
         repository_id=row.repository_id,

@@ -9,7 +9,7 @@ message can end with the trailer `Pipeline-Job: <job id>` instead.
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from sqlalchemy import Connection, insert
@@ -26,6 +26,7 @@ from pipeline.hub.repositories.names import DEFAULT_BRANCH
 from pipeline.hub.repositories.refs import (
     RefChange,
     known_refs,
+    peeled_refs,
     read_refs,
     ref_changes,
     remember,
@@ -266,22 +267,15 @@ def _of_jobs(
 ) -> list[RefChange]:
     """The changes whose new commits were all made by jobs. `known` are the shas that the refs had
     before. A commit is new if none of them leads to it."""
-    news = [change.new_sha for change in changes if change.new_sha is not None]
+    news = {change.ref: change.new_sha for change in changes if change.new_sha is not None}
     try:
-        marks = _marks(repository, news, known)
-        if not any(marks):
+        only_jobs = _made_by_jobs(repository, news.values(), known)
+        if not any(only_jobs.values()):
             return []
-        if len(news) == 1:
-            return [one for one in changes if one.new_sha is not None and all(marks)]
-        # Look at each change by itself, because jobs may have made the commits of only some
-        # changes.
-        return [
-            one
-            for one in changes
-            if one.new_sha is not None
-            and (own := _marks(repository, [one.new_sha], known))
-            and all(own)
-        ]
+        # An annotated tag has a sha of its own, which is not that of its commit.
+        commits = news | {
+            f"refs/tags/{tag}": commit for tag, commit in peeled_refs(repository, "refs/tags/")
+        }
     except HubError as error:
         # The cause is a tag of a file, or a damaged repository. It is then not known who made the
         # commits, so webhooks get the changes.
@@ -290,22 +284,29 @@ def _of_jobs(
             *(repository.name, error),
         )
         return []
+    return [one for one in changes if one.ref in news and only_jobs.get(commits[one.ref])]
 
 
-def _marks(repository: Repository, shas: Sequence[str], known: Collection[str]) -> list[bool]:
-    """For each commit that one of `shas` leads to, and none of `known`: whether a job made it."""
+def _made_by_jobs(
+    repository: Repository, shas: Iterable[str], known: Collection[str]
+) -> dict[str, bool]:
+    """For each commit that one of `shas` leads to, and none of `known`: whether jobs made this
+    commit and all of these commits before it."""
     revisions = "".join(f"{sha}\n" for sha in (*shas, *(f"^{sha}" for sha in known)))
     lines = git(
         repository.folder,
-        "log",
-        "--ignore-missing",
-        f"--format=%ce%x09%(trailers:key={TRAILER},valueonly,unfold,separator=%x2C)",
-        "--stdin",
+        *("log", "--ignore-missing", "--topo-order", "--reverse", "--stdin"),
+        f"--format=%H %P%x09%ce%x09%(trailers:key={TRAILER},valueonly,unfold,separator=%x2C)",
         stdin=revisions.encode(),
     )
-    return [_is_marked(commit) for commit in lines_of(lines)]
+    only_jobs: dict[str, bool] = {}
+    for line in lines_of(lines):  # parents come before their children
+        shas_of_commit, _, maker = line.partition("\t")
+        sha, *parents = shas_of_commit.split()
+        only_jobs[sha] = _is_of_job(maker) and all(only_jobs.get(one, True) for one in parents)
+    return only_jobs
 
 
-def _is_marked(commit: str) -> bool:
-    committer, _, trailer = commit.partition("\t")
+def _is_of_job(maker: str) -> bool:
+    committer, _, trailer = maker.partition("\t")
     return committer.endswith(f"@{COMMITTER_DOMAIN}") or bool(trailer.strip())

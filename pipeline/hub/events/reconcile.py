@@ -21,7 +21,7 @@ def reconcile_at_start(repositories: Repositories, log: EventLog) -> int:
 
     It takes no locks, so it must end before the hub answers its first request.
     """
-    repositories.clear_leftovers()
+    repositories.remove_incomplete()
     with log.database.write() as connection:
         known = {repository.name: repository for repository in repositories.all(connection)}
         on_disk = set(repositories.on_disk())

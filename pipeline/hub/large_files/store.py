@@ -150,7 +150,7 @@ class LargeFiles:
                     doomed.append(oid)
         return self.remove(doomed)
 
-    def clear_leftovers(self) -> None:
+    def remove_incomplete(self) -> None:
         """Deletes all unfinished files. Called only while no client sends a file."""
         shutil.rmtree(self.incoming, ignore_errors=True)
 

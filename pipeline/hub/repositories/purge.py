@@ -105,10 +105,8 @@ def _keep_parents(repository: Repository, planned: Purge) -> None:
     commits = "\n".join(planned["commits"]).encode()
     lines = git(repository.folder, "rev-list", "--no-walk", "--parents", "--stdin", stdin=commits)
     parents = {parent for line in lines_of(lines) for parent in line.split()[1:]} - doomed
-    for parent in sorted(parents):
-        leading = set(_refs_to(repository, parent)) - set(planned["refs"])
-        if not leading:
-            keep(repository, parent)
+    going = set(planned["refs"])
+    keep(repository, [one for one in parents if _refs_to(repository, one).keys() <= going])
 
 
 def _refs_to(repository: Repository, sha: str) -> Mapping[str, str]:

@@ -144,30 +144,46 @@ def remember(connection: Connection, repository: Repository, changes: Sequence[R
 
 
 def retain_unreachable(repository: Repository, database: Database, refs: Mapping[str, str]) -> None:
-    """Keeps the commit that a ref had at the last event, if the same ref does not lead to it any
-    more. `refs` has the present sha of each ref.
+    """Keeps the commit that a ref had at the last event, if no ref leads to it any more. `refs` has
+    the present sha of each ref.
 
     The caller stores the event only after this. If the hub is killed before it has kept the commit,
     the next comparison finds the same change and keeps the commit.
     """
     with database.read() as connection:
         known = known_refs(connection, repository)
-    for ref, sha in known.items():
-        now = refs.get(ref)
-        if now != sha and (now is None or not _leads_to(repository, now, sha)):
-            try:
-                keep(repository, sha)
-            except HubError as error:
-                # The commit is missing, because of a purge or a damaged disk. This is no reason to
-                # refuse the present push.
-                logger.error(
-                    "the former commit of %s in %s is not kept: %s", ref, repository.name, error
-                )
+    moved = {ref: sha for ref, sha in known.items() if refs.get(ref) != sha}
+    if not moved:
+        return
+    revisions = [*moved.values(), *(f"^{sha}" for sha in refs.values())]
+    lost = git(
+        repository.folder,
+        *("rev-list", "--ignore-missing", "--stdin"),
+        stdin="\n".join(revisions).encode(),
+    )
+    left_behind = set(moved.values()).intersection(lost.decode().split())
+    # `rev-list` does not print the object of an annotated tag, only its commit.
+    left_behind.update(sha for ref, sha in moved.items() if ref.startswith("refs/tags/"))
+    if left_behind:
+        keep(repository, _present(repository, left_behind))
 
 
-def keep(repository: Repository, sha: str) -> None:
-    """Adds the ref that keeps `sha`. Raises HubError if the repository has no object `sha`."""
-    git(repository.folder, "update-ref", f"{KEEP_PREFIX}{sha}", sha)
+def _present(repository: Repository, shas: Collection[str]) -> list[str]:
+    """The objects of `shas` that the repository has. The others are missing because of a purge or a
+    damaged disk, which is no reason to refuse the present push."""
+    answer = git(repository.folder, "cat-file", "--batch-check", stdin="\n".join(shas).encode())
+    found = [line.split(" ") for line in lines_of(answer)]
+    for sha, kind, *_ in found:
+        if kind == "missing":
+            logger.error("%s does not keep %s: the object is missing", repository.name, sha)
+    return [sha for sha, kind, *_ in found if kind != "missing"]
+
+
+def keep(repository: Repository, shas: Iterable[str]) -> None:
+    """Adds the refs that keep `shas`. Raises HubError if the repository lacks one of them, and then
+    adds no ref."""
+    commands = "".join(f"update {KEEP_PREFIX}{sha} {sha}\n" for sha in shas)
+    git(repository.folder, "update-ref", "--stdin", stdin=commands.encode())
 
 
 def delete_refs(repository: Repository, refs: Iterable[str]) -> None:
@@ -204,8 +220,7 @@ def release_unneeded(
         *(f"--glob={prefix}*" for prefix in SEEN_PREFIXES),
         stdin="\n".join(revisions).encode(),
     )
-    for sha in named.intersection(lost.decode().split()):
-        keep(repository, sha)
+    keep(repository, named.intersection(lost.decode().split()))
     delete_refs(repository, [f"{KEEP_PREFIX}{sha}" for sha in unneeded])
     logger.info("%s: %d commits are not kept any more", repository.name, len(unneeded))
     return unneeded
@@ -214,11 +229,3 @@ def release_unneeded(
 def _kept(repository: Repository) -> list[str]:
     lines = git(repository.folder, "for-each-ref", "--format=%(refname)", KEEP_PREFIX)
     return [ref.removeprefix(KEEP_PREFIX) for ref in lines_of(lines)]
-
-
-def _leads_to(repository: Repository, descendant: str, ancestor: str) -> bool:
-    try:
-        git(repository.folder, "merge-base", "--is-ancestor", ancestor, descendant)
-    except HubError:  # git says no, or one of the two shas is a tag of a file or a folder
-        return False
-    return True

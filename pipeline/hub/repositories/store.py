@@ -127,10 +127,10 @@ class Repositories:
             oldest = select(table).where(_is_in_any_case(name)).order_by(table.c.created_at)
             row = connection.execute(oldest).first()
         if row is not None:
-            return self._record(row)
+            return self._from_row(row)
         former = connection.execute(select(table).join(former_names).where(_was(name))).first()
         if former is not None:
-            present = self._record(former)
+            present = self._from_row(former)
             now = present.name
             raise RepositoryMoved(
                 f"The {name} has moved to {now.id}: use this name.",
@@ -173,7 +173,7 @@ class Repositories:
             raise RepositoryNotFound(
                 f"There is no repository with the id {id} here any more: look it up by its name."
             )
-        return self._record(row)
+        return self._from_row(row)
 
     def former_ids(self, connection: Connection, repository: Repository) -> list[str]:
         """The former names of the repository that still lead to it: `owner/name` in lower case."""
@@ -184,7 +184,7 @@ class Repositories:
         ]
 
     def all(self, connection: Connection) -> list[Repository]:
-        return [self._record(row) for row in connection.execute(select(table))]
+        return [self._from_row(row) for row in connection.execute(select(table))]
 
     def create(
         self,
@@ -285,7 +285,7 @@ class Repositories:
         for row in taken:
             if but is None or row.id != but.id:
                 raise Conflict(
-                    f"There is a {self._record(row).name} here already: choose another name."
+                    f"There is a {self._from_row(row).name} here already: choose another name."
                 )
         # If only the case of a repository's name changes, a file system that ignores case finds the
         # repository's own folder here. This is no conflict. `taken` then has the repository's row.
@@ -295,7 +295,7 @@ class Repositories:
                 "hub, which then adds the repository in this folder to its database."
             )
 
-    def clear_leftovers(self) -> None:
+    def remove_incomplete(self) -> None:
         """Removes what a killed hub left unfinished. Called before the hub answers a request."""
         end_processes(self._root)
         for folder in (self.incoming, self._removed):
@@ -303,7 +303,7 @@ class Repositories:
             folder.mkdir(parents=True)
         for repository in self._repos.glob("*s/*/*.git"):
             clear_repository(repository)
-            LargeFiles(repository).clear_leftovers()
+            LargeFiles(repository).remove_incomplete()
 
     def on_disk(self) -> Iterator[RepositoryName]:
         """The names of all repository folders. Skips, and logs, a folder with an invalid name."""
@@ -315,7 +315,7 @@ class Repositories:
                 except BadRequest as error:
                     logger.warning("the hub ignores the folder %s: %s", folder, error)
 
-    def _record(self, row: Row[tuple[object, ...]]) -> Repository:
+    def _from_row(self, row: Row[tuple[object, ...]]) -> Repository:
         name = RepositoryName(type=row.type, owner=row.owner, name=row.name)
         return Repository(
             id=row.id,

@@ -17,6 +17,7 @@ from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes.paths import api_path, file_path_of, type_of
 from pipeline.hub.service import Hub
 from pipeline.hub.tokens.auth import OF_ITS_BODY_ONLY, READING, Identity, check_sees, out_of_reach
+from pipeline.hub.unsupported import BESIDE_REPOSITORIES
 
 _HUBS_TOKEN_ONLY = ("/api/settings/tokens", "/api/settings/gc", "/api/settings/purge")
 _CLOSED_TO_JOBS = ("/api/settings/", "/settings/", "/api/repos/delete", "/api/repos/move")
@@ -77,6 +78,7 @@ def _check_reach(hub: Hub, identity: Identity, scope: Scope, verbs: Collection[s
     is_list = path.startswith("/api/") and type_of(path.removeprefix("/api/").rstrip("/"))
     if (
         is_list
+        or path in BESIDE_REPOSITORIES
         or path == OF_ITS_BODY_ONLY
         or (path in _OF_NO_REPOSITORY and not identity.is_anonymous)
     ):

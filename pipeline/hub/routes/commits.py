@@ -4,7 +4,6 @@ tells a client how to send each file, and `commit` makes the commit."""
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from tempfile import TemporaryFile
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,31 +12,31 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from pipeline.hub.actions.commits import (
+    MadeCommit,
+    begin,
+    commit_to_branch,
+    commit_to_pull_request,
+    find_branch,
+)
 from pipeline.hub.commits.body import CommitBody
-from pipeline.hub.commits.changes import MAX_GIT_BYTES, attributes_files, planned_changes
-from pipeline.hub.commits.checks import check_changes
-from pipeline.hub.commits.fast_import import NewCommit, first_commit, imported_commit, make_commit
+from pipeline.hub.commits.changes import MAX_GIT_BYTES, attributes_files
 from pipeline.hub.contents.attributes import IGNORE_FILE, ignored_paths, large_file_paths
 from pipeline.hub.contents.cards import parse_card
-from pipeline.hub.contents.history import resolve_revision
 from pipeline.hub.contents.trees import Folders, read_folders
-from pipeline.hub.discussions.store import MAX_TITLE
-from pipeline.hub.errors import BadRequest, RevisionNotFound
-from pipeline.hub.events.log import record_ref_changes
-from pipeline.hub.git.process import PULL_REQUEST_PREFIX, git
+from pipeline.hub.errors import BadRequest
+from pipeline.hub.git.process import git
 from pipeline.hub.http_json import client_warning, hub_url, read_json, receive_into
 from pipeline.hub.repositories.names import (
-    DEFAULT_BRANCH,
     RepositoryName,
     folders_of,
     new_file_path,
 )
 from pipeline.hub.repositories.objects import pointers_of
-from pipeline.hub.repositories.refs import RefChange, read_refs, remember
+from pipeline.hub.repositories.refs import read_refs
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.routes.pull_requests import check_is_open, open_pull_request
 from pipeline.hub.service import Hub
-from pipeline.hub.tokens.auth import Identity, identity_of, signature
+from pipeline.hub.tokens.auth import Identity, identity_of
 
 
 class PlannedFile(BaseModel):
@@ -112,26 +111,11 @@ async def preupload(
 
 
 async def _begin(hub: Hub, name: RepositoryName, identity: Identity) -> None:
-    """Makes the first commit if the repository has no commit. On the Hugging Face Hub every
-    repository has a commit, and clients such as `Dataset.push_to_hub` fail without it. No event is
-    stored, because the first commit brings no data."""
-
-    def is_empty() -> bool:
-        return not read_refs(hub.find(name))
-
-    if not await run_in_threadpool(is_empty):
-        return
-
-    async with hub.locked(name, identity) as repository:
-
-        def act() -> None:
-            if read_refs(repository):
-                return
-            first = first_commit(repository, signature(identity))
-            with hub.database.write() as connection:
-                remember(connection, repository, [first])
-
-        await run_in_threadpool(act)
+    """Makes the first commit if the repository has no commit."""
+    # Most repositories have a commit, and then the request need not wait for the lock.
+    if not await run_in_threadpool(lambda: read_refs(hub.find(name))):
+        async with hub.locked(name, identity) as repository:
+            await run_in_threadpool(begin, hub.log, repository, identity)
 
 
 async def commit(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
@@ -145,91 +129,27 @@ async def commit(request: Request, hub: Hub, name: RepositoryName, rest: Sequenc
         await receive_into(file, request, max_bytes=hub.settings.max_push_bytes)
         async with hub.commit_slots:
             body = await run_in_threadpool(CommitBody, file)
-        act = _commit_for_review if opens else _commit
+        act = commit_to_pull_request if opens else commit_to_branch
         # Take the slot after the lock. Otherwise a request that waits for the lock would hold a
         # slot, which another request could use.
         async with hub.locked(name, identity) as repository, hub.commit_slots:
-            made = await run_in_threadpool(act, hub, repository, revision, body, identity)
+            made = await run_in_threadpool(act, hub.log, repository, identity, revision, body)
+            remarks = await run_in_threadpool(_remarks, hub, repository, made)
     hub.log.wake()
     web = f"{hub_url(request)}/{repository.name.path}"
     answer: dict[str, object] = {
         "success": True,
         "commitOid": made.sha,
         "commitUrl": f"{web}/commit/{made.sha}",
-        "hookOutput": "\n".join(made.remarks),
+        "hookOutput": "\n".join(remarks),
     }
     if made.pull_request is not None:
         answer["pullRequestUrl"] = f"{web}/discussions/{made.pull_request}"
-    return JSONResponse(answer, headers=client_warning(made.sha, made.remarks))
+    return JSONResponse(answer, headers=client_warning(made.sha, remarks))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Made:
-    sha: str
-    remarks: Sequence[str] = ()
-    pull_request: int | None = None
-
-
-def _commit(
-    hub: Hub, repository: Repository, revision: str, body: CommitBody, identity: Identity
-) -> _Made:
-    ref, head = find_branch(repository, revision)
-    if ref.startswith(PULL_REQUEST_PREFIX):
-        check_is_open(hub, repository, ref)
-    sha = make_commit(repository, ref, head, _new_commit(repository, head, body, identity))
-    changes = [] if sha == head else record_ref_changes(repository, hub.log)
-    return _Made(sha=sha, remarks=hub.remarks_on(repository, changes) if changes else ())
-
-
-def _commit_for_review(
-    hub: Hub, repository: Repository, revision: str, body: CommitBody, identity: Identity
-) -> _Made:
-    """Makes the commit on a new pull request. The commit's parent is the commit that the client
-    names, or else the head of the branch."""
-    base, head = find_branch(repository, revision)
-    parent = body.header.parentCommit
-    start = head if parent is None else resolve_revision(repository, parent)
-    new = _new_commit(repository, start, body, identity)
-    check_changes(new.changes, repository, start)
-    with imported_commit(repository, start, new) as (_, sha, _):
-        opened = open_pull_request(
-            hub,
-            repository,
-            identity,
-            title=body.header.summary[:MAX_TITLE],
-            text=body.header.description or body.header.summary,
-            status="open",
-            base=base,
-            head=sha,
-        )
-    change = RefChange(ref=opened.ref, old_sha=start, new_sha=sha)
-    return _Made(sha=sha, remarks=hub.remarks_on(repository, [change]), pull_request=opened.num)
-
-
-def _new_commit(
-    repository: Repository, head: str | None, body: CommitBody, identity: Identity
-) -> NewCommit:
-    return NewCommit(
-        message=body.header.message,
-        author=signature(identity),
-        changes=planned_changes(repository, head, body),
-        parent=body.header.parentCommit,
-    )
-
-
-def find_branch(repository: Repository, revision: str) -> tuple[str, str | None]:
-    """The full name of the branch, and the sha of its head. The sha is None for the default branch
-    of a repository without commits. Raises RevisionNotFound for any other branch that does not
-    exist."""
-    refs = read_refs(repository)
-    ref = revision if revision.startswith("refs/") else f"refs/heads/{revision}"
-    is_branch = ref.startswith(("refs/heads/", PULL_REQUEST_PREFIX))
-    if not is_branch or (ref not in refs and (refs or ref != DEFAULT_BRANCH)):
-        raise RevisionNotFound(
-            f"The {repository.name} has no branch {revision!r}, and a commit can only be made on "
-            "a branch: create the branch first."
-        )
-    return ref, refs.get(ref)
+def _remarks(hub: Hub, repository: Repository, made: MadeCommit) -> Sequence[str]:
+    return hub.remarks_on(repository, made.changes) if made.changes else ()
 
 
 def _ignored(

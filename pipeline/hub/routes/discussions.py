@@ -1,46 +1,39 @@
 """API routes for discussions and pull requests."""
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from html import escape
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
-from sqlalchemy import Connection
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from pipeline.hub.actions import discussions as acts
+from pipeline.hub.actions.discussions import num_of
+from pipeline.hub.discussions.pull_requests import commits_of, difference, try_merge
 from pipeline.hub.discussions.store import (
     CLOSED,
     OPEN,
     Discussion,
     DiscussionEvent,
     Status,
-    add_comment,
-    change_status,
-    change_title,
-    edit_comment,
     find_discussion,
-    hide_comment,
     list_discussions,
     list_events,
-    next_num,
 )
-from pipeline.hub.errors import BadRequest
+from pipeline.hub.errors import BadRequest, HubError
 from pipeline.hub.http_json import hub_url, iso_time, query_int, read_json
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.refs import read_refs
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.routes.pull_requests import (
-    add_and_record,
-    describe_pull_request,
-    merge_pull_request,
-    num_of,
-    open_pull_request,
-    record_update,
-)
 from pipeline.hub.service import Hub
 from pipeline.hub.tokens.auth import Identity, identity_of
+
+logger = logging.getLogger(__name__)
 
 PER_PAGE = 50
 MAX_PAGE = 10_000
@@ -93,10 +86,10 @@ async def read(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[
         with hub.database.read() as connection:
             discussion = find_discussion(connection, repository, num)
             events = list_events(connection, discussion)
-        found = [(event.created_at, event.as_json()) for event in events]
-        document = as_json(discussion, repository)
+        found = [(event.created_at, _event_as_json(event)) for event in events]
+        document = _as_json(discussion, repository)
         if discussion.is_pull_request:
-            document |= describe_pull_request(repository, discussion, found, with_difference)
+            document |= _describe_pull_request(repository, discussion, found, with_difference)
         document["events"] = [event for _, event in sorted(found, key=lambda pair: pair[0])]
         return document
 
@@ -130,7 +123,7 @@ async def _list(request: Request, hub: Hub, name: RepositoryName) -> Response:
             )
         found = [one for one in matching if one.status in statuses[status]]
         start = page * PER_PAGE
-        shown = [as_json(one, repository) for one in found[start : start + PER_PAGE]]
+        shown = [_as_json(one, repository) for one in found[start : start + PER_PAGE]]
         return {
             "discussions": shown,
             "count": len(found),
@@ -147,49 +140,50 @@ async def change(request: Request, hub: Hub, name: RepositoryName, rest: Sequenc
     and `discussions/<num>/comment/<id>/{edit,hide}`."""
     identity = identity_of(request)
     identity.require_write("a discussion")
+    if not rest:
+        return await _create(request, hub, name, identity)
+    key, act = await _change_of(request, rest)
+    change = partial(act, hub.log, identity=identity, num=num_of(rest[0]))
+    changed = await _changing(hub, name, identity, change)
+    return JSONResponse({} if changed is None else {key: _event_as_json(changed)})
+
+
+async def _change_of(
+    request: Request, rest: Sequence[str]
+) -> tuple[str, Callable[..., DiscussionEvent | None]]:
+    """The key of the answer, and the function that makes the change."""
     match rest:
-        case []:
-            return await _create(request, hub, name, identity)
-        case [num, "comment"]:
-            comment = (await read_json(request, NewComment)).comment
-            return await _comment(hub, name, num_of(num), identity, comment)
-        case [num, "comment", id, "edit"]:
-            text = (await read_json(request, Edit)).content
-            return await _edit(hub, name, num_of(num), identity, id, text)
-        case [num, "comment", id, "hide"]:
-            return await _edit(hub, name, num_of(num), identity, id, None)
-        case [num, "title"]:
-            title = (await read_json(request, NewTitle)).title
-            return await _rename(hub, name, num_of(num), identity, title)
-        case [num, "status"]:
-            return await _set_status(
-                hub, name, num_of(num), identity, await read_json(request, NewStatus)
-            )
-        case [num, "merge"]:
-            return await _merge(hub, name, num_of(num), identity, await read_json(request, Merge))
+        case [_, "comment"]:
+            comment = await read_json(request, NewComment)
+            return "newMessage", partial(acts.add, text=comment.comment)
+        case [_, "comment", id, "edit"]:
+            edited = await read_json(request, Edit)
+            return "updatedComment", partial(acts.edit, id=id, text=edited.content)
+        case [_, "comment", id, "hide"]:
+            return "updatedComment", partial(acts.edit, id=id, text=None)
+        case [_, "title"]:
+            title = await read_json(request, NewTitle)
+            return "newTitle", partial(acts.rename, title=title.title)
+        case [_, "status"]:
+            new = await read_json(request, NewStatus)
+            act = partial(acts.set_status, status=new.status, comment=new.comment)
+            return "newStatus", act
+        case [_, "merge"]:
+            merge = await read_json(request, Merge)
+            return "", partial(acts.merge_pull_request, comment=merge.comment)
     raise HTTPException(404)
 
 
 async def _create(request: Request, hub: Hub, name: RepositoryName, identity: Identity) -> Response:
     body = await read_json(request, NewDiscussion)
 
-    def act(repository: Repository) -> Discussion:
-        if body.pullRequest:
-            return open_pull_request(
-                hub,
-                repository,
-                identity,
-                title=body.title,
-                text=body.description,
-                status="draft",
-            )
-        with hub.database.write() as connection:
-            num = next_num(connection, repository, read_refs(repository))
-            return add_and_record(
-                connection, hub, repository, identity, num, body.title, body.description
-            )
-
-    discussion = await _changing(hub, name, identity, act)
+    act = (
+        partial(acts.open_pull_request, status="draft")
+        if body.pullRequest
+        else acts.open_discussion
+    )
+    opening = partial(act, hub.log, identity=identity, title=body.title, text=body.description)
+    discussion = await _changing(hub, name, identity, opening)
     return JSONResponse(
         {
             "num": discussion.num,
@@ -197,69 +191,6 @@ async def _create(request: Request, hub: Hub, name: RepositoryName, identity: Id
             "url": f"{hub_url(request)}/{name.path}/discussions/{discussion.num}",
         }
     )
-
-
-async def _comment(
-    hub: Hub, name: RepositoryName, num: int, identity: Identity, text: str
-) -> Response:
-    def act(connection: Connection, repository: Repository, found: Discussion) -> DiscussionEvent:
-        comment = add_comment(connection, found, author=identity.user, text=text)
-        hub.log.record_comment(connection, repository, found, comment, action="create")
-        return comment
-
-    return JSONResponse({"newMessage": await _changing_one(hub, name, identity, num, act)})
-
-
-async def _edit(
-    hub: Hub, name: RepositoryName, num: int, identity: Identity, id: str, text: str | None
-) -> Response:
-    """Changes a comment to `text`, or hides it if `text` is None."""
-
-    def act(connection: Connection, repository: Repository, found: Discussion) -> DiscussionEvent:
-        who = identity.user
-        comment = (
-            hide_comment(connection, found, id, author=who)
-            if text is None
-            else edit_comment(connection, found, id, author=who, text=text)
-        )
-        hub.log.record_comment(connection, repository, found, comment, action="update")
-        return comment
-
-    return JSONResponse({"updatedComment": await _changing_one(hub, name, identity, num, act)})
-
-
-async def _rename(
-    hub: Hub, name: RepositoryName, num: int, identity: Identity, title: str
-) -> Response:
-    def act(connection: Connection, repository: Repository, found: Discussion) -> DiscussionEvent:
-        event = change_title(connection, found, author=identity.user, title=title)
-        record_update(connection, hub, repository, num)
-        return event
-
-    return JSONResponse({"newTitle": await _changing_one(hub, name, identity, num, act)})
-
-
-async def _set_status(
-    hub: Hub, name: RepositoryName, num: int, identity: Identity, body: NewStatus
-) -> Response:
-    def act(connection: Connection, repository: Repository, found: Discussion) -> DiscussionEvent:
-        if body.comment:
-            add_comment(connection, found, author=identity.user, text=body.comment)
-        event = change_status(connection, found, author=identity.user, status=body.status)
-        record_update(connection, hub, repository, num)
-        return event
-
-    return JSONResponse({"newStatus": await _changing_one(hub, name, identity, num, act)})
-
-
-async def _merge(
-    hub: Hub, name: RepositoryName, num: int, identity: Identity, body: Merge
-) -> Response:
-    def act(repository: Repository) -> None:
-        merge_pull_request(hub, repository, identity, num, body.comment)
-
-    await _changing(hub, name, identity, act)
-    return JSONResponse({})
 
 
 async def _changing(
@@ -271,22 +202,7 @@ async def _changing(
     return answer
 
 
-async def _changing_one(
-    hub: Hub,
-    name: RepositoryName,
-    identity: Identity,
-    num: int,
-    act: Callable[[Connection, Repository, Discussion], DiscussionEvent],
-) -> Json:
-    def changing(repository: Repository) -> Json:
-        with hub.database.write() as connection:
-            found = find_discussion(connection, repository, num)
-            return act(connection, repository, found).as_json()
-
-    return await _changing(hub, name, identity, changing)
-
-
-def as_json(discussion: Discussion, repository: Repository) -> Json:
+def _as_json(discussion: Discussion, repository: Repository) -> Json:
     return {
         "num": discussion.num,
         "title": discussion.title,
@@ -298,3 +214,79 @@ def as_json(discussion: Discussion, repository: Repository) -> Json:
         "pinned": False,
         "locked": False,
     }
+
+
+def _event_as_json(event: DiscussionEvent) -> Json:
+    return {
+        "id": event.id,
+        "type": event.type,
+        "author": {"name": event.author, "type": "user"},
+        "createdAt": iso_time(event.created_at),
+        "data": _comment_as_json(event.data) if event.type == "comment" else event.data,
+    }
+
+
+def _comment_as_json(data: Mapping[str, object]) -> Json:
+    history = data["history"]
+    assert isinstance(history, list)
+    versions = [
+        {
+            "raw": version["raw"],
+            "html": f"<p>{escape(version['raw'])}</p>",
+            "updatedAt": iso_time(version["updated_at"]),
+            "author": {"name": version["author"], "type": "user"},
+        }
+        for version in history
+    ]
+    return {
+        "edited": len(versions) > 1,
+        "hidden": data["hidden"],
+        "numEdits": len(versions) - 1,
+        "history": versions,
+        "latest": versions[-1],
+    }
+
+
+def _describe_pull_request(
+    repository: Repository,
+    discussion: Discussion,
+    events: list[tuple[float, Json]],
+    with_difference: bool,
+) -> Json:
+    """The fields of a pull request that come from git. Adds its commits to `events`."""
+    assert discussion.base is not None
+    document: Json = {
+        "changes": {"base": discussion.base, "mergeCommitId": discussion.merge_commit},
+        "filesWithConflicts": [],
+    }
+    refs = read_refs(repository)
+    base, head = refs.get(discussion.base), refs.get(discussion.ref)
+    if base is None or head is None:
+        return document
+    for commit in commits_of(repository, base, head):
+        event: Json = {
+            "id": commit.sha[:24],
+            "type": "commit",
+            "author": {"name": commit.author, "type": "user"},
+            "createdAt": iso_time(commit.committed_at),
+            "data": {"subject": commit.title, "oid": commit.sha},
+        }
+        events.append((max(commit.committed_at, discussion.created_at), event))
+    if discussion.status in OPEN:
+        document["filesWithConflicts"] = _files_with_conflicts(repository, base, head)
+    if with_difference:
+        document["diff"] = difference(repository, base, head)
+    return document
+
+
+def _files_with_conflicts(repository: Repository, base: str, head: str) -> list[str] | bool:
+    """The files that git cannot merge. True if git cannot make this list: clients of the Hugging
+    Face Hub take it to mean that the pull request cannot be merged."""
+    try:
+        return list(try_merge(repository, base, head).conflicts)
+    except HubError as error:
+        # Only logged, because the rest of the pull request can be read. A merge gives the error.
+        logger.warning(
+            "the conflicts of a pull request of %s are not known: %s", repository.name, error
+        )
+        return True

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pipeline.hub import http_json
+from pipeline.hub import http_json, unsupported
 from pipeline.hub.errors import RepositoryMoved
 from pipeline.hub.repositories.names import RepositoryName, segments
 from pipeline.hub.routes import (
@@ -86,7 +86,7 @@ async def api(request: Request) -> Response:
     hub = hub_of(request)
     parts = segments(request.scope["raw_path"])
     type = type_of(parts[1] if len(parts) > 1 else "")
-    if type is None:
+    if type is None or request.url.path in unsupported.BESIDE_REPOSITORIES:
         raise HTTPException(404)
     if len(parts) == 2 and request.method in ("GET", "HEAD"):
         return await listing.list_repositories(request, hub, type)

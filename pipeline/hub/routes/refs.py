@@ -2,6 +2,7 @@
 does."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, StringConstraints
@@ -9,18 +10,16 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pipeline.hub.contents.history import resolve_revision
-from pipeline.hub.errors import BadRequest, Conflict, RevisionNotFound
-from pipeline.hub.events.log import record_ref_changes
-from pipeline.hub.git.process import PULL_REQUEST_PREFIX, git
+from pipeline.hub.actions import refs as acts
+from pipeline.hub.errors import BadRequest
+from pipeline.hub.events.log import EventLog
+from pipeline.hub.git.process import PULL_REQUEST_PREFIX
 from pipeline.hub.http_json import read_json
 from pipeline.hub.repositories.names import DEFAULT_BRANCH, RepositoryName, is_ref_name
-from pipeline.hub.repositories.refs import peeled_refs, read_refs
+from pipeline.hub.repositories.refs import peeled_refs
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.service import Hub
 from pipeline.hub.tokens.auth import identity_of, signature
-
-_NO_REF = "0" * 40
 
 
 class NewBranch(BaseModel):
@@ -66,17 +65,7 @@ async def create_branch(
 ) -> Response:
     ref = _full("refs/heads/", "/".join(rest))
     body = await read_json(request, NewBranch)
-
-    def act(repository: Repository) -> None:
-        _refuse_existing(repository, ref)
-        if body.startingPoint is None and not read_refs(repository):
-            raise BadRequest(
-                f"The {name} has no commit yet, and a branch must begin at a commit: push a commit "
-                "to the branch. The push also creates the branch."
-            )
-        start = resolve_revision(repository, body.startingPoint or "main")
-        git(repository.folder, "update-ref", ref, start, _NO_REF)
-
+    act = partial(acts.create_branch, ref=ref, start=body.startingPoint)
     await _change_refs(request, hub, name, act)
     return Response(status_code=200)
 
@@ -90,7 +79,7 @@ async def delete_branch(
             f"Cannot delete {DEFAULT_BRANCH}: it is the default branch. Delete another branch, or "
             "the repository."
         )
-    await _change_refs(request, hub, name, lambda repository: _delete(repository, ref))
+    await _change_refs(request, hub, name, partial(acts.delete_ref, ref=ref))
     return Response(status_code=200)
 
 
@@ -99,20 +88,13 @@ async def create_tag(
 ) -> Response:
     body = await read_json(request, NewTag)
     ref = _full("refs/tags/", body.tag)
-
-    def act(repository: Repository) -> None:
-        commit = resolve_revision(repository, "/".join(rest))
-        _refuse_existing(repository, ref)
-        if not body.message:
-            git(repository.folder, "update-ref", ref, commit, _NO_REF)
-            return
-        who = hub.settings.owner
-        tagger = {"GIT_COMMITTER_NAME": who, "GIT_COMMITTER_EMAIL": f"{who}@localhost"}
-        message = body.message.encode()
-        git(
-            repository.folder, "tag", "-a", "-F", "-", body.tag, commit, stdin=message, extra=tagger
-        )
-
+    act = partial(
+        acts.create_tag,
+        ref=ref,
+        revision="/".join(rest),
+        message=body.message,
+        author=signature(identity_of(request)),
+    )
     await _change_refs(request, hub, name, act)
     return Response(status_code=200)
 
@@ -121,49 +103,26 @@ async def delete_tag(
     request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
 ) -> Response:
     ref = _full("refs/tags/", "/".join(rest))
-    await _change_refs(request, hub, name, lambda repository: _delete(repository, ref))
+    await _change_refs(request, hub, name, partial(acts.delete_ref, ref=ref))
     return Response(status_code=200)
 
 
 async def super_squash(
     request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
 ) -> Response:
-    """Replaces all commits of the branch by one commit without a parent. The files of the branch
-    stay the same."""
     ref = _full("refs/heads/", "/".join(rest))
     body = await read_json(request, Squash)
-    who = signature(identity_of(request))
-    author = {
-        f"GIT_{part}_{fact}": value
-        for part in ("AUTHOR", "COMMITTER")
-        for fact, value in (("NAME", who.name), ("EMAIL", who.email))
-    }
-
-    def act(repository: Repository) -> None:
-        head = resolve_revision(repository, ref)
-        message = (body.message or f"Super-squash branch {ref}").encode()
-        squashed = git(
-            repository.folder,
-            *("commit-tree", f"{head}^{{tree}}", "-F", "-"),
-            stdin=message,
-            extra=author,
-        )
-        git(repository.folder, "update-ref", ref, squashed.decode().strip(), head)
-
+    author = signature(identity_of(request))
+    act = partial(acts.super_squash, ref=ref, message=body.message, author=author)
     await _change_refs(request, hub, name, act)
     return JSONResponse({})
 
 
 async def _change_refs(
-    request: Request, hub: Hub, name: RepositoryName, act: Callable[[Repository], None]
+    request: Request, hub: Hub, name: RepositoryName, act: Callable[[EventLog, Repository], None]
 ) -> None:
     async with hub.locked(name, identity_of(request)) as repository:
-
-        def act_and_record() -> None:
-            act(repository)
-            record_ref_changes(repository, hub.log)
-
-        await run_in_threadpool(act_and_record)
+        await run_in_threadpool(act, hub.log, repository)
 
 
 def _as_json(repository: Repository, prefix: str) -> list[dict[str, str]]:
@@ -180,22 +139,3 @@ def _full(prefix: str, name: str) -> str:
             "'.' and '/'. The names HEAD and refs/… are not allowed."
         )
     return f"{prefix}{name}"
-
-
-def _refuse_existing(repository: Repository, ref: str) -> None:
-    for existing in read_refs(repository):
-        if existing == ref:
-            raise Conflict(f"Reference {ref} already exists: choose another name.")
-        if existing.startswith(f"{ref}/") or ref.startswith(f"{existing}/"):
-            raise Conflict(
-                f"Reference {ref} cannot exist together with {existing}, because git stores each "
-                "ref as a file, and one of the two would be a folder: choose another name."
-            )
-
-
-def _delete(repository: Repository, ref: str) -> None:
-    if ref not in read_refs(repository):
-        raise RevisionNotFound(
-            f"The {repository.name} has no {ref} that could be deleted: check the name."
-        )
-    git(repository.folder, "update-ref", "-d", ref)

@@ -2,7 +2,9 @@
 
 import contextlib
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from secrets import token_hex
+from typing import TypedDict
 
 from sqlalchemy import Connection
 from starlette.concurrency import run_in_threadpool
@@ -12,7 +14,7 @@ from starlette.routing import Route
 
 from jobs.errors import JobNotFound
 from pipeline.hub.errors import BadRequest
-from pipeline.hub.http_json import read_json
+from pipeline.hub.http_json import client_warning, read_json
 from pipeline.hub.repositories.names import REPOSITORY_TYPES, RepositoryName
 from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.webhooks import suspension
@@ -22,16 +24,27 @@ from pipeline.hub.webhooks.store import (
     HubWatchedItem,
     StoredWebhook,
     UpdateWebhook,
-    WebhookJson,
-    as_json,
     create_webhook,
     delete_webhook,
     get_webhook,
     list_webhooks,
     update_webhook,
 )
+from receiver.webhooks import Domain, WebhookStatus
 
 _BASE = "/api/settings/webhooks"
+
+
+class WebhookJson(TypedDict, total=False):
+    id: str
+    url: str
+    watched: list[dict[str, str]]
+    domains: list[Domain]
+    disabled: bool
+    status: WebhookStatus
+    job: Mapping[str, object]
+    secret: str
+    warnings: list[str]
 
 
 def routes() -> list[Route]:
@@ -84,7 +97,7 @@ async def create(request: Request) -> Response:
     created = await run_in_threadpool(act)
     if body.secret:
         created["secret"] = body.secret
-    return JSONResponse({"webhook": created})
+    return _changed(created)
 
 
 async def change(request: Request) -> Response:
@@ -105,7 +118,7 @@ async def change(request: Request) -> Response:
 
     changed = await run_in_threadpool(act)
     hub.log.wake()
-    return JSONResponse({"webhook": changed})
+    return _changed(changed)
 
 
 async def enable(request: Request) -> Response:
@@ -131,6 +144,12 @@ async def remove(request: Request) -> Response:
 
     await run_in_threadpool(act)
     return JSONResponse({})
+
+
+def _changed(webhook: WebhookJson) -> Response:
+    # Each answer has a topic of its own, because a client prints one warning for each topic.
+    headers = client_warning(f"webhook {token_hex(8)}", webhook.get("warnings", ()))
+    return JSONResponse({"webhook": webhook}, headers=headers)
 
 
 async def _resume(request: Request, event: WebhookEvent) -> Response:
@@ -163,7 +182,20 @@ def _check_job(hub: Hub, body: CreateWebhook | UpdateWebhook) -> None:
 
 
 def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> WebhookJson:
-    described = as_json(webhook)
+    """The webhook in the form that `huggingface_hub` parses, with `status` and `warnings` in
+    addition. The secret is left out. Only the answer to the request that creates a webhook has it.
+    """
+    described: WebhookJson = {
+        "id": webhook.id,
+        "watched": [item.model_dump() for item in webhook.watched],
+        "domains": list(webhook.domains),
+        "disabled": webhook.disabled,
+        "status": webhook.status,
+    }
+    if webhook.url is not None:
+        described["url"] = webhook.url
+    else:
+        described["job"] = {"sourceId": webhook.job_id}
     present = [repository.name for repository in hub.repositories.all(connection)]
     if found := _warnings(webhook, present):
         described["warnings"] = found

@@ -83,10 +83,20 @@ class Signature:
     name: str
     email: str
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables from which git takes the author, the committer and the
+        tagger."""
+        return {
+            f"GIT_{role}_{fact}": value
+            for role in ("AUTHOR", "COMMITTER")
+            for fact, value in (("NAME", self.name), ("EMAIL", self.email))
+        }
+
 
 def signature(identity: Identity) -> Signature:
-    """The author of commits that this client makes through the API. If the token is a job's, the
-    author is the job. The commits that the job makes with git have the same author."""
+    """The author of the commits and tags that this client makes through the API. If the token is a
+    job's, the author is the job. The commits that the job makes with git have the same author."""
     if identity.job_id is None:
         return Signature(name=identity.user, email=f"{identity.user}@localhost")
     return Signature(name=f"job {identity.job_id}", email=f"{identity.job_id}@{COMMITTER_DOMAIN}")

@@ -92,7 +92,7 @@ def list_tokens(database: Database, repositories: Repositories) -> list[Json]:
     with database.read() as connection:
         items: list[Json] = []
         for row in connection.execute(select(table).order_by(table.c.created_at)).all():
-            token = _record(row)
+            token = _from_row(row)
             names = None
             if token.repositories is not None:
                 names = []
@@ -143,7 +143,7 @@ def identity_of_token(database: Database, token: bytes, user: str) -> Identity |
             logger.warning(
                 "the hub cannot store that the token %r was used: %s", row.name, error.orig
             )
-    stored = _record(row)
+    stored = _from_row(row)
     return Identity(
         user=user,
         role=stored.role,
@@ -180,7 +180,7 @@ def _digest(token: bytes) -> str:
     return hashlib.sha256(token).hexdigest()
 
 
-def _record(row: Row[tuple[object, ...]]) -> StoredToken:
+def _from_row(row: Row[tuple[object, ...]]) -> StoredToken:
     return StoredToken(
         name=row.name,
         role=row.role,

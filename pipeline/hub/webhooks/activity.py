@@ -50,7 +50,7 @@ def list_deliveries(
     rows = connection.execute(
         query.order_by(table.c.event_seq.desc(), table.c.created_at.desc()).limit(limit)
     )
-    return [_record(row) for row in rows]
+    return [_from_row(row) for row in rows]
 
 
 def get_delivery(connection: Connection, webhook_id: str, delivery_id: str) -> OutboxDelivery:
@@ -63,7 +63,7 @@ def get_delivery(connection: Connection, webhook_id: str, delivery_id: str) -> O
             f"Webhook {webhook_id!r} has no delivery {delivery_id!r}: list its deliveries with "
             f"`pipeline webhooks deliveries {webhook_id}`."
         )
-    return _record(row)
+    return _from_row(row)
 
 
 def webhook_of(connection: Connection, delivery_id: str) -> str:
@@ -113,7 +113,7 @@ def _activity() -> Select[tuple[object, ...]]:
     return select(table, events).join(events, events.c.seq == table.c.event_seq)
 
 
-def _record(row: Row[tuple[object, ...]]) -> OutboxDelivery:
+def _from_row(row: Row[tuple[object, ...]]) -> OutboxDelivery:
     values = row._mapping
     return OutboxDelivery(
         id=values[table.c.id],

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 BROKEN_OFF_SECONDS = 1.0
 
-_TURNS = {
+_STATUS_CHANGE_LOGS = {
     "suspended": "webhook %s to %s is SUSPENDED, because its deliveries failed. Its deliveries "
     "wait. From time to time the hub tries one. The first success ends the suspension; "
     "`pipeline webhooks enable` ends it at once.",
@@ -186,12 +186,12 @@ class Deliverer:
         # receiver recognises its id.
         with self._database.write_relaxed() as connection:
             status = outbox.settle(connection, due, attempt, self._settings)
-            turn = None
+            change = None
             current = _as_it_is(connection, webhook.id)
             # If a person enabled the webhook or changed its URL during the attempt, a failure of
             # this attempt says nothing about the webhook in its present state.
             if current is not None and (attempt.succeeded or current.stands_as(webhook)):
-                turn = suspension.after_attempt(
+                change = suspension.after_attempt(
                     connection, current, attempt, status, self._settings
                 )
         # Not by the status alone: a delivery that was taken is pending if a person replayed it
@@ -203,8 +203,8 @@ class Deliverer:
         else:
             result = status
         self._metrics.deliveries.labels(result=result).inc()
-        if turn is not None:
-            logger.error(_TURNS[turn], webhook.id, webhook.target)
+        if change is not None:
+            logger.error(_STATUS_CHANGE_LOGS[change], webhook.id, webhook.target)
         if attempt.succeeded:
             self._metrics.delivery_seconds.observe(time.time() - due.queued_at)
             logger.info(

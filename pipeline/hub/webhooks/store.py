@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import httpx
@@ -154,37 +154,6 @@ class StoredWebhook:
         )
 
 
-class WebhookJson(TypedDict, total=False):
-    id: str
-    url: str
-    watched: list[dict[str, str]]
-    domains: list[Domain]
-    disabled: bool
-    status: WebhookStatus
-    job: Mapping[str, object]
-    secret: str
-    warnings: list[str]
-
-
-def as_json(webhook: StoredWebhook) -> WebhookJson:
-    """The webhook in the form that `huggingface_hub` parses, with `status` in addition.
-
-    The secret is left out. Only the answer to the request that creates a webhook has it.
-    """
-    described: WebhookJson = {
-        "id": webhook.id,
-        "watched": [item.model_dump() for item in webhook.watched],
-        "domains": list(webhook.domains),
-        "disabled": webhook.disabled,
-        "status": webhook.status,
-    }
-    if webhook.url is not None:
-        described["url"] = webhook.url
-    else:
-        described["job"] = {"sourceId": webhook.job_id}
-    return described
-
-
 class SecretCipher:
     """Encrypts the secrets that the hub stores (Fernet: AES-128-CBC and HMAC-SHA256)."""
 
@@ -236,7 +205,7 @@ class SecretCipher:
 
 def list_webhooks(connection: Connection) -> list[StoredWebhook]:
     rows = connection.execute(select(table).order_by(table.c.created_at, table.c.id))
-    return [_record(row) for row in rows]
+    return [_from_row(row) for row in rows]
 
 
 def jobs_of_webhooks(path: Path) -> set[str]:
@@ -261,7 +230,7 @@ def get_webhook(connection: Connection, id: str) -> StoredWebhook:
         raise WebhookNotFound(
             f"There is no webhook {id!r} here: list the webhooks with `hf webhooks ls`."
         )
-    return _record(row)
+    return _from_row(row)
 
 
 def create_webhook(
@@ -337,7 +306,7 @@ def delete_webhook(connection: Connection, id: str) -> None:
     connection.execute(delete(table).where(table.c.id == id))
 
 
-def _record(row: Row[tuple[object, ...]]) -> StoredWebhook:
+def _from_row(row: Row[tuple[object, ...]]) -> StoredWebhook:
     return StoredWebhook(
         id=row.id,
         url=row.url or None,

@@ -27,7 +27,7 @@ from pipeline.hub.webhooks.outbox import PENDING, Attempt
 from pipeline.hub.webhooks.states import DeliveryStatus, WebhookEvent, move_deliveries, move_webhook
 from pipeline.hub.webhooks.store import StoredWebhook
 
-Turn = Literal["suspended", "resumed", "gone"]
+StatusChange = Literal["suspended", "resumed", "gone"]
 GONE = 410
 """With this status, a receiver says that it wants no more deliveries:
 https://www.standardwebhooks.com"""
@@ -39,7 +39,7 @@ def after_attempt(
     attempt: Attempt,
     status: DeliveryStatus,
     settings: HubSettings,
-) -> Turn | None:
+) -> StatusChange | None:
     """Updates the webhook's row after an attempt: its failures, its next probe and its state.
     Returns the change of the state, or None if the state stays the same."""
     if attempt.succeeded:

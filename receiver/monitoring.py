@@ -1,5 +1,5 @@
-"""The receiver's metrics for Prometheus: how many requests its handlers got, by path and status,
-and how long the answers took, by path."""
+"""The routes by which others watch a receiver: `/metrics` for Prometheus and `/live` for
+`pipeline up`."""
 
 import time
 
@@ -8,12 +8,15 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jobs.errors import StoreError
+from jobs.store import JobStore
+
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 15)
 
 
 def measure(app: FastAPI) -> None:
-    """Count requests to `/webhooks/…`, and add the route `/metrics`. Call this function before the
-    app serves requests."""
+    """Count the requests to `/webhooks/…` and the time of their answers, and add the route
+    `/metrics`. Call this function before the app serves requests."""
     registry = CollectorRegistry()
     requests = Counter(
         "receiver_requests",
@@ -34,6 +37,24 @@ def measure(app: FastAPI) -> None:
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
     app.add_middleware(_Measured, requests=requests, seconds=seconds)
+
+
+def add_live_route(app: FastAPI, store: JobStore) -> None:
+    """Add the route `/live`, which reads the job store before it answers. `pipeline up` requests
+    this route again and again, and restarts the receiver if there is no answer for some time. Call
+    this function before the app serves requests.
+
+    If the store fails, the answer has status 200 and names the error. If the answer had status 503,
+    `pipeline up` would restart the receiver, but a restart does not repair a database.
+    """
+
+    @app.get("/live")
+    def alive() -> dict[str, str]:
+        try:
+            store.list(limit=1)
+        except StoreError as error:
+            return {"status": "ok", "database": str(error)}
+        return {"status": "ok"}
 
 
 class _Measured:

@@ -1,0 +1,216 @@
+"""What clients do with discussions and pull requests. Each function stores the change together with
+its event.
+
+The caller holds the repository's lock. Afterwards it wakes the deliverer (`EventLog.wake`), which
+sends the event to the webhooks.
+"""
+
+from sqlalchemy import Connection
+
+from pipeline.hub.actions.refs import NO_REF
+from pipeline.hub.discussions.pull_requests import commits_of, squash
+from pipeline.hub.discussions.store import (
+    OPEN,
+    Discussion,
+    DiscussionEvent,
+    Status,
+    add_comment,
+    add_discussion,
+    change_status,
+    change_title,
+    edit_comment,
+    find_discussion,
+    hide_comment,
+    next_num,
+)
+from pipeline.hub.errors import BadRequest, Conflict, DiscussionNotFound
+from pipeline.hub.events.log import EventLog, record_ref_changes
+from pipeline.hub.git.process import PULL_REQUEST_PREFIX, git
+from pipeline.hub.repositories.names import DEFAULT_BRANCH
+from pipeline.hub.repositories.refs import read_refs
+from pipeline.hub.repositories.store import Repository
+from pipeline.hub.tokens.auth import Identity, signature
+
+
+def open_discussion(
+    log: EventLog, repository: Repository, identity: Identity, *, title: str, text: str
+) -> Discussion:
+    with log.database.write() as connection:
+        num = next_num(connection, repository, read_refs(repository))
+        found, comment = add_discussion(
+            connection,
+            repository,
+            num=num,
+            title=title,
+            text=text,
+            author=identity.user,
+            base=None,
+            status="open",
+        )
+        log.record_discussion(connection, repository, found, comment, action="create")
+    return found
+
+
+def open_pull_request(
+    log: EventLog,
+    repository: Repository,
+    identity: Identity,
+    *,
+    title: str,
+    text: str,
+    status: Status,
+    base: str = DEFAULT_BRANCH,
+    head: str | None = None,
+) -> Discussion:
+    """Opens a pull request for the branch `base`. The pull request's ref first points to the commit
+    `head`, or to the newest commit of `base` if `head` is None. Raises BadRequest if the branch
+    does not exist, or if the title or the text is wrong."""
+    refs = read_refs(repository)
+    if base not in refs:
+        raise BadRequest(f"The {repository.name} has no commit on {base}: push one first.")
+    # Store the discussion before the ref exists. A ref without a discussion could never be deleted,
+    # and would keep its commits from being purged. If the hub is killed or git fails before the ref
+    # exists, the pull request has no commits: a person can push commits to it, or close it.
+    with log.database.write() as connection:
+        found, comment = add_discussion(
+            connection,
+            repository,
+            num=next_num(connection, repository, refs),
+            title=title,
+            text=text,
+            author=identity.user,
+            base=base,
+            status=status,
+        )
+        log.record_discussion(connection, repository, found, comment, action="create")
+    git(repository.folder, "update-ref", found.ref, head or refs[base], NO_REF)
+    record_ref_changes(repository, log)
+    return found
+
+
+def add(
+    log: EventLog, repository: Repository, identity: Identity, num: int, *, text: str
+) -> DiscussionEvent:
+    with log.database.write() as connection:
+        found = find_discussion(connection, repository, num)
+        comment = add_comment(connection, found, author=identity.user, text=text)
+        log.record_comment(connection, repository, found, comment, action="create")
+    return comment
+
+
+def edit(
+    log: EventLog,
+    repository: Repository,
+    identity: Identity,
+    num: int,
+    *,
+    id: str,
+    text: str | None,
+) -> DiscussionEvent:
+    """Changes the comment `id` to `text`, or hides the comment if `text` is None."""
+    who = identity.user
+    with log.database.write() as connection:
+        found = find_discussion(connection, repository, num)
+        comment = (
+            hide_comment(connection, found, id, author=who)
+            if text is None
+            else edit_comment(connection, found, id, author=who, text=text)
+        )
+        log.record_comment(connection, repository, found, comment, action="update")
+    return comment
+
+
+def rename(
+    log: EventLog, repository: Repository, identity: Identity, num: int, *, title: str
+) -> DiscussionEvent:
+    with log.database.write() as connection:
+        found = find_discussion(connection, repository, num)
+        event = change_title(connection, found, author=identity.user, title=title)
+        _record_update(connection, log, repository, num)
+    return event
+
+
+def set_status(
+    log: EventLog,
+    repository: Repository,
+    identity: Identity,
+    num: int,
+    *,
+    status: Status,
+    comment: str | None,
+    merge_commit: str | None = None,
+) -> DiscussionEvent:
+    """Changes the status, and adds `comment` to the discussion."""
+    with log.database.write() as connection:
+        found = find_discussion(connection, repository, num)
+        if comment:
+            add_comment(connection, found, author=identity.user, text=comment)
+        event = change_status(
+            connection, found, author=identity.user, status=status, merge_commit=merge_commit
+        )
+        _record_update(connection, log, repository, num)
+    return event
+
+
+def merge_pull_request(
+    log: EventLog, repository: Repository, identity: Identity, num: int, *, comment: str | None
+) -> None:
+    """Merges a pull request: makes one commit of its changes, on the branch that it is for. Adds
+    `comment` to the discussion. Raises BadRequest and Conflict."""
+    with log.database.read() as connection:
+        found = find_discussion(connection, repository, num)
+    if found.base is None:
+        raise BadRequest(
+            f"Discussion {num} has no commits to merge: give the number of a pull request."
+        )
+    if found.status not in OPEN:
+        raise Conflict(f"Pull request {num} is {found.status} already: merge an open one.")
+    refs = read_refs(repository)
+    if found.base not in refs or found.ref not in refs:
+        raise Conflict(
+            f"{found.base} or {found.ref} does not exist, so pull request {num} "
+            "cannot be merged: open another one."
+        )
+    base, head = refs[found.base], refs[found.ref]
+    titles = [f"- {one.title} ({one.sha})" for one in commits_of(repository, base, head)]
+    commit = squash(
+        repository,
+        base,
+        head,
+        message="\n".join([f"{found.title} (#{num})", "", *titles, ""]),
+        author=signature(identity),
+    )
+    git(repository.folder, "update-ref", found.base, commit, base)
+    set_status(
+        log,
+        repository,
+        identity,
+        num,
+        status="merged",
+        comment=comment,
+        merge_commit=commit,
+    )
+    record_ref_changes(repository, log)
+
+
+def check_takes_commits(log: EventLog, repository: Repository, ref: str) -> None:
+    """Raises Conflict if the pull request of this ref is closed or merged: such a pull request
+    takes no more commits. Raises DiscussionNotFound if there is no pull request for this ref."""
+    with log.database.read() as connection:
+        num = num_of(ref.removeprefix(PULL_REQUEST_PREFIX))
+        discussion = find_discussion(connection, repository, num)
+    if discussion.status not in OPEN:
+        raise Conflict(f"Pull request {num} is {discussion.status}: open another one.")
+
+
+def num_of(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise DiscussionNotFound(
+            f"{text!r} is not the number of a discussion: write a whole number."
+        )
+    return int(text)
+
+
+def _record_update(connection: Connection, log: EventLog, repository: Repository, num: int) -> None:
+    changed = find_discussion(connection, repository, num)
+    log.record_discussion(connection, repository, changed, None, action="update")
