@@ -19,9 +19,8 @@ from fastapi import Request, Response
 
 from serving.admission import Admission, LiveRelease, NothingServed, QueueFull
 from serving.chat_schemas import ChatPrompt
-from serving.disconnects import unless_disconnected
 from serving.engine import Engine, Generation
-from serving.event_stream import EventStream
+from serving.event_stream import EventStream, unless_disconnected
 from serving.metrics import Metrics, RequestTimes, WaitingRequest
 from serving.openai_schemas import SamplingRequest
 from serving.request_errors import (
