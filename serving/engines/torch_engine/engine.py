@@ -21,6 +21,7 @@ from serving.engines.torch_engine.sequence import Sequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.staging import Staged, load_runner
 from serving.engines.torch_engine.step_loop import StepLoop
+from serving.errors import ReleaseError
 from serving.weights.release import Release
 
 _MAX_RESIDENT = 2
@@ -281,6 +282,8 @@ class TorchEngine:
         loading = asyncio.get_running_loop().run_in_executor(self._loader, work)
         try:
             return await asyncio.shield(loading)
+        except ReleaseError as error:
+            raise StageError(*error.reasons) from error
         except StagingCancelled:
             raise StageError(f"release {release.id}: the engine was closed") from None
         except asyncio.CancelledError:

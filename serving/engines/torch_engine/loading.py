@@ -12,7 +12,6 @@ from torch import Tensor
 
 from serving.engine import StageError
 from serving.engines.torch_engine.units import Built, Part, Unit
-from serving.errors import ReleaseError
 from serving.weights.digests import TensorDigest
 from serving.weights.release import Release, TensorEntry
 from serving.weights.shards import DTYPES, read_tensors, tensor_bytes
@@ -113,7 +112,7 @@ class Loader:
                 reasons.append(
                     f"{entry.file}: tensor {name}: the network of config.json has no such tensor"
                 )
-            elif tied is not None and _content(entry) != _content(tied):
+            elif _content(entry) != _content(tied):
                 reasons.append(
                     f"{entry.file}: tensor {name}: differs from {ties[name]}, though config.json "
                     "ties them"
@@ -132,7 +131,7 @@ class Loader:
         )
 
     def load(self, units: Mapping[str, Unit]) -> Loaded:
-        """Build all units. Raises StageError and StagingCancelled."""
+        """Build all units. Raises ReleaseError, StageError and StagingCancelled."""
         built: dict[str, Built] = {}
         read: set[str] = set()
         used: set[str] = set()
@@ -179,14 +178,12 @@ class Loader:
         return sum(torch.Size(entry.shape).numel() * sizes[entry.dtype] for entry in entries)
 
     def _read(self, part: Part) -> Tensor:
-        """Copy a tensor from its shard. Raises StageError if it has NaN or infinity, or if its
-        digest is not that of the manifest. Raises StagingCancelled."""
+        """Copy a tensor from its shard. Raises ReleaseError if the shard cannot be read, and
+        StageError if the tensor has NaN or infinity, or if its digest is not that of the manifest.
+        Raises StagingCancelled."""
         name = self._stored(part.name)
         entry = self.release.tensors[name]
-        try:
-            mapped = read_tensors(self.folder, {name: entry.file}, [name])[name]
-        except ReleaseError as error:
-            raise StageError(*error.reasons) from error
+        mapped = read_tensors(self.folder, {name: entry.file}, [name])[name]
         if tuple(mapped.shape) != entry.shape or DTYPES[mapped.dtype] != entry.dtype:
             raise StageError(
                 f"{entry.file}: tensor {name}: is {DTYPES[mapped.dtype]} {list(mapped.shape)}, "

@@ -28,6 +28,7 @@ from serving.engines.torch_engine.slots import (
     page_table_bytes,
 )
 from serving.engines.torch_engine.units import Unit
+from serving.weights import network
 from serving.weights.release import Release
 
 _log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def load_runner(
 
     The manifest and the free memory are checked before any tensor is read, and the KV cache gets
     its address range. `promised_bytes` is free memory that other releases may still take. Raises
-    StageError and StagingCancelled.
+    ReleaseError, StageError and StagingCancelled.
     """
     lower_thread_priority()
     started = time.perf_counter()
@@ -120,18 +121,18 @@ def _load_llama(
 def _load_generic(
     loader: Loader, settings: TorchEngineSettings, promised_bytes: int
 ) -> tuple[Runner, int, int]:
-    network: Any = generic.build_network(loader.folder)
-    sources = generic.find_sources(network, loader.release)
+    built: Any = network.build_network(loader.folder)
+    sources = network.sources(built, loader.release.named_tensors)
     units = generic.units(sources)
     loader.check(units, sources.ties, sources.ignored)
     shapes = generic.layer_shapes(loader.folder)
-    context = allowed_context(network.config, settings.max_context)
+    context = allowed_context(built.config, settings.max_context)
     cache_size = _plan_cache(loader, settings, context, shapes)
     _check_memory(loader, settings, units, cache_size, shapes, promised_bytes)
     layers = [_slots(loader, cache_size, each, num_layers=1) for each in shapes]
     loaded = loader.load(units)
     runner = generic.TransformersRunner(
-        network, loaded.units, layers, shapes, cache_size=cache_size, device=loader.device
+        built, loaded.units, layers, shapes, cache_size=cache_size, device=loader.device
     )
     return runner, loaded.read_bytes, loaded.shared_bytes
 
