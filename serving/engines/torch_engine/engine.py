@@ -17,7 +17,7 @@ from serving.engines.torch_engine.grammars import Grammars
 from serving.engines.torch_engine.loading import StagingCancelled, UnitPool
 from serving.engines.torch_engine.sampling import Sampler
 from serving.engines.torch_engine.scheduler import Scheduler
-from serving.engines.torch_engine.sequence import Sequence
+from serving.engines.torch_engine.sequence import EngineSequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.staging import Staged, load_runner
 from serving.engines.torch_engine.step_loop import StepLoop
@@ -176,7 +176,7 @@ class TorchEngine:
         if not resident.is_committed or resident.is_unloading:
             raise EngineError(f"release {release_id} is not live: commit it first")
         _check_fits(generation, resident)
-        sequence = Sequence(
+        sequence = EngineSequence(
             release_id,
             generation,
             asyncio.get_running_loop(),
@@ -187,7 +187,7 @@ class TorchEngine:
         self._steps.submit(sequence)
         return Stream(sequence)
 
-    async def _submit_constrained(self, sequence: Sequence, resident: Resident) -> None:
+    async def _submit_constrained(self, sequence: EngineSequence, resident: Resident) -> None:
         grammar = sequence.generation.grammar
         if grammar is not None:
             self._find(sequence.release_id)
@@ -282,7 +282,7 @@ class Stream(AsyncIterator[Step]):
     engine frees the slot of the sequence."""
 
     def __init__(
-        self, sequence: Sequence, begin: Callable[[], Awaitable[None]] | None = None
+        self, sequence: EngineSequence, begin: Callable[[], Awaitable[None]] | None = None
     ) -> None:
         """`begin` is called before the first step and must submit the sequence. If `begin` raises
         EngineError, the stream ends with this error."""

@@ -2,8 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +101,8 @@ class TransformersRunner:
         self,
         network: Any,
         built: Mapping[str, Built],
-        layers: Seq[KeyValueSlots],
-        shapes: Seq[LayerShape],
+        layers: Sequence[KeyValueSlots],
+        shapes: Sequence[LayerShape],
         *,
         cache_size: KvCacheSize,
         device: torch.device,
@@ -154,7 +153,7 @@ class TransformersRunner:
         return torch.cat(rows)
 
     def _read(
-        self, slots: Seq[int], starts: Seq[int], token_ids: list[list[int]], keep: int
+        self, slots: Sequence[int], starts: Sequence[int], token_ids: list[list[int]], keep: int
     ) -> Tensor:
         """float32 logits [slots times keep, vocabulary] of the last `keep` tokens of each slot."""
         from serving.engines.torch_engine import generic_cache

@@ -4,8 +4,7 @@ priority."""
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,7 +157,7 @@ def _plan_memory(
     settings: TorchEngineSettings,
     units: Mapping[str, Unit],
     allowed: int,
-    layers: Seq[LayerShape],
+    layers: Sequence[LayerShape],
     promised_bytes: int,
 ) -> KvCacheSize:
     """The size of the KV cache of a network that allows a context of `allowed` tokens. Raises
