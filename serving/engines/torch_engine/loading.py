@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from serving.engine import StageError
-from serving.engines.torch_engine.units import Built, Part, Unit
+from serving.engines.torch_engine.linear import Linear
+from serving.engines.torch_engine.units import Built, Form, Part, Unit
 from serving.weights.digests import TensorDigest
 from serving.weights.release import Release, TensorEntry
 from serving.weights.shards import DTYPES, read_tensors, tensor_bytes
@@ -21,7 +22,6 @@ from serving.weights.verify import wrong_digest
 # no other thread waits long for the core.
 _BLOCK_ELEMENTS = 1 << 20
 
-Form = tuple[str, tuple[tuple[int, ...], ...]]
 UnitKey = tuple[Form, torch.dtype, tuple[str, ...]]
 
 
@@ -143,7 +143,7 @@ class Loader:
                 values = [self._find_part(unit, key, number) for number in range(len(unit.parts))]
                 for number, part in enumerate(unit.parts):
                     if values[number] is None:
-                        values[number] = unit.prepare(number, self._read(part))
+                        values[number] = part.prepare(self._read(part))
                         read.add(self._stored(part.name))
                 found = unit.build([each for each in values if each is not None])
                 self.pool.keep(key, found)
@@ -163,14 +163,15 @@ class Loader:
 
     def _find_part(self, unit: Unit, key: UnitKey, number: int) -> Tensor | None:
         """The prepared values of a part, taken from a unit in memory; None if there is none."""
-        if unit.extract_part is not None:
+        if unit.kind == "linear":
             resident = self.pool.find_with_part(key, number)
-            if resident is not None:
+            if isinstance(resident, Linear):
                 return unit.extract_part(resident, number)
         # This is how a tied head finds the embedding.
-        digest, shape = key[2][number], unit.parts[number].shape
-        plain = self.pool.find((("plain", (shape,)), self.dtype, (digest,)))
-        return unit.prepare(number, plain) if isinstance(plain, Tensor) else None
+        part, digest = unit.parts[number], key[2][number]
+        as_stored = Part(name=part.name, shape=part.shape).form
+        plain = self.pool.find((("plain", (as_stored,)), self.dtype, (digest,)))
+        return part.prepare(plain) if isinstance(plain, Tensor) else None
 
     def _stored_bytes(self, names: set[str]) -> int:
         sizes = {spelled: dtype.itemsize for dtype, spelled in DTYPES.items()}
