@@ -8,7 +8,7 @@ from torch import Tensor
 
 from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.linear import Linear
-from serving.engines.torch_engine.units import Part, Unit
+from serving.engines.torch_engine.loading import Part, Unit
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -17,7 +17,7 @@ from serving.engines.torch_engine import architecture, generic, llama, llama_uni
 from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.device import free_bytes, lower_thread_priority
 from serving.engines.torch_engine.generic_rope import allowed_context
-from serving.engines.torch_engine.loading import Loader, UnitPool
+from serving.engines.torch_engine.loading import Loader, Unit, UnitPool
 from serving.engines.torch_engine.runner import KvCacheSize, Runner
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.slots import (
@@ -26,7 +26,6 @@ from serving.engines.torch_engine.slots import (
     block_tokens,
     page_table_bytes,
 )
-from serving.engines.torch_engine.units import Unit
 from serving.weights import network
 from serving.weights.release import Release
 
