@@ -115,7 +115,7 @@ class Admission:
             raise QueueFull
         self._num_waiting += 1
         try:
-            while not self._open.is_set():
+            while self.is_closed:
                 await self._open.wait()
         finally:
             self._num_waiting -= 1

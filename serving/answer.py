@@ -19,9 +19,8 @@ from fastapi import Request, Response
 
 from serving.admission import Admission, LiveRelease, NothingServed, QueueFull
 from serving.chat_schemas import ChatPrompt
-from serving.disconnects import unless_disconnected
 from serving.engine import Engine, Generation
-from serving.event_stream import EventStream
+from serving.event_stream import EventStream, unless_disconnected
 from serving.metrics import Metrics, RequestTimes, WaitingRequest
 from serving.openai_schemas import SamplingRequest
 from serving.request_errors import (
@@ -31,7 +30,7 @@ from serving.request_errors import (
     release_not_live,
     unavailable,
 )
-from serving.sequences import Delta, Sequence, generate
+from serving.sequences import Delta, GeneratedSequence, generate
 from serving.settings import ServingSettings
 
 T = TypeVar("T")
@@ -66,7 +65,7 @@ class Plan(Protocol):
 
     @property
     def num_prompt_tokens(self) -> int: ...
-    def choices(self, sequences: list[Sequence]) -> Iterable[dict[str, Any]]:
+    def choices(self, sequences: list[GeneratedSequence]) -> Iterable[dict[str, Any]]:
         """The choices of a complete answer, from the complete `sequences`."""
 
     def chunks(self, index: int, delta: Delta) -> Iterable[str]:
@@ -93,7 +92,7 @@ class Answer:
 
     async def body(self) -> bytes:
         """The complete answer. Raises EngineError."""
-        sequences = [Sequence() for _ in self.plan.generations]
+        sequences = [GeneratedSequence() for _ in self.plan.generations]
         async with aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
                 sequences[index].add(delta)
@@ -103,7 +102,7 @@ class Answer:
             return await in_thread(self.threads, self._written, sequences)
         return self._written(sequences)
 
-    def _written(self, sequences: list[Sequence]) -> bytes:
+    def _written(self, sequences: list[GeneratedSequence]) -> bytes:
         # No other thread can run while a value is written, so write each choice by itself.
         choices = ",".join(map(_json, self.plan.choices(sequences)))
         usage = self._usage(

@@ -18,7 +18,7 @@ from serving.prompts import encode_prompt
 from serving.request_errors import RequestError
 from serving.sequences import (
     Delta,
-    Sequence,
+    GeneratedSequence,
     TokenText,
     check_num_sequences,
     make_generations,
@@ -61,7 +61,7 @@ class ChatPlan:
     def num_each(self) -> int:
         return len(self.generations)
 
-    def choices(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
+    def choices(self, sequences: list[GeneratedSequence]) -> list[dict[str, Any]]:
         choices = []
         for index, sequence in enumerate(sequences):
             found = self._text_and_calls(index, sequence)
@@ -114,7 +114,7 @@ class ChatPlan:
         last = self.request.messages[-1]
         return last.text if self.request.echo and last.role == self._role else ""
 
-    def _text_and_calls(self, index: int, part: Sequence | Delta) -> Found:
+    def _text_and_calls(self, index: int, part: GeneratedSequence | Delta) -> Found:
         if self.readers is None:
             return Found(part.text)
         is_end = part.finish_reason is not None
@@ -124,7 +124,7 @@ class ChatPlan:
         self.num_calls[index] += len(found.calls)
         return found
 
-    def _finish_reason(self, index: int, part: Sequence | Delta) -> str | None:
+    def _finish_reason(self, index: int, part: GeneratedSequence | Delta) -> str | None:
         # As in OpenAI and vLLM, a call that the request itself names ends with "stop".
         is_named = isinstance(self.request.tool_choice, NamedTool)
         is_call = part.finish_reason == "stop" and self.num_calls[index] and not is_named

@@ -17,7 +17,7 @@ from serving.openai_schemas import CompletionRequest
 from serving.prompts import encode_prompt
 from serving.sequences import (
     Delta,
-    Sequence,
+    GeneratedSequence,
     TokenText,
     check_num_sequences,
     make_generations,
@@ -58,7 +58,7 @@ class CompletionPlan:
     def num_prompt_tokens(self) -> int:
         return sum(len(prompt) for prompt in self.prompts)
 
-    def choices(self, sequences: list[Sequence]) -> Iterator[dict[str, Any]]:
+    def choices(self, sequences: list[GeneratedSequence]) -> Iterator[dict[str, Any]]:
         request = self.request
         indices = count()
         for number, (prompt, echo) in enumerate(zip(self.prompts, self.echoes, strict=True)):

@@ -32,5 +32,7 @@ def is_fast_in_bfloat16(device_type: str) -> bool:
     in float32."""
     if device_type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # Processors with AMX have these instructions as well.
-    return device_type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())
+    # Processors with AMX have these instructions as well. The function is private, so another
+    # version of torch may lack it.
+    is_supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return device_type == "cpu" and is_supported is not None and bool(is_supported())

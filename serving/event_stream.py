@@ -1,13 +1,16 @@
-"""A response of server-sent events."""
+"""A response of server-sent events, and the end of the work for a request when its client
+disconnects."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import TypeVar
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from serving.disconnects import unless_disconnected
 from serving.request_errors import ClientGone, translated
+
+T = TypeVar("T")
 
 
 class EventStream(Response):
@@ -68,3 +71,29 @@ class EventStream(Response):
             event_bytes = b"data: " + bytes(response.body) + b"\n\ndata: [DONE]\n\n"
             await send({"type": "http.response.body", "body": event_bytes, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`. If the client disconnects before `work` ends, cancels `work` and raises
+    ClientGone.
+
+    If this function is cancelled in the same turn of the event loop in which `work` ends, the
+    result of `work` is lost. A caller that must release this result should pass a task, and look at
+    the task's result after the cancellation.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

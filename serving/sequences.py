@@ -151,7 +151,7 @@ class Delta:
 
 
 @dataclass(slots=True)
-class Sequence:
+class GeneratedSequence:
     """A sequence, put together from its deltas."""
 
     text: str = ""

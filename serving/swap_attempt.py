@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,7 +101,7 @@ class SwapStopped(Exception):
         self.reasons = reasons
 
 
-async def bounded(work: Coroutine[Any, Any, T], seconds: float) -> T:
+async def bounded(work: Awaitable[T], seconds: float) -> T:
     """The result of `work`. If `work` takes longer than `seconds`, cancels it and raises
     TimeoutError at once. Does not wait for the end of `work`, because it may ignore the
     cancellation."""

@@ -21,15 +21,18 @@ or a disk that hangs cannot keep the barrier closed.
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from serving.admission import Admission, LiveRelease
-from serving.current_link import CurrentLink
 from serving.engine import Engine, StageError
 from serving.errors import ReleaseError
-from serving.probe import ProbeResult, measure_probe
+from serving.probe import measure_probe
 from serving.settings import ServingSettings
 from serving.swap_attempt import SwapAttempt, SwapStopped, bounded
 from serving.tokenizer import ReleaseTokenizer, load_tokenizer, tokenizer_files
@@ -39,6 +42,8 @@ from serving.weights.release import RELEASE_FILE, Release
 from serving.weights.verify import verify_layout, verify_release
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class SwapPhases:
@@ -58,17 +63,20 @@ class SwapPhases:
         self._settings = settings
         self._releases_dir = releases_dir
         self._pipeline = pipeline
-        self._current_link = CurrentLink(releases_dir, settings.barrier_seconds)
+        self._link_writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="current-link")
+        """Writes the link `current` on disk, which names the served release. This one thread does
+        all writes in the order of the calls, so the last call decides what `current` is."""
         self._retiring: dict[str, asyncio.Task[None]] = {}
         """Id of a release that is loaded but not live → the task that unloads this release when its
         last request has ended."""
 
     async def close(self) -> None:
-        """Stop the unloading of old releases, and the thread that writes `current`."""
+        """Stop the unloading of old releases. The thread that writes `current` ends after its last
+        write; this method does not wait for it."""
         for task in (retiring := list(self._retiring.values())):
             task.cancel()
         await asyncio.gather(*retiring, return_exceptions=True)
-        self._current_link.close()
+        self._link_writer.shutdown(wait=False)
 
     async def perform(self, swap: SwapAttempt) -> LiveRelease | None:
         """Make the release of `swap` live. Returns the release that was live before, which may be
@@ -183,20 +191,15 @@ class SwapPhases:
                 ) from None
             swap.stop_if_superseded()
             try:
-                await bounded(
+                await self._ask_engine(
+                    "stage",
                     self._engine.stage(candidate.release, candidate.folder),
                     self._settings.phase_seconds,
                 )
-            except StageError as error:
-                raise SwapStopped("refused", *error.reasons) from None
-            except TimeoutError:
-                await self._unload(candidate.id)
-                raise SwapStopped(
-                    "failed", f"staging took more than {self._settings.phase_seconds:g} s"
-                ) from None
-            except Exception as error:
-                await self._unload(candidate.id)
-                raise SwapStopped("failed", f"stage: {error}") from error
+            except SwapStopped as stopped:
+                if stopped.result == "failed":
+                    await self._unload(candidate.id)
+                raise
 
     def _with_engine_context(self, candidate: LiveRelease) -> LiveRelease:
         return replace(candidate, engine_context=self._engine.max_context(candidate.id))
@@ -205,14 +208,7 @@ class SwapPhases:
         self, swap: SwapAttempt, candidate: LiveRelease, previous: LiveRelease | None
     ) -> None:
         swap.stop_if_superseded()
-        swap.is_committing = True
-        try:
-            await self._commit(swap, candidate)
-            await self._probe(swap, candidate, self._settings.phase_seconds)
-            await self._record(swap, candidate)
-        except BaseException:
-            await self._restore_previous(swap, previous)
-            raise
+        await self._commit(swap, candidate, previous, probe_seconds=self._settings.phase_seconds)
         # The block has no `await`, so no request has to wait at this barrier.
         with swap.timed("barrier"), self._admission.closed():
             self._admission.switch(candidate)
@@ -225,14 +221,9 @@ class SwapPhases:
                 if previous is not None:
                     await self._drain(previous)
                 swap.stop_if_superseded()
-                swap.is_committing = True
-            try:
-                await self._commit(swap, candidate)
-                await self._probe(swap, candidate, self._settings.barrier_seconds)
-                await self._record(swap, candidate)
-            except BaseException:
-                await self._restore_previous(swap, previous)
-                raise
+            await self._commit(
+                swap, candidate, previous, probe_seconds=self._settings.barrier_seconds
+            )
             self._admission.switch(candidate)
 
     async def _drain(self, previous: LiveRelease) -> None:
@@ -245,16 +236,26 @@ class SwapPhases:
                 f"{self._settings.drain_seconds:g} s; request the swap again",
             ) from None
 
-    async def _commit(self, swap: SwapAttempt, candidate: LiveRelease) -> None:
-        with swap.timed("commit"):
-            try:
-                await bounded(self._engine.commit(candidate.id), self._commit_seconds)
-            except TimeoutError:
-                raise SwapStopped(
-                    "failed", f"commit took more than {self._commit_seconds:g} s"
-                ) from None
-            except Exception as error:
-                raise SwapStopped("failed", f"commit: {error}") from error
+    async def _commit(
+        self,
+        swap: SwapAttempt,
+        candidate: LiveRelease,
+        previous: LiveRelease | None,
+        *,
+        probe_seconds: float,
+    ) -> None:
+        """Make the engine and the link `current` use `candidate`, if its probe agrees. Otherwise
+        make them use `previous` again, and raise SwapStopped."""
+        swap.is_committing = True
+        try:
+            with swap.timed("commit"):
+                committed = self._engine.commit(candidate.id)
+                await self._ask_engine("commit", committed, self._commit_seconds)
+            await self._probe(swap, candidate, probe_seconds)
+            await self._record(swap, candidate)
+        except BaseException:
+            await self._restore_previous(swap, previous)
+            raise
 
     async def _probe(self, swap: SwapAttempt, candidate: LiveRelease, limit_seconds: float) -> None:
         probe = candidate.release.probe
@@ -262,28 +263,56 @@ class SwapPhases:
             return
         with swap.timed("probe"):
             bound = probe.bounds[self._engine.dtype_of(candidate.release)]
-            try:
-                found: ProbeResult = await bounded(
-                    measure_probe(self._engine, candidate.id, probe, bound), limit_seconds
-                )
-            except TimeoutError:
-                raise SwapStopped("failed", f"probe took more than {limit_seconds:g} s") from None
-            except Exception as error:
-                raise SwapStopped("failed", f"probe: {error}") from error
+            measured = measure_probe(self._engine, candidate.id, probe, bound)
+            found = await self._ask_engine("probe", measured, limit_seconds)
         swap.max_difference = found.max_difference
         if found.reasons:
             raise SwapStopped("refused", *found.reasons)
 
+    async def _ask_engine(self, what: str, answer: Awaitable[T], seconds: float) -> T:
+        """The engine's answer. Raises SwapStopped if the engine refuses the release, fails, or
+        takes longer than `seconds`."""
+        try:
+            return await bounded(answer, seconds)
+        except StageError as error:
+            raise SwapStopped("refused", *error.reasons) from None
+        except TimeoutError:
+            raise SwapStopped("failed", f"{what} took more than {seconds:g} s") from None
+        except Exception as error:
+            raise SwapStopped("failed", f"{what}: {error}") from error
+
     async def _record(self, swap: SwapAttempt, live: LiveRelease) -> None:
+        """Make `current` name the release `live`. Raises SwapStopped if this fails or takes too
+        long."""
         if swap.is_recorded:
-            await self._current_link.set(live)
+            chosen = live.stands_in_for.id if live.stands_in_for is not None else None
+            await self._write_link(
+                partial(release_store.set_current, self._releases_dir, live.id, chosen)
+            )
+
+    async def _write_link(self, write: Callable[[], None]) -> None:
+        """If the disk hangs, this method waits at most `barrier_seconds`, but the write goes on."""
+        written = asyncio.get_running_loop().run_in_executor(self._link_writer, write)
+        link, limit = self._releases_dir / release_store.CURRENT, self._settings.barrier_seconds
+        try:
+            # Without `shield`, the time limit would cancel a write that has not begun.
+            await bounded(asyncio.shield(written), limit)
+        except TimeoutError:
+            raise SwapStopped("failed", f"{link}: not written within {limit:g} s") from None
+        except (OSError, ReleaseError) as error:
+            raise SwapStopped("failed", f"{link}: {error}") from None
+
+    def _unlink(self, folder: Path) -> None:
+        """Remove `current` if it leads to `folder`."""
+        if release_store.served_release(self._releases_dir) == folder:
+            (self._releases_dir / release_store.CURRENT).unlink()
 
     async def _restore_previous(self, swap: SwapAttempt, previous: LiveRelease | None) -> None:
         """Make the engine and the link `current` use `previous` again."""
         with suppress(SwapStopped):
             if previous is None:
                 if not swap.was_live:
-                    await self._current_link.remove(swap.folder)
+                    await self._write_link(partial(self._unlink, swap.folder))
                 return
             try:
                 await bounded(self._engine.commit(previous.id), self._commit_seconds)

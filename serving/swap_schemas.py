@@ -1,8 +1,15 @@
-"""The request body and the answer of `POST /admin/swap`."""
+"""The request body and the answer of `POST /admin/swap`, and the client of this route for jobs and
+for the command line. Imports no engine."""
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from serving.errors import SwapAnswerError
+
+CONNECT_SECONDS = 10.0
+ANSWER_SECONDS = 600.0
+"""The server answers only after the swap: it first loads, checks and probes the release."""
 
 
 class _Record(BaseModel):
@@ -43,3 +50,32 @@ class SwapResult(_Record):
     probe_max_difference: float | None = None
     """The largest absolute difference between a logprob of the engine and the logprob of the job in
     the release's probe; None if no probe was compared."""
+
+
+def request_swap(server_url: str, release: str, *, admin_token: str | None) -> SwapResult:
+    """Ask the server to swap to `release`, and wait for the result.
+
+    An answer 503 that is not a `SwapResult` counts as `deferred`. Any other answer that is not a
+    `SwapResult` raises SwapAnswerError. Raises httpx.ConnectError if no server listens, and another
+    httpx.TransportError if the server gives no answer.
+    """
+    # The server imports this module too, and sends no requests.
+    import httpx
+
+    response = httpx.post(
+        f"{server_url.rstrip('/')}/admin/swap",
+        json=SwapRequest(release=release).model_dump(),
+        headers={"Authorization": f"Bearer {admin_token}"} if admin_token is not None else {},
+        timeout=httpx.Timeout(CONNECT_SECONDS, read=ANSWER_SECONDS),
+        trust_env=False,
+    )
+    try:
+        return SwapResult.model_validate_json(response.content)
+    except ValidationError:
+        if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            # Our server sends a SwapResult with its 503. So this answer is from a proxy in front of
+            # the server.
+            return SwapResult(
+                result="deferred", release=release, phase="preflight", reasons=(response.text,)
+            )
+        raise SwapAnswerError(str(response.url), response.status_code, response.text) from None

@@ -14,7 +14,7 @@ from serving.answer import Answers, in_thread
 from serving.answer_schemas import DetokenizeAnswer, TokenizeAnswer
 from serving.chat import encode_chat
 from serving.chat_schemas import ChatPrompt
-from serving.disconnects import unless_disconnected
+from serving.event_stream import unless_disconnected
 from serving.openai_schemas import ModelName, RequestBody, TokenIds
 from serving.prompts import check_token_ids
 from serving.unsupported_fields import Unsupported, UnsupportedChat

@@ -15,7 +15,7 @@ from serving.errors import ReleaseError
 from serving.generation_config import end_of_sequence_ids, sampling_defaults
 from serving.weights import network
 from serving.weights.index import INDEX_FILES, is_shard_name
-from serving.weights.release import FileEntry, Release
+from serving.weights.release import FileEntry, Release, read_json
 
 REPLACEMENT = "\ufffd"
 
@@ -121,9 +121,9 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
     """The tokenizer of a release or checkpoint folder, with the sizes and defaults that its config
     files set. Raises ReleaseError if a file is missing or wrong, or if the tokenizer has token ids
     for which the network has no embedding."""
-    config = _read_json(folder / "config.json")
-    generation = _read_json(folder / "generation_config.json")
-    settings = _read_json(folder / "tokenizer_config.json")
+    config = read_json(folder / "config.json")
+    generation = read_json(folder / "generation_config.json")
+    settings = read_json(folder / "tokenizer_config.json")
     tokenizer = _open_tokenizer(folder, settings)
     ids = tokenizer.get_vocab(with_added_tokens=True)
     context_length, vocab_size = _sizes(folder, config)
@@ -280,15 +280,3 @@ def _token_name(value: object) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ReleaseError(f"{path.name}: not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ReleaseError(f"{path.name}: not an object")
-    return content

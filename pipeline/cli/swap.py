@@ -27,7 +27,7 @@ def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> Non
     from pipeline.stack_record import running_settings
     from pipeline.tokens import load_tokens
     from serving.errors import SwapAnswerError
-    from serving.swap_client import request_swap
+    from serving.swap_schemas import request_swap
     from serving.weights.release_store import clear_pending, set_pending
 
     home = Home.find()

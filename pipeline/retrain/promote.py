@@ -11,8 +11,7 @@ import httpx
 
 from pipeline.retrain.errors import PromoteError
 from serving.errors import SwapAnswerError
-from serving.swap_client import request_swap
-from serving.swap_schemas import SwapResult
+from serving.swap_schemas import SwapResult, request_swap
 from serving.weights.release_store import (
     clear_pending,
     live_releases,

@@ -13,7 +13,6 @@ it keep the old head after a swap, as engines do that do not reload a tied head.
 
 import asyncio
 import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from serving.engine import EngineError, Generation, Step, TokenLogprob, refuse_constraints
-from serving.weights.release import Release
+from serving.weights.release import Release, read_json
 
 EnginePhase = Literal["stage", "commit", "generate", "step", "turn"]
 
@@ -80,8 +79,8 @@ class EchoEngine:
         key = weights_key(release)
         if self.keeps_old_head and self._live is not None:
             key = self._residents[self._live].key
-        config = json.loads((folder / "config.json").read_bytes())
-        self._residents[release.id] = _Resident(key=key, vocab_size=config["vocab_size"])
+        vocab_size = read_json(folder / "config.json")["vocab_size"]
+        self._residents[release.id] = _Resident(key=key, vocab_size=vocab_size)
 
     def dtype_of(self, release: Release) -> str:
         return "float32"

@@ -1,10 +1,9 @@
 """Tells whether a release has the same network as the one that vLLM or SGLang runs. Both can
 replace their weights while they run, but not their network."""
 
-import json
 from pathlib import Path
 
-from serving.weights.release import RELEASE_FILE, Release, TensorEntry
+from serving.weights.release import RELEASE_FILE, Release, TensorEntry, read_json
 
 # Settings in `config.json` that do not change the network.
 _FREE_KEYS = {
@@ -19,7 +18,7 @@ _PLAIN_DTYPES = {"F64", "F32", "F16", "BF16"}
 def config_differences(running: Path, wanted: Path, runner: str) -> list[str]:
     """The differences between the `config.json` of two folders, one sentence each. `runner` is the
     name of the program that runs the first one, for the messages."""
-    old, new = (json.loads((folder / "config.json").read_bytes()) for folder in (running, wanted))
+    old, new = (read_json(folder / "config.json") for folder in (running, wanted))
     return [
         f"config.json: {key} is {new.get(key)!r}, {runner} runs {old.get(key)!r}"
         for key in sorted((old.keys() | new.keys()) - _FREE_KEYS)

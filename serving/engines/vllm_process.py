@@ -1,7 +1,6 @@
 """`VllmProcess`: one vLLM, from its start on a release until it dies or is ended."""
 
 import asyncio
-import json
 import logging
 import os
 import threading
@@ -18,8 +17,9 @@ import torch
 from serving.engine import EngineError, Generation, GenerationRefused, StageError, Step
 from serving.engines.torch_engine.device import free_bytes
 from serving.engines.vllm_settings import VllmEngineSettings
+from serving.weights import network
 from serving.weights.headers import DTYPE_BYTES
-from serving.weights.release import Release
+from serving.weights.release import Release, read_json
 
 # vLLM reads these when it is imported. The first one allows a context that is one token longer than
 # `config.json` says. We need this to score a text that fills the context, because vLLM always
@@ -246,8 +246,10 @@ class VllmProcess:
 
 def _start(folder: Path, settings: VllmEngineSettings) -> AsyncLLM:
     is_cpu = current_platform.is_cpu()
-    context = json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings")
-    context = min((each for each in (context, settings.max_context) if each), default=None)
+    context = read_json(folder / "config.json").get("max_position_embeddings")
+    if context is None:
+        context = network.context_length(network.load_config(folder))
+    context = min(context, settings.max_context or context)
     kv_cache_bytes = settings.kv_cache_bytes
     if kv_cache_bytes is None and is_cpu:
         kv_cache_bytes = _CPU_KV_CACHE_BYTES
@@ -263,7 +265,7 @@ def _start(folder: Path, settings: VllmEngineSettings) -> AsyncLLM:
         structured_outputs_config={"backend": "guidance"},
         dtype=settings.dtype,
         tensor_parallel_size=settings.tensor_parallel_size,
-        max_model_len=None if context is None else context + 1,
+        max_model_len=context + 1,
         max_num_seqs=settings.max_sequences,
         max_logprobs=-1,
         gpu_memory_utilization=settings.memory_share,

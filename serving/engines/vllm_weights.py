@@ -7,8 +7,6 @@ exchanges only what differs. `ReloadedWeights` lets vLLM's own reload do all thi
 memory. Both run in the worker's process, and know nothing about requests.
 """
 
-import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,8 +33,6 @@ from serving.weights.verify import wrong_digest
 
 Changed = Mapping[str, tuple[str, str]]
 """Tensor name → (shard, digest of the tensor)."""
-
-_STAGING_NICENESS = 5
 
 
 class StagingFailed(Exception):
@@ -246,10 +242,3 @@ def _read_changed(folder: Path, changed: Changed) -> Iterator[tuple[str, torch.T
         if found != expected:
             raise StagingFailed(wrong_digest(file, name, found=found, expected=expected))
         yield name, tensor
-
-
-def lower_thread_priority() -> None:
-    """Make the calling thread use little of a core while the worker's thread computes."""
-    if sys.platform == "linux":
-        # On Linux each thread has its own nice value. 0 is the calling thread.
-        os.setpriority(os.PRIO_PROCESS, 0, _STAGING_NICENESS)

@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from serving.engines.torch_engine.device import yield_to_other_threads
 from serving.engines.vllm_shadow import CannotCopy
 from serving.engines.vllm_weights import (
     CopiedWeights,
     ReloadedWeights,
     StagingFailed,
     WeightsInMemory,
-    lower_thread_priority,
 )
 from serving.errors import ReleaseError
 
@@ -142,7 +142,7 @@ class _Staging(threading.Thread):
     def run(self) -> None:
         started = time.perf_counter()
         try:
-            lower_thread_priority()
+            yield_to_other_threads()
             self.read_bytes = self._stage()
         except ReleaseError as error:
             self.refusals = error.reasons

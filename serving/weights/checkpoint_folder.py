@@ -163,7 +163,7 @@ def tied_head(folder: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, str
     The setting `tie_word_embeddings` of the config says whether the head and the embedding are
     tied. If the config does not have this setting, the dict is empty, because the default depends
     on the architecture. In a Llama, the default is that they are not tied. So if a Llama checkpoint
-    has neither a head nor this setting, the checkpoint is incomplete, and `verify_layout` refuses
+    has neither a head nor this setting, the checkpoint is incomplete, and `check_network` refuses
     the checkpoint.
     """
     path = folder / "config.json"

@@ -1,13 +1,30 @@
 """Defines the manifest of a release. A release is a folder with weights that can be served. The
 files in it never change. Its manifest is the file `release.json` in this folder."""
 
+import json
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from serving.errors import ReleaseError
+
 RELEASE_FILE = "release.json"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a config file; empty if the file does not exist. Raises ReleaseError."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ReleaseError(f"{path.name}: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ReleaseError(f"{path.name}: not an object")
+    return content
 
 
 class _Record(BaseModel):

@@ -1,7 +1,7 @@
 """Checks a release on disk against its manifest. The checks run in groups. If a group finds faults,
 all its faults are reported, and the later groups do not run."""
 
-import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from serving.weights.checkpoint_folder import files_digest
 from serving.weights.digests import tensor_digest
 from serving.weights.headers import DTYPE_BYTES, digest_file, mapped_shard, read_header
 from serving.weights.index import INDEX_FILES, is_shard_name, read_index
-from serving.weights.release import RELEASE_FILE, Release
+from serving.weights.release import RELEASE_FILE, Release, read_json
 from serving.weights.release_store import load_release
 
 # A fault report about a file names at most this many tensors of the file.
@@ -45,10 +45,12 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
     - every file has the size that the manifest says;
     - every file that is not safetensors has the sha256 that the manifest says;
     - the index and the headers of the shards agree with the manifest;
-    - the shapes of the tensors agree with the config, if the config is of a Llama.
+    - the head is equal to the embedding, if the config ties the two.
 
-    If the id or a file has a fault, the index and the headers are not checked. The shapes are
-    checked only if no other check has found a fault.
+    If the id or a file has a fault, the index and the headers are not checked. The head is checked
+    only if no other check has found a fault. The shapes of the tensors are not compared with the
+    config: `check_network` did so before the release was published, and engines do so when they
+    load it.
 
     An engine is the part of the server that computes tokens. Some engines themselves check the
     digest of each tensor when they read the tensor. For such an engine, this function is enough,
@@ -60,7 +62,10 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
     if not reasons:
         reasons = [*_check_index(folder, release), *_check_headers(folder, release)]
     if not reasons:
-        reasons = _check_config(folder, release)
+        try:
+            reasons = _check_config(read_json(folder / "config.json"), release)
+        except ReleaseError as error:
+            return error.reasons
     return tuple(reasons)
 
 
@@ -216,22 +221,22 @@ def check_network(folder: Path, release: Release) -> tuple[str, ...]:
     describes. Call this function before a release is published. The torch engine makes the same
     checks when it loads a release.
 
-    `_check_config` always runs first. If it finds a fault, or if the model is a Llama, nothing else
-    runs. Otherwise `transformers`, whose import takes seconds, builds the network, and the stored
-    tensors are compared with this network. There are two exceptions, where only `_check_config`
-    runs:
+    `_check_config` always runs first. If it finds no fault, `transformers`, whose import takes
+    seconds, builds the network, and the stored tensors are compared with this network. In three
+    cases, only `_check_config` runs:
 
     - The config has no `architectures`, so the network is not known.
     - The weights are quantised, so the stored tensors have other names and shapes than the tensors
       of the network.
+    - `transformers` is not installed.
     """
-    reasons = _check_config(folder, release)
-    config = json.loads((folder / "config.json").read_bytes())
+    config = read_json(folder / "config.json")
+    reasons = _check_config(config, release)
     if (
         reasons
         or not config.get("architectures")
         or config.get("quantization_config") is not None
-        or _shapes_by_config(config)
+        or find_spec("transformers") is None
     ):
         return tuple(reasons)
     try:
@@ -241,29 +246,12 @@ def check_network(folder: Path, release: Release) -> tuple[str, ...]:
     return ()
 
 
-def _check_config(folder: Path, release: Release) -> list[str]:
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except ValueError as error:
-        return [f"config.json: not valid JSON: {error}"]
-    if not isinstance(config, dict):
-        return ["config.json: not an object"]
-    reasons = []
-    for name, entry in sorted(release.tensors.items()):
-        if entry.dtype not in DTYPE_BYTES:
-            reasons.append(f"{entry.file}: tensor {name}: dtype {entry.dtype} is not known")
-    for name, shape in _shapes_by_config(config).items():
-        found = release.tensors.get(name)
-        if found is None:
-            if name not in release.tied:
-                reasons.append(
-                    f"{RELEASE_FILE}: tensor {name}: missing, but config.json asks for it"
-                )
-        elif found.shape != shape:
-            reasons.append(
-                f"{found.file}: tensor {name}: shape {list(found.shape)}, "
-                f"but config.json asks for {list(shape)}"
-            )
+def _check_config(config: dict[str, Any], release: Release) -> list[str]:
+    reasons = [
+        f"{entry.file}: tensor {name}: dtype {entry.dtype} is not known"
+        for name, entry in sorted(release.tensors.items())
+        if entry.dtype not in DTYPE_BYTES
+    ]
     head = release.tensors.get("lm_head.weight")
     embedding = release.tensors.get("model.embed_tokens.weight")
     if (
@@ -277,47 +265,3 @@ def _check_config(folder: Path, release: Release) -> list[str]:
             "although config.json ties the two"
         )
     return reasons
-
-
-def _shapes_by_config(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name → shape, for every tensor of a Llama model with this config. The shape of a
-    matrix is (size of its output, size of its input).
-
-    Empty for other architectures and for quantised weights, because their tensors have other names
-    and shapes. `check_network` checks the shapes of other architectures. The names and shapes of
-    quantised weights are checked only by the engine that loads the weights.
-    """
-    if config.get("quantization_config") is not None:
-        return {}
-    sizes = {
-        key: config.get(key)
-        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-    }
-    if config.get("model_type") != "llama" or not all(
-        isinstance(size, int) for size in sizes.values()
-    ):
-        return {}
-    vocab, hidden = int(config["vocab_size"]), int(config["hidden_size"])
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (vocab, hidden),
-        "lm_head.weight": (vocab, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    inner = int(config["intermediate_size"])
-    heads = int(config.get("num_attention_heads", 0) or 0)
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or (hidden // heads if heads else 0))
-    for layer in range(int(config["num_hidden_layers"])):
-        prefix = f"model.layers.{layer}"
-        shapes |= {
-            f"{prefix}.input_layernorm.weight": (hidden,),
-            f"{prefix}.post_attention_layernorm.weight": (hidden,),
-            f"{prefix}.self_attn.q_proj.weight": (heads * head_dim, hidden),
-            f"{prefix}.self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
-            f"{prefix}.self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
-            f"{prefix}.self_attn.o_proj.weight": (hidden, heads * head_dim),
-            f"{prefix}.mlp.gate_proj.weight": (inner, hidden),
-            f"{prefix}.mlp.up_proj.weight": (inner, hidden),
-            f"{prefix}.mlp.down_proj.weight": (hidden, inner),
-        }
-    return shapes

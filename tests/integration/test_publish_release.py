@@ -18,7 +18,7 @@ from serving.weights.index import WeightsFormat, read_index
 from serving.weights.publish import publish_folder, publish_state_dict
 from serving.weights.release import Lineage, Release
 from serving.weights.release_store import list_releases, load_release
-from serving.weights.verify import verify_release
+from serving.weights.verify import check_network, verify_release
 from tests.serving_fixtures import save_config, tiny_llama
 
 
@@ -237,14 +237,16 @@ def test_a_surplus_tensor_in_a_shard_is_refused(tmp_path: Path) -> None:
 def test_shapes_must_fit_the_config_and_ties_must_hold(tmp_path: Path) -> None:
     folder, _ = published(tmp_path, tied=False)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({**config, "intermediate_size": 48, "tie_word_embeddings": True})
-    )
-    reseal(folder)
-    reasons = verify_release(folder)
+    larger = {**config, "architectures": ["LlamaForCausalLM"], "intermediate_size": 48}
+    (folder / "config.json").write_text(json.dumps(larger))
+    reasons = check_network(folder, load_release(folder))
     assert sum("mlp" in reason for reason in reasons) == 6
-    assert any("lm_head.weight" in reason and "ties" in reason for reason in reasons)
     assert all(reason.split(":")[0].endswith(".safetensors") for reason in reasons)
+    (folder / "config.json").write_text(json.dumps({**larger, "tie_word_embeddings": True}))
+    reseal(folder)
+    (reason,) = verify_release(folder)
+    assert "lm_head.weight" in reason and "ties" in reason
+    assert check_network(folder, load_release(folder)) == (reason,)
 
 
 def test_a_quantised_release_has_names_of_its_own(tmp_path: Path) -> None:

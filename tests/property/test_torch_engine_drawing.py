@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from serving.engine import Generation
 from serving.engines.torch_engine.drawing import draw, largest
 from serving.engines.torch_engine.sampling import Sampler, logprobs
-from serving.engines.torch_engine.sequence import Sequence
+from serving.engines.torch_engine.sequence import EngineSequence
 
 quickly = bounded(deadline=None, max_examples=40)
 WIDE = 5000
@@ -39,11 +39,11 @@ def kept(logits: torch.Tensor, generation: Generation) -> dict[int, float]:
     return {column: weight / so_far for column, weight in nucleus.items()}
 
 
-def sequence(vocab_size: int, output: tuple[int, ...] = (), **settings: Any) -> Sequence:
+def sequence(vocab_size: int, output: tuple[int, ...] = (), **settings: Any) -> EngineSequence:
     generation = Generation(prompt=(4, 4, 2), max_tokens=9, **settings)
     loop = asyncio.new_event_loop()
     loop.close()
-    made = Sequence("r000001-00000000", generation, loop, vocab_size=vocab_size)
+    made = EngineSequence("r000001-00000000", generation, loop, vocab_size=vocab_size)
     made.output.extend(output)
     return made
 
@@ -121,7 +121,7 @@ def test_ties_and_edges_stay_within_what_is_kept(
 def test_no_row_depends_on_the_others(settings: list[dict[str, Any]], seed: int) -> None:
     logits = torch.randn(len(settings), WIDE, generator=torch.Generator().manual_seed(seed))
 
-    def rows() -> list[Sequence]:
+    def rows() -> list[EngineSequence]:
         return [sequence(WIDE, seed=seed + i, **each) for i, each in enumerate(settings)]
 
     together, alone = rows(), rows()
@@ -186,7 +186,7 @@ def test_penalties_are_those_of_the_reference(
     generation = Generation(prompt=tuple(prompt), max_tokens=9, **settings)
     loop = asyncio.new_event_loop()
     loop.close()
-    made = Sequence("r000001-00000000", generation, loop, vocab_size=31)
+    made = EngineSequence("r000001-00000000", generation, loop, vocab_size=31)
     beside = sequence(31, temperature=0.0)
     sampler = Sampler()
     # In two parts, since what was counted is kept from one token to the next.

@@ -12,7 +12,7 @@ from serving.engine import EngineError, Generation, Step
 from serving.engines.torch_engine.runner import Batch, KvCacheSize
 from serving.engines.torch_engine.sampling import Sampler
 from serving.engines.torch_engine.scheduler import Scheduler
-from serving.engines.torch_engine.sequence import Sequence
+from serving.engines.torch_engine.sequence import EngineSequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
 
 VOCAB = 13
@@ -137,8 +137,8 @@ def test_each_sequence_gets_the_tokens_it_would_get_alone(
     settings = TorchEngineSettings(max_batch_tokens=max_tokens, max_batch=max_batch)
     runner = RememberingRunner(cache_size, max_tokens, shares_prefixes=shares_prefixes)
     scheduler = Scheduler(runner, Sampler(), settings)
-    submitted: list[Sequence] = []
-    answers: dict[Sequence, list[Step]] = {}
+    submitted: list[EngineSequence] = []
+    answers: dict[EngineSequence, list[Step]] = {}
 
     def step() -> None:
         for sequence, event in scheduler.step(num_schedulers=1):
@@ -148,7 +148,7 @@ def test_each_sequence_gets_the_tokens_it_would_get_alone(
 
     for move in moves:
         if isinstance(move, Generation):
-            sequence = Sequence("r000001-00000000", move, loop, vocab_size=VOCAB)
+            sequence = EngineSequence("r000001-00000000", move, loop, vocab_size=VOCAB)
             submitted.append(sequence)
             answers[sequence] = []
             scheduler.submit(sequence)

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from pipeline.retrain.probe import make_probe
-from serving.dtype import choose_dtype
+from serving.dtype import choose_dtype, is_fast_in_bfloat16
 from serving.probe import measure_probe
 from serving.weights.release import Probe
 from tests.torch_engine_fixtures import build, engine_with, llama_config, prompt, publish
 
-FAST = "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
+FAST = "bfloat16" if is_fast_in_bfloat16("cpu") else "float32"
 """What a release in bfloat16 is computed in on this machine."""
 
 
@@ -38,6 +38,21 @@ def test_auto_is_the_stored_dtype_where_the_hardware_and_the_probe_allow_it(
     assert release.stored_dtype == str(stored).removeprefix("torch.")
     assert choose_dtype("auto", "cpu", release) == expected
     assert choose_dtype("bfloat16", "cpu", release) == "bfloat16", "a person decides"
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_torch_says_whether_the_processor_is_fast_in_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, is_fast: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: is_fast)
+    assert is_fast_in_bfloat16("cpu") == is_fast
+
+
+def test_a_torch_without_the_private_function_computes_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
+    assert not is_fast_in_bfloat16("cpu")
 
 
 def test_a_release_in_bfloat16_is_within_the_bound_of_its_probe(tmp_path: Path) -> None:

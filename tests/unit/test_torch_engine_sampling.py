@@ -11,7 +11,7 @@ import torch
 from serving.engine import Generation
 from serving.engines.torch_engine import sampling
 from serving.engines.torch_engine.sampling import Sampler
-from serving.engines.torch_engine.sequence import Sequence
+from serving.engines.torch_engine.sequence import EngineSequence
 from tests.torch_engine_fixtures import (
     ask_all,
     build,
@@ -24,9 +24,9 @@ from tests.torch_engine_fixtures import (
 LOGITS = torch.tensor([3.0, 2.0, 1.0, 0.0, -1.0])
 
 
-def sequence(*, output: tuple[int, ...] = (), **settings: Any) -> Sequence:
+def sequence(*, output: tuple[int, ...] = (), **settings: Any) -> EngineSequence:
     generation = Generation(prompt=(4,), max_tokens=9, **settings)
-    made = Sequence("r000001-00000000", generation, asyncio.new_event_loop(), vocab_size=5)
+    made = EngineSequence("r000001-00000000", generation, asyncio.new_event_loop(), vocab_size=5)
     made.loop.close()
     for token_id in output:
         made.add(token_id, None, 99)

@@ -11,7 +11,7 @@ from serving.engines.torch_engine import scheduler as scheduler_module
 from serving.engines.torch_engine.runner import Batch, KvCacheSize
 from serving.engines.torch_engine.sampling import Sampler
 from serving.engines.torch_engine.scheduler import Scheduler
-from serving.engines.torch_engine.sequence import Sequence
+from serving.engines.torch_engine.sequence import EngineSequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
 
 VOCAB = 32
@@ -51,8 +51,8 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 def submit(
     scheduler: Scheduler, generation: Generation, loop: asyncio.AbstractEventLoop
-) -> Sequence:
-    sequence = Sequence("r000001-00000000", generation, loop, vocab_size=VOCAB)
+) -> EngineSequence:
+    sequence = EngineSequence("r000001-00000000", generation, loop, vocab_size=VOCAB)
     scheduler.submit(sequence)
     return sequence
 
@@ -86,7 +86,7 @@ def test_logits_of_prompts_take_no_more_memory_in_a_step_than_is_allowed(
     monkeypatch.setattr(scheduler_module, "_PROMPT_LOGITS_BYTES", 40 * 4 * VOCAB)
     runner = Runner()
     scheduler = Scheduler(runner, Sampler(), TorchEngineSettings())
-    answers: dict[Sequence, list[Step | EngineError]] = {}
+    answers: dict[EngineSequence, list[Step | EngineError]] = {}
     for number in range(6):
         scored = number % 3 != 2
         generation = Generation(

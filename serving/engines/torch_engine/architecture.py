@@ -1,17 +1,15 @@
 """Reads from `config.json` the shape of a network like Llama, or finds that `llama.py` cannot
 compute the network."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from serving.engine import StageError
 from serving.engines.torch_engine import rope
-from serving.errors import ReleaseError
 from serving.weights import network
+from serving.weights.release import read_json
 
-CONFIG_FILE = "config.json"
 _LLAMA_LIKE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _REQUIRED = (
     "hidden_size",
@@ -54,25 +52,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The content of `config.json`.
 
     If a network like Llama leaves out a setting that `llama_shape` needs, `transformers` adds its
-    defaults. Raises StageError if `config.json` cannot be read or describes quantised weights.
+    defaults. Raises ReleaseError if `config.json` cannot be read, and StageError if it describes
+    quantised weights.
     """
-    path = folder / CONFIG_FILE
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise StageError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise StageError(f"{path}: holds a {type(config).__name__}, not an object")
+    path = folder / network.CONFIG_FILE
+    config = read_json(path)
     if "quantization_config" in config:
         raise StageError(f"{path}: quantised weights are not supported; publish plain ones")
     kind = str(next(iter(config.get("architectures") or ()), None))
     needed = (*_REQUIRED, *_OTHER_DEFAULTS.get(kind, ()))
     if kind in _LLAMA_LIKE and any(key not in config for key in needed):
         # Only for configurations that need it, because `transformers` takes seconds to import.
-        try:
-            config = dict(network.load_config(folder).to_dict())
-        except ReleaseError as error:
-            raise StageError(*error.reasons) from error
+        config = dict(network.load_config(folder).to_dict())
     return config
 
 

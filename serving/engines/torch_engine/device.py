@@ -84,6 +84,11 @@ def lower_thread_priority() -> None:
         other = threading.Thread(target=torch.set_num_threads, args=(num_threads,))
         other.start()
         other.join()
+    yield_to_other_threads()
+
+
+def yield_to_other_threads() -> None:
+    """Make the calling thread use little of a core while other threads compute."""
     if sys.platform == "linux":
         # On Linux each thread has its own nice value. 0 is the calling thread.
         os.setpriority(os.PRIO_PROCESS, 0, _STAGING_NICENESS)

@@ -6,8 +6,7 @@ change it: no sum covers more than one row, and every sum is computed in the sam
 batch.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -53,7 +52,7 @@ def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return best.values, candidates.gather(1, best.indices)
 
 
-def draw(weights: Tensor, top_p: Seq[float], uniforms: Seq[Uniform]) -> list[int]:
+def draw(weights: Tensor, top_p: Sequence[float], uniforms: Sequence[Uniform]) -> list[int]:
     """Draws one column for each row of `weights` [rows, columns]. `top_p` and `uniforms` have one
     entry for each row. Weights must not be negative, and each row must have a positive weight.
 
@@ -118,7 +117,7 @@ def _redraw(weights: _Weights, chosen: int, top_p: float, uniform: Uniform) -> i
         chosen = int(so_far.searchsorted(target, side="right"))
 
 
-def _draw_from_all(weights: Tensor, sums: Tensor, uniforms: Seq[Uniform]) -> Tensor:
+def _draw_from_all(weights: Tensor, sums: Tensor, uniforms: Sequence[Uniform]) -> Tensor:
     """Draws a column of each row in proportion to its weight.
 
     It is the first column at which the running sum of the weights exceeds a random share of the

@@ -17,10 +17,11 @@ from serving.engines.torch_engine.grammars import Grammars
 from serving.engines.torch_engine.loading import StagingCancelled, UnitPool
 from serving.engines.torch_engine.sampling import Sampler
 from serving.engines.torch_engine.scheduler import Scheduler
-from serving.engines.torch_engine.sequence import Sequence
+from serving.engines.torch_engine.sequence import EngineSequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.staging import Staged, load_runner
 from serving.engines.torch_engine.step_loop import StepLoop
+from serving.errors import ReleaseError
 from serving.weights.release import Release
 
 _MAX_RESIDENT = 2
@@ -43,28 +44,19 @@ def create_engine(**settings: Any) -> "TorchEngine":
 
 
 @dataclass(kw_only=True, slots=True)
-class _Resident:
+class Resident:
+    """A release in memory."""
+
     release: Release
     folder: Path
     vocab_size: int
     context: int
+    """The largest number of tokens in a sequence, prompt included."""
     read_bytes: int
+    """As in `Staged`."""
     shared_bytes: int
     is_committed: bool = False
     is_unloading: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResidentRelease:
-    """Information about a release in memory."""
-
-    is_committed: bool
-    context: int
-    """The largest number of tokens in a sequence, prompt included."""
-    read_bytes: int
-    """Bytes of the tensors that were read from shards when the release was staged."""
-    shared_bytes: int
-    """Bytes of the tensors that were not read, because another release in memory had the same."""
 
 
 class TorchEngine:
@@ -81,7 +73,7 @@ class TorchEngine:
         self._pool = UnitPool()
         self._sampler = Sampler()
         self._grammars = Grammars()
-        self._residents: dict[str, _Resident] = {}
+        self._residents: dict[str, Resident] = {}
         self._staging = asyncio.Lock()
         self._one_unloaded = asyncio.Event()
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch-engine-staging")
@@ -129,7 +121,7 @@ class TorchEngine:
                 self._steps.add(release.id, Scheduler(staged.runner, self._sampler, self._settings))
             except EngineError as error:
                 raise StageError(f"release {release.id}: {error}") from error
-            self._residents[release.id] = _Resident(
+            self._residents[release.id] = Resident(
                 release=release,
                 folder=folder,
                 vocab_size=staged.runner.vocab_size,
@@ -184,7 +176,7 @@ class TorchEngine:
         if not resident.is_committed or resident.is_unloading:
             raise EngineError(f"release {release_id} is not live: commit it first")
         _check_fits(generation, resident)
-        sequence = Sequence(
+        sequence = EngineSequence(
             release_id,
             generation,
             asyncio.get_running_loop(),
@@ -195,7 +187,7 @@ class TorchEngine:
         self._steps.submit(sequence)
         return Stream(sequence)
 
-    async def _submit_constrained(self, sequence: Sequence, resident: _Resident) -> None:
+    async def _submit_constrained(self, sequence: EngineSequence, resident: Resident) -> None:
         grammar = sequence.generation.grammar
         if grammar is not None:
             self._find(sequence.release_id)
@@ -204,18 +196,10 @@ class TorchEngine:
             )
         self._steps.submit(sequence)
 
-    def resident_releases(self) -> dict[str, ResidentRelease]:
+    def resident_releases(self) -> dict[str, Resident]:
         """All releases in memory by id, including those that are unloaded after their last
         sequence ends."""
-        return {
-            release_id: ResidentRelease(
-                is_committed=resident.is_committed,
-                context=resident.context,
-                read_bytes=resident.read_bytes,
-                shared_bytes=resident.shared_bytes,
-            )
-            for release_id, resident in self._residents.items()
-        }
+        return dict(self._residents)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -227,7 +211,7 @@ class TorchEngine:
         await asyncio.to_thread(self._grammars.close)
         self._residents.clear()
 
-    def _find(self, release_id: str) -> _Resident:
+    def _find(self, release_id: str) -> Resident:
         try:
             return self._residents[release_id]
         except KeyError:
@@ -242,7 +226,7 @@ class TorchEngine:
         resident.is_unloading = False
         return True
 
-    def _forget(self, resident: _Resident) -> None:
+    def _forget(self, resident: Resident) -> None:
         release_id = resident.release.id
         # The same release may have been loaded again.
         if self._residents.get(release_id) is resident:
@@ -281,6 +265,8 @@ class TorchEngine:
         loading = asyncio.get_running_loop().run_in_executor(self._loader, work)
         try:
             return await asyncio.shield(loading)
+        except ReleaseError as error:
+            raise StageError(*error.reasons) from error
         except StagingCancelled:
             raise StageError(f"release {release.id}: the engine was closed") from None
         except asyncio.CancelledError:
@@ -296,7 +282,7 @@ class Stream(AsyncIterator[Step]):
     engine frees the slot of the sequence."""
 
     def __init__(
-        self, sequence: Sequence, begin: Callable[[], Awaitable[None]] | None = None
+        self, sequence: EngineSequence, begin: Callable[[], Awaitable[None]] | None = None
     ) -> None:
         """`begin` is called before the first step and must submit the sequence. If `begin` raises
         EngineError, the stream ends with this error."""
@@ -332,7 +318,7 @@ class Stream(AsyncIterator[Step]):
         self._sequence.is_cancelled = True
 
 
-def _check_fits(generation: Generation, resident: _Resident) -> None:
+def _check_fits(generation: Generation, resident: Resident) -> None:
     """Raises EngineError for a value that would make a step fail, because a failed step ends all
     sequences in it."""
     if not 0 < len(generation.prompt) <= resident.context:

@@ -2,23 +2,20 @@
 
 import inspect
 import logging
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from serving.engine import StageError
 from serving.engines.torch_engine.generic_rope import freeze_frequencies, keep_frequencies
+from serving.engines.torch_engine.loading import Built, Part, Unit
 from serving.engines.torch_engine.runner import Batch, KvCacheSize
 from serving.engines.torch_engine.slots import KeyValueSlots, LayerShape
-from serving.engines.torch_engine.units import Built, Part, Unit
-from serving.errors import ReleaseError
 from serving.weights import network
 from serving.weights.network import Sources
-from serving.weights.release import Release
 
 _log = logging.getLogger(__name__)
 
@@ -47,27 +44,6 @@ BATCHED_BY_KIND = frozenset(
 """The same, with a mask for each kind of layers."""
 
 
-def build_network(folder: Path) -> nn.Module:
-    """The network of `config.json`, without the release's weights. Raises StageError."""
-    return _built(folder, is_empty=False)
-
-
-def _built(folder: Path, *, is_empty: bool) -> nn.Module:
-    try:
-        return network.build_network(folder, is_empty=is_empty)
-    except ReleaseError as error:
-        raise StageError(*error.reasons) from error
-
-
-def find_sources(built: nn.Module, release: Release) -> Sources:
-    """The stored tensors that each tensor of the network is made of. Raises StageError with every
-    fault."""
-    try:
-        return network.sources(built, release.named_tensors)
-    except ReleaseError as error:
-        raise StageError(*error.reasons) from error
-
-
 def units(sources: Sources) -> dict[str, Unit]:
     """A unit for each parameter and persistent buffer, with the names of the network's state
     dict."""
@@ -93,7 +69,7 @@ def layer_shapes(folder: Path) -> list[LayerShape]:
     from serving.engines.torch_engine.generic_cache import KeepsState, ShapeRecorder
 
     # In 16 bits, because the operators of experts (MoE) compute shapes for no other dtypes.
-    empty: Any = _built(folder, is_empty=True).to(torch.bfloat16)
+    empty: Any = network.build_network(folder, is_empty=True).to(torch.bfloat16)
     # Scaling changes no shape, and it reads the values of positions, which do not exist here.
     keep_frequencies(empty)
     recorder = ShapeRecorder()
@@ -125,8 +101,8 @@ class TransformersRunner:
         self,
         network: Any,
         built: Mapping[str, Built],
-        layers: Seq[KeyValueSlots],
-        shapes: Seq[LayerShape],
+        layers: Sequence[KeyValueSlots],
+        shapes: Sequence[LayerShape],
         *,
         cache_size: KvCacheSize,
         device: torch.device,
@@ -177,7 +153,7 @@ class TransformersRunner:
         return torch.cat(rows)
 
     def _read(
-        self, slots: Seq[int], starts: Seq[int], token_ids: list[list[int]], keep: int
+        self, slots: Sequence[int], starts: Sequence[int], token_ids: list[list[int]], keep: int
     ) -> Tensor:
         """float32 logits [slots times keep, vocabulary] of the last `keep` tokens of each slot."""
         from serving.engines.torch_engine import generic_cache

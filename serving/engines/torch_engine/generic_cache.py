@@ -5,8 +5,7 @@ can join and leave a batch, and nothing must be moved. Import this module only t
 `transformers`, because the import takes seconds.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +27,9 @@ class Rows:
     """What one forward pass reads and writes: either new tokens of one slot, or one new token in
     each of several slots."""
 
-    slots: Seq[int]
+    slots: Sequence[int]
     """The slot numbers, in ascending order."""
-    starts: Seq[int]
+    starts: Sequence[int]
     """The number of tokens that each slot already holds."""
     num_new: int
 
@@ -42,7 +41,7 @@ class Rows:
 class SlotCache(Cache):  # type: ignore[misc]
     """The cache of all layers. Call `prepare` before each forward pass."""
 
-    def __init__(self, layers: "Seq[SlotLayer]", device: torch.device) -> None:
+    def __init__(self, layers: "Sequence[SlotLayer]", device: torch.device) -> None:
         super().__init__(layers=list(layers))
         self._device = device
 

@@ -4,7 +4,7 @@ in its grammar."""
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +161,7 @@ class NextTokens:
     def __init__(self) -> None:
         self._executor: LLExecutor | None = None
 
-    def of(self, states: Seq[GrammarState | None], vocab_size: int) -> Bits:
+    def of(self, states: Sequence[GrammarState | None], vocab_size: int) -> Bits:
         """One row for each state, as wide as the vocabulary. The states must be of one release.
         Without a state, every token is allowed."""
         # A tokenizer may have more tokens than the vocabulary. llguidance writes all of them.

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from serving.engines.torch_engine import rope, threads
 from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.linear import Linear
+from serving.engines.torch_engine.loading import Built
 from serving.engines.torch_engine.rows import Rows, Span, padded_count
 from serving.engines.torch_engine.runner import Batch, Chunk, KvCacheSize
 from serving.engines.torch_engine.slots import KeyValueSlots
-from serving.engines.torch_engine.units import Built
 
 _ROWS_WARMED_UP = 64
 

@@ -1,6 +1,7 @@
-"""Reads the shards of a release and builds units: checks, converts and fuses the tensors. Units
-that another release in memory already has are shared."""
+"""Reads the shards of a release and builds units: checks, converts and fuses the tensors. A unit is
+a piece of a network. Units that another release in memory already has are shared."""
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from serving.engine import StageError
-from serving.engines.torch_engine.units import Built, Part, Unit
-from serving.errors import ReleaseError
+from serving.engines.torch_engine import rope
+from serving.engines.torch_engine.linear import Linear
 from serving.weights.digests import TensorDigest
 from serving.weights.release import Release, TensorEntry
 from serving.weights.shards import DTYPES, read_tensors, tensor_bytes
@@ -22,8 +23,63 @@ from serving.weights.verify import wrong_digest
 # no other thread waits long for the core.
 _BLOCK_ELEMENTS = 1 << 20
 
-Form = tuple[str, tuple[tuple[int, ...], ...]]
+Built = Linear | Tensor
+PartForm = tuple[tuple[int, ...], int | None, bool]
+Form = tuple[str, tuple[PartForm, ...]]
 UnitKey = tuple[Form, torch.dtype, tuple[str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A stored tensor that a unit is built from, and the form in which the unit holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    rotated_head_dim: int | None = None
+    """If this is set, the rows of each head of this size get the order of `rope.interleave`."""
+    is_float32: bool = False
+    """Whether the values are held in float32, whatever the dtype of the network is."""
+
+    @property
+    def form(self) -> PartForm:
+        return self.shape, self.rotated_head_dim, self.is_float32
+
+    def prepare(self, values: Tensor) -> Tensor:
+        """Converts the stored values to the form in which the unit holds them."""
+        if self.rotated_head_dim is not None:
+            order = rope.interleave(len(values) // self.rotated_head_dim, self.rotated_head_dim)
+            values = values[order.to(values.device)]
+        return values.float() if self.is_float32 else values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """Two units with the same form and equal digests of their parts are equal. Releases in memory
+    share such units."""
+
+    kind: str
+    """A name for what `build` does."""
+    parts: tuple[Part, ...]
+    build: Callable[[list[Tensor]], Built]
+    """Builds the unit. The argument has the prepared values of all parts in order, on the final
+    device. The unit may keep their memory."""
+
+    @property
+    def form(self) -> Form:
+        return self.kind, tuple(part.form for part in self.parts)
+
+    @property
+    def numel(self) -> int:
+        return sum(math.prod(part.shape) for part in self.parts)
+
+    def extract_part(self, built: Linear, number: int) -> Tensor:
+        """The prepared values of one part, taken from a `Linear` of the same form: some rows of the
+        weight, or of the bias if the part has one dimension."""
+        shapes = [part.shape for part in self.parts]
+        rows = [shape[0] for shape in shapes[:number] if len(shape) == len(shapes[number])]
+        whole = built.bias if len(shapes[number]) == 1 else built.plain_weight()
+        assert whole is not None
+        return whole[sum(rows) : sum(rows) + shapes[number][0]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +169,7 @@ class Loader:
                 reasons.append(
                     f"{entry.file}: tensor {name}: the network of config.json has no such tensor"
                 )
-            elif tied is not None and _content(entry) != _content(tied):
+            elif _content(entry) != _content(tied):
                 reasons.append(
                     f"{entry.file}: tensor {name}: differs from {ties[name]}, though config.json "
                     "ties them"
@@ -132,7 +188,7 @@ class Loader:
         )
 
     def load(self, units: Mapping[str, Unit]) -> Loaded:
-        """Build all units. Raises StageError and StagingCancelled."""
+        """Build all units. Raises ReleaseError, StageError and StagingCancelled."""
         built: dict[str, Built] = {}
         read: set[str] = set()
         used: set[str] = set()
@@ -144,7 +200,7 @@ class Loader:
                 values = [self._find_part(unit, key, number) for number in range(len(unit.parts))]
                 for number, part in enumerate(unit.parts):
                     if values[number] is None:
-                        values[number] = unit.prepare(number, self._read(part))
+                        values[number] = part.prepare(self._read(part))
                         read.add(self._stored(part.name))
                 found = unit.build([each for each in values if each is not None])
                 self.pool.keep(key, found)
@@ -164,14 +220,15 @@ class Loader:
 
     def _find_part(self, unit: Unit, key: UnitKey, number: int) -> Tensor | None:
         """The prepared values of a part, taken from a unit in memory; None if there is none."""
-        if unit.extract_part is not None:
+        if unit.kind == "linear":
             resident = self.pool.find_with_part(key, number)
-            if resident is not None:
+            if isinstance(resident, Linear):
                 return unit.extract_part(resident, number)
         # This is how a tied head finds the embedding.
-        digest, shape = key[2][number], unit.parts[number].shape
-        plain = self.pool.find((("plain", (shape,)), self.dtype, (digest,)))
-        return unit.prepare(number, plain) if isinstance(plain, Tensor) else None
+        part, digest = unit.parts[number], key[2][number]
+        as_stored = Part(name=part.name, shape=part.shape).form
+        plain = self.pool.find((("plain", (as_stored,)), self.dtype, (digest,)))
+        return part.prepare(plain) if isinstance(plain, Tensor) else None
 
     def _stored_bytes(self, names: set[str]) -> int:
         sizes = {spelled: dtype.itemsize for dtype, spelled in DTYPES.items()}
@@ -179,14 +236,12 @@ class Loader:
         return sum(torch.Size(entry.shape).numel() * sizes[entry.dtype] for entry in entries)
 
     def _read(self, part: Part) -> Tensor:
-        """Copy a tensor from its shard. Raises StageError if it has NaN or infinity, or if its
-        digest is not that of the manifest. Raises StagingCancelled."""
+        """Copy a tensor from its shard. Raises ReleaseError if the shard cannot be read, and
+        StageError if the tensor has NaN or infinity, or if its digest is not that of the manifest.
+        Raises StagingCancelled."""
         name = self._stored(part.name)
         entry = self.release.tensors[name]
-        try:
-            mapped = read_tensors(self.folder, {name: entry.file}, [name])[name]
-        except ReleaseError as error:
-            raise StageError(*error.reasons) from error
+        mapped = read_tensors(self.folder, {name: entry.file}, [name])[name]
         if tuple(mapped.shape) != entry.shape or DTYPES[mapped.dtype] != entry.dtype:
             raise StageError(
                 f"{entry.file}: tensor {name}: is {DTYPES[mapped.dtype]} {list(mapped.shape)}, "

@@ -1,8 +1,7 @@
 """Changes the logits before a token is chosen: forbids tokens, adds biases and applies penalties.
 Each kind of change is one operation for all rows of a batch."""
 
-from collections.abc import Collection
-from collections.abc import Sequence as Seq
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -147,8 +146,8 @@ class TokenCounts:
 
 def process_logits(
     logits: Tensor,
-    processors: Seq[LogitsProcessor],
-    outputs: Seq[list[int]],
+    processors: Sequence[LogitsProcessor],
+    outputs: Sequence[list[int]],
     next_tokens: NextTokens,
 ) -> None:
     """Change `logits` [rows, vocabulary] in place. If no token is left in a row, its processor gets
@@ -165,7 +164,7 @@ def process_logits(
             logits[row] = 0
 
 
-def _mask(logits: Tensor, processors: Seq[LogitsProcessor], next_tokens: NextTokens) -> None:
+def _mask(logits: Tensor, processors: Sequence[LogitsProcessor], next_tokens: NextTokens) -> None:
     rows = [row for row, each in enumerate(processors) if each.is_constrained]
     if not rows:
         return
@@ -178,7 +177,7 @@ def _mask(logits: Tensor, processors: Seq[LogitsProcessor], next_tokens: NextTok
         logits[row] += torch.from_numpy(added[number]).to(logits.device)
 
 
-def _add_bias(logits: Tensor, processors: Seq[LogitsProcessor]) -> None:
+def _add_bias(logits: Tensor, processors: Sequence[LogitsProcessor]) -> None:
     found = [each.bias() for each in processors]
     at = _places(logits, [ids for ids, _ in found])
     if len(at):
@@ -187,7 +186,7 @@ def _add_bias(logits: Tensor, processors: Seq[LogitsProcessor]) -> None:
 
 
 def _forbid_stop_tokens(
-    logits: Tensor, processors: Seq[LogitsProcessor], outputs: Seq[list[int]]
+    logits: Tensor, processors: Sequence[LogitsProcessor], outputs: Sequence[list[int]]
 ) -> None:
     ends = [
         each.forbidden_stop_ids(output) for each, output in zip(processors, outputs, strict=True)
@@ -195,7 +194,9 @@ def _forbid_stop_tokens(
     logits.view(-1)[_places(logits, ends)] = -torch.inf
 
 
-def _penalise(logits: Tensor, processors: Seq[LogitsProcessor], outputs: Seq[list[int]]) -> None:
+def _penalise(
+    logits: Tensor, processors: Sequence[LogitsProcessor], outputs: Sequence[list[int]]
+) -> None:
     """The repetition penalty also counts tokens of the prompt (CTRL, arXiv:1909.05858). OpenAI's
     frequency and presence penalties count new tokens only."""
     no_counts = TokenCounts(())
@@ -217,7 +218,7 @@ def _penalise(logits: Tensor, processors: Seq[LogitsProcessor], outputs: Seq[lis
     logits.view(-1)[at] = values - frequency * counts - presence * (counts > 0)
 
 
-def _places(logits: Tensor, ids_of_rows: Seq[_Ids]) -> Tensor:
+def _places(logits: Tensor, ids_of_rows: Sequence[_Ids]) -> Tensor:
     """The indices of the rows' tokens in the flattened `logits`."""
     vocab_size = logits.shape[1]
     places = [row * vocab_size + ids for row, ids in enumerate(ids_of_rows) if len(ids)]

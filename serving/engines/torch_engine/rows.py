@@ -1,6 +1,6 @@
 """`Rows`: the tensors of a batch. Also decides which rows attend in one operation."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,7 +99,7 @@ def _padding(num_rows: int) -> list[int]:
     return [0] * (padded_count(num_rows) - num_rows)
 
 
-def adjacent(slots: Seq[int], lengths: Seq[int], span_tokens: int) -> list[slice]:
+def adjacent(slots: Sequence[int], lengths: Sequence[int], span_tokens: int) -> list[slice]:
     """Divide the rows of ascending `slots` into runs. Each run attends in one operation.
 
     A run reads all slots from its first to its last one, each up to the longest sequence. This

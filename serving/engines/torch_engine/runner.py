@@ -1,7 +1,7 @@
 """`Runner`: the interface between the scheduler and a network. It gets a batch of tokens, keeps
 their keys and values in slots, and returns logits."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,13 +55,13 @@ class Chunk:
 class Batch:
     """What one step computes. No slot appears twice, neither in `slots` nor in `chunks`."""
 
-    slots: Seq[int]
+    slots: Sequence[int]
     """The slots of the sequences that decode, in ascending order. Numbers may be missing."""
-    token_ids: Seq[int]
+    token_ids: Sequence[int]
     """The newest token of each slot in `slots`."""
-    lengths: Seq[int]
+    lengths: Sequence[int]
     """The number of tokens that each slot in `slots` already holds."""
-    chunks: Seq[Chunk]
+    chunks: Sequence[Chunk]
 
 
 class Runner(Protocol):

@@ -2,7 +2,7 @@
 sequences without a seed."""
 
 import random
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from serving.engine import MIN_LOGPROB, TokenLogprob
 from serving.engines.torch_engine.drawing import draw, largest, max_quick_count
 from serving.engines.torch_engine.grammars import NextTokens
 from serving.engines.torch_engine.logits_processor import process_logits
-from serving.engines.torch_engine.sequence import Sequence
+from serving.engines.torch_engine.sequence import EngineSequence
 
 _MIN_TEMPERATURE = 1e-30
 """Logits divided by this are still finite."""
@@ -27,7 +27,7 @@ class Sampler:
         self._unseeded = random.Random()
         self._next_tokens = NextTokens()
 
-    def sample(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
+    def sample(self, sequences: Sequence[EngineSequence], logits: Tensor) -> list[int]:
         """Choose one token for each row of `logits` [sequences, vocabulary]. `logits` does not
         change. If a sequence's `logits_processor` has a `refusal` afterwards, its token is
         arbitrary."""
@@ -57,7 +57,7 @@ class Sampler:
                 tokens[row] = token
         return tokens
 
-    def _draw_from_top_k(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
+    def _draw_from_top_k(self, sequences: Sequence[EngineSequence], logits: Tensor) -> list[int]:
         """The same as `_draw`, but only among the `top_k` most probable tokens of each row."""
         counts = [sequence.generation.top_k for sequence in sequences]
         values, ids = largest(logits, max(counts))
@@ -67,7 +67,7 @@ class Sampler:
         found: list[int] = ids.gather(1, drawn[:, None])[:, 0].tolist()
         return found
 
-    def _draw_from_all(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
+    def _draw_from_all(self, sequences: Sequence[EngineSequence], logits: Tensor) -> list[int]:
         """The same as `_draw`, but tokens that a large `top_k` excludes are left out. Each row is
         searched by itself, because a search in all rows would find as many tokens in each."""
         counts = [sequence.generation.top_k for sequence in sequences]
@@ -79,7 +79,7 @@ class Sampler:
                     row.fill_(-torch.inf)[best.indices] = best.values
         return self._draw(sequences, logits)
 
-    def _draw(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
+    def _draw(self, sequences: Sequence[EngineSequence], logits: Tensor) -> list[int]:
         generations = [sequence.generation for sequence in sequences]
         scales = [1 / max(each.temperature, _MIN_TEMPERATURE) for each in generations]
         if any(scale != 1 for scale in scales):
@@ -98,7 +98,9 @@ def _rows(logits: Tensor, rows: list[int]) -> Tensor:
     return logits.index_select(0, torch.tensor(rows, device=logits.device))
 
 
-def logprobs(token_ids: Seq[int], num_top: Seq[int], logits: Tensor) -> list[TokenLogprob]:
+def logprobs(
+    token_ids: Sequence[int], num_top: Sequence[int], logits: Tensor
+) -> list[TokenLogprob]:
     """The logprob of each token in its row of `logits` [tokens, vocabulary], with those of the
     `num_top` most probable tokens of the row."""
     found: list[TokenLogprob] = []

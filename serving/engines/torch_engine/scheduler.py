@@ -9,7 +9,7 @@ from torch import Tensor
 from serving.engine import EngineError, Step, TokenLogprob
 from serving.engines.torch_engine.runner import Batch, Chunk, Runner
 from serving.engines.torch_engine.sampling import Sampler, logprobs
-from serving.engines.torch_engine.sequence import Sequence
+from serving.engines.torch_engine.sequence import EngineSequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.slot_allocator import COPIED_PER_PREFILLED, Slot, SlotAllocator
 
@@ -19,7 +19,7 @@ _MAX_STEPS_AT_ONCE = 10
 _PROMPT_LOGITS_BYTES = 64 << 20
 """The most memory that a step takes for the logits of prompt tokens."""
 
-Event = tuple[Sequence, Step | EngineError]
+Event = tuple[EngineSequence, Step | EngineError]
 
 
 class Scheduler:
@@ -35,9 +35,9 @@ class Scheduler:
         self._sampler = sampler
         self._settings = settings
         self._allocator = SlotAllocator(runner)
-        self._waiting: deque[Sequence] = deque()
-        self._decoding: list[Sequence] = []
-        self._prefilling: list[Sequence] = []
+        self._waiting: deque[EngineSequence] = deque()
+        self._decoding: list[EngineSequence] = []
+        self._prefilling: list[EngineSequence] = []
         self._events: list[Event] = []
         """The events of the current step. If it fails, `fail` still returns those of sequences that
         have ended in it."""
@@ -50,7 +50,7 @@ class Scheduler:
     def warm_up(self) -> None:
         self._runner.warm_up()
 
-    def submit(self, sequence: Sequence) -> None:
+    def submit(self, sequence: EngineSequence) -> None:
         sequence.arrival = next(self._arrivals)
         self._waiting.append(sequence)
 
@@ -117,7 +117,7 @@ class Scheduler:
         if any(sequence.is_cancelled for sequence in self._waiting):
             self._waiting = deque(s for s in self._waiting if not s.is_cancelled)
 
-    def _cache_slot(self, sequence: Sequence) -> None:
+    def _cache_slot(self, sequence: EngineSequence) -> None:
         self._allocator.cache(_slot(sequence), sequence.tokens)
         sequence.slot = None
 
@@ -127,7 +127,7 @@ class Scheduler:
             while (slot := sequence.slot) and not self._allocator.grow(slot, slot.length + 1):
                 self._preempt(max((*self._decoding, *self._prefilling), key=_arrival))
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: EngineSequence) -> None:
         running = self._decoding if sequence in self._decoding else self._prefilling
         running.remove(sequence)
         self._allocator.free(_slot(sequence))
@@ -224,13 +224,13 @@ class Scheduler:
 
     def _finish_step(
         self,
-        decoding: list[Sequence],
+        decoding: list[EngineSequence],
         chunks: list[Chunk],
         logits: Tensor,
     ) -> None:
         sampled, rows = list(decoding), list(range(len(decoding)))
         row = len(decoding)
-        scored: list[Sequence] = []
+        scored: list[EngineSequence] = []
         for chunk, sequence in zip(chunks, list(self._prefilling), strict=True):
             slot = _slot(sequence)
             wanted = {"none": 0, "last": 1, "all": len(chunk.token_ids)}[chunk.wants]
@@ -254,7 +254,7 @@ class Scheduler:
             self._events.append((sequence, sequence.take_scores()))
             self._finish(sequence)
 
-    def _sample(self, sequences: list[Sequence], logits: Tensor) -> None:
+    def _sample(self, sequences: list[EngineSequence], logits: Tensor) -> None:
         token_ids = self._sampler.sample(sequences, logits)
         found = _token_logprobs(sequences, token_ids, logits)
         for sequence, token_id in zip(sequences, token_ids, strict=True):
@@ -268,7 +268,7 @@ class Scheduler:
             if reason is not None:
                 self._finish(sequence)
 
-    def _finish(self, sequence: Sequence) -> None:
+    def _finish(self, sequence: EngineSequence) -> None:
         self._decoding.remove(sequence)
         self._cache_slot(sequence)
 
@@ -277,22 +277,24 @@ def _smooth(known: float, measured: float) -> float:
     return 0.7 * known + 0.3 * measured if known else measured
 
 
-def _slot(sequence: Sequence) -> Slot:
+def _slot(sequence: EngineSequence) -> Slot:
     assert sequence.slot is not None
     return sequence.slot
 
 
-def _arrival(sequence: Sequence) -> int:
+def _arrival(sequence: EngineSequence) -> int:
     return sequence.arrival
 
 
-def _wanted(sequence: Sequence, *, is_last: bool) -> str:
+def _wanted(sequence: EngineSequence, *, is_last: bool) -> str:
     if sequence.prompt_logprobs is not None:
         return "all"
     return "last" if is_last else "none"
 
 
-def _score(sequence: Sequence, start: int, scored: list[TokenLogprob], logits: Tensor) -> None:
+def _score(
+    sequence: EngineSequence, start: int, scored: list[TokenLogprob], logits: Tensor
+) -> None:
     """Append the logprobs of prompt tokens to `scored`. The first row of `logits` [tokens,
     vocabulary] was computed from token `start` of the prompt, and predicts token `start + 1`."""
     targets = sequence.generation.prompt[start + 1 : start + 1 + len(logits)]
@@ -302,8 +304,8 @@ def _score(sequence: Sequence, start: int, scored: list[TokenLogprob], logits: T
 
 
 def _token_logprobs(
-    sequences: list[Sequence], token_ids: list[int], logits: Tensor
-) -> dict[Sequence, TokenLogprob]:
+    sequences: list[EngineSequence], token_ids: list[int], logits: Tensor
+) -> dict[EngineSequence, TokenLogprob]:
     rows = [row for row, s in enumerate(sequences) if s.generation.num_logprobs is not None]
     if not rows:
         return {}

@@ -1,4 +1,4 @@
-"""`Sequence`: one generation in the engine."""
+"""`EngineSequence`: one generation in the engine."""
 
 import asyncio
 import random
@@ -9,7 +9,7 @@ from serving.engines.torch_engine.logits_processor import LogitsProcessor
 from serving.engines.torch_engine.slot_allocator import Slot
 
 
-class Sequence:
+class EngineSequence:
     """Used by the step loop's thread only. Exceptions: any thread may set `is_cancelled`, and
     `events` belongs to the event loop's thread."""
 

@@ -9,7 +9,7 @@ import contextlib
 import math
 import mmap
 import sys
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +86,7 @@ class KeyValueSlots:
         # Views of the same memory, with one row for each token of each head.
         self._by_row = [layer.view(-1, head_dim) for layer in self._layers]
 
-    def row_indices(self, slots: Seq[int], positions: Seq[int]) -> Tensor:
+    def row_indices(self, slots: Sequence[int], positions: Sequence[int]) -> Tensor:
         """The indices for `write_rows`, for one token in each slot: int64 [slots * 2 * KV heads].
         `positions` are the tokens' positions."""
         _, num_slots, num_heads, num_tokens, _ = self._layers[0].shape

@@ -4,8 +4,7 @@ priority."""
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from serving.engines.torch_engine import architecture, generic, llama, llama_uni
 from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.device import free_bytes, lower_thread_priority
 from serving.engines.torch_engine.generic_rope import allowed_context
-from serving.engines.torch_engine.loading import Loader, UnitPool
+from serving.engines.torch_engine.loading import Loader, Unit, UnitPool
 from serving.engines.torch_engine.runner import KvCacheSize, Runner
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.slots import (
@@ -27,7 +26,7 @@ from serving.engines.torch_engine.slots import (
     block_tokens,
     page_table_bytes,
 )
-from serving.engines.torch_engine.units import Unit
+from serving.weights import network
 from serving.weights.release import Release
 
 _log = logging.getLogger(__name__)
@@ -44,8 +43,9 @@ slot takes memory for a whole context."""
 class Staged:
     runner: Runner
     read_bytes: int
+    """Bytes of the tensors that were read from shards."""
     shared_bytes: int
-    seconds: float
+    """Bytes of the tensors that were not read, because another release in memory had the same."""
 
 
 def load_runner(
@@ -63,7 +63,7 @@ def load_runner(
 
     The manifest and the free memory are checked before any tensor is read, and the KV cache gets
     its address range. `promised_bytes` is free memory that other releases may still take. Raises
-    StageError and StagingCancelled.
+    ReleaseError, StageError and StagingCancelled.
     """
     lower_thread_priority()
     started = time.perf_counter()
@@ -79,27 +79,23 @@ def load_runner(
     )
     shape = architecture.llama_shape(config)
     with torch.inference_mode():
-        load = _load_generic if shape is None else lambda *args: _load_llama(shape, *args)
-        runner, read_bytes, shared_bytes = load(loader, settings, promised_bytes)
-    staged = Staged(
-        runner=runner,
-        read_bytes=read_bytes,
-        shared_bytes=shared_bytes,
-        seconds=time.perf_counter() - started,
-    )
+        if shape is None:
+            staged = _load_generic(loader, settings, promised_bytes)
+        else:
+            staged = _load_llama(shape, loader, settings, promised_bytes)
     _log.info(
         "staged %s in %.2f s: read %d bytes, shared %d bytes",
         release.id,
-        staged.seconds,
-        read_bytes,
-        shared_bytes,
+        time.perf_counter() - started,
+        staged.read_bytes,
+        staged.shared_bytes,
     )
     return staged
 
 
 def _load_llama(
     shape: LlamaShape, loader: Loader, settings: TorchEngineSettings, promised_bytes: int
-) -> tuple[Runner, int, int]:
+) -> Staged:
     units = llama_units.units(shape)
     ignored = llama_units.ignored(loader.release.tensors)
     loader.check(units, llama_units.ties(shape), ignored)
@@ -107,33 +103,29 @@ def _load_llama(
         num_heads=shape.num_kv_heads, key_size=shape.head_dim, value_size=shape.head_dim
     )
     layers = [layer] * shape.num_layers
-    cache_size = _plan_cache(loader, settings, shape.context, layers)
-    _check_memory(loader, settings, units, cache_size, layers, promised_bytes)
+    cache_size = _plan_memory(loader, settings, units, shape.context, layers, promised_bytes)
     slots = _slots(loader, cache_size, layer, num_layers=shape.num_layers)
     loaded = loader.load(units)
     runner = llama.LlamaRunner(
         shape, loaded.units, slots, cache_size=cache_size, device=loader.device
     )
-    return runner, loaded.read_bytes, loaded.shared_bytes
+    return Staged(runner=runner, read_bytes=loaded.read_bytes, shared_bytes=loaded.shared_bytes)
 
 
-def _load_generic(
-    loader: Loader, settings: TorchEngineSettings, promised_bytes: int
-) -> tuple[Runner, int, int]:
-    network: Any = generic.build_network(loader.folder)
-    sources = generic.find_sources(network, loader.release)
+def _load_generic(loader: Loader, settings: TorchEngineSettings, promised_bytes: int) -> Staged:
+    built: Any = network.build_network(loader.folder)
+    sources = network.sources(built, loader.release.named_tensors)
     units = generic.units(sources)
     loader.check(units, sources.ties, sources.ignored)
-    shapes = generic.layer_shapes(loader.folder)
-    context = allowed_context(network.config, settings.max_context)
-    cache_size = _plan_cache(loader, settings, context, shapes)
-    _check_memory(loader, settings, units, cache_size, shapes, promised_bytes)
-    layers = [_slots(loader, cache_size, each, num_layers=1) for each in shapes]
+    layers = generic.layer_shapes(loader.folder)
+    context = allowed_context(built.config, settings.max_context)
+    cache_size = _plan_memory(loader, settings, units, context, layers, promised_bytes)
+    slots = [_slots(loader, cache_size, each, num_layers=1) for each in layers]
     loaded = loader.load(units)
     runner = generic.TransformersRunner(
-        network, loaded.units, layers, shapes, cache_size=cache_size, device=loader.device
+        built, loaded.units, slots, layers, cache_size=cache_size, device=loader.device
     )
-    return runner, loaded.read_bytes, loaded.shared_bytes
+    return Staged(runner=runner, read_bytes=loaded.read_bytes, shared_bytes=loaded.shared_bytes)
 
 
 def _slots(
@@ -159,17 +151,45 @@ def _slots(
         ) from error
 
 
-def _plan_cache(
-    loader: Loader, settings: TorchEngineSettings, allowed: int, layers: Seq[LayerShape]
+def _plan_memory(
+    loader: Loader,
+    settings: TorchEngineSettings,
+    units: Mapping[str, Unit],
+    allowed: int,
+    layers: Sequence[LayerShape],
+    promised_bytes: int,
 ) -> KvCacheSize:
-    """The size of the KV cache of a network that allows a context of `allowed` tokens."""
-    return _cache_size(
+    """The size of the KV cache of a network that allows a context of `allowed` tokens. Raises
+    StageError if there is too little memory for this cache and the weights."""
+    is_paged = loader.device.type == "cpu"
+    cache_size = _cache_size(
         settings,
         allowed,
         block_tokens=math.lcm(*(block_tokens(each.head_dim, loader.dtype) for each in layers)),
         token_bytes=sum(each.token_bytes(loader.dtype) for each in layers),
-        is_paged=loader.device.type == "cpu",
+        is_paged=is_paged,
     )
+    free = free_bytes(loader.device)
+    weight_bytes, kv_bytes = loader.missing_bytes(units), cache_size.memory_bytes
+    if is_paged:
+        kv_bytes += sum(
+            page_table_bytes(
+                layer.num_heads,
+                cache_size.num_slots,
+                cache_size.slot_tokens * layer.head_dim * loader.dtype.itemsize,
+            )
+            for layer in layers
+        )
+    needed = weight_bytes + kv_bytes + settings.memory_reserve_bytes
+    if free is not None and needed > free - promised_bytes:
+        raise StageError(
+            f"too little memory on {loader.device}: {loader.release.id} needs {weight_bytes} bytes "
+            f"for weights and {kv_bytes} for keys and values, with "
+            f"{settings.memory_reserve_bytes} to spare; {free} are free, of which other releases "
+            f"may still take {promised_bytes}. "
+            "Lower max_batch, max_context or kv_cache_bytes under [serving.torch]"
+        )
+    return cache_size
 
 
 def _cache_size(
@@ -211,33 +231,3 @@ def _cache_size(
         block_bytes=block_bytes,
         context=context,
     )
-
-
-def _check_memory(
-    loader: Loader,
-    settings: TorchEngineSettings,
-    units: Mapping[str, Unit],
-    cache_size: KvCacheSize,
-    layers: Seq[LayerShape],
-    promised_bytes: int,
-) -> None:
-    free = free_bytes(loader.device)
-    weight_bytes, kv_bytes = loader.missing_bytes(units), cache_size.memory_bytes
-    if loader.device.type == "cpu":
-        kv_bytes += sum(
-            page_table_bytes(
-                layer.num_heads,
-                cache_size.num_slots,
-                cache_size.slot_tokens * layer.head_dim * loader.dtype.itemsize,
-            )
-            for layer in layers
-        )
-    needed = weight_bytes + kv_bytes + settings.memory_reserve_bytes
-    if free is not None and needed > free - promised_bytes:
-        raise StageError(
-            f"too little memory on {loader.device}: {loader.release.id} needs {weight_bytes} bytes "
-            f"for weights and {kv_bytes} for keys and values, with "
-            f"{settings.memory_reserve_bytes} to spare; {free} are free, of which other releases "
-            f"may still take {promised_bytes}. "
-            "Lower max_batch, max_context or kv_cache_bytes under [serving.torch]"
-        )

@@ -15,7 +15,7 @@ import torch
 from serving.engine import EngineError, Step
 from serving.engines.torch_engine.busy_lock import BusyLock
 from serving.engines.torch_engine.scheduler import Event, Scheduler
-from serving.engines.torch_engine.sequence import Sequence
+from serving.engines.torch_engine.sequence import EngineSequence
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class StepLoop:
         self._num_threads = num_threads
         self._busy_lock = busy_lock
         self._changed = threading.Condition()
-        self._submitted: deque[Sequence] = deque()
+        self._submitted: deque[EngineSequence] = deque()
         self._schedulers: dict[str, Scheduler] = {}
         self._cold: Scheduler | None = None
         """The first scheduler, until it has been warmed up. Later ones are not warmed up: most
@@ -145,7 +145,7 @@ class StepLoop:
             self._unloading.pop(release_id, None)
             return release_id in self._schedulers
 
-    def submit(self, sequence: Sequence) -> None:
+    def submit(self, sequence: EngineSequence) -> None:
         """Raises EngineError if the thread has ended, or if the release is not loaded or is being
         unloaded."""
         with self._changed:
@@ -307,6 +307,6 @@ def _deliver(events: list[Event]) -> None:
             loop.call_soon_threadsafe(_put, its_events)
 
 
-def _put(events: list[tuple[Sequence, Step | EngineError]]) -> None:
+def _put(events: list[tuple[EngineSequence, Step | EngineError]]) -> None:
     for sequence, event in events:
         sequence.events.put_nowait(event)
