@@ -95,6 +95,19 @@ def test_the_use_of_the_kv_cache_is_shown_by_engines_that_know_it(
         assert USAGE not in httpx.get(f"{url}/metrics").text
 
 
+def test_prompt_tokens_from_the_cache_are_counted(tmp_path: Path) -> None:
+    release = publish(build("tiny", 1), tmp_path)
+    settings = TorchEngineSettings(num_threads=1, kv_cache_bytes=1 << 24)
+    app = echo_app(tmp_path, TorchEngine(settings), folder=release.folder)
+    body = {"prompt": [3] * 40, "max_tokens": 1, "stream_options": {"include_usage": True}}
+    with running(app) as url, httpx.Client(base_url=url, timeout=60) as http:
+        first = http.post("/v1/completions", json={**body, "stream": True}).text
+        again = http.post("/v1/completions", json={**body, "stream": True}).text
+        assert vllm_metrics(http)["vllm:prefix_cache_hits_total"] == 39
+    # At least the last token is computed, since its logits choose the next one.
+    assert '"cached_tokens": 0}' in first and '"cached_tokens": 39}' in again
+
+
 def test_the_waits_of_sequences_are_measured_where_the_engine_computes(tmp_path: Path) -> None:
     release = publish(build("tiny", 1), tmp_path)
     # Four blocks of 32 tokens: they hold both prompts, but not both answers. One waits again.
