@@ -161,6 +161,7 @@ class Answer:
             started=self.started,
             num_prompt=plan.num_prompt_tokens,
             prompt_lengths=[len(each.prompt) for each in plan.generations],
+            num_each=plan.num_each,
         )
         generated = generate(self.engine, self.live, plan.generations, plan.request)
         try:

@@ -91,6 +91,16 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Waits:
+    """What a sequence waited for before its first token."""
+
+    queue_seconds: float
+    """Until the engine began to compute its prompt."""
+    prefill_seconds: float
+    """From then until its first token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """What the engine has added to a sequence since the last step."""
 
@@ -105,6 +115,10 @@ class Step:
     num_cached_tokens: int = 0
     """How many tokens of the prompt the engine found in its cache. Set in the first step; in later
     ones it may be 0."""
+    waits: Waits | None = None
+    """Set in the first step, if the engine measures it."""
+    num_preemptions: int = 0
+    """How often the sequence has lost its memory since the last step."""
 
 
 class StageError(Exception):

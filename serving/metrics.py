@@ -1,35 +1,20 @@
-"""The Prometheus metrics of one server, in their own registry.
-
-Values that vLLM also measures appear a second time under vLLM's names, so that dashboards and
-autoscalers made for vLLM work. The names and buckets are those of vLLM 0.32, in
-`vllm/v1/metrics/loggers.py` and `buckets.py` beside it.
-"""
+"""The Prometheus metrics of one server, in their own registry."""
 
 import time
 from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from serving.engine import Waits
 from serving.sequences import Delta
 from serving.swap_schemas import SwapResult
+from serving.vllm_metrics import VllmMetrics
 
 NUM_KNOWN_RELEASES = 16
 """How many releases have series with their id as a label: those that became live last."""
-# The upper bounds of the buckets: `_TOKENS` in tokens, the others in seconds.
+# The upper bounds of the buckets, in seconds.
 _LATENCY = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _INTERVAL = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
-_VLLM_FIRST_TOKEN = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
-    1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
-)  # fmt: skip
-_VLLM_INTERVAL = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
-    1, 2.5, 5, 7.5, 10, 20, 40, 80,
-)  # fmt: skip
-_VLLM_REQUEST = (
-    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
-)  # fmt: skip
 
 
 class WaitingRequest:
@@ -60,81 +45,6 @@ class WaitingRequest:
         self._metrics.vllm.num_waiting -= num_sequences
         self._num_requests = 0
         self._num_sequences -= num_sequences
-
-
-class VllmMetrics:
-    """The metrics with vLLM's names. What vLLM calls a request is one sequence: a body with two
-    prompts and `n: 3` counts as six. The label `engine` is always 0, because a server has only one
-    engine."""
-
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        labels = ("model_name", "engine")
-        values = (model_name, "0")
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"vllm:{name}", text, labels, registry=registry).labels(*values)
-
-        def gauge(name: str, text: str, value: Callable[[], float]) -> None:
-            made = Gauge(f"vllm:{name}", text, labels, registry=registry).labels(*values)
-            made.set_function(value)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(f"vllm:{name}", text, labels, buckets=buckets, registry=registry)
-            return made.labels(*values)
-
-        self._gauge = gauge
-        self.num_running = 0
-        self.num_waiting = 0
-        gauge("num_requests_running", "Sequences that have a token", lambda: self.num_running)
-        gauge("num_requests_waiting", "Sequences without a token", lambda: self.num_waiting)
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences with a token")
-        self.generation_tokens = counter("generation_tokens", "Generated tokens")
-        self.cache_queries = counter(
-            "prefix_cache_queries", "Prompt tokens that the engine looked up in its prefix cache"
-        )
-        self.cache_hits = counter(
-            "prefix_cache_hits", "Prompt tokens that the engine found in its prefix cache"
-        )
-        self.first_token = histogram(
-            "time_to_first_token_seconds",
-            "Time from the request to the first token of a sequence",
-            _VLLM_FIRST_TOKEN,
-        )
-        self.interval = histogram(
-            "inter_token_latency_seconds", "Time between two tokens of a sequence", _VLLM_INTERVAL
-        )
-        self._latency = histogram(
-            "e2e_request_latency_seconds",
-            "Time from the request to the end of a sequence",
-            _VLLM_REQUEST,
-        )
-        self._request_prompt = histogram(
-            "request_prompt_tokens", "Prompt tokens of a sequence that has ended", _TOKENS
-        )
-        self._request_new = histogram(
-            "request_generation_tokens", "Generated tokens of a sequence that has ended", _TOKENS
-        )
-        success = Counter(
-            "vllm:request_success",
-            "Sequences that have ended, by finish reason",
-            (*labels, "finished_reason"),
-            registry=registry,
-        )
-        # Without a first value of 0, dashboards would not see the first increase.
-        self._success = {reason: success.labels(*values, reason) for reason in ("stop", "length")}
-
-    def watch_kv_cache(self, usage: Callable[[], float]) -> None:
-        """Call `usage` whenever the metrics are read. It returns `Engine.kv_cache_usage`."""
-        self._gauge("kv_cache_usage_perc", "KV cache in use; 1 means all of it", usage)
-
-    def count_end(
-        self, finish_reason: str, *, seconds: float, num_prompt: int, num_new: int
-    ) -> None:
-        """Count a sequence that has ended."""
-        self._success[finish_reason].inc()
-        self._latency.observe(seconds)
-        self._request_prompt.observe(num_prompt)
-        self._request_new.observe(num_new)
 
 
 class Metrics:
@@ -264,10 +174,11 @@ class RequestTimes:
         started: float,
         num_prompt: int,
         prompt_lengths: Sequence[int],
+        num_each: int,
     ) -> None:
         """`started` is the time when the request arrived: a value of `time.perf_counter`.
         `num_prompt` is the number of its prompt tokens, and `prompt_lengths` are the numbers of
-        each sequence: sequences may have the same prompt."""
+        each sequence: `num_each` sequences in a row have the same prompt."""
         self._first = metrics.first_token_seconds.labels(release_id)
         self._interval = metrics.token_interval_seconds.labels(release_id)
         self._new_tokens = metrics.new_tokens.labels(release_id)
@@ -277,6 +188,11 @@ class RequestTimes:
         self._prompt_lengths = prompt_lengths
         self._before: dict[int, float] = {}
         """Index of a running sequence → time of its last step."""
+        self._begun: dict[int, tuple[float, Waits | None]] = {}
+        """Index of a running sequence → time of its first step, and its waits."""
+        self._num_each = num_each
+        self._num_ended = [0] * (len(prompt_lengths) // num_each)
+        """How many sequences of each prompt have ended."""
         self._num_new = [0] * len(prompt_lengths)
         metrics.answers.labels(release_id).inc()
         metrics.prompt_tokens.labels(release_id).inc(num_prompt)
@@ -286,7 +202,7 @@ class RequestTimes:
         now = time.perf_counter()
         before = self._before.get(index)
         if before is None:
-            self._begin(index, now, delta.num_cached_tokens)
+            self._begin(index, now, delta)
         else:
             for _ in range(delta.num_tokens):
                 self._interval.observe((now - before) / delta.num_tokens)
@@ -295,22 +211,18 @@ class RequestTimes:
         self._num_new[index] += delta.num_tokens
         self._new_tokens.inc(delta.num_tokens)
         self._vllm.generation_tokens.inc(delta.num_tokens)
+        if delta.num_preemptions:
+            self._vllm.preemptions.inc(delta.num_preemptions)
         if delta.finish_reason is not None:
-            del self._before[index]
-            self._vllm.num_running -= 1
-            self._vllm.count_end(
-                delta.finish_reason,
-                seconds=now - self._started,
-                num_prompt=self._prompt_lengths[index],
-                num_new=self._num_new[index],
-            )
+            self._end(index, now, delta.finish_reason)
 
     def end(self) -> None:
         """Stop counting the sequences that still run: the request ends before them."""
         self._vllm.num_running -= len(self._before)
         self._before.clear()
 
-    def _begin(self, index: int, now: float, num_cached: int) -> None:
+    def _begin(self, index: int, now: float, delta: Delta) -> None:
+        self._begun[index] = now, delta.waits
         self._waiting.begin_sequence()
         self._vllm.num_running += 1
         self._first.observe(now - self._started)
@@ -318,4 +230,22 @@ class RequestTimes:
         num_prompt = self._prompt_lengths[index]
         self._vllm.prompt_tokens.inc(num_prompt)
         self._vllm.cache_queries.inc(num_prompt)
-        self._vllm.cache_hits.inc(num_cached)
+        self._vllm.cache_hits.inc(delta.num_cached_tokens)
+
+    def _end(self, index: int, now: float, finish_reason: str) -> None:
+        del self._before[index]
+        begun, waits = self._begun.pop(index)
+        self._vllm.num_running -= 1
+        self._vllm.count_end(
+            finish_reason,
+            seconds=now - self._started,
+            decode_seconds=now - begun,
+            waits=waits,
+            num_prompt=self._prompt_lengths[index],
+            num_new=self._num_new[index],
+        )
+        which = index // self._num_each
+        self._num_ended[which] += 1
+        if self._num_ended[which] == self._num_each:
+            first = which * self._num_each
+            self._vllm.longest.observe(max(self._num_new[first : first + self._num_each]))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from serving.admission import LiveRelease
 from serving.detokenizer import Detokenizer
-from serving.engine import Engine, Generation, Step, TokenLogprob
+from serving.engine import Engine, Generation, Step, TokenLogprob, Waits
 from serving.openai_schemas import MAX_SEED, MIN_SEED, SamplingRequest
 from serving.prompts import check_token_ids, too_long
 from serving.request_errors import RequestError
@@ -144,6 +144,8 @@ class Delta:
     num_cached_tokens: int = 0
     """How many tokens of the prompt the engine found in its cache. Set in the first delta; in later
     ones it may be 0."""
+    waits: Waits | None = None
+    num_preemptions: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """The stop string, or the id among the request's `stop_token_ids`, that ended the sequence."""
@@ -243,6 +245,8 @@ class TextReader:
             tokens=tokens,
             num_tokens=num_tokens,
             num_cached_tokens=step.num_cached_tokens,
+            waits=step.waits,
+            num_preemptions=step.num_preemptions,
             finish_reason=finish_reason,
             stop_reason=stop,
             prompt_logprobs=step.prompt_logprobs,

@@ -177,8 +177,10 @@ def _open_tokenizer(folder: Path, settings: dict[str, Any]) -> Tokenizer:
                 return tokenizer
         from transformers import AutoTokenizer
 
+        # Without `trust_remote_code=False`, `transformers` would ask on the terminal whether code
+        # of the release may run.
         found: Tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True
+            folder, local_files_only=True, trust_remote_code=False
         ).backend_tokenizer
         return found
     except Exception as error:

@@ -4,6 +4,7 @@ serve one of them."""
 import json
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -176,10 +177,15 @@ def publish(
     """Make a release from a checkpoint folder: check the folder, copy its files, and write a
     manifest. The release is not served yet; to serve it, run `releases swap`.
 
+    If the engine in the settings is `torch`, or `auto` chooses `torch` on this machine, a network
+    that this engine cannot serve is refused.
+
     If a job runs this command, the manifest also names the job, its dataset and its commit.
     """
     from pipeline.lineage import job_context, lineage
     from pipeline.rules import branch_ref
+    from pipeline.settings import load_settings
+    from serving.engine_choice import choose_engine
     from serving.weights.publish import publish_folder
     from serving.weights.release_store import served_release
 
@@ -193,6 +199,10 @@ def publish(
     origin = lineage(
         context, parent=parent, served=served.name if served else None, revision=revision
     )
+    if choose_engine(load_settings().serving.engine).name == "torch" and find_spec("torch"):
+        from serving.engines.torch_engine.servable import check_servable
+
+        check_servable(folder)
     release = publish_folder(target, folder, lineage=origin, format=format)
     path = str(target / release.id)
     print(json.dumps({"id": release.id, "path": path}) if as_json else f"{release.id}  {path}")

@@ -2,8 +2,9 @@
 shards, with torch.
 
 This module does not use the safetensors library to write safetensors shards, because the library
-would first copy all tensors, and cannot hash the tensors while it writes. `headers.py` describes
-the format of these shards.
+cannot hash what it writes. If the library (0.8) writes the shards, and they are hashed afterwards,
+publishing takes 1.25 times as long; if the tensors are hashed on a thread meanwhile, 1.07 times as
+long. `headers.py` describes the format of these shards.
 """
 
 import json

@@ -60,6 +60,7 @@ TABLES = {
     "serving": _rows(
         ("real", "a pretrained model: tokens per second over HTTP, against vLLM's own server"),
         ("speed", "tokens per second over HTTP, against vLLM's own server"),
+        ("options", "other ways to compute, against today's: what each could win"),
         ("start", "start until the first token"),
         ("gaps", "what running streams see of a swap, torch"),
         ("vllm-swap", "a swap on vLLM, against its own `reload_weights`"),

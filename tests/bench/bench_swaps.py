@@ -56,7 +56,7 @@ def measure(size: Size) -> Result:
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
         if size.shape == PRETRAINED:
-            published = _pretrained(home)
+            published = pretrained(home)
             prompts, texts = right_texts(published, size.prompts, size.tokens, _real_prompts())
         else:
             published = [publish(build(size.shape, seed), pipeline_dir(home)) for seed in (1, 2)]
@@ -105,7 +105,7 @@ def measure(size: Size) -> Result:
     )
 
 
-def _pretrained(home: Path) -> list[Published]:
+def pretrained(home: Path) -> list[Published]:
     """SmolLM2-135M-Instruct, and a copy of which one matrix in each layer is a little larger."""
     import torch
     from transformers import AutoModelForCausalLM

@@ -63,9 +63,9 @@ def check(client: httpx.Client, network: Any, release_id: str) -> None:
         assert choice["token_logprobs"] == pytest.approx(logprobs, abs=1e-3), release_id
 
 
-def complete(client: httpx.Client, token_ids: tuple[int, ...]) -> Any:
+def complete(client: httpx.Client, token_ids: tuple[int, ...], **changes: Any) -> Any:
     body = {"prompt": list(token_ids), "max_tokens": NEW_TOKENS, "temperature": 0, "logprobs": 0}
-    answer = client.post("/v1/completions", json=body)
+    answer = client.post("/v1/completions", json=body | changes)
     assert answer.status_code == 200, answer.text
     return answer.json()
 

@@ -58,6 +58,10 @@ def test_dashboards_and_autoscalers_of_vllm_find_their_metrics(
     assert grown["vllm:request_generation_tokens_sum"] == n * 12
     assert grown["vllm:prefix_cache_queries_total"] == n * 8
     assert grown["vllm:request_success_total"] == n * 2
+    assert grown["vllm:request_decode_time_seconds_count"] == n * 2
+    # Once for each prompt.
+    assert grown["vllm:request_max_num_generation_tokens_count"] == 2
+    assert grown["vllm:request_max_num_generation_tokens_sum"] == 12
     assert grown["vllm:num_requests_running"] == grown["vllm:num_requests_waiting"] == 0
 
 
@@ -89,3 +93,36 @@ def test_the_use_of_the_kv_cache_is_shown_by_engines_that_know_it(
     assert all(0 < usage < 1 for usage in usages[-5:-1]) and usages[-1] == 0
     with running(echo_app(tmp_path / "echo")) as url:
         assert USAGE not in httpx.get(f"{url}/metrics").text
+
+
+def test_prompt_tokens_from_the_cache_are_counted(tmp_path: Path) -> None:
+    release = publish(build("tiny", 1), tmp_path)
+    settings = TorchEngineSettings(num_threads=1, kv_cache_bytes=1 << 24)
+    app = echo_app(tmp_path, TorchEngine(settings), folder=release.folder)
+    body = {"prompt": [3] * 40, "max_tokens": 1, "stream_options": {"include_usage": True}}
+    with running(app) as url, httpx.Client(base_url=url, timeout=60) as http:
+        first = http.post("/v1/completions", json={**body, "stream": True}).text
+        again = http.post("/v1/completions", json={**body, "stream": True}).text
+        assert vllm_metrics(http)["vllm:prefix_cache_hits_total"] == 39
+    # At least the last token is computed, since its logits choose the next one.
+    assert '"cached_tokens": 0}' in first and '"cached_tokens": 39}' in again
+
+
+def test_the_waits_of_sequences_are_measured_where_the_engine_computes(tmp_path: Path) -> None:
+    release = publish(build("tiny", 1), tmp_path)
+    # Four blocks of 32 tokens: they hold both prompts, but not both answers. One waits again.
+    settings = TorchEngineSettings(num_threads=1, kv_cache_bytes=4 << 15)
+    app = echo_app(tmp_path, TorchEngine(settings), folder=release.folder)
+    body = {"prompt": [[1] * 20, [2] * 20], "max_tokens": 60, "ignore_eos": True}
+    with running(app) as url, httpx.Client(base_url=url, timeout=60) as http:
+        assert http.post("/v1/completions", json=body).is_success
+        samples = {
+            sample.name.removeprefix("vllm:"): sample.value
+            for family in text_string_to_metric_families(http.get("/metrics").text)
+            for sample in family.samples
+        }
+    assert samples["num_preemptions_total"] >= 1
+    parts = ("queue", "prefill", "decode")
+    assert {samples[f"request_{part}_time_seconds_count"] for part in parts} == {2}
+    seconds = [samples[f"request_{part}_time_seconds_sum"] for part in parts]
+    assert all(seconds) and sum(seconds) <= samples["e2e_request_latency_seconds_sum"]

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, PreTrainedConfig
 from typer.testing import CliRunner, Result
 
 from jobs.outcome import JobOutcome
@@ -275,6 +276,49 @@ def test_a_trainer_of_ones_own_publishes_with_the_lineage_of_its_job(
     (tmp_path / "spec.json").unlink()
     refused = pipeline("releases", "publish", str(folder / served.id))
     assert "unset JOB_ID and JOB_DIR" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "reason"),
+    [
+        (
+            MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4),
+            {},
+            "MambaForCausalLM keeps a state for each sequence",
+        ),
+        (
+            LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1),
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantised weights are not supported",
+        ),
+    ],
+    ids=["state", "quantised"],
+)
+def test_what_the_torch_engine_cannot_serve_is_refused_when_it_is_published(
+    config: PreTrainedConfig,
+    changes: dict[str, Any],
+    reason: str,
+    configure: Configure,
+    tmp_path: Path,
+) -> None:
+    releases = configure(1)
+    source = tmp_path / "checkpoint"
+    AutoModelForCausalLM.from_config(config).save_pretrained(source)
+    written = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(written | changes))
+
+    def publish() -> Result:
+        return pipeline("releases", "publish", str(source))
+
+    with (tmp_path / "pipeline.toml").open("a") as settings:
+        settings.write('[serving]\nengine = "torch"\n')
+    assert reason in str(publish().exception)
+    assert not release_store.list_releases(releases)
+    # Another engine may serve it.
+    configure(1)
+    with (tmp_path / "pipeline.toml").open("a") as settings:
+        settings.write('[serving]\nengine = "vllm"\n')
+    assert publish().exit_code == 0
 
 
 def with_own_token(folder: Path) -> FastAPI:

@@ -21,6 +21,7 @@ from pipeline.stack_record import Child, StackRecord, running_settings
 from pipeline.submit import submit_retraining
 from pipeline.subscriptions import subscribe
 from pipeline.tokens import load_tokens
+from serving import engine_choice
 from serving.weights import release_store
 from tests.hub_fixtures import Receiver, RunningHub, running_hub, wait_until
 from tests.ports import free_ports
@@ -87,6 +88,18 @@ def test_a_dataset_that_was_moved_is_loud_and_no_new_one_takes_its_name(
     )
     assert step.startswith('write dataset = "team/facts" under [[pipelines]] in pipeline.toml')
     assert message in pipeline("status") and step in pipeline("status")
+
+
+def test_the_engine_is_named_with_the_reason(
+    hub: RunningHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_choice, "_DEVICES", tmp_path)
+    for command in ("status", "doctor"):
+        assert "engine torch, because no NVIDIA GPU is visible" in " ".join(
+            pipeline(command).replace("engine:", "engine").split()
+        )
+    monkeypatch.setenv("PIPELINE_SERVING__ENGINE", "echo")
+    assert "engine echo, because the settings say so" in pipeline("status")
 
 
 def test_a_suspended_webhook_is_loud(hub: RunningHub, receiver: Receiver) -> None:

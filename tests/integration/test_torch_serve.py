@@ -15,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import GPT2Config
 
+from serving.engine_choice import choose_engine
 from serving.engines.torch_engine.engine import create_engine
 from serving.tokenizer import load_tokenizer
 from serving.weights.release_store import load_release, served_release, set_current
@@ -135,6 +136,10 @@ def test_a_server_killed_in_a_swap_serves_the_old_release_again(tmp_path: Path, 
         process(pipeline_dir) as server,
         httpx.Client(base_url=address(server), timeout=60) as http,
     ):
+        assert server.stdout is not None
+        choice = choose_engine("auto")
+        said = f"engine {choice.name} ({choice.reason}); answers: {first.id} from "
+        assert server.stdout.readline().startswith(said)
         after = http.post("/v1/completions", json=body).json()
         assert time.monotonic() - started < START_SECONDS
         assert (after["system_fingerprint"], after["choices"]) == (first.id, before["choices"])

@@ -1,5 +1,7 @@
 """Stored tensors lead to those of a network, and each that is missing or too many is named."""
 
+import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 
 from serving.errors import ReleaseError
+from serving.tokenizer import load_tokenizer
 from serving.weights.network import Sources, build_network, sources
 from serving.weights.release import TensorEntry
 from tests.hub_checkpoints import CONFIGS, store, stored_tensors
@@ -119,3 +122,29 @@ def test_a_network_that_generates_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ReleaseError, match="generates text"):
         build_network(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "its_own"])
+def test_code_in_a_checkpoint_does_not_run(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What a user would say to the question of `transformers` whether it may.
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    folder = tmp_path / "checkpoint"
+    store("llama", folder)
+    marker = tmp_path / "it-ran"
+    (folder / "own.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass Own: pass\n")
+    path = folder / "config.json"
+    own = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "own.Own")
+    changes = {"model_type": model_type, "auto_map": own}
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    # `transformers` reads a tokenizer if the file of a tokenizer has no such token.
+    settings = {
+        "added_tokens_decoder": {"0": "<own>"},
+        "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    for read in (build_network, load_tokenizer):
+        with contextlib.suppress(ReleaseError):
+            read(folder)
+    assert not marker.exists()

@@ -177,9 +177,7 @@ class Scheduler:
         )
         if slot is None:
             return False
-        sequence.slot = slot
-        if not sequence.output:
-            sequence.num_cached_tokens = slot.length
+        sequence.begin_prefill(slot)
         self._prefilling.append(self._waiting.popleft())
         return True
 

@@ -2,8 +2,9 @@
 
 import asyncio
 import random
+import time
 
-from serving.engine import EngineError, Generation, Step, TokenLogprob
+from serving.engine import EngineError, Generation, Step, TokenLogprob, Waits
 from serving.engines.torch_engine.drawing import Uniform
 from serving.engines.torch_engine.logits_processor import LogitsProcessor
 from serving.engines.torch_engine.slot_allocator import Slot
@@ -31,6 +32,10 @@ class EngineSequence:
         """The sequence's number, in the order in which the sequences of its release arrived."""
         self.slot: Slot | None = None
         """None while the sequence waits and after it has ended."""
+        self._submitted = time.perf_counter()
+        self._admitted: float | None = None
+        self._num_preemptions = 0
+        """Since the last step."""
         self.num_cached_tokens = 0
         """The number of prompt tokens that were found in the prefix cache."""
         self.output: list[int] = []
@@ -62,9 +67,18 @@ class EngineSequence:
         prompt = self.generation.prompt
         return (*prompt, *self.output) if self.output else prompt
 
+    def begin_prefill(self, slot: Slot) -> None:
+        """Take the slot, for the first time or after a preemption."""
+        self.slot = slot
+        if self._admitted is None:
+            self._admitted = time.perf_counter()
+        if not self.output:
+            self.num_cached_tokens = slot.length
+
     def reset_for_preemption(self) -> None:
         """Forget the slot. The output stays, and prompt logprobs will be computed again."""
         self.slot = None
+        self._num_preemptions += 1
         if self.prompt_logprobs is not None:
             self.prompt_logprobs.clear()
 
@@ -95,7 +109,10 @@ class EngineSequence:
             prompt_logprobs=self.take_prompt_logprobs(),
             finish_reason=finish_reason,
             num_cached_tokens=self.num_cached_tokens if is_first else 0,
+            waits=self._waits() if is_first else None,
+            num_preemptions=self._num_preemptions,
         )
+        self._num_preemptions = 0
         self._gathered.clear()
         self._logprobs.clear()
         return step
@@ -106,6 +123,15 @@ class EngineSequence:
             prompt_logprobs=self.take_prompt_logprobs(),
             finish_reason="length",
             num_cached_tokens=self.num_cached_tokens,
+            waits=self._waits(),
+            num_preemptions=self._num_preemptions,
+        )
+
+    def _waits(self) -> Waits:
+        assert self._admitted is not None
+        return Waits(
+            queue_seconds=self._admitted - self._submitted,
+            prefill_seconds=time.perf_counter() - self._admitted,
         )
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
