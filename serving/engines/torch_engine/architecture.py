@@ -57,7 +57,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / network.CONFIG_FILE
     config = read_json(path)
-    if "quantization_config" in config:
+    if config.get("quantization_config") is not None:
         raise StageError(f"{path}: quantised weights are not supported; publish plain ones")
     kind = str(next(iter(config.get("architectures") or ()), None))
     needed = (*_REQUIRED, *_OTHER_DEFAULTS.get(kind, ()))
