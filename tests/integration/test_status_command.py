@@ -203,7 +203,7 @@ def test_doctor_tells_how_to_accept_what_the_gate_refused(hub: RunningHub) -> No
         assert job is not None
         store.finish(job.id, "me", JobOutcome(result="rejected", reason="worse"))
     (advice,) = [next_step for message, next_step in wrong() if "worse" in message]
-    assert 'pipeline jobs run --force --reason "…"' in advice
+    assert "pipeline jobs run --force --reason WHY" in advice
 
 
 def test_a_revision_that_is_not_there_is_told_from_a_dataset_that_is_empty(
