@@ -336,3 +336,4 @@ def test_a_store_of_the_first_schema_is_upgraded_and_its_pending_job_runs(
         job = store.get("j000001")
     assert job.outcome is not None and learned(job.outcome).learned == 1
     assert mode(pipeline, job.outcome) == "delta"
+    assert "changed rows have " in (jobs_dir / "j000001" / "log.txt").read_text()
