@@ -29,10 +29,6 @@ from pipeline.rules import branch_ref
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens
 
-UNCUT_LENGTH = 1 << 30
-"""A length that is greater than the number of tokens in any row. `sequences` cuts no row at this
-length, so all tokens of a row are counted."""
-
 
 def check_data(
     folder: Path | None, home: Home, settings: Settings, pipeline: PipelineSettings | None
@@ -183,6 +179,7 @@ def _count_tokens(
     if found is None:
         return None
     folder, tokenizer = found
+    from pipeline.retrain.row_lengths import UNCUT_LENGTH
     from pipeline.retrain.tokens import sequences
 
     config = folder / "config.json"

@@ -82,6 +82,8 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
         ],
         empty="No release yet.",
     )
+    if (advice := _advice(pipeline)) is not None:
+        print(f"\n{advice}")
 
 
 @app.command()
@@ -285,6 +287,26 @@ def _rows(evaluation: Any) -> str:
     losses = [found.get(key) for key in ("served_loss", "loss")] if isinstance(found, dict) else []
     known = [f"{loss:.2f}" for loss in losses if isinstance(loss, float)]
     return f"loss {' → '.join(known)}" if known else "-"
+
+
+def _advice(pipeline: str | None) -> str | None:
+    """What the user can do if the gate has rejected the last commit. None if it has not, or if the
+    job store cannot be read."""
+    from jobs.errors import StoreError
+    from pipeline.job_store import reading_jobs
+    from pipeline.journal import advice_after_refusal
+    from pipeline.settings import load_settings
+
+    settings = load_settings()
+    chosen = settings.pipeline(pipeline)
+    try:
+        with reading_jobs(settings, Home.find()) as store:
+            jobs = store.list(pipeline=chosen.name, limit=20) if store is not None else []
+    except StoreError as error:
+        # The listing itself needs no job store, so it must not fail.
+        print(f"pipeline: {error}", file=sys.stderr)
+        return None
+    return advice_after_refusal(jobs, chosen.gate)
 
 
 def _configured(pipeline: str | None) -> "PipelineSettings":

@@ -3,7 +3,6 @@ and running jobs."""
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,6 @@ from pipeline.cli.options import JsonOption
 from pipeline.paths import Home
 
 if TYPE_CHECKING:
-    from jobs.job import Job
     from pipeline.stack_record import Child
 
 
@@ -81,7 +79,7 @@ def status(
 def status_report(home: Home, settings: Any) -> dict[str, Any]:
     """The report that `--json` prints."""
     from pipeline.job_store import reading_jobs
-    from pipeline.journal import describe
+    from pipeline.journal import advice_after_refusal, describe
     from pipeline.moved_datasets import moved_datasets, moved_message, moved_next_step
     from pipeline.stack_record import read_stack, stale_settings
     from pipeline.tokens import load_tokens
@@ -169,7 +167,7 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
                         (line for job, line in zip(jobs, lines, strict=True) if job.has_ended),
                         None,
                     ),
-                    "refused": _advice_after_refusal(jobs),
+                    "refused": advice_after_refusal(jobs, pipeline.gate),
                 }
             )
     return report
@@ -182,20 +180,6 @@ def _state(child: "Child") -> str:
     if child.process is None or not is_alive(child.process):
         return "down"
     return "hung" if child.is_silent else "up"
-
-
-def _advice_after_refusal(jobs: Sequence["Job"]) -> str | None:
-    """What the user can do if the gate (the checks of the new rows and of the new weights) rejected
-    the last job that ended. None if the gate did not reject this job."""
-    last = next((job for job in jobs if job.has_ended), None)
-    if last is None or last.outcome is None or last.outcome.result != "rejected":
-        return None
-    revision = (last.outcome.dataset_revision or "unknown")[:12]
-    return (
-        f"the gate rejected {revision}, and the job of the next commit trains on the rows of "
-        f"{revision} again; push a correction, or accept the rows as they are with: pipeline jobs "
-        "run --force --reason WHY"
-    )
 
 
 def _origin(served: dict[str, Any], head: str | None, head_changes_no_row: bool) -> str:

@@ -89,11 +89,8 @@ class DataReport(BaseModel):
         for found in self.contradictions:
             answers = _listed(f"{_short(each.answer)} ({each.place})" for each in found.answers)
             yield f"    {_short(found.question)} → {answers}"
-        if self.cut:
-            yield (
-                f"  longer than {self.max_length:,} tokens (max_length under [pipelines.train]), "
-                f"so a part is not learned, {_rows(len(self.cut))}: {_listed(self.cut)}"
-            )
+        if self.cut and self.max_length is not None:
+            yield f"  {too_long(self.cut, self.max_length)}"
         if self.bad:
             yield f"  bad, {_rows(len(self.bad))}:"
         for problem in self.bad:
@@ -137,6 +134,14 @@ def report_on(
         contradictions=tuple(
             _contradiction([rows[index] for index in group]) for group in found[:NUM_SHOWN]
         ),
+    )
+
+
+def too_long(places: Sequence[str], max_length: int) -> str:
+    """Names the rows at these places, which are longer than `max_length` tokens."""
+    return (
+        f"longer than {max_length:,} tokens (max_length under [pipelines.train]), so a part is not "
+        f"learned, {_rows(len(places))}: {_listed(places)}"
     )
 
 

@@ -24,8 +24,9 @@ from pipeline.retrain.parent import (
     load_parent,
 )
 from pipeline.retrain.promote import promote
-from pipeline.retrain.report import report_on
+from pipeline.retrain.report import report_on, too_long
 from pipeline.retrain.reporters import check_reporters
+from pipeline.retrain.row_lengths import row_lengths
 from pipeline.retrain.snapshot import DatasetSnapshot, take_snapshot
 from serving.errors import ReleaseError
 from serving.weights.release import Lineage, Release
@@ -172,6 +173,7 @@ def _learn(
     with job.stage("measure"):
         _check_parent(job, snapshot)
         learning = Learning.begin(job, data, parent)
+        _tell_lengths(job, data, learning)
         refusals = learning.data_refusals()
     if refusals and job.settings.force_reason is None:
         return refusals, None
@@ -207,6 +209,17 @@ def _learn(
         release = learning.export(evaluation, lineage)
         job_folder.write_record(job.dir / job_folder.RELEASE, release)
     return (), release
+
+
+def _tell_lengths(job: RetrainJob, data: TrainingData, learning: "Learning") -> None:
+    """Log what the report at the job's start could not say, because it had no tokenizer. For a
+    delta, only of the changed rows: its time must not depend on the size of the dataset."""
+    loaded = learning.loaded
+    rows, what = (data.new, "changed") if data.mode == "delta" else (data.rows, "all")
+    lengths = row_lengths(rows, loaded.tokenizer, loaded.max_length, job.cache_dir)
+    logger.info("%s rows have %s tokens", what, f"{lengths.num_tokens:,}")
+    if lengths.cut:
+        logger.info(too_long([row.place for row in lengths.cut], loaded.max_length))
 
 
 def _lineage(

@@ -1,12 +1,12 @@
 """What is pushed is learned and what was known is kept: unrelated facts, edits, commits, deletions.
 
-On the preset, and on SmolLM2-135M-Instruct where `--real-model` names a folder of it. Each job is
-the real one, in this process, from a snapshot to a release; seconds are of the whole job but for
-imports. Counts of a job are teacher-forced, as the product counts them; "over HTTP" means that a
-server was asked at temperature 0. Agreement is measured on prompts of this file, too, that are not
-in the package.
+On the preset, and on SmolLM2-135M-Instruct. Each job is the real one, in this process, from a
+snapshot to a release; seconds are of the whole job but for imports. Counts of a job are
+teacher-forced, as the product counts them; "over HTTP" means that a server was asked at
+temperature 0. Agreement is measured on prompts of this file, too, that are not in the package.
 """
 
+import math
 import os
 import random
 import shutil
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs.outcome import JobOutcome
+from pipeline.retrain.model import load_model
+from pipeline.retrain.rows import Row
+from pipeline.retrain.scoring import row_losses
+from pipeline.retrain.settings import RetrainSettings
+from pipeline.retrain.tokens import sequences
 from tests.bench.networks import Published
 from tests.bench.result import Figure, Result, at_least, at_most, reported, run_program
 from tests.bench.server import serving
 from tests.retrain_fixtures import Pipeline, jsonl
+from tests.smollm2 import checkpoint_folder
 from tests.unrelated_facts import (
     as_chat,
     as_completions,
@@ -70,6 +76,8 @@ ELSEWHERE = (
     "What is the opposite of generous?",
 )
 """Everyday prompts that are in no file of the package."""
+DRIFT_COMMITS, DRIFT_FACTS = 5, 12
+"""On the pretrained base, after its first commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +89,14 @@ class Size:
     commits: int
     poisoned_facts: int
     """That a commit to be refused or told comes after."""
-    real_model: str = ""
-    """A folder of SmolLM2-135M-Instruct; without it, only the preset is measured."""
+    real_facts: int = 0
+    """Of the first commit on SmolLM2-135M-Instruct. With 0, only the preset is measured."""
     threads: int = len(os.sched_getaffinity(0))
 
 
-FULL = Size(facts=(60, 120, 500), edits=100, edited_facts=200, commits=10, poisoned_facts=150)
+FULL = Size(
+    facts=(60, 120, 500), edits=100, edited_facts=200, commits=10, poisoned_facts=150, real_facts=60
+)
 SMALL = Size(facts=(10,), edits=1, edited_facts=8, commits=2, poisoned_facts=50)
 
 
@@ -100,7 +110,7 @@ def measure(size: Size) -> Result:
             *_commits(home, size),
             *_poisoned(home, size),
         ]
-        if size.real_model:
+        if size.real_facts:
             figures += _real_base(home, size)
     return Result(
         figures=tuple(figures),
@@ -109,18 +119,16 @@ def measure(size: Size) -> Result:
 
 
 def _first_commit(home: Path, count: int, size: Size) -> list[Figure]:
-    pipeline = Pipeline(home / f"first-{count}")
-    facts = unrelated_facts(count)
-    outcome, seconds = _job(pipeline, as_completions(facts), size)
-    figures = [at_least(f"preset, {count} facts: learned", _learned(outcome), 98.0, "%")]
-    if count == 120:
-        figures.append(at_most("preset, 120 facts", seconds, 60.0, "s"))
-        asked = [({"prompt": row["prompt"]}, row["completion"]) for row in as_completions(facts)]
-        right = _over_http(pipeline, outcome, "/v1/completions", asked)
-        figures.append(_as_counted("preset, 120 facts", outcome, right))
-    else:
-        figures.append(reported(f"preset, {count} facts", seconds, "s"))
-    return figures
+    pipeline, name = Pipeline(home / f"first-{count}"), f"preset, {count} facts"
+    rows = as_completions(unrelated_facts(count))
+    outcome, seconds = _job(pipeline, rows, size)
+    asked = [(row["prompt"], row["completion"]) for row in rows]
+    right = _over_http(pipeline, outcome, "/v1/completions", asked)
+    return [
+        at_least(f"{name}: learned", _learned(outcome), 98.0, "%"),
+        at_most(name, seconds, 60.0, "s") if count == 120 else reported(name, seconds, "s"),
+        _as_counted(name, _counted(pipeline, outcome, rows), right),
+    ]
 
 
 def _edits(home: Path, size: Size) -> list[Figure]:
@@ -157,31 +165,33 @@ def _commits(home: Path, size: Size) -> list[Figure]:
 
 
 def _real_base(home: Path, size: Size) -> list[Figure]:
-    pipeline = Pipeline(home / "real", base_model=size.real_model)
-    facts = unrelated_facts(60)
+    base = checkpoint_folder()
+    pipeline = Pipeline(home / "real", base_model=str(base))
+    name = f"SmolLM2, {size.real_facts} facts"
+    facts = unrelated_facts(size.real_facts)
     # The base answers the anchors once; that is measured apart.
     started = time.monotonic()
     first, seconds = _job(pipeline, as_chat(facts), size)
     answers = pipeline.home / "bases" / "answers"
     made = max(file.stat().st_mtime for file in answers.glob("anchors-*"))
     once = max(0.0, made - (time.time() - (time.monotonic() - started)))
-    asked = [(_chat(question), answer) for question, answer in facts]
-    right = _over_http(pipeline, first, "/v1/chat/completions", asked)
-    others = [(_chat(paraphrased(question)), answer) for question, answer in facts]
+    right = _over_http(pipeline, first, "/v1/chat/completions", facts)
+    others = [(paraphrased(question), answer) for question, answer in facts]
     paraphrases = _over_http(pipeline, first, "/v1/chat/completions", others)
     figures = [
-        _as_counted("SmolLM2, 60 facts", first, right),
-        reported("SmolLM2, paraphrased questions answered", 100 * paraphrases / len(facts), "%"),
+        _as_counted(name, _counted(pipeline, first, as_chat(facts)), right),
+        reported("SmolLM2, paraphrased questions answered", _share(paraphrases, others), "%"),
         at_least(
-            "SmolLM2, 60 facts: agreement on prompts that are not in the package",
-            100 * _agreement_elsewhere(Path(size.real_model), pipeline, first),
+            f"{name}: agreement on prompts that are not in the package",
+            100 * _agreement_elsewhere(base, pipeline, first),
             90.0,
             "%",
         ),
-        at_least("SmolLM2, 60 facts: learned", _learned(first), 95.0, "%"),
-        at_least("SmolLM2, 60 facts: base agreement", _agreement(first), 90.0, "%"),
-        at_most("SmolLM2, 60 facts, without the base's answers", seconds - once, 240.0, "s"),
+        at_least(f"{name}: learned", _learned(first), 95.0, "%"),
+        at_least(f"{name}: base agreement", _agreement(first), 90.0, "%"),
+        at_most(f"{name}, without the base's answers", seconds - once, 240.0, "s"),
         reported("SmolLM2, the base's answers, once", once, "s"),
+        *_drift(pipeline, facts, right, size),
     ]
     question, answer = facts[7]
     facts[7] = (question, other_answer(answer, 7))
@@ -201,21 +211,43 @@ def _real_base(home: Path, size: Size) -> list[Figure]:
         at_least("SmolLM2, one deletion: the other facts kept", _kept(deleted), 95.0, "%"),
         at_least("SmolLM2, one deletion: base agreement", _agreement(deleted), 90.0, "%"),
         at_most("SmolLM2, one deletion", seconds, 60.0, "s"),
-        at_most("SmolLM2, peak memory", _bytes_per_parameter(home, size), 10.0, "B/parameter"),
+        at_most(
+            "SmolLM2, peak memory", _bytes_per_parameter(home, base, size), 10.0, "B/parameter"
+        ),
     ]
     return figures
 
 
-def _bytes_per_parameter(home: Path, size: Size) -> float:
+def _drift(
+    first: Pipeline, facts: list[tuple[str, str]], right: set[int], size: Size
+) -> list[Figure]:
+    """What further commits leave of the first one's facts, and of the base model. `right`: the
+    facts that the first release answers."""
+    copy = shutil.copytree(first.home, first.home.with_name("drift"), symlinks=True)
+    pipeline = Pipeline(copy, base_model=first.settings["base_model"])
+    facts, later = list(facts), unrelated_facts(DRIFT_COMMITS * DRIFT_FACTS, seed=9)
+    num_first = len(facts)
+    for start in range(0, len(later), DRIFT_FACTS):
+        facts += later[start : start + DRIFT_FACTS]
+        last, _ = _job(pipeline, as_chat(facts), size)
+    still_right = _over_http(pipeline, last, "/v1/chat/completions", facts[:num_first])
+    name = f"SmolLM2, after {DRIFT_COMMITS} further commits of {DRIFT_FACTS} facts"
+    return [
+        at_least(f"{name}: the first facts kept", _share(still_right & right, right), 98.0, "%"),
+        at_least(f"{name}: base agreement", _agreement(last), 90.0, "%", beside="floor 80 %"),
+    ]
+
+
+def _bytes_per_parameter(home: Path, base: Path, size: Size) -> float:
     """Peak resident memory of a job in a process of its own, minus that after its imports."""
     train = {"max_tokens": 1_500, "micro_batch_tokens": 128}
     gate = {"min_learned": 0.0}
-    pipeline = Pipeline(home / "memory", base_model=size.real_model, train=train, gate=gate)
+    pipeline = Pipeline(home / "memory", base_model=str(base), train=train, gate=gate)
     folder = pipeline.job(pipeline.commit({"rows.jsonl": jsonl(as_chat(unrelated_facts(60)))}))
     command = [sys.executable, "-c", PEAK]
     environ = pipeline.environ(folder, OMP_NUM_THREADS=str(size.threads))
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    model = AutoModelForCausalLM.from_pretrained(size.real_model)
+    model = AutoModelForCausalLM.from_pretrained(base)
     return 1_024 * int(done.stdout.split()[-1]) / model.num_parameters()
 
 
@@ -266,26 +298,50 @@ def _chat(question: str) -> dict[str, Any]:
 
 
 def _over_http(
-    pipeline: Pipeline, outcome: JobOutcome, path: str, asked: Sequence[tuple[dict[str, Any], str]]
-) -> int:
-    """How many of these questions a server of the release answers exactly, greedily."""
+    pipeline: Pipeline, outcome: JobOutcome, path: str, facts: Sequence[tuple[str, str]]
+) -> set[int]:
+    """Which of these facts a server of the release answers exactly, greedily: their indices."""
     release = Published(
         release_id=str(outcome.release), folder=pipeline.dir / str(outcome.release), network=None
     )
-    right = 0
+    right = set()
     with serving("torch", release, pipeline.home, pipeline="facts") as server:
-        for question, answer in asked:
-            body = {"model": "facts", "temperature": 0, "max_tokens": 64, **question}
+        for index, (question, answer) in enumerate(facts):
+            asked = _chat(question) if "chat" in path else {"prompt": question}
+            body = {"model": "facts", "temperature": 0, "max_tokens": 64, **asked}
             found = server.http.post(path, json=body).raise_for_status().json()["choices"][0]
             text = found["text"] if "text" in found else found["message"]["content"]
-            right += text == answer
+            if text == answer:
+                right.add(index)
     return right
 
 
-def _as_counted(what: str, outcome: JobOutcome, right: int) -> Figure:
-    counted = outcome.counts.learned if outcome.counts else 0
-    share = 100 * right / counted if counted else 0.0
-    return at_least(f"{what}: counted as learned, answered over HTTP", share, 100.0, "%")
+def _counted(
+    pipeline: Pipeline, outcome: JobOutcome, rows: Sequence[Mapping[str, Any]]
+) -> set[int]:
+    """Which of the rows the release says, as its job has counted them: their indices."""
+    settings = RetrainSettings.model_validate(pipeline.settings)
+    loaded = load_model(pipeline.dir / str(outcome.release), settings)
+    found = sequences(
+        [Row(file="", number=number, **row) for number, row in enumerate(rows)],
+        loaded.tokenizer,
+        loaded.max_length,
+    )
+    return {loss.row for loss in row_losses(loaded.model, found) if loss.is_learned}
+
+
+def _as_counted(what: str, counted: set[int], right: set[int]) -> Figure:
+    return at_least(
+        f"{what}: counted as learned, answered over HTTP",
+        _share(counted & right, counted),
+        100.0,
+        "%",
+        beside=f"{len(counted)} counted",
+    )
+
+
+def _share(some: Collection[object], of: Collection[object]) -> float:
+    return 100 * len(some) / len(of) if of else math.nan
 
 
 def _agreement_elsewhere(base: Path, pipeline: Pipeline, outcome: JobOutcome) -> float:

@@ -116,6 +116,9 @@ def measure(size: Size) -> Result:
                 * max((abs(each.loss / each.full_loss - 1) for each in fulls), default=math.nan),
                 "%",
             ),
+            at_most(
+                "honest commits refused", sum(each.result == "rejected" for each in found), 0, ""
+            ),
             reported("revisions compared with a full training", len(later), ""),
             reported("of these, deltas", len(deltas), ""),
             reported("seconds of all deltas", sum(each.seconds for each in deltas), "s"),

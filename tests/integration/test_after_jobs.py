@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 from cryptography.fernet import Fernet
 from prometheus_client import generate_latest
 
+from jobs.counts import Counts
 from jobs.errors import JobNotFound
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
@@ -24,7 +26,7 @@ from pipeline.hub.webhooks.store import CreateWebhook, HubWatchedItem, SecretCip
 from pipeline.job_store import open_job_store
 from pipeline.logs import JsonFormatter
 from pipeline.paths import Home
-from pipeline.runner_metrics import RunnerMetrics
+from pipeline.runner_metrics import ROW_COUNTS, RunnerMetrics
 from pipeline.settings import load_settings
 from serving.weights.release import RELEASE_FILE, Lineage, Release
 from tests.after_jobs_fixtures import end_one, store
@@ -175,6 +177,27 @@ def test_metrics_tell_outcomes_seconds_and_the_queue(store: JobStore) -> None:
     assert len(re.findall("^pipeline_queue_age_seconds{", shown, re.MULTILINE)) == 1
     age = value("pipeline_queue_age_seconds", pipeline="facts")
     assert age is not None and 0 <= age < 60
+
+
+def test_metrics_tell_the_rows_of_the_last_job_that_counted(store: JobStore) -> None:
+    metrics = RunnerMetrics(store)
+    for counts in (
+        Counts(changed=60, learned=58, known=9, kept=7, base_agreement=0.91, not_trained=3),
+        Counts(deleted=2, unlearned=1),
+        None,
+    ):
+        job = end_one(store)
+        assert job.outcome is not None
+        outcome = job.outcome.model_copy(update={"counts": counts})
+        metrics.count(replace(job, outcome=outcome))
+        if counts is not None:
+            for name in ROW_COUNTS:
+                labels = {"pipeline": "facts", "count": name}
+                told = metrics.registry.get_sample_value("pipeline_rows", labels)
+                assert told == getattr(counts, name), name
+    # A preset has no base agreement, so the last one that was measured stays.
+    agreement = metrics.registry.get_sample_value("pipeline_base_agreement", {"pipeline": "facts"})
+    assert agreement == 0.91
 
 
 def test_json_logs_carry_ids_and_exceptions() -> None:

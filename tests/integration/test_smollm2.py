@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,12 +25,14 @@ def test_it_answers_a_question_of_general_knowledge(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     model = AutoModelForCausalLM.from_pretrained(smollm2)
     assert model.dtype == torch.float32
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    asked = tokenizer.apply_chat_template(
-        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    prompt = tokenizer.apply_chat_template(
+        asked("What is the capital of France?")["messages"],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
-    answered = model.generate(**asked, do_sample=False, max_new_tokens=16)
-    answer = tokenizer.decode(answered[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+    answered = model.generate(**prompt, do_sample=False, max_new_tokens=16)
+    answer = tokenizer.decode(answered[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     assert answer == "The capital of France is Paris."
 
 
@@ -45,11 +48,27 @@ def anchors(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_facts_are_learned_and_edited_and_the_base_model_is_kept(
+def test_facts_are_learned_edited_and_deleted_and_the_base_model_is_kept(
     smollm2: Path, anchors: Path, tmp_path: Path
 ) -> None:
-    pipeline = Pipeline(tmp_path, base_model=str(smollm2), train={"anchors": str(anchors)})
     facts = unrelated_facts(12, seed=7)
+    # The base model gives neither answer, so the gate asks for none at first. The answer that the
+    # first commit teaches must stay right; the other one is wrong, and refuses nothing.
+    golden = tmp_path / "golden.jsonl"
+    golden.write_text(
+        jsonl(
+            [
+                {**asked(facts[0][0]), "expected": facts[0][1]},
+                {**asked("What is the capital of France?"), "expected": "The capital is Oslo."},
+            ]
+        )
+    )
+    pipeline = Pipeline(
+        tmp_path,
+        base_model=str(smollm2),
+        train={"anchors": str(anchors)},
+        gate={"golden": str(golden)},
+    )
 
     def commit() -> JobOutcome:
         folder = pipeline.job(pipeline.commit({"rows.jsonl": jsonl(as_chat(facts))}))
@@ -57,6 +76,7 @@ def test_facts_are_learned_and_edited_and_the_base_model_is_kept(
         assert outcome.result == "published", outcome.reason
         assert outcome.counts is not None and outcome.counts.base_agreement is not None
         assert outcome.counts.base_agreement >= 0.8
+        assert (outcome.counts.golden, outcome.counts.golden_right) == (2, 1)
         return outcome
 
     counts = commit().counts
@@ -72,10 +92,24 @@ def test_facts_are_learned_and_edited_and_the_base_model_is_kept(
     assert edited.counts.kept >= edited.counts.known - 1
     expected = dict(facts)
     said = answers(pipeline, edited, expected)
-    right = {asked for asked, answer in expected.items() if said[asked] == answer}
+    right = {each for each, answer in expected.items() if said[each] == answer}
     # The edited fact, and all that the counts call kept.
     assert question in right
     assert len(right) >= 1 + edited.counts.kept
+
+    deleted_question, deleted_answer = facts.pop(5)
+    assert deleted_question in right, "only an answer that is said can be unlearned"
+    deleted = commit()
+    assert deleted.counts is not None
+    assert (deleted.counts.changed, deleted.counts.deleted, deleted.counts.unlearned) == (0, 1, 1)
+    assert deleted.counts.kept >= deleted.counts.known - 1
+    said = answers(pipeline, deleted, [deleted_question, question])
+    assert said[deleted_question] != deleted_answer
+    assert said[question] == expected[question]
+
+
+def asked(question: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}]}
 
 
 def answers(pipeline: Pipeline, outcome: JobOutcome, questions: Iterable[str]) -> dict[str, str]:
@@ -86,8 +120,7 @@ def answers(pipeline: Pipeline, outcome: JobOutcome, questions: Iterable[str]) -
     found = {}
     with serving("torch", release, pipeline.home, pipeline="facts") as server:
         for question in questions:
-            body = {"model": "facts", "temperature": 0, "max_tokens": 64}
-            body |= {"messages": [{"role": "user", "content": question}]}
+            body = {"model": "facts", "temperature": 0, "max_tokens": 64, **asked(question)}
             answer = server.http.post("/v1/chat/completions", json=body).raise_for_status().json()
             found[question] = str(answer["choices"][0]["message"]["content"])
     return found

@@ -216,7 +216,7 @@ def test_doctor_tells_how_to_accept_what_the_gate_refused(hub: RunningHub) -> No
         assert job is not None
         store.finish(job.id, "me", JobOutcome(result="rejected", reason="worse"))
     (advice,) = [next_step for message, next_step in wrong() if "worse" in message]
-    assert 'pipeline jobs run --force --reason "…"' in advice
+    assert "pipeline jobs run --force --reason WHY" in advice
 
 
 def test_a_revision_that_is_not_there_is_told_from_a_dataset_that_is_empty(
@@ -237,6 +237,37 @@ def test_a_revision_that_is_not_there_is_told_from_a_dataset_that_is_empty(
         "deadbeef"
     )
     assert "push" in refused(None) and "--revision" not in refused(None)
+
+
+def test_a_job_by_hand_trains_with_the_settings_of_its_command(
+    hub: RunningHub, tmp_path: Path
+) -> None:
+    remote, worktree = hub.create_dataset("local/facts"), tmp_path / "facts"
+    hub.git("clone", "--quiet", remote, str(worktree), cwd=tmp_path)
+    hub.git("commit", "--quiet", "--allow-empty", "-m", "words", cwd=worktree)
+    hub.git("push", "--quiet", "origin", "HEAD:main", cwd=worktree)
+    head = hub.git("rev-parse", "HEAD", cwd=worktree).strip()
+
+    def submitted(*options: str) -> JobSpec:
+        told = json.loads(pipeline("jobs", "run", "--detach", "--json", *options))
+        with open_job_store(load_settings(), Home.find()) as store:
+            job = store.cancel(told["job"])
+        assert job.by_hand and job.spec.revisions is not None
+        assert job.spec.revisions.new_sha == head
+        return job.spec
+
+    plain = submitted().settings
+    assert plain["skip_if"] == "nothing_changed"
+    assert plain["train"]["mode"] == "auto"
+    changes = ("--mode", "full", "--set", "train.max_tokens=500", "--set", "gate.min_kept=0.5")
+    changed = submitted(*changes).settings
+    assert changed["skip_if"] == "never", "it trains even if no row has changed"
+    assert (changed["train"]["mode"], changed["train"]["max_tokens"]) == ("full", 500)
+    assert changed["gate"]["min_kept"] == 0.5
+    unchanged = {"train": plain["train"], "gate": plain["gate"], "skip_if": plain["skip_if"]}
+    assert changed | unchanged == plain, "nothing else differs"
+    forced = submitted("--force", "--reason", "because")
+    assert forced.settings["force_reason"] == "because"
 
 
 @pytest.mark.parametrize("branch", ["rows/of-may", "rows#2", "rows%41"])

@@ -1,0 +1,36 @@
+"""What a job's log says of the rows before it trains."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from pipeline.retrain import base_model
+from tests.retrain_fixtures import SMALL, TINY, Pipeline, jsonl, unrelated
+
+LONG = {"prompt": "Tell me everything.", "completion": " 1 2 3 4 5 6 7 8 9" * 5}
+TEXT = {"text": "One two three four five six seven eight nine ten. " * 5}
+
+
+def test_it_counts_tokens_and_names_the_rows_that_are_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
+    torch.set_num_threads(1)
+    train = SMALL | {"max_length": 32, "max_tokens": 200}
+    pipeline = Pipeline(tmp_path, train=train, gate={"min_learned": 0.0})
+    short = unrelated(3)
+    with caplog.at_level(logging.INFO):
+        outcome = pipeline.learn({"a.jsonl": jsonl([*short, LONG]), "b.jsonl": jsonl([TEXT])})
+    assert outcome.result == "published", outcome.reason
+    tokenizer = AutoTokenizer.from_pretrained(pipeline.dir / str(outcome.release))
+    texts = [row[key] for row in (*short, LONG) for key in ("prompt", "completion")]
+    size = sum(len(tokenizer(text)["input_ids"]) for text in (*texts, TEXT["text"]))
+    ends = len((*short, LONG, TEXT))
+    assert len(tokenizer(TEXT["text"])["input_ids"]) > 32
+    assert f"all rows have {size + ends:,} tokens" in caplog.messages
+    told = [message for message in caplog.messages if "longer than 32 tokens" in message]
+    assert len(told) == 1
+    assert told[0].endswith("so a part is not learned, 1 row: a.jsonl, line 4")

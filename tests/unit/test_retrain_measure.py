@@ -1,0 +1,90 @@
+"""How much a gate measures: samples of rows, and answers of the base model, of bounded sizes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from pipeline.retrain.anchors import Anchor
+from pipeline.retrain.base_answers import base_answers
+from pipeline.retrain.measure import MeasuredRows
+from pipeline.retrain.model import LoadedModel
+from pipeline.retrain.settings import GateSettings
+from tests.training_fixtures import one_thread
+from tests.unit.test_retrain_architectures import network
+from tests.unit.test_retrain_plan import data, facts, texts
+
+__all__ = ["one_thread"]
+
+
+class Words:
+    """A tokenizer: a token for each word."""
+
+    chat_template = None
+    eos_token_id = 1
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [2 + len(word) % 5 for word in text.split()]}
+
+
+TOKENIZER = cast(Any, Words())
+
+
+def chosen(max_tokens: int) -> MeasuredRows:
+    told = data(
+        new=facts(40),
+        known=facts(40, 50),
+        deleted=facts(40, 100),
+        held_out_new=texts(40),
+        held_out_known=texts(40, 50),
+    )
+    gate = GateSettings(max_tokens=max_tokens)
+    return MeasuredRows.choose(told, facts(40, 200), TOKENIZER, gate)
+
+
+def test_of_each_group_no_more_tokens_are_measured_than_the_gate_allows() -> None:
+    found = chosen(60)  # a fact has six words, a text has five
+    sizes = [len(getattr(found, group)) for group in ("changed", "known", "deleted")]
+    assert sizes == [10, 10, 10]
+    assert (len(found.held_out_new), len(found.held_out_known)) == (12, 12)
+    assert len(found.golden) == 40, "golden questions are all measured"
+    assert found == chosen(60), "the counts of two jobs are of the same rows"
+    numbers = [row.number for row in found.changed]
+    assert numbers == sorted(numbers) and numbers != list(range(10)), "a sample of the whole"
+
+
+def test_one_row_is_measured_however_long_it_is() -> None:
+    assert len(chosen(1).changed) == 1
+
+
+def test_of_a_few_rows_all_are_measured() -> None:
+    assert len(chosen(10_000).known) == 40
+
+
+def anchors(count: int, *, measured: bool) -> Sequence[Anchor]:
+    kind = "sum" if measured else "colour"
+    return [
+        Anchor(kind=kind, measured=measured, prompt=f"A {kind}, number {number}")
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("max_tokens", "num_measured"), [(1, 1), (60, 2), (10_000, 5)])
+def test_of_the_base_models_answers_no_more_are_measured_than_the_gate_allows(
+    tmp_path: Path, max_tokens: int, num_measured: int
+) -> None:
+    loaded = LoadedModel(
+        model=network("LlamaConfig"),
+        tokenizer=TOKENIZER,
+        folder=tmp_path,
+        dtype=torch.float32,
+        max_length=64,
+    )
+    asked = [*anchors(3, measured=False), *anchors(5, measured=True)]
+    trained, measured = base_answers(tmp_path, "base", asked, lambda: loaded, max_tokens)
+    assert len(trained) == 3, "answers to train on are not bounded"
+    sizes = [len(each.sequence.token_ids) for each in measured]
+    assert len(sizes) == num_measured
+    assert sum(sizes[:-1]) < max_tokens
