@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 import httpx
 from pydantic import BaseModel, ConfigDict
 
+from jobs.temporary_failures import is_temporary
 from pipeline.retrain import job_folder
 from pipeline.retrain.data_files import NEEDED, is_needed
 from pipeline.retrain.errors import HubAway, SnapshotError
@@ -255,9 +256,10 @@ def _base(
         return revision, None
     try:
         base = hub.download(seen)
-    except HubAway:
-        raise
     except SnapshotError as error:
+        # After a temporary failure, another attempt may reach this revision.
+        if isinstance(error, HubAway) or is_temporary(error):
+            raise
         logger.info("%s", error)
         if is_other:
             return None, not_trained
