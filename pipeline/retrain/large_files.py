@@ -21,8 +21,8 @@ import httpx
 
 from pipeline.pointers import Pointer, may_be_pointer
 from pipeline.retrain.errors import HubAway, SnapshotError
+from pipeline.retrain.hub_away import OVERLOADED
 from pipeline.retrain.lfs_address import Address, address_of, credentials, without_logins
-from pipeline.retrain.snapshot import OVERLOADED
 
 _BATCH = 100
 _CHUNK_BYTES = 1024 * 1024
