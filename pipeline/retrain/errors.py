@@ -8,7 +8,8 @@ RetrainError
 │   └── BaseModelAway  the base model's hub does not answer now, but may answer later
 ├── TrainError         the training stopped before its end
 ├── PromoteError       the release is published, but the server did not take it
-└── TemporaryError     the next attempt may succeed: HubAway and BaseModelAway
+│   └── SwapDeferred   long requests hold up the swap
+└── TemporaryError     the next attempt may succeed: HubAway, BaseModelAway and SwapDeferred
 """
 
 from pathlib import Path
@@ -55,3 +56,7 @@ class TrainError(RetrainError):
 
 class PromoteError(RetrainError):
     """The server refused the release, or could not swap to it."""
+
+
+class SwapDeferred(PromoteError, TemporaryError):
+    """Long requests still hold up the swap."""
