@@ -70,17 +70,17 @@ def test_a_stopped_service_is_killed_and_started_again(name: str, home: Home) ->
         before, events = child(home, name).process, list[str]()
         assert before is not None
         log = make_long(home.log_file(name))
-        events += stack.tend()  # watches from now on
+        events += stack.check_services()  # watches from now on
         assert has_been_rotated(log)
         until(lambda: stack._watches[name]._has_answered)
         os.kill(before.pid, signal.SIGSTOP)
 
         def is_said_to_be_silent() -> bool:
-            events.extend(stack.tend())
+            events.extend(stack.check_services())
             return child(home, name).is_silent
 
         def is_up_again() -> bool:
-            events.extend(stack.tend())
+            events.extend(stack.check_services())
             return child(home, name).process not in (None, before)
 
         until(is_said_to_be_silent)
@@ -105,7 +105,7 @@ def _answers(url: str) -> bool:
 
 def test_the_log_of_up_stays_small(home: Home) -> None:
     log = make_long(home.log_file("up"))
-    Stack(home, []).tend()
+    Stack(home, []).check_services()
     assert has_been_rotated(log)
 
 
