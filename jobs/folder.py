@@ -59,7 +59,7 @@ def write_atomically(path: Path, content: str, *, durable: bool = False) -> None
         temporary.unlink(missing_ok=True)
         raise
     if durable:
-        _fsync_dir(path.parent)
+        fsync_dir(path.parent)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -94,7 +94,8 @@ def _unused_stale_name(folder: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _fsync_dir(folder: Path) -> None:
+def fsync_dir(folder: Path) -> None:
+    """Make the renames in `folder` survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -12,11 +12,10 @@ from jobs.rows import (
     fetch_job,
     is_claimable,
     job_id_of,
-    matches_delivery,
     number_of,
     select_jobs,
 )
-from jobs.schema import DELIVERIES, JOB_DELIVERIES, JOBS, ChangeDetector, reading
+from jobs.schema import JOB_DELIVERIES, JOBS, ChangeDetector, reading
 
 
 class JobReader:
@@ -115,21 +114,6 @@ class JobReader:
                 )
             )
         return job.created_at if received_at is None else received_at
-
-    def answer_to(self, source: str, delivery_id: str) -> dict[str, str] | None:
-        """The recorded answer to the delivery: `{"job": id}` or `{"ignored": reason}`. None if the
-        store does not know the delivery."""
-        with reading(self._engine) as connection:
-            row = connection.execute(
-                select(DELIVERIES.c.job_number, DELIVERIES.c.ignored_reason).where(
-                    *matches_delivery(source, delivery_id)
-                )
-            ).one_or_none()
-        if row is None:
-            return None
-        if row.job_number is not None:
-            return {"job": job_id_of(row.job_number)}
-        return {"ignored": row.ignored_reason}
 
     def seconds_to_next(self) -> float | None:
         """The number of seconds until `JobStore.claim` can return a job; 0 if a job is due now.

@@ -38,6 +38,10 @@ PRELOAD = (
 imported these modules, and forks each retraining from this process. This saves each retraining some
 seconds."""
 
+_SECRETS = ("WEBHOOK_SECRET", "PIPELINE_SECRET_KEY", "PIPELINE_SERVING__API_KEY")
+"""Environment variables of the services that no job may see. `PIPELINE_SECRET_KEY` decrypts the
+secrets of all jobs and webhooks, and makes valid tokens for any job."""
+
 
 @contextmanager
 def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str]:
@@ -108,7 +112,7 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
                 home.jobs_dir,
                 _with_preload(settings.jobs),
                 {
-                    **{name: each for name, each in os.environ.items() if name != "WEBHOOK_SECRET"},
+                    **{name: each for name, each in os.environ.items() if name not in _SECRETS},
                     **_user_token_variable(tokens),
                     "HF_ENDPOINT": settings.hub_url,
                     "PIPELINE_HOME": str(home.root),

@@ -2,14 +2,13 @@
 `.pipeline`). Reports each fault and what to do about the fault, but repairs nothing."""
 
 import shutil
-import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import closing
 
 from jobs.errors import JobError
 from jobs.launchers.process import is_alive
 from jobs.migrations import HEAD as JOBS_SCHEMA
+from pipeline.doctor_deliveries import check_dead_letters, check_deliveries
 from pipeline.doctor_jobs import check_base_models, check_metrics_port, check_trainers
 from pipeline.errors import PipelineError
 from pipeline.findings import Finding, ok, wrong
@@ -254,32 +253,6 @@ def _check_webhooks(home: Home, settings: Settings) -> Iterator[Finding]:
             yield ok("webhook", f"{ours.id} delivers to {url}")
 
 
-def _check_deliveries(home: Home, settings: Settings) -> Iterator[Finding]:
-    database = home.hub_dir / "hub.sqlite"
-    if not database.exists():
-        return
-    try:
-        with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
-            rows = connection.execute(
-                "SELECT status, count(*) FROM deliveries WHERE status <> 'delivered' GROUP BY 1"
-            ).fetchall()
-    except sqlite3.Error as error:
-        yield wrong("deliveries", f"{database}: {error}", "restore it from a backup")
-        return
-    counts = dict(rows)
-    if dead := counts.get("dead", 0):
-        hours = settings.hub.refused_give_up_seconds / 3600
-        yield wrong(
-            "deliveries",
-            f"{dead} were given up: every attempt failed, or connections were refused for "
-            f"{hours:g} hours",
-            "to see why: pipeline webhooks deliveries; to send a delivery again: pipeline webhooks "
-            "replay",
-        )
-    else:
-        yield ok("deliveries", f"{counts.get('pending', 0)} pending, none given up")
-
-
 def _check_last_jobs(home: Home, settings: Settings) -> Iterator[Finding]:
     try:
         with reading_jobs(settings, home) as store:
@@ -365,7 +338,8 @@ CHECKS: tuple[Check, ...] = (
     _check_services,
     _check_webhooks,
     check_webhooks_at_other_hubs,
-    _check_deliveries,
+    check_deliveries,
+    check_dead_letters,
     _check_last_jobs,
     _check_releases,
 )

@@ -119,7 +119,7 @@ class Stack:
         self._is_ready = True
         self._write_record()
 
-    def tend(self) -> list[str]:
+    def check_services(self) -> list[str]:
         """Kill each child that hangs, restart each child that has ended, and keep the logs small.
 
         Call this again and again while the stack is up. A child that answered that it must be

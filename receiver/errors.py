@@ -38,8 +38,8 @@ class ProofWrong(ReceiverError):
 
 
 class FromElsewhere(ReceiverError):
-    """The handler has no secret, and the request names another host or comes from a page of another
-    site."""
+    """The request names another host, or comes from a page of another site. A request to a handler
+    with a secret is never refused for this reason."""
 
     status_code = 403
 

@@ -24,11 +24,12 @@ from starlette.types import Message, Receive
 from receiver.durable import DurableDeliveries
 from receiver.errors import BodyTooLarge, FromElsewhere, ReceiverError, WorkerNotRunning
 from receiver.idempotency import IdempotencyCache
+from receiver.own_names import refuse_other_host
 from receiver.payload import WebhookPayload, unknown_value
 from receiver.senders import NotAPush, read_event
 from receiver.verify import Proof, is_svix
 from serving.http.bodies import BodiesInFlight
-from serving.http.cross_site import other_host, other_site
+from serving.http.cross_site import other_site
 
 _logger = logging.getLogger(__name__)
 
@@ -168,13 +169,7 @@ class RequestGuard:
                 f"A browser sent this request on behalf of {site}. A handler without a secret"
                 " refuses requests of other sites: set `WEBHOOK_SECRET`, or pass `webhook_secret=`."
             )
-        host = other_host(request.headers, request.scope.get("server"), self.own_names())
-        if host is not None:
-            raise FromElsewhere(
-                f"{host!r} is not a name of this receiver: call 127.0.0.1 or localhost. If senders"
-                " must use this name, set `public_url` under [receiver] (`--public-url`), and set a"
-                " secret (`WEBHOOK_SECRET` or `webhook_secret=`)."
-            )
+        refuse_other_host(request.headers, request.scope.get("server"), self.own_names())
 
     async def _store(
         self, durable: DurableDeliveries, request: Request, event: bytes

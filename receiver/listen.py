@@ -3,9 +3,6 @@
 import asyncio
 import contextlib
 import errno
-import gc
-import ipaddress
-import os
 import socket
 import threading
 import time
@@ -14,6 +11,8 @@ from collections.abc import Iterator, Sequence
 import uvicorn
 
 from receiver.errors import AddressUnavailable, OpenToEveryone
+from serving.http.listening import is_only_loopback, listening_socket
+from serving.http.server import freeze_imports
 
 _HOW_TO_SET_ADDRESS = (
     "`host` and `port` under [receiver]. In a script, use `launch(server_name=…, server_port=…)` or"
@@ -24,8 +23,11 @@ _HOW_TO_SET_ADDRESS = (
 def refuse_beyond_loopback(host: str, unproven: Sequence[str]) -> None:
     """Raise `OpenToEveryone` if other machines can reach `host`. `unproven` lists the paths of the
     handlers without a secret, for the message."""
-    addresses = {entry[4][0] for entry in _resolve(host, 0)}
-    if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
+    try:
+        is_closed = is_only_loopback(host)
+    except OSError as error:
+        raise _no_address(host, error) from error
+    if not is_closed:
         raise OpenToEveryone(
             f"Other machines can reach {host or 'every address of this machine'}, and there is no"
             f" secret for {', '.join(unproven) or 'the handlers'}. Set `WEBHOOK_SECRET`, pass"
@@ -34,24 +36,17 @@ def refuse_beyond_loopback(host: str, unproven: Sequence[str]) -> None:
 
 
 def bind(host: str, port: int, *, how_to_set_address: str = _HOW_TO_SET_ADDRESS) -> socket.socket:
-    """A socket that already listens. So clients can connect before the server is up. Such clients
-    wait until the server answers.
+    """A socket that already listens (`serving/http/listening.py`).
 
     Raises `AddressUnavailable` if the port is in use, or if `host` is not an address of this
     machine. `how_to_set_address` is the end of the error message: it says where the user can set
     another address.
     """
-    family, _, _, _, address = _resolve(host, port)[0]
-    # Nagle's algorithm can delay an answer by 40 ms. asyncio turns it off, but only for a socket
-    # that was made with IPPROTO_TCP, so pass this protocol.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    if os.name == "posix":
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind(address)
-        listening.listen(2048)
+        return listening_socket(host, port)
+    except socket.gaierror as error:
+        raise _no_address(host, error) from error
     except OSError as error:
-        listening.close()
         reason = (
             f"Port {port} on {host} is in use by another program: stop that program, or choose"
             " another port."
@@ -59,7 +54,6 @@ def bind(host: str, port: int, *, how_to_set_address: str = _HOW_TO_SET_ADDRESS)
             else f"Cannot listen on {host}:{port}: {error.strerror}."
         )
         raise AddressUnavailable(f"{reason} Set the address with {how_to_set_address}.") from error
-    return listening
 
 
 def url_of(listening: socket.socket, host: str) -> str:
@@ -80,10 +74,7 @@ def is_inside_event_loop() -> bool:
 def serve(server: uvicorn.Server, *listening: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM. After SIGINT, this function returns. After SIGTERM, the
     process ends."""
-    # Exclude the imported modules from garbage collection, because modules never become garbage. A
-    # collection that looks through all modules would stop all requests for about 0.1 s.
-    gc.collect()
-    gc.freeze()
+    freeze_imports()
     with _closing(listening), contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=list(listening))
 
@@ -111,17 +102,8 @@ def _closing(listening: Sequence[socket.socket]) -> Iterator[None]:
         yield
 
 
-_Address = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int]]
-
-
-def _resolve(host: str, port: int) -> list[_Address]:
-    try:
-        found = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except OSError as error:
-        raise AddressUnavailable(
-            f"{host!r} is not a host name or address of this machine: {error.strerror}. Use another"
-            " name, or an address such as 127.0.0.1."
-        ) from error
-    return found  # type: ignore[return-value]  # stream sockets over IP only
+def _no_address(host: str, error: OSError) -> AddressUnavailable:
+    return AddressUnavailable(
+        f"{host!r} is not a host name or address of this machine: {error.strerror}. Use another"
+        " name, or an address such as 127.0.0.1."
+    )

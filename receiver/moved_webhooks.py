@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jobs.folder import write_atomically
 from receiver.errors import NotAllowed, ReceiverError
 from receiver.webhooks import list_webhooks, update_webhook
 
@@ -95,6 +96,4 @@ def _read(remembered: Path) -> list[str]:
 
 def _write(remembered: Path, urls: list[str]) -> None:
     remembered.parent.mkdir(parents=True, exist_ok=True)
-    draft = remembered.with_suffix(".new")
-    draft.write_text(json.dumps(urls))
-    draft.replace(remembered)
+    write_atomically(remembered, json.dumps(urls))

@@ -38,6 +38,7 @@ from receiver.hosting import is_space, settings_of_this_process
 from receiver.idempotency import IdempotencyCache
 from receiver.landing import landing_page
 from receiver.moved_webhooks import HubCredentials
+from receiver.own_names import OnlyOwnNames
 from receiver.settings import ReceiverSettings
 from receiver.share import FixedUrl, open_tunnel, remembered_urls, tunnel_to_open
 from receiver.tunnel import Tunnel
@@ -98,6 +99,9 @@ class WebhooksServer:
         self.app = FastAPI(title="Webhooks", redoc_url=None, lifespan=self.lifespan)
         """The ASGI application. If another application mounts this one, the other application must
         enter `lifespan`."""
+        self.app.add_middleware(
+            OnlyOwnNames, names=self._own_names, handlers=self.registered_webhooks
+        )
         self.app.exception_handler(RequestValidationError)(refuse_unreadable)
         self.app.exception_handler(HTTPException)(refuse)
         self.app.exception_handler(Exception)(answer_handler_error)

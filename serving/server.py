@@ -2,8 +2,6 @@
 
 import asyncio
 import errno
-import gc
-import ipaddress
 import signal
 import socket
 
@@ -13,7 +11,8 @@ from fastapi import FastAPI
 from serving.admission import Admission
 from serving.engine_choice import choose_engine
 from serving.errors import PortBusy, ServingError
-from serving.http.server import Limits, Server, http_config
+from serving.http.listening import is_only_loopback, listening_socket
+from serving.http.server import Limits, Server, freeze_imports, http_config
 from serving.settings import ServingSettings
 
 SHUTDOWN_SECONDS = 10
@@ -125,11 +124,7 @@ async def _serve(
         engine = choose_engine(settings.engine)
         why = f" ({engine.reason})" if settings.engine == "auto" else ""
         print(f"engine {engine.name}{why}; answers: {answers}", flush=True)
-        # All objects that exist now, mainly those of torch, live as long as the process. Exclude
-        # them from garbage collection. Otherwise each full collection would take about 0.1 s, and
-        # no stream would get a token during this time.
-        gc.collect()
-        gc.freeze()
+        freeze_imports()
         await server.serve(sockets=[listener])
         if server.is_told_to_stop:
             task.cancel()
@@ -145,33 +140,16 @@ def bind(settings: ServingSettings) -> socket.socket:
     used, or if other machines can reach it but no API key is set.
     """
     has_key = settings.api_key is not None or settings.api_key_file is not None
-    if not has_key and not _is_loopback(settings.host):
-        raise ServingError(
-            f"other machines can reach {settings.host}; set [serving] api_key or api_key_file, or "
-            "listen on 127.0.0.1"
-        )
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # Name the protocol. If it is 0, asyncio does not recognise the connections as TCP and does not
-    # set TCP_NODELAY, so that each answer takes 40 ms more.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((settings.host, settings.port))
-        listener.listen(2048)
+        if not has_key and not is_only_loopback(settings.host):
+            raise ServingError(
+                f"other machines can reach {settings.host}; set [serving] api_key or api_key_file, "
+                "or listen on 127.0.0.1"
+            )
+        return listening_socket(settings.host, settings.port)
+    except socket.gaierror as error:
+        raise ServingError(f"no address was found for {settings.host}: {error}") from None
     except OSError as error:
-        listener.close()
-        if isinstance(error, socket.gaierror):
-            raise ServingError(f"no address was found for {settings.host}: {error}") from None
         if error.errno == errno.EADDRINUSE:
             raise PortBusy(settings.host, settings.port) from None
         raise ServingError(f"cannot listen on {settings.host}:{settings.port}: {error}") from None
-    return listener
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, select, text
 
 from jobs.job import Job, failure
 from jobs.launchers.process import identify
 from jobs.outcome import JobOutcome
+from jobs.rows import job_id_of, matches_delivery
+from jobs.schema import DELIVERIES, reading
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import Delivery, JobStore
 from tests.ports import free_port
@@ -83,6 +85,17 @@ def postgres_server() -> Iterator[str]:
             call("pg_ctl", "-D", "data", "-w", "-m", "immediate", "stop")
     finally:
         shutil.rmtree(folder)
+
+
+def answer_to(store: JobStore, source: str, delivery_id: str) -> dict[str, str] | None:
+    """What the store has recorded of a delivery: `{"job": id}` or `{"ignored": reason}`. None if it
+    does not know the delivery."""
+    query = select(DELIVERIES).where(*matches_delivery(source, delivery_id))
+    with reading(store._engine) as connection:
+        row = connection.execute(query).one_or_none()
+    if row is None or row.job_number is None:
+        return None if row is None else {"ignored": row.ignored_reason}
+    return {"job": job_id_of(row.job_number)}
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -170,7 +170,7 @@ def serve(
         folder = releases_dir / release
     releases_dir.mkdir(parents=True, exist_ok=True)
     app = create_app(
-        engine=_engine(serving, neighbours=home.jobs_dir / COMPUTING),
+        engine=_engine(serving, busy_lock_file=home.jobs_dir / COMPUTING),
         settings=serving,
         releases_dir=releases_dir,
         pipeline=name,
@@ -183,7 +183,7 @@ def serve(
     serve_app(app, serving)
 
 
-def _engine(settings: "ServingSettings", *, neighbours: Path) -> "Engine":
+def _engine(settings: "ServingSettings", *, busy_lock_file: Path) -> "Engine":
     from serving.engine_choice import choose_engine
 
     engine = choose_engine(settings.engine).name
@@ -206,7 +206,9 @@ def _engine(settings: "ServingSettings", *, neighbours: Path) -> "Engine":
                 from serving.engines.torch_engine import engine as torch_engine
 
                 return torch_engine.create_engine(
-                    dtype=settings.dtype, neighbours=neighbours, **settings.torch.model_dump()
+                    dtype=settings.dtype,
+                    busy_lock_file=busy_lock_file,
+                    **settings.torch.model_dump(),
                 )
     except ModuleNotFoundError as error:
         raise PipelineError(

@@ -90,7 +90,7 @@ def up(
                 # Each turn of this loop may raise the same error again. Print it only once.
                 lines = [] if str(error) == store_error else [str(error)]
                 store_error = str(error)
-            for line in [*stack.tend(), *lines]:
+            for line in [*stack.check_services(), *lines]:
                 print(line, flush=True)
             time.sleep(0.2)
     except KeyboardInterrupt:

@@ -16,7 +16,7 @@ from jobs.outcome import JobOutcome
 from jobs.temporary_failures import TEMPORARY_FAILURE, is_temporary
 from pipeline.errors import PipelineError
 from pipeline.retrain import job_folder
-from pipeline.retrain.errors import HubAway
+from pipeline.retrain.errors import TemporaryError
 from pipeline.retrain.job import RetrainJob
 from pipeline.retrain.run import retrain
 from serving.errors import NotEnoughSpace, ServingError
@@ -37,7 +37,7 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
         outcome = retrain(job)
     except (PipelineError, ServingError) as error:
         logger.error("%s", error)
-        passes = isinstance(error, HubAway | NotEnoughSpace) or is_temporary(error)
+        passes = isinstance(error, TemporaryError | NotEnoughSpace) or is_temporary(error)
         outcome = _failed(job, environ, str(error), may_pass=passes)
     except Exception as error:
         logger.exception("the job failed with an unexpected error")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
-from pipeline.retrain.errors import BaseModelError
+from pipeline.retrain.errors import BaseModelAway, BaseModelError
+from pipeline.retrain.hub_away import is_away
 from pipeline.retrain.own_token import cached_login
 from pipeline.retrain.rows import Row
 from serving.weights.atomic_file import fsync_dir
@@ -95,7 +96,7 @@ def find_base(
     pipeline, from its `rows`, and is never deleted. pinned: the commit of the base model from which
     the pipeline's releases were trained so far.
 
-    Raises BaseModelError if there is no such model.
+    Raises BaseModelError if there is no such model, and BaseModelAway if the hub does not answer.
     """
     if base_model in PRESETS:
         folder = bases_dir / pipeline / base_model.partition(":")[2]
@@ -154,7 +155,7 @@ def _fetch(
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, httpx2.HTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise BaseModelError(
+        raise (BaseModelAway if is_away(error) else BaseModelError)(
             f"base model {base_model!r} could not be fetched from {endpoint or 'huggingface.co'} "
             f"({reason}); check the name and the connection, or set `base_model` to a folder"
         ) from error

@@ -1,12 +1,15 @@
 """The errors of a retraining job. Each message names the value, the cause and what to do.
 
 RetrainError
-├── SnapshotError    the dataset revision could not be fetched
-│   └── HubAway      the hub does not answer now, but may answer later
-├── DataError        a file or a row of the dataset cannot be used
-├── BaseModelError   the base model is missing or cannot be trained
-├── TrainError       the training stopped before its end
-└── PromoteError     the release is published, but the server did not take it
+├── SnapshotError      the dataset revision could not be fetched
+│   └── HubAway        the hub does not answer now, but may answer later
+├── DataError          a file or a row of the dataset cannot be used
+├── BaseModelError     the base model is missing or cannot be trained
+│   └── BaseModelAway  the base model's hub does not answer now, but may answer later
+├── TrainError         the training stopped before its end
+├── PromoteError       the release is published, but the server did not take it
+│   └── SwapDeferred   long requests hold up the swap
+└── TemporaryError     the next attempt may succeed: HubAway, BaseModelAway and SwapDeferred
 """
 
 from pathlib import Path
@@ -18,11 +21,15 @@ class RetrainError(PipelineError):
     """The job fails at its current stage. The server goes on with the release that it serves."""
 
 
+class TemporaryError(RetrainError):
+    """The next attempt of the job may succeed."""
+
+
 class SnapshotError(RetrainError):
     """The dataset's revision could not be fetched."""
 
 
-class HubAway(SnapshotError):
+class HubAway(SnapshotError, TemporaryError):
     """The hub cannot be reached, or is too busy to answer."""
 
 
@@ -39,9 +46,17 @@ class BaseModelError(RetrainError):
     """The base model is missing, or cannot be trained."""
 
 
+class BaseModelAway(BaseModelError, TemporaryError):
+    """The hub of the base model cannot be reached, or is too busy to answer."""
+
+
 class TrainError(RetrainError):
     """The training stopped before its end."""
 
 
 class PromoteError(RetrainError):
     """The server refused the release, or could not swap to it."""
+
+
+class SwapDeferred(PromoteError, TemporaryError):
+    """Long requests still hold up the swap."""

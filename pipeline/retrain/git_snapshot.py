@@ -3,17 +3,28 @@
 Logins come from git itself: from a credential helper, or from the SSH keys of this user.
 """
 
+import errno
+import re
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
-from pipeline.retrain.errors import SnapshotError
+from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.large_files import LargeFiles
 from pipeline.retrain.lfs_address import git_environment, without_logins
 from pipeline.retrain.snapshot import Revision
 
 FETCH_SECONDS = 1800.0
+AWAY = re.compile(
+    "Could not resolve host|(Failed|unable) to connect|Connection (refused|reset|closed|timed out)"
+    "|timed out|Empty reply from server|early EOF|The requested URL returned error: (429|5\\d\\d)"
+)
+"""What git and ssh print if the server cannot be reached, or is too busy to answer."""
+FULL_DISK = re.compile(
+    # If the disk is full, some git commands only say that they could not write a file.
+    "No space left on device|Out of diskspace|Disk quota exceeded|(unable|failed) to write"
+)
 
 
 class GitDataset:
@@ -28,8 +39,10 @@ class GitDataset:
 
     def head(self, ref: str) -> str:
         """The commit that `ref` points to. Raises SnapshotError."""
-        listed = self._git("ls-remote", "--exit-code", "--", self.dataset, ref, missing=ref)
-        return listed.split()[0]
+        listed = self._run("ls-remote", "--exit-code", "--", self.dataset, ref)
+        if listed.returncode != 0:
+            raise self._failed(ref, listed.stderr or "there is no such ref")
+        return listed.stdout.split()[0]
 
     def download(self, sha: str) -> Revision:
         """Download all files of the commit `sha`, including those in Git LFS. Raises
@@ -56,14 +69,22 @@ class GitDataset:
         self._large_files.forget_unused(self._revisions_dir)
 
     def _fetch(self, sha: str) -> None:
-        if not self._repository.is_dir():
-            self._repository.parent.mkdir(parents=True, exist_ok=True)
-            self._git("init", "--quiet", "--bare", str(self._repository), missing="a repository")
+        # Run `init` each time: a full disk may have left an incomplete repository. In a complete
+        # one, `init` changes nothing.
+        self._repository.parent.mkdir(parents=True, exist_ok=True)
+        made = self._run("init", "--quiet", "--bare", str(self._repository))
+        if made.returncode != 0:
+            raise self._failed("a repository", made.stderr)
         if self._has(sha):
             return
         # First ask for only this commit. This works even if no branch contains the commit any more.
         # But some servers refuse, and send only branches. Then fetch all branches.
-        fetch = ("fetch", "--quiet", "--no-tags", "--force", "--", self.dataset)
+        # unpackLimit: store what arrives as one pack, which is there completely or not at all. On a
+        # full disk, git may otherwise write the commit and then find no room for its files.
+        fetch = (
+            *("-c", "fetch.unpackLimit=1"),
+            *("fetch", "--quiet", "--no-tags", "--force", "--", self.dataset),
+        )
         if self._in_repository(*fetch, sha).returncode != 0 or not self._has(sha):
             branches = "+refs/heads/*:refs/remotes/origin/*"
             done = self._in_repository(*fetch, branches)
@@ -102,18 +123,14 @@ class GitDataset:
     ) -> subprocess.CompletedProcess[str]:
         return self._run(f"--git-dir={self._repository}", *arguments, index=index)
 
-    def _git(self, *arguments: str, missing: str) -> str:
-        done = self._run(*arguments)
-        if done.returncode != 0:
-            raise self._failed(missing, done.stderr or "there is no such ref")
-        return done.stdout
-
     def _run(self, *arguments: str, index: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Run git, and return how it ended. Raises HubAway if the server cannot be reached, and
+        SnapshotError if the disk is full or git is missing."""
         env = git_environment()
         if index is not None:
             env["GIT_INDEX_FILE"] = str(index)
         try:
-            return subprocess.run(
+            done = subprocess.run(
                 ["git", *arguments],
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -127,10 +144,18 @@ class GitDataset:
                 "git is not installed, but a dataset with a git URL needs it; install git"
             ) from error
         except subprocess.TimeoutExpired as error:
-            raise self._failed("it", f"git took longer than {FETCH_SECONDS:.0f} s") from error
+            reason = f"git took longer than {FETCH_SECONDS:.0f} s"
+            raise self._failed("it", reason, HubAway) from error
+        if done.returncode != 0:
+            for line in done.stderr.splitlines():
+                if FULL_DISK.search(line):
+                    raise self._failed("it", line) from OSError(errno.ENOSPC, line)
+                if AWAY.search(line):
+                    raise self._failed("it", line, HubAway)
+        return done
 
-    def _failed(self, what: str, reason: str) -> SnapshotError:
+    def _failed(
+        self, what: str, reason: str, kind: type[SnapshotError] = SnapshotError
+    ) -> SnapshotError:
         lines = reason.strip().splitlines() or ["git gave no reason"]
-        return SnapshotError(
-            without_logins(f"{what} could not be fetched from {self.dataset}: {lines[-1]}")
-        )
+        return kind(without_logins(f"{what} could not be fetched from {self.dataset}: {lines[-1]}"))

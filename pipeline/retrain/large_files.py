@@ -21,6 +21,7 @@ import httpx
 
 from pipeline.pointers import Pointer, may_be_pointer
 from pipeline.retrain.errors import HubAway, SnapshotError
+from pipeline.retrain.hub_away import OVERLOADED
 from pipeline.retrain.lfs_address import Address, address_of, credentials, without_logins
 
 _BATCH = 100
@@ -39,8 +40,8 @@ class LargeFiles:
     def fill(self, folder: Path, files: Iterable[str]) -> None:
         """Replace each pointer among `files` by its content.
 
-        Raises HubAway if the server cannot be reached. For any other failure, raises SnapshotError,
-        which names the first file that could not be fetched.
+        Raises HubAway if the server cannot be reached or is too busy. For any other failure, raises
+        SnapshotError, which names the first file that could not be fetched.
         """
         pointers = {file: pointer for file in files if (pointer := _pointer(folder / file))}
         missing = {
@@ -167,7 +168,7 @@ class _Remote:
         with self._client.stream("GET", href, headers=headers) as answer:
             if not answer.is_success:
                 answer.read()
-                raise _missing(file, self._url, _reason(answer))
+                raise _refused(file, self._url, answer)
             yield answer
 
     def _ask(self, file: str, body: object) -> httpx.Response:
@@ -178,7 +179,7 @@ class _Remote:
             if answer.is_success:
                 return answer
             if answer.status_code != 401 or not self._may_log_in:
-                raise _missing(file, self._url, _reason(answer))
+                raise _refused(file, self._url, answer)
             self._may_log_in = False
             self._headers |= credentials(self._address.url)
 
@@ -212,11 +213,13 @@ def _origin(url: str) -> tuple[str, str, int | None]:
     return parsed.scheme, parsed.host, parsed.port
 
 
-def _reason(answer: httpx.Response) -> str:
+def _refused(file: str, url: str, answer: httpx.Response) -> SnapshotError:
     try:
-        return f"{answer.json()['message']} ({answer.status_code})"
+        reason = f"{answer.json()['message']} ({answer.status_code})"
     except (ValueError, KeyError, TypeError):
-        return f"its LFS server answered {answer.status_code}"
+        reason = f"its LFS server answered {answer.status_code}"
+    error = _missing(file, url, reason)
+    return HubAway(str(error)) if answer.status_code in OVERLOADED else error
 
 
 def _missing(file: str, url: str, reason: str) -> SnapshotError:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import httpx
 
-from pipeline.retrain.errors import PromoteError
+from pipeline.retrain.errors import PromoteError, SwapDeferred
 from serving.errors import SwapAnswerError
 from serving.swap_schemas import SwapResult, request_swap
 from serving.weights.release_store import (
@@ -41,7 +41,8 @@ def promote(
     admin_token: str | None,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> Promotion:
-    """Ask the server to swap to `release_id`. Raises PromoteError if the server refuses.
+    """Ask the server to swap to `release_id`. Raises PromoteError if the server refuses, and
+    SwapDeferred if the server still defers the swap after `patience_seconds`.
 
     First the release is marked as pending. So a server that starts later finds it. If somebody
     chooses another release between two attempts, this function stops asking, and the other release
@@ -79,7 +80,7 @@ def promote(
                 return _promotion(result, pipeline_dir, release_id)
             logger.info("the server defers the swap: %s", "; ".join(result.reasons))
             if time.monotonic() >= deadline:
-                raise PromoteError(
+                raise SwapDeferred(
                     f"{server_url} deferred the swap to {release_id} for {patience_seconds:g} s: "
                     f"long requests hold it up; try `pipeline releases swap {release_id}` later"
                 )

@@ -10,9 +10,11 @@ from typing import Literal, Protocol
 import httpx
 from pydantic import BaseModel, ConfigDict
 
+from jobs.temporary_failures import is_temporary
 from pipeline.retrain import job_folder
 from pipeline.retrain.data_files import NEEDED, is_needed
 from pipeline.retrain.errors import HubAway, SnapshotError
+from pipeline.retrain.hub_away import is_away
 from pipeline.retrain.parent import Parent
 
 logger = logging.getLogger(__name__)
@@ -21,8 +23,6 @@ PATIENCE_SECONDS = 60.0
 """How long to keep asking if the hub does not answer. A hub that was killed and restarted answers
 again within this time."""
 RETRY_SECONDS = 1.0
-OVERLOADED = (429, 502, 503, 504)
-"""Status codes of a hub that is too busy or is starting. They are treated like a missing answer."""
 FOLLOWED = "followed.json"
 """The name of a file in the pipeline's cache folder. It holds a `Followed`."""
 
@@ -255,9 +255,10 @@ def _base(
         return revision, None
     try:
         base = hub.download(seen)
-    except HubAway:
-        raise
     except SnapshotError as error:
+        # After a temporary failure, another attempt may reach this revision.
+        if isinstance(error, HubAway) or is_temporary(error):
+            raise
         logger.info("%s", error)
         if is_other:
             return None, not_trained
@@ -300,7 +301,6 @@ class _translated:
             RevisionNotFoundError,
         )
 
-        away = (httpx.TransportError, httpx2.TransportError)
         if isinstance(error, RevisionNotFoundError):
             reason = "it has no such revision (was it removed by a force-push?)"
         elif isinstance(error, RepositoryNotFoundError):
@@ -312,12 +312,6 @@ class _translated:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         else:
             return
-        # The client may hide a failed connection as the cause of an error about missing files.
-        causes = (error, error.__cause__)
-        is_away = any(isinstance(each, away) for each in causes) or any(
-            isinstance(each, HfHubHTTPError) and each.response.status_code in OVERLOADED
-            for each in causes
-        )
-        raise (HubAway if is_away else SnapshotError)(
+        raise (HubAway if is_away(error) else SnapshotError)(
             f"{self._what} could not be fetched from {self._endpoint}: {reason}"
         ) from error

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import doctor
+from pipeline.paths import Home
+from pipeline.settings import Settings
 from tests.stack_fixtures import Workplace, configure, findings, stack_up, workplace
 
 __all__ = ["workplace"]
@@ -58,8 +61,10 @@ def test_a_newer_schema_is_refused_and_not_touched(
     assert "'9999'" in done.stderr and writer in done.stderr
     assert "Traceback" not in done.stderr
     assert databases[which].read_bytes() == before
-    found = findings(workplace)
-    assert "9999" in found["hub database" if which == "hub" else "job database"]
+    checks = doctor._check_schemas(Home(workplace.home), Settings())
+    [finding] = [each for each in checks if each.level == "wrong"]
+    assert finding.check == ("hub database" if which == "hub" else "job database")
+    assert "9999" in finding.message
 
 
 def all_bytes(folder: Path) -> dict[str, bytes]:

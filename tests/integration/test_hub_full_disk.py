@@ -1,51 +1,28 @@
-"""A hub whose disk is full refuses what it cannot store, says so, and takes it once there is room.
-
-The disk is a small tmpfs, which only root may mount.
-"""
+"""A hub whose disk is full refuses what it cannot store, says so, and takes it once there is
+room."""
 
 import json
 import os
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.disk_fixtures import fill, small_disk
 from tests.hub_fixtures import RunningHub, running_hub
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(disk)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        pytest.skip(f"mount is not permitted here: {done.stderr.strip()}")
-    try:
+    with small_disk(tmp_path / "disk") as disk:
         yield disk
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 @pytest.fixture
 def hub(disk: Path) -> Iterator[RunningHub]:
     with running_hub(disk / "hub", reconcile_seconds=3600) as hub:
         yield hub
-
-
-def fill(disk: Path, *, leave: int) -> None:
-    (disk / "filler").unlink(missing_ok=True)
-    left = shutil.disk_usage(disk).free - leave
-    with (disk / "filler").open("wb", buffering=0) as file:
-        while left > 0 and shutil.disk_usage(disk).free > 0:
-            left -= file.write(bytes(min(left, 4096)))
 
 
 def commit(hub: RunningHub, path: str, content: str, query: str = "") -> httpx.Response:

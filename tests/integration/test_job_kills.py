@@ -16,7 +16,7 @@ from jobs.folder import OUTCOME, PROCESS, read_json
 from jobs.launchers.process import IS_LINUX
 from jobs.spec import JobSpec
 from jobs.store import Delivery, JobStore
-from tests.jobs_fixtures import is_gone, revisions, until
+from tests.jobs_fixtures import answer_to, is_gone, revisions, until
 
 NUM_KILLS = int(os.environ.get("JOBS_KILLS", "8"))
 SEED = int(os.environ.get("JOBS_KILLS_SEED", "1"))
@@ -89,7 +89,7 @@ def test_every_delivery_reaches_an_outcome(tmp_path: Path) -> None:
         told = f"seed {SEED}, killed {killed}"
         until(lambda: all(job.has_ended for job in store.list()), 60)
         for n in range(NUM_KILLS):
-            answer = store.answer_to("hub", f"d{n}")
+            answer = answer_to(store, "hub", f"d{n}")
             assert answer is not None, told
             job = store.get(answer["job"])
             while job.state == "ERROR":  # it was lost, and a successor took over its commits

@@ -20,6 +20,7 @@ from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.store import JobStore
 from receiver.retrain import RetrainRule, retrain_handler
 from receiver.server import WebhooksServer
+from tests.jobs_fixtures import answer_to
 from tests.receiver_fixtures import no_secret_in_the_environment, serve, store  # noqa: F401
 from tests.receiver_payloads import (
     GITHUB_PUSH,
@@ -171,7 +172,7 @@ def test_what_calls_for_no_job_is_remembered_with_its_reason(
     payload = dataset_update(ref_update("refs/tags/v1"))
     reason = "'refs/tags/v1' is a tag"
     assert post(payload, "d1") == {"ignored": reason}
-    assert store.answer_to(payload["webhook"]["id"], "d1") == {"ignored": reason}
+    assert answer_to(store, payload["webhook"]["id"], "d1") == {"ignored": reason}
     assert store.list() == []
 
 

@@ -207,6 +207,11 @@ def test_answers_are_not_held_back_for_an_acknowledgement() -> None:
         assert listener.proto == socket.IPPROTO_TCP  # what asyncio asks before it sets TCP_NODELAY
 
 
+def test_localhost_is_this_machine_only_and_its_ipv4_address() -> None:
+    with bind(ServingSettings(host="localhost", port=0)) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
 def test_the_world_is_let_in_with_a_key_only() -> None:
     with pytest.raises(ServingError, match="api_key"):
         bind(ServingSettings(host="0.0.0.0", port=0))

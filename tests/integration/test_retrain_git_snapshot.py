@@ -3,13 +3,22 @@
 import errno
 import hashlib
 import os
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
+from jobs.temporary_failures import is_temporary
 from pipeline.pointers import Pointer
-from pipeline.retrain.errors import SnapshotError
+from pipeline.retrain import git_snapshot
+from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.git_snapshot import GitDataset
+from pipeline.retrain.parent import Parent
+from pipeline.retrain.snapshot import _take
+from serving.weights.release import Lineage
+from tests.disk_fixtures import fill, small_disk
 from tests.hub_fixtures import git_env, run_git
 
 ENV = git_env("http://127.0.0.1", "unused")
@@ -86,19 +95,95 @@ def test_a_cache_on_a_file_system_without_links_keeps_what_is_used(
 
 
 @pytest.mark.parametrize(
-    ("url", "reason"),
+    ("url", "reason", "is_away"),
     [
-        ("file:///no/such/repository.git", "could not be fetched from file:///no/such"),
-        ("ext://sh -c id", "could not be fetched"),
-        ("http://127.0.0.1:9/x.git", "could not be fetched from http://127.0.0.1:9/x.git"),
+        ("file:///no/such/repository.git", "could not be fetched from file:///no/such", False),
+        ("ext://sh -c id", "could not be fetched", False),
+        ("http://127.0.0.1:9/x.git", "could not be fetched from http://127.0.0.1:9/x.git", True),
+        ("git://127.0.0.1:9/x.git", "unable to connect to 127.0.0.1", True),
+        ("ssh://127.0.0.1:9/x.git", "port 9: Connection refused", True),
     ],
 )
-def test_a_repository_that_cannot_be_read(url: str, reason: str, tmp_path: Path) -> None:
+def test_a_repository_that_cannot_be_read(
+    url: str, reason: str, is_away: bool, tmp_path: Path
+) -> None:
     dataset = GitDataset(url, tmp_path / "cache")
-    with pytest.raises(SnapshotError, match=reason):
+    with pytest.raises(SnapshotError, match=reason) as listed:
         dataset.head("refs/heads/main")
-    with pytest.raises(SnapshotError, match=reason):
+    with pytest.raises(SnapshotError, match=reason) as fetched:
         dataset.download("a" * 40)
+    assert [isinstance(caught.value, HubAway) for caught in (listed, fetched)] == [is_away] * 2
+
+
+@pytest.mark.parametrize(
+    ("status", "is_away"), [(429, True), (500, True), (503, True), (403, False), (404, False)]
+)
+def test_a_server_that_answers_with_an_error(status: int, is_away: bool, tmp_path: Path) -> None:
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(status)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        url = f"http://127.0.0.1:{server.server_port}/x.git"
+        try:
+            with pytest.raises(SnapshotError) as caught:
+                GitDataset(url, tmp_path / "cache").head("refs/heads/main")
+        finally:
+            server.shutdown()
+    assert isinstance(caught.value, HubAway) == is_away
+
+
+def test_a_server_that_never_answers(
+    remote: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(git_snapshot, "FETCH_SECONDS", 0.0)
+    with pytest.raises(HubAway, match="git took longer than 0 s"):
+        GitDataset(f"file://{remote}", tmp_path / "cache").head("refs/heads/main")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk") as disk:
+        yield disk
+
+
+def after_release_of(dataset: str, sha: str) -> Parent:
+    lineage = Lineage(dataset=dataset, dataset_revision=sha)
+    return Parent(id="r000001-aaaaaaaa", folder=Path("none"), lineage=lineage, evaluation={})
+
+
+def test_an_outage_does_not_turn_a_delta_into_a_full_training(
+    remote: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, new = push(remote, "one"), push(remote, "other", "--amend")
+    dataset = GitDataset(f"file://{remote}", tmp_path / "cache")
+    dataset.download(new)
+    # The new revision is in the cache. Only the fetch of the base revision meets the outage.
+    dataset.dataset = "http://127.0.0.1:9/x.git"
+    with pytest.raises(HubAway):
+        _take(dataset, "refs/heads/main", new, after_release_of(dataset.dataset, seen))
+
+
+def test_a_full_disk_is_temporary_and_the_next_attempt_succeeds(
+    remote: Path, tmp_path: Path, disk: Path
+) -> None:
+    base, sha = push(remote, "zero"), push(remote, os.urandom(100_000).hex())
+    dataset = GitDataset(f"file://{remote}", disk / "cache")
+    dataset.download(base)
+    parent = after_release_of(dataset.dataset, sha)
+    for leave in (0, 40_000, 150_000):
+        fill(disk, leave=leave)
+        with pytest.raises(SnapshotError, match="could not be fetched") as caught:
+            dataset.download(sha)
+        assert is_temporary(caught.value)
+        with pytest.raises(SnapshotError):
+            _take(dataset, "refs/heads/main", base, parent)
+    (disk / "filler").unlink()
+    assert (dataset.download(sha).folder / "data/rows.jsonl").stat().st_size == 200_000
 
 
 def test_what_is_not_in_it(remote: Path, tmp_path: Path) -> None:

@@ -323,6 +323,10 @@ def test_a_server_that_is_away_is_asked_again_later(
             fill(server, tmp_path)
     finally:
         storage.__init__()  # type: ignore[misc]
+    answer_batch(server, {"href": f"http://{server.address}/content"})
+    server.answers["/content"] = (503, b"")
+    with pytest.raises(HubAway, match="answered 503"):
+        fill(server, tmp_path)
 
 
 SSH = """#!/bin/sh

@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
-from pipeline.retrain.errors import PromoteError
+from pipeline.retrain.errors import PromoteError, SwapDeferred, TemporaryError
 from pipeline.retrain.promote import Promotion, promote
 from serving.swap_schemas import SwapRequest, SwapResult
 from serving.weights.release_store import clear_pending, pending_release, set_current, set_pending
@@ -92,8 +92,9 @@ def test_a_refusal_tells_every_reason(tmp_path: Path) -> None:
     refused = SwapResult(
         result="refused", release=RELEASE, phase="preflight", reasons=("a is short", "b is gone")
     )
-    with pytest.raises(PromoteError, match=r"\(preflight\): a is short; b is gone"):
+    with pytest.raises(PromoteError, match=r"\(preflight\): a is short; b is gone") as caught:
         asked(tmp_path, (422, refused))
+    assert not isinstance(caught.value, TemporaryError)
 
 
 def test_a_deferred_swap_is_asked_for_again(tmp_path: Path) -> None:
@@ -101,8 +102,9 @@ def test_a_deferred_swap_is_asked_for_again(tmp_path: Path) -> None:
     live = SwapResult(result="live", release=RELEASE, phase="live")
     found = asked(tmp_path, (503, deferred), (200, live), patience_seconds=30)
     assert found.result == "promoted"
-    with pytest.raises(PromoteError, match="pipeline releases swap"):
+    with pytest.raises(SwapDeferred, match="pipeline releases swap") as caught:
         asked(tmp_path, (503, deferred))
+    assert isinstance(caught.value, TemporaryError), "the job gets another attempt"
 
 
 @pytest.mark.parametrize("is_served", [True, False])

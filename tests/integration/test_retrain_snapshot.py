@@ -120,7 +120,13 @@ def test_what_is_not_there_is_named(
     assert hub.url in str(caught.value)
 
 
-@pytest.mark.slow  # the client asks again for a while
+@pytest.fixture
+def client_without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's client asks six times, and waits 23 s between its questions."""
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+
+
+@pytest.mark.usefixtures("client_without_waits")
 def test_a_hub_that_is_down_is_named(tmp_path: Path) -> None:
     down = DatasetHub(DATASET, tmp_path / "cache", endpoint="http://127.0.0.1:9", token=None)
     with pytest.raises(HubAway, match=r"could not be fetched from http://127\.0\.0\.1:9"):
@@ -204,6 +210,7 @@ def test_a_hub_that_is_started_again_meanwhile_fails_no_job(
     assert restarted.num_refused == 2
 
 
+@pytest.mark.usefixtures("client_without_waits")
 def test_a_hub_that_stays_away_is_told_from_one_that_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

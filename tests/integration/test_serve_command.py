@@ -239,9 +239,9 @@ def test_an_engine_is_told_what_its_table_says(
     monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
     told: dict[str, object] = {}
     monkeypatch.setattr(module, "create_engine", lambda **settings: told.update(settings))
-    services._engine(load_settings().serving, neighbours=tmp_path)
+    services._engine(load_settings().serving, busy_lock_file=tmp_path)
     if engine == "torch":
-        assert told.pop("neighbours") == tmp_path
+        assert told.pop("busy_lock_file") == tmp_path
     assert kind.model_validate(told) == kind.model_validate({"dtype": "bfloat16", **table})
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from pipeline.errors import PipelineError
 from pipeline.liveness import Answer, ChildWatch
+from pipeline.log_files import MAX_BYTES
 from pipeline.paths import Home
 from pipeline.services import RUNNER, hub_service, services_of
 from pipeline.settings import load_settings
@@ -68,16 +69,18 @@ def test_a_stopped_service_is_killed_and_started_again(name: str, home: Home) ->
     try:
         before, events = child(home, name).process, list[str]()
         assert before is not None
-        events += stack.tend()  # watches from now on
+        log = make_long(home.log_file(name))
+        events += stack.check_services()  # watches from now on
+        assert has_been_rotated(log)
         until(lambda: stack._watches[name]._has_answered)
         os.kill(before.pid, signal.SIGSTOP)
 
         def is_said_to_be_silent() -> bool:
-            events.extend(stack.tend())
+            events.extend(stack.check_services())
             return child(home, name).is_silent
 
         def is_up_again() -> bool:
-            events.extend(stack.tend())
+            events.extend(stack.check_services())
             return child(home, name).process not in (None, before)
 
         until(is_said_to_be_silent)
@@ -98,6 +101,24 @@ def _answers(url: str) -> bool:
         return httpx.get(url).json() == {"status": "ok"}
     except httpx.HTTPError:
         return False
+
+
+def test_the_log_of_up_stays_small(home: Home) -> None:
+    log = make_long(home.log_file("up"))
+    Stack(home, []).check_services()
+    assert has_been_rotated(log)
+
+
+def make_long(log: Path) -> Path:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        file.truncate(MAX_BYTES + 1)
+    return log
+
+
+def has_been_rotated(log: Path) -> bool:
+    older = log.with_name(f"{log.name}.1")
+    return log.stat().st_size < MAX_BYTES < older.stat().st_size
 
 
 def test_start_tells_that_it_waits_and_ends_after_the_services_own_time(

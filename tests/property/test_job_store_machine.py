@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from jobs.errors import LeaseLost, PendingJob
 from jobs.outcome import JobOutcome
 from jobs.store import Delivery, JobStore
-from tests.jobs_fixtures import Clock, new_database, postgres_server, spec
+from tests.jobs_fixtures import Clock, answer_to, new_database, postgres_server, spec
 
 __all__ = ["postgres_server"]
 
@@ -306,7 +306,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def every_delivery_has_a_job_that_answers_for_it(self) -> None:
         for delivery, job_id in self.model.answers.items():
-            assert self.store.answer_to("hub", delivery) == {"job": job_id}
+            assert answer_to(self.store, "hub", delivery) == {"job": job_id}
 
     @invariant()
     def the_job_that_answers_for_a_delivery_is_found_by_its_commit(self) -> None:

@@ -3,8 +3,10 @@
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cryptography.fernet import Fernet
 
 from jobs.launchers.process import identify
 from jobs.spec import JobSpec
@@ -13,7 +15,7 @@ from pipeline.by_hand import with_runner
 from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
 from pipeline.paths import Home
-from pipeline.settings import PipelineSettings, Settings
+from pipeline.settings import PipelineSettings, Settings, load_settings
 from pipeline.stack_record import Child, StackRecord
 from pipeline.submit import submit_retraining
 from pipeline.tokens import Tokens
@@ -70,6 +72,52 @@ def test_jobs_get_the_users_own_token_and_never_the_stacks_for_it(
     monkeypatch.setenv("HF_TOKEN", variable)
     tokens = Tokens(hub="stack", admin="a", webhook="w", key="k")
     assert by_hand._user_token_variable(tokens) == given
+
+
+@pytest.mark.parametrize(
+    ("starts_it", "secret"),
+    [
+        ({"payload": {"event": {"action": "update"}}}, "of-the-stacks-webhook"),
+        ({"payload": {"event": {"action": "update"}}, "by_hand": True}, None),
+        ({}, None),
+        # The hub has already encrypted the other webhook's own secret into the job's `sealed_env`.
+        ({"payload": {}, "labels": {"webhook": "w1"}}, None),
+    ],
+    ids=["a push", "a payload given by hand", "a plain command", "a copy for another webhook"],
+)
+def test_only_a_job_of_the_stacks_webhook_gets_its_secret(
+    tmp_path: Path, starts_it: dict[str, Any], secret: str | None
+) -> None:
+    spec = JobSpec(command=("true",), labels=starts_it.pop("labels", {}))
+    with open_job_store(Settings(), Home(tmp_path)) as store:
+        job = store.submit(spec, **starts_it).job
+    key = Fernet.generate_key().decode()
+    tokens = Tokens(hub="h", admin="a", webhook="of-the-stacks-webhook", key=key)
+    variables = by_hand._attempt_variables(job, tokens)
+    assert variables.pop("WEBHOOK_SECRET", None) == secret
+    assert set(variables) == {"HF_TOKEN", "PIPELINE_ADMIN_TOKEN"}
+
+
+def test_a_job_sees_none_of_the_services_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Home(tmp_path)
+    key = Fernet.generate_key().decode()
+    hidden = {
+        "WEBHOOK_SECRET": "of-the-shell",
+        "PIPELINE_SECRET_KEY": key,
+        "PIPELINE_SERVING__API_KEY": "of-the-server",
+    }
+    for name, value in (hidden | {"PIPELINE_JOBS__PRELOAD": "[]", "COLOR": "blue"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(by_hand.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(by_hand, "log_to_stderr", lambda *_: None)
+    with open_job_store(load_settings(), home) as store:
+        job = store.submit(JobSpec(command=("sh", "-c", "env > seen"))).job
+    by_hand.run_jobs(home, until_idle=True, with_hub=False)
+    seen = (home.jobs_dir / job.id / "seen").read_text()
+    assert "COLOR=blue" in seen
+    assert [name for name, value in hidden.items() if name in seen or value in seen] == []
 
 
 def test_every_module_to_preload_exists() -> None:

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import constants
 
 from pipeline.retrain.base_model import find_base, needed_files
-from pipeline.retrain.errors import BaseModelError
+from pipeline.retrain.errors import BaseModelAway, BaseModelError
 from pipeline.retrain.settings import RetrainSettings
 
 
@@ -19,6 +19,7 @@ class _Hub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
         self.shown: set[str | None] = set()
+        self.status = 404
 
     @property
     def url(self) -> str:
@@ -30,7 +31,7 @@ class _Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.shown.add(self.headers["Authorization"])
-        self.send_error(404)
+        self.send_error(self.server.status)
 
     do_HEAD = do_GET
 
@@ -71,6 +72,21 @@ def test_the_token_of_the_stack_goes_to_no_other_hub(
     with pytest.raises(BaseModelError, match=f"'me/it' could not be fetched from {hub.url}"):
         find_base("me/it", tmp_path, [], pipeline="p", seed=0, endpoint=hub.url, token=own)
     assert hub.shown == {shown}
+
+
+@pytest.mark.parametrize(("status", "is_away"), [(404, False), (403, False), (503, True)])
+def test_a_hub_that_is_away_is_told_from_one_that_refuses(
+    hub: _Hub, tmp_path: Path, status: int, is_away: bool
+) -> None:
+    hub.status = status
+    with pytest.raises(BaseModelError) as caught:
+        find_base("me/it", tmp_path, [], pipeline="p", seed=0, endpoint=hub.url)
+    assert isinstance(caught.value, BaseModelAway) == is_away
+
+
+def test_a_hub_that_cannot_be_reached_is_away(tmp_path: Path) -> None:
+    with pytest.raises(BaseModelAway, match="could not be fetched"):
+        find_base("me/it", tmp_path, [], pipeline="p", seed=0, endpoint="http://127.0.0.1:9")
 
 
 def test_an_id_is_one_of_hugging_face_unless_said_otherwise(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_beside_others_that_compute_the_steps_leave_them_a_core(
         return set(at_work)
 
     async def scenario() -> None:
-        async with engine_with(published, num_threads=2, neighbours=lock) as engine:
+        async with engine_with(published, num_threads=2, busy_lock_file=lock) as engine:
             assert await threads_of(engine) == {2}
             with computing(lock), computing(lock):
                 assert await threads_of(engine) == {1}

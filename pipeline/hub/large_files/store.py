@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 from starlette.concurrency import run_in_threadpool
 
+from jobs.folder import fsync_dir
 from pipeline.hub.errors import BadRequest, Conflict, DiskFull
 from pipeline.pointers import OID
 
@@ -104,7 +105,7 @@ class LargeFiles:
                 pass
             except FileNotFoundError:
                 return False
-            _fsync_folder(path.parent)
+            fsync_dir(path.parent)
         return self.keep(oid)
 
     async def read(self, oid: str, *, start: int, length: int) -> AsyncIterator[bytes]:
@@ -237,7 +238,7 @@ def publish(file: BinaryIO, path: Path, *, below: Path) -> None:
                 "The repository was moved or removed while the file came: send it again."
             ) from None
         for folder in changed:
-            _fsync_folder(folder)
+            fsync_dir(folder)
 
 
 def make_folder(folder: Path) -> None:
@@ -255,14 +256,6 @@ def make_folder(folder: Path) -> None:
             ) from None
         except OSError as error:
             raise _disk_full(error) from error
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -80,7 +80,7 @@ class TorchEngine:
         self._stop_staging = threading.Event()
         self._is_closed = False
         self._steps = StepLoop(
-            num_threads=settings.num_threads, busy_lock=BusyLock(settings.neighbours)
+            num_threads=settings.num_threads, busy_lock=BusyLock(settings.busy_lock_file)
         )
 
     @property

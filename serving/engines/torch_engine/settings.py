@@ -38,7 +38,7 @@ class TorchEngineSettings(TorchSettings):
     take longer, because a step that prefills takes at least 16 tokens."""
     memory_reserve_bytes: int = 256 << 20
     """Memory that must stay free after a release is staged."""
-    neighbours: Path | None = None
+    busy_lock_file: Path | None = None
     """A file that other programs lock while they compute. While it is locked, steps use one thread
     less."""
     stage_wait_seconds: float = 120.0

@@ -4,7 +4,7 @@ import threading
 
 from jobs.outcome import JobOutcome
 from jobs.store import JobStore
-from tests.jobs_fixtures import DONE, FAILED, Clock, delivery, spec
+from tests.jobs_fixtures import DONE, FAILED, Clock, answer_to, delivery, spec
 
 
 def test_a_submission_is_a_pending_job_with_spec_and_payload(store: JobStore) -> None:
@@ -19,12 +19,12 @@ def test_a_submission_is_a_pending_job_with_spec_and_payload(store: JobStore) ->
 
 
 def test_a_delivery_is_answered_once(store: JobStore) -> None:
-    assert store.answer_to("hub", "d1") is None
+    assert answer_to(store, "hub", "d1") is None
     first = store.submit(spec("b", "a"), delivery=delivery("d1"))
     again = store.submit(spec("b", "a"), delivery=delivery("d1"))
     assert (again.job.id, again.is_new, again.how) == (first.job.id, False, "duplicate")
-    assert store.answer_to("hub", "d1") == {"job": first.job.id}
-    assert store.answer_to("another source", "d1") is None
+    assert answer_to(store, "hub", "d1") == {"job": first.job.id}
+    assert answer_to(store, "another source", "d1") is None
     assert len(store.list()) == 1
 
 
@@ -34,7 +34,7 @@ def test_a_delivery_that_was_absorbed_answers_with_the_job_that_absorbed_it(
     first = store.submit(spec("b", "a"), delivery=delivery("d1"))
     second = store.submit(spec("c", "b"), delivery=delivery("d2"))
     assert (second.job.id, second.how, second.is_new) == (first.job.id, "merged", False)
-    assert store.answer_to("hub", "d2") == {"job": first.job.id}
+    assert answer_to(store, "hub", "d2") == {"job": first.job.id}
     # … and still does when that job has ended and another one is pending.
     job = store.claim("me", 60)
     assert job is not None
@@ -46,7 +46,7 @@ def test_a_delivery_that_was_absorbed_answers_with_the_job_that_absorbed_it(
 def test_an_ignored_delivery_is_remembered_with_its_reason(store: JobStore) -> None:
     store.ignore(delivery("d1"), "A tag is not trained on.")
     store.ignore(delivery("d1"), "another reason")
-    assert store.answer_to("hub", "d1") == {"ignored": "A tag is not trained on."}
+    assert answer_to(store, "hub", "d1") == {"ignored": "A tag is not trained on."}
     assert store.list() == []
 
 
@@ -54,7 +54,7 @@ def test_an_ignored_delivery_can_be_replayed_into_a_job_but_not_back(store: JobS
     store.ignore(delivery("d1"), "No pipeline watches acme/faq.")
     job = store.submit(spec("b"), delivery=delivery("d1")).job
     store.ignore(delivery("d1"), "No pipeline watches acme/faq.")
-    assert store.answer_to("hub", "d1") == {"job": job.id}
+    assert answer_to(store, "hub", "d1") == {"job": job.id}
 
 
 def test_a_pending_job_absorbs_the_newer_commit(store: JobStore) -> None:
@@ -160,7 +160,7 @@ def test_a_dedupe_key_gives_the_latest_job_back(store: JobStore) -> None:
     first = store.submit(spec("b", "a", dedupe_key="main@b"), delivery=delivery("d1")).job
     again = store.submit(spec("b", "a", dedupe_key="main@b"), delivery=delivery("d2"))
     assert (again.how, again.job.id) == ("duplicate", first.id)
-    assert store.answer_to("hub", "d2") == {"job": first.id}
+    assert answer_to(store, "hub", "d2") == {"job": first.id}
     running = store.claim("me", 60)
     assert running is not None and running.spec.revisions is not None
     assert running.spec.revisions.delivery_ids == ("d1", "d2")

@@ -8,12 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from pydantic import ValidationError
 from starlette.types import ASGIApp
 
 from receiver import listen
 from receiver.errors import AddressUnavailable, OpenToEveryone
 from receiver.listen import bind
+from receiver.metrics import measure
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 from tests.jobs_fixtures import until
@@ -173,6 +175,28 @@ def test_without_a_secret_pages_of_other_sites_reach_no_handler(
     assert (answer.status_code, said in answer.text) == (status, True)
     proven = httpx.post(f"{url}/webhooks/proven", json=dataset_update(), headers=headers | SECRET)
     assert proven.status_code == 200, "the secret is proof enough"
+
+
+def test_a_page_that_leads_its_own_name_here_reads_nothing(
+    serve: Callable[[ASGIApp], str],
+) -> None:
+    server = WebhooksServer(
+        webhook_secret="s3cret", settings=ReceiverSettings(public_url="https://hooks.example")
+    )
+    server.add_webhook("/proven")(lambda payload: "called")
+    measure(server.app)
+    outer = FastAPI(lifespan=server.lifespan)
+    outer.mount("/inner", server.app)
+    for url in (serve(server.app), f"{serve(outer)}/inner"):
+        for path in ("/", "/health", "/docs", "/openapi.json", "/metrics"):
+            foreign = httpx.get(f"{url}{path}", headers={"Host": "evil.example:7860"})
+            assert (foreign.status_code, "public_url" in foreign.text) == (403, True), path
+            for host in ("localhost:7860", "hooks.example"):
+                own = httpx.get(f"{url}{path}", headers={"Host": host})
+                assert own.status_code == 200, path
+        headers = SECRET | {"Host": "evil.example"}
+        proven = httpx.post(f"{url}/webhooks/proven", json=dataset_update(), headers=headers)
+        assert proven.json() == "called", "the secret is proof enough"
 
 
 @pytest.mark.parametrize("wrong", [{"port": 70000}, {"prot": 1}, {"public_url": "hooks.example"}])

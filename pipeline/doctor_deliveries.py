@@ -1,0 +1,60 @@
+"""The checks of the doctor for deliveries that the hub or the receiver has given up."""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+
+from pipeline.findings import Finding, ok, wrong
+from pipeline.paths import Home
+from pipeline.services import deliveries_path
+from pipeline.settings import Settings
+from receiver.dead_letters import list_dead_letters
+from receiver.errors import ReceiverError
+
+
+def check_deliveries(home: Home, settings: Settings) -> Iterator[Finding]:
+    database = home.hub_dir / "hub.sqlite"
+    if not database.exists():
+        return
+    try:
+        with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
+            rows = connection.execute(
+                "SELECT status, count(*) FROM deliveries WHERE status <> 'delivered' GROUP BY 1"
+            ).fetchall()
+    except sqlite3.Error as error:
+        yield wrong("deliveries", f"{database}: {error}", "restore it from a backup")
+        return
+    counts = dict(rows)
+    if dead := counts.get("dead", 0):
+        hours = settings.hub.refused_give_up_seconds / 3600
+        yield wrong(
+            "deliveries",
+            f"{dead} were given up: every attempt failed, or connections were refused for "
+            f"{hours:g} hours",
+            "to see why: pipeline webhooks deliveries; to send a delivery again: pipeline webhooks "
+            "replay",
+        )
+    else:
+        yield ok("deliveries", f"{counts.get('pending', 0)} pending, none given up")
+
+
+def check_dead_letters(home: Home, settings: Settings) -> Iterator[Finding]:
+    file = deliveries_path(settings, home)
+    if not file.exists():
+        return
+    try:
+        letters = list_dead_letters(file)
+    except ReceiverError as error:
+        yield wrong("dead letters", str(error), "do what the message says")
+        return
+    if letters:
+        handlers = ", ".join(sorted({letter.path for letter in letters}))
+        yield wrong(
+            "dead letters",
+            f"the receiver has {len(letters)}: deliveries that it has given up, because the "
+            f"handler failed again and again ({handlers})",
+            "to see why: pipeline receiver dead; to handle them again: pipeline receiver replay "
+            "--all",
+        )
+    else:
+        yield ok("dead letters", "none")
