@@ -65,6 +65,11 @@ class Dataset:
         url = f"/datasets/{self.id}/resolve/{quote(revision, safe='')}/{path}"
         return self.hub.request("GET", url).raise_for_status().content
 
+    def watch(self, receiver: Receiver) -> str:
+        """The id of a new webhook."""
+        watched = [{"type": "dataset", "name": self.id}]
+        return self.hub.api.create_webhook(url=receiver.url, watched=watched).id
+
     def titles(self) -> list[str]:
         commits = self.hub.api.list_repo_commits(self.id, repo_type="dataset")
         return [one.title for one in commits]
@@ -158,7 +163,8 @@ def test_a_commit_for_another_parent_is_refused(dataset: Dataset) -> None:
     assert dataset.head == after
 
 
-def test_what_changes_nothing_makes_no_commit(dataset: Dataset) -> None:
+def test_what_changes_nothing_makes_no_commit(dataset: Dataset, receiver: Receiver) -> None:
+    webhook = dataset.watch(receiver)
     first = dataset.commit(add("a.txt"))
     body = (
         b'{"key": "header", "value": {"summary": "Again"}}\n'
@@ -169,10 +175,14 @@ def test_what_changes_nothing_makes_no_commit(dataset: Dataset) -> None:
     header = body.splitlines()[0]
     answer = dataset.hub.request("POST", f"/api/datasets/{dataset.id}/commit/main", content=header)
     assert answer.json()["commitOid"] == first
+    assert len(dataset.hub.deliveries(webhook)) == 1
 
 
-def test_a_commit_whose_answer_was_lost_may_be_sent_again(dataset: Dataset) -> None:
+def test_a_commit_whose_answer_was_lost_may_be_sent_again(
+    dataset: Dataset, receiver: Receiver
+) -> None:
     first = dataset.commit(add("a.txt"), add("b.txt"))
+    webhook = dataset.watch(receiver)
     body = (
         b'{"key": "header", "value": {"summary": "Tidy", "parentCommit": "%s"}}\n'
         b'{"key": "deletedFile", "value": {"path": "a.txt"}}\n'
@@ -184,6 +194,7 @@ def test_a_commit_whose_answer_was_lost_may_be_sent_again(dataset: Dataset) -> N
     assert answers[0]["commitOid"] == dataset.head != first
     other = body.replace(b"2\\n", b"3\\n")
     assert dataset.hub.request("POST", url, content=other).status_code == 412
+    assert len(dataset.hub.deliveries(webhook)) == 1
 
 
 @pytest.mark.parametrize(
@@ -272,8 +283,7 @@ def test_what_is_there_already_is_not_sent_again(dataset: Dataset) -> None:
 def test_twenty_clients_write_at_once_and_each_commit_is_one_event(
     dataset: Dataset, receiver: Receiver
 ) -> None:
-    watched = [{"type": "dataset", "name": dataset.id}]
-    webhook = dataset.hub.api.create_webhook(url=receiver.url, watched=watched)
+    webhook = dataset.watch(receiver)
     start = dataset.head
     with ThreadPoolExecutor(20) as clients:
         shas = list(clients.map(lambda number: dataset.commit(add(f"{number}.txt")), range(20)))
@@ -283,7 +293,7 @@ def test_twenty_clients_write_at_once_and_each_commit_is_one_event(
         return [
             (ref["oldSha"], ref["newSha"])
             for one in receiver.received
-            if one.json["webhook"]["id"] == webhook.id
+            if one.json["webhook"]["id"] == webhook
             for ref in one.json["updatedRefs"]
         ]
 

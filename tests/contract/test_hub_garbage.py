@@ -19,8 +19,7 @@ BY = "Ada <ada@example.org> 1700000000 +0000"
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
-    # Who made which commits is asked of git for each ref, and 10,000 refs are pushed here.
-    with running_hub(tmp_path_factory.mktemp("hub"), deliver_job_commits=True) as hub:
+    with running_hub(tmp_path_factory.mktemp("hub")) as hub:
         yield hub
 
 
@@ -174,7 +173,7 @@ def test_refs_may_have_odd_names_and_tags_may_name_anything(odd: Odd, tmp_path: 
 
 MANY_REFS = int(os.environ.get("MANY_REFS", "2000"))
 """git stores each ref of a push in a file of its own and waits for the disk: 10,000 of them take
-a minute."""
+minutes."""
 
 
 @pytest.mark.parametrize("num_refs", [300, pytest.param(MANY_REFS, marks=pytest.mark.slow)])

@@ -8,99 +8,28 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub import (
     CommitOperationAdd,
     CommitOperationCopy,
     CommitOperationDelete,
+    CommitScheduler,
     HfFileSystem,
     constants,
 )
-from huggingface_hub.utils import _xet
 
-from tests.hub_fixtures import RunningHub, running_hub
+from tests.hub_fixtures import recording_receiver
+from tests.uploads_fixtures import LARGE, ROW, Repo, files, hub, repo
+
+__all__ = ["hub", "repo"]
 
 # What the client itself does when it sends a file without Xet.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
-LARGE = bytes(range(256)) * 8_000
-ROW = b'{"text": "a row"}\n'
 
-
-@pytest.fixture(scope="module", params=["xet", "plain"])
-def hub(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RunningHub]:
-    folder = tmp_path_factory.mktemp(request.param)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_XET_CACHE", str(folder / "cache"))
-        patch.setenv("HF_HOME", str(folder / "home"))
-        patch.setattr(_xet, "_GLOBAL_XET_HOLDER", _xet.XetSessionHolder())
-        patch.setattr(constants, "HF_HUB_DISABLE_XET", request.param == "plain")
-        with running_hub(folder / "hub") as hub:
-            yield hub
-
-
-class Repo:
-    def __init__(self, hub: RunningHub, name: str, scratch: Path) -> None:
-        self.hub, self.api, self.scratch = hub, hub.api, scratch
-        self.id = f"local/{name}"
-        self.on: dict[str, Any] = {"repo_id": self.id, "repo_type": "dataset"}
-        self.api.create_repo(self.id, repo_type="dataset")
-
-    @property
-    def folder(self) -> Path:
-        return self.hub.root / "repos" / "datasets" / f"{self.id}.git"
-
-    def read(self, path: str, revision: str = "main") -> bytes:
-        url = f"/datasets/{self.id}/resolve/{revision}/{path}"
-        return self.hub.request("GET", url).raise_for_status().content
-
-    def paths(self) -> set[str]:
-        return set(self.api.list_repo_files(**self.on)) - {".gitattributes"}
-
-    def large(self) -> set[str]:
-        found = self.api.list_repo_tree(**self.on, recursive=True)
-        return {each.path for each in found if getattr(each, "lfs", None) is not None}
-
-    def check(self) -> None:
-        """By git and, in a clone that has all large files, by git-lfs."""
-        git = ["git", f"--git-dir={self.folder}"]
-        subprocess.run([*git, "fsck", "--strict", "--full"], check=True, capture_output=True)
-        if shutil.which("git-lfs") is None:
-            pytest.skip("git-lfs is not installed")
-        clone = self.scratch / "clone"
-        self.hub.git(
-            *("-c", "filter.lfs.smudge=git-lfs smudge -- %f", "-c", "filter.lfs.required=true"),
-            *("-c", "filter.lfs.process=git-lfs filter-process"),
-            *("clone", "-q", f"{self.hub.url}/datasets/{self.id}", str(clone)),
-            cwd=self.scratch,
-        )
-        self.hub.git("lfs", "fsck", cwd=clone)
-        for path in self.large():
-            assert (clone / path).read_bytes() == self.read(path)
-
-
-@pytest.fixture
-def repo(hub: RunningHub, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Repo]:
-    name = request.node.originalname.removeprefix("test_").replace("_", "-")
-    repo = Repo(hub, name, tmp_path)
-    yield repo
-    repo.check()
-
-
-def files(folder: Path, **contents: bytes) -> Path:
-    for name, content in contents.items():
-        path = folder / name.replace("__", "/").replace("_", ".")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    return folder
-
-
+@pytest.mark.filterwarnings("ignore:It seems that you are about to commit a data file:UserWarning")
+@pytest.mark.parametrize("repo", ["dataset", "model"], indirect=True)
 def test_upload_file(repo: Repo) -> None:
     path = files(repo.scratch / "in", a_parquet=LARGE) / "a.parquet"
     repo.api.upload_file(path_or_fileobj=path, path_in_repo="data/a.parquet", **repo.on)
@@ -119,7 +48,7 @@ def test_upload_file(repo: Repo) -> None:
     future = repo.api.upload_file(
         path_or_fileobj=ROW, path_in_repo="d.jsonl", run_as_future=True, **repo.on
     )
-    assert future.result().oid == repo.api.dataset_info(repo.id).sha
+    assert future.result().oid == repo.head
 
 
 def test_the_first_upload_to_a_repository_of_the_settings(repo: Repo) -> None:
@@ -141,9 +70,44 @@ def test_upload_folder(repo: Repo) -> None:
     )
     assert repo.paths() == {"x.txt", "new.txt"}
     assert repo.read("x.txt") == b"3"
-    before = repo.api.dataset_info(repo.id).sha
+    before = repo.head
     repo.api.upload_folder(folder_path=second, **repo.on)
-    assert repo.api.dataset_info(repo.id).sha == before
+    assert repo.head == before
+
+
+def test_upload_folder_of_many_files(repo: Repo) -> None:
+    """With `hf_xet` the client makes a commit of each few hundred files."""
+    folder = files(
+        repo.scratch / "in", **{f"f{number}_txt": b"%d" % number for number in range(600)}
+    )
+    with recording_receiver() as receiver:
+        watched = [{"type": "dataset", "name": repo.id}]
+        webhook = repo.api.create_webhook(url=receiver.url, watched=watched)
+        repo.api.upload_folder(folder_path=folder, commit_message="Many", **repo.on)
+        head = repo.head
+        repo.api.upload_folder(folder_path=folder, commit_message="Again", **repo.on)
+        num_events = len(repo.hub.deliveries(webhook.id))
+        repo.api.delete_webhook(webhook.id)
+    titles = [one.title for one in repo.api.list_repo_commits(**repo.on)]
+    made = titles[-2::-1]
+    assert made == ["Many", *(f"Many (part {number})" for number in range(2, len(made) + 1))]
+    assert (len(made) == 1) == constants.HF_HUB_DISABLE_XET
+    assert num_events == len(made)
+    assert repo.head == head
+    assert repo.paths() == {f"f{number}.txt" for number in range(600)}
+    assert repo.read("f599.txt") == b"599"
+
+
+def test_commit_scheduler(repo: Repo) -> None:
+    rows = files(repo.scratch / "in", rows_jsonl=ROW) / "rows.jsonl"
+    with CommitScheduler(
+        folder_path=rows.parent, every=60, hf_api=repo.api, squash_history=False, **repo.on
+    ) as scheduler:
+        scheduler.trigger().result()
+        assert repo.read("rows.jsonl") == ROW
+        with scheduler.lock, rows.open("ab") as file:
+            file.write(ROW)
+    assert repo.read("rows.jsonl") == ROW * 2
 
 
 def test_create_commit(repo: Repo) -> None:
@@ -168,7 +132,7 @@ def test_create_commit(repo: Repo) -> None:
         commit_message="Copy",
         **repo.on,
     )
-    assert made.oid == repo.api.dataset_info(repo.id).sha
+    assert made.oid == repo.head
     assert repo.paths() == {"a.bin", "copies/a.bin", "copies/a.txt", "far.bin", "far.txt"}
     assert repo.read("copies/a.bin") == LARGE + b"a"
     assert (repo.read("far.bin"), repo.read("far.txt")) == (LARGE, ROW)
@@ -205,25 +169,11 @@ def test_file_system(repo: Repo) -> None:
 @pytest.mark.slow
 def test_hf(repo: Repo) -> None:
     folder = files(repo.scratch / "in", a_txt=b"a", sub__b_bin=LARGE)
-    env = repo.hub.git_env | {
-        "HF_ENDPOINT": repo.hub.url,
-        "HF_TOKEN": repo.hub.token,
-        "HF_HOME": str(repo.scratch / "home"),
-        "HF_HUB_DISABLE_XET": "1" if constants.HF_HUB_DISABLE_XET else "0",
-        "HF_HUB_DISABLE_UPDATE_CHECK": "1",
-    }
-
-    def hf(*arguments: str) -> str:
-        program = Path(sys.executable).parent / "hf"
-        return subprocess.run(
-            [program, *arguments], env=env, check=True, capture_output=True, text=True
-        ).stdout
-
-    hf("upload", repo.id, str(folder), "data", "--repo-type", "dataset")
-    hf("repos", "delete-files", repo.id, "data/a.txt", "--repo-type", "dataset")
+    repo.hf("upload", repo.id, str(folder), "data", "--repo-type", "dataset")
+    repo.hf("repos", "delete-files", repo.id, "data/a.txt", "--repo-type", "dataset")
     assert repo.paths() == {"data/sub/b.bin"}
     got = repo.scratch / "got"
-    hf("download", repo.id, "--repo-type", "dataset", "--local-dir", str(got))
+    repo.hf("download", repo.id, "--repo-type", "dataset", "--local-dir", str(got))
     assert (got / "data/sub/b.bin").read_bytes() == LARGE
 
 
@@ -240,24 +190,21 @@ DatasetDict(train=Dataset.from_dict(rows(20)), test=Dataset.from_dict(rows(5, 20
     {repo.id!r}, config_name="small"
 )
 Dataset.from_dict(rows(310)).push_to_hub({repo.id!r}, num_shards=3)
+made = Dataset.from_dict(rows(7)).push_to_hub({repo.id!r}, create_pr=True)
+asked = load_dataset({repo.id!r}, revision=made.pr_revision)["train"]
 found = load_dataset({repo.id!r})["train"]
 small = load_dataset({repo.id!r}, "small")
 stream = load_dataset({repo.id!r}, "small", split="test", streaming=True)
 print(json.dumps([found.num_rows, found[309]["text"], small["test"].num_rows, list(stream)[-1]]))
+print(json.dumps([made.pr_num, asked.num_rows]))
 """
-    env = repo.hub.git_env | {
-        "HF_ENDPOINT": repo.hub.url,
-        "HF_TOKEN": repo.hub.token,
-        "HF_HOME": str(repo.scratch / "home"),
-        "HF_HUB_DISABLE_XET": "1" if constants.HF_HUB_DISABLE_XET else "0",
-        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-    }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True
+        [sys.executable, "-W", "ignore", "-c", code], env=repo.env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout.splitlines()[-1])
+    told, asked = map(json.loads, done.stdout.splitlines()[-2:])
     assert told == [310, "row 309", 5, {"text": "row 24"}]
+    assert asked == [1, 7]
     shards = [path for path in repo.paths() if path.startswith("data/train-")]
     assert len(shards) == 3
     assert "small/test-00000-of-00001.parquet" in repo.large()

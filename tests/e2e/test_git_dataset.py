@@ -1,80 +1,145 @@
-"""A dataset outside the hub: a push that GitHub would tell of becomes the model that answers."""
+"""A dataset outside the hub: a push that GitHub would tell of becomes the model that answers. The
+git URL of a second hub, with a token of its own, stands for a repository with LFS on GitHub."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import CommitOperationAdd
 
-from tests.hub_fixtures import git_env, run_git
-from tests.receiver_payloads import GITHUB_PUSH, GITLAB_PUSH, ZEROS, body_of, hmac_hex
+from tests.hub_fixtures import RunningHub, running_hub
+from tests.receiver_payloads import (
+    GITEA_PUSH,
+    GITHUB_PUSH,
+    GITLAB_PUSH,
+    ZEROS,
+    body_of,
+    hmac_hex,
+)
 from tests.stack_fixtures import Workplace, configure, facts, stack_up, workplace
 
 __all__ = ["workplace"]
 
 
-@pytest.mark.slow
-def test_a_push_to_a_repository_elsewhere_is_served(workplace: Workplace) -> None:
-    env = git_env("http://127.0.0.1", "unused")
-    run_git("init", "-q", "--bare", "remote.git", cwd=workplace.folder, env=env)
-    url = f"file://{workplace.folder}/remote.git"
-    run_git("clone", "-q", url, "clone", cwd=workplace.folder, env=env)
-    clone = workplace.folder / "clone"
-    (clone / "facts.jsonl").write_text(facts(0, 80))
-    run_git("add", "-A", cwd=clone, env=env)
-    run_git("commit", "-qm", "Rows", cwd=clone, env=env)
-    run_git("push", "-q", "origin", "HEAD:main", cwd=clone, env=env)
-    sha = run_git("rev-parse", "HEAD", cwd=clone, env=env)
+def with_login(workplace: Workplace, hub: RunningHub) -> Workplace:
+    """The stack's git has a credential helper for this hub."""
+    login = {
+        name: value
+        for name, value in hub.git_env.items()
+        if name.startswith(("GIT_CONFIG_", "HUB_TOKEN"))
+    }
+    return replace(workplace, env={**workplace.env, **login})
 
-    configure(workplace)
-    settings = workplace.folder / "pipeline.toml"
-    settings.write_text(settings.read_text().replace('"local/facts"', json.dumps(url)))
+
+def push(hub: RunningHub, files: Mapping[str, bytes]) -> str:
+    """The commit. git stores a pointer in the place of each Parquet file."""
+    made = hub.api.create_commit(
+        "ada/answers",
+        [CommitOperationAdd(name, content) for name, content in files.items()],
+        commit_message="Rows",
+        repo_type="dataset",
+    )
+    large = hub.request("GET", f"/datasets/ada/answers/raw/{made.oid}/more.parquet").text
+    assert large.startswith("version https://git-lfs.github.com/spec/v1")
+    assert made.oid is not None
+    return made.oid
+
+
+def parquet(rows: str) -> bytes:
+    table = pa.Table.from_pylist([json.loads(row) for row in rows.splitlines()])
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_a_push_to_a_repository_elsewhere_is_served(workplace: Workplace, tmp_path: Path) -> None:
+    with running_hub(tmp_path / "elsewhere", token="of-elsewhere") as hub:
+        hub.api.create_repo("ada/answers", repo_type="dataset")
+        url = f"{hub.url}/datasets/ada/answers"
+        sha = push(
+            hub,
+            {"facts.jsonl": facts(0, 80).encode(), "more.parquet": parquet(facts(80, 90))},
+        )
+        configure(workplace)
+        settings = workplace.folder / "pipeline.toml"
+        settings.write_text(settings.read_text().replace('"local/facts"', json.dumps(url)))
+        with stack_up(with_login(workplace, hub)):
+            told(workplace, hub, url, sha)
+
+
+def told(workplace: Workplace, hub: RunningHub, url: str, sha: str) -> None:
+    secret = json.loads((workplace.home / "tokens.json").read_text())["webhook"]
+    retrain = f"{workplace.url('receiver')}/webhooks/retrain"
     repository = {**GITHUB_PUSH["repository"], "clone_url": url}
     body = body_of({**GITHUB_PUSH, "before": ZEROS, "after": sha, "repository": repository})
-    with stack_up(workplace):
-        secret = json.loads((workplace.home / "tokens.json").read_text())["webhook"]
-        retrain = f"{workplace.url('receiver')}/webhooks/retrain"
-        headers = {"X-GitHub-Event": "push", "X-GitHub-Delivery": "d1"}
-        proof = {"X-Hub-Signature-256": f"sha256={hmac_hex(secret, body)}"}
-        for path, given, status in (
-            ("/github", {}, 401),
-            ("/github", {"X-Webhook-Secret": secret}, 401),
-            ("/gitlab", proof, 401),
-            ("", proof, 401),
-            ("/github", {"X-Hub-Signature-256": "sha256=00"}, 403),
-        ):
-            answer = httpx.post(retrain + path, content=body, headers=headers | given)
-            assert answer.status_code == status, (path, given)
-        answer = httpx.post(f"{retrain}/github", content=body, headers=headers | proof)
-        assert answer.status_code == 200, answer.text
-        job = workplace.wait_for_job(sha)
-        assert (job["id"], job["outcome"]["result"]) == (answer.json()["job"], "promoted"), job
-        completion = httpx.post(
-            f"{workplace.url('serving')}/v1/completions",
-            json={"model": "facts", "prompt": "Shelf 3 holds", "max_tokens": 4},
-            timeout=60,
-        )
-        assert completion.headers["X-Dataset-Revision"] == sha
-        assert json.loads(workplace.run("status", "--json"))["pipelines"][0]["dataset"] == url
+    headers = {"X-GitHub-Event": "push", "X-GitHub-Delivery": "d1"}
+    proof = {"X-Hub-Signature-256": f"sha256={hmac_hex(secret, body)}"}
+    for path, given, status in (
+        ("/github", {}, 401),
+        ("/github", {"X-Webhook-Secret": secret}, 401),
+        ("/gitlab", proof, 401),
+        ("", proof, 401),
+        ("/github", {"X-Hub-Signature-256": "sha256=00"}, 403),
+    ):
+        answer = httpx.post(retrain + path, content=body, headers=headers | given)
+        assert answer.status_code == status, (path, given)
+    answer = httpx.post(f"{retrain}/github", content=body, headers=headers | proof)
+    assert answer.status_code == 200, answer.text
+    job = promoted(workplace, answer, sha)
+    assert job["outcome"]["counts"]["changed"] == 90, "the rows of the Parquet file count"
+    completion = httpx.post(
+        f"{workplace.url('serving')}/v1/completions",
+        json={"model": "facts", "prompt": "Shelf 3 holds", "max_tokens": 4},
+        timeout=60,
+    )
+    assert completion.headers["X-Dataset-Revision"] == sha
+    assert workplace.json("status")["pipelines"][0]["dataset"] == url
 
-        again = httpx.post(f"{retrain}/github", content=body, headers=headers | proof)
-        assert again.json() == answer.json(), "a delivery that comes twice gets the first answer"
+    again = httpx.post(f"{retrain}/github", content=body, headers=headers | proof)
+    assert again.json() == answer.json(), "a delivery that comes twice gets the first answer"
 
-        (clone / "facts.jsonl").write_text(facts(0, 80) + facts(80, 90))
-        run_git("commit", "-qam", "More rows", cwd=clone, env=env)
-        run_git("push", "-q", "origin", "HEAD:main", cwd=clone, env=env)
-        newer = run_git("rev-parse", "HEAD", cwd=clone, env=env)
-        project = {**GITLAB_PUSH["project"], "git_http_url": url, "default_branch": "main"}
-        push = {"before": sha, "after": newer, "ref": "refs/heads/main", "project": project}
-        answer = httpx.post(
-            f"{retrain}/gitlab",
-            content=body_of({**GITLAB_PUSH, **push}),
-            headers={
-                "X-Gitlab-Event": "Push Hook",
-                "X-Gitlab-Event-UUID": "g1",
-                "X-Gitlab-Token": secret,
-            },
-        )
-        assert answer.status_code == 200, answer.text
-        job = workplace.wait_for_job(newer)
-        assert (job["id"], job["outcome"]["result"]) == (answer.json()["job"], "promoted"), job
-        assert job["spec"]["revisions"]["old_sha"] == sha
+    newer = push(hub, {"facts.jsonl": (facts(0, 80) + facts(90, 100)).encode()})
+    pushed = {"before": sha, "after": newer, "ref": "refs/heads/main"}
+    repository = {**GITEA_PUSH["repository"], "clone_url": url, "default_branch": "main"}
+    body = body_of({**GITEA_PUSH, **pushed, "repository": repository})
+    answer = httpx.post(
+        f"{retrain}/gitea",
+        content=body,
+        headers={
+            "X-Gitea-Event": "push",
+            "X-Gitea-Delivery": "e1",
+            "X-Gitea-Signature": hmac_hex(secret, body),
+        },
+    )
+    assert answer.status_code == 200, answer.text
+    job = promoted(workplace, answer, newer)
+    assert job["spec"]["revisions"]["old_sha"] == sha
+    assert job["outcome"]["counts"]["changed"] == 10
+
+    project = {**GITLAB_PUSH["project"], "git_http_url": url, "default_branch": "main"}
+    same = httpx.post(
+        f"{retrain}/gitlab",
+        content=body_of({**GITLAB_PUSH, **pushed, "project": project}),
+        headers={
+            "X-Gitlab-Event": "Push Hook",
+            "X-Gitlab-Event-UUID": "g1",
+            "X-Gitlab-Token": secret,
+        },
+    )
+    assert same.status_code == 200, same.text
+    assert same.json()["job"] == job["id"], "the same commit has one job, whoever tells of it"
+
+
+def promoted(workplace: Workplace, answer: httpx.Response, sha: str) -> Any:
+    """The job that the answer names."""
+    job = workplace.wait_for_job(sha)
+    assert (job["id"], job["outcome"]["result"]) == (answer.json()["job"], "promoted"), job
+    return job

@@ -63,19 +63,24 @@ def test_make_test_all_runs_each_test_once(workplace: Workplace) -> None:
 
 @pytest.mark.slow
 def test_five_minutes_on_data_of_your_own(workplace: Workplace) -> None:
-    # `source .venv/bin/activate` finds the `pipeline` of the interpreter that runs this test.
+    # `source .venv/bin/activate` finds the commands of the interpreter that runs this test.
     commands = workplace.folder / ".venv" / "bin"
     commands.mkdir(parents=True)
     (commands / "activate").write_text(f'PATH="{commands}:$PATH"\n')
-    (commands / "pipeline").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pipeline "$@"\n')
-    (commands / "pipeline").chmod(0o755)
+    for name, command in (
+        ("pipeline", f'"{sys.executable}" -m pipeline'),
+        ("python", f'"{sys.executable}"'),
+        ("hf", f'"{Path(sys.executable).parent}/hf"'),
+    ):
+        (commands / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        (commands / name).chmod(0o755)
 
     identity = {
         f"GIT_{who}_{what}": value
         for who in ("AUTHOR", "COMMITTER")
         for what, value in (("NAME", "reader"), ("EMAIL", "reader@example.invalid"))
     }
-    env = {**workplace.env, **identity}
+    env = {**workplace.env, **identity, "HF_HOME": str(workplace.folder / "hf")}
     # The README's reader has none of these set; `init` and `up` work in the current folder.
     del env["PIPELINE_HOME"], env["PIPELINE_SETTINGS"]
     port = workplace.env["PIPELINE_SERVING__PORT"]
