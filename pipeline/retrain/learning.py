@@ -146,10 +146,10 @@ class Learning:
         """Train. Afterwards, `loaded` holds the new weights, rounded as they will be stored."""
         plan = self._begin_attempt(attempt)
         count = self.job.settings.train.num_processes
-        if count > 1 and not is_finished(self.job.dir, attempt):
-            train_in_processes(self.job, count)
-        else:
-            self._tell(plan)
+        if not is_finished(self.job.dir, attempt):
+            self._tell(plan, attempt)
+            if count > 1:
+                train_in_processes(self.job, count)
         # If several processes have trained, this only loads their finished checkpoint.
         checkpoint = self._train(plan, attempt)
         round_weights(self.loaded.model, self.loaded.dtype)
@@ -271,17 +271,25 @@ class Learning:
         """How many tokens were trained on from the base model to the parent release."""
         return int(self.parent.evaluation.get("total_tokens", 0)) if self.parent is not None else 0
 
-    def _tell(self, plan: TrainingPlan) -> None:
-        size = plan.num_tokens(plan.learned)
+    def _tell(self, plan: TrainingPlan, attempt: int) -> None:
+        # The budget of attempt 2 includes that of attempt 1, which is used up.
+        budget = plan.max_tokens // 2 if attempt == 2 else plan.max_tokens
+        size, replayed = plan.num_tokens(plan.learned), plan.replayed_per_pass
+        # The budget does not count the anchors, but they take time.
+        seconds = budget * (1 + plan.anchor_ratio) * self._seconds_per_token(plan)
+        if self.loaded.model.device.type == "cuda":  # on a CPU, all processes share the cores
+            seconds /= self.job.settings.train.num_processes
         logger.info(
             "%s rows to learn, %s tokens; the budget of %s tokens is enough for %.1f passes; each "
-            "pass has %s more tokens, of unchanged rows and anchors; at most about %.0f s",
+            "pass also has %s tokens of unchanged rows, and, beside the budget, %s tokens of "
+            "anchors; at most about %.0f s",
             f"{len(plan.rows_of(plan.learned)):,}",
             f"{size:,}",
-            f"{plan.max_tokens:,}",
-            plan.max_tokens / max(1.0, size * (1 + plan.replay_ratio + plan.anchor_ratio)),
-            f"{round(size * (plan.replay_ratio + plan.anchor_ratio)):,}",
-            plan.max_tokens * self._seconds_per_token(plan),
+            f"{budget:,}",
+            budget / max(1, size + replayed),
+            f"{replayed:,}",
+            f"{round((size + replayed) * plan.anchor_ratio):,}",
+            seconds,
         )
 
     def _seconds_per_token(self, plan: TrainingPlan) -> float:
