@@ -3,7 +3,6 @@ measures the new weights on the same rows, and publishes them as a release."""
 
 import logging
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,7 @@ from pipeline.retrain.base_answers import ANSWERS_DIR, AnchorTarget, base_answer
 from pipeline.retrain.base_model import PRESETS, Base, find_base
 from pipeline.retrain.checkpoint import Checkpoint, is_finished
 from pipeline.retrain.data import TrainingData
-from pipeline.retrain.evaluate import Evaluation, Trained, compare
+from pipeline.retrain.evaluate import FULL_ATTEMPT, Evaluation, Trained, compare
 from pipeline.retrain.export import export, round_weights
 from pipeline.retrain.gate import MIN_ROWS, data_refusals
 from pipeline.retrain.golden import load_golden_questions
@@ -42,9 +41,6 @@ logger = logging.getLogger(__name__)
 TRAINING_COST = 3.0
 """Training on a token takes this many times as long as measuring it. A measurement is one forward
 pass, and the backward pass of a training step takes as long as two more."""
-FULL_ATTEMPT = 3
-"""The number of the last attempt of a delta (a training of the served weights on the changed rows).
-If the delta does not learn its rows, this attempt is a full training, from the base model."""
 
 
 @dataclass(kw_only=True)
@@ -124,23 +120,18 @@ class Learning:
         gate = self.job.settings.gate
         return data_refusals(self.data.num_lost, self.data.num_before, noise[0], noise[1], gate)
 
-    def attempts(self) -> Iterator[int]:
-        """The numbers of the attempts. Attempt 2 continues attempt 1 with another budget. For a
-        delta, attempt 3 is a full training. The caller stops as soon as the rows are learned."""
-        yield 1
-        logger.info("not all changed rows were learned; training goes on with another budget")
-        yield 2
-        if self.data.mode == "delta":
-            logger.info("not all changed rows were learned; training starts from the base model")
-            yield FULL_ATTEMPT
+    def first_attempt(self, evaluation: Evaluation | None) -> int:
+        """The number of the attempt with which the job begins. `evaluation` is the last one that
+        the job wrote before it was restarted. If no attempt follows it, the job begins with the
+        attempt of `evaluation`: `train` then only loads its weights."""
+        if evaluation is None:
+            return 1
+        return self.attempt_after(evaluation) or evaluation.attempt
 
-    def is_behind(self, attempt: int, evaluation: Evaluation) -> bool:
-        """Whether a restarted job must skip `attempt`, because a later attempt was due or running
-        when the job was killed. The weights of `attempt` may then be lost or changed. `evaluation`
-        is the last one that the job has written."""
-        last = FULL_ATTEMPT if self.data.mode == "delta" else 2
-        is_over = evaluation.attempt == attempt and not (evaluation.is_short and attempt < last)
-        return evaluation.attempt >= attempt and not is_over
+    def attempt_after(self, evaluation: Evaluation) -> int | None:
+        """The number of the attempt that follows `evaluation`. None if there is no further one."""
+        is_forced = self.job.settings.force_reason is not None
+        return evaluation.next_attempt(is_delta=self.data.mode == "delta", is_forced=is_forced)
 
     def train(self, attempt: int) -> Checkpoint:
         """Train. Afterwards, `loaded` holds the new weights, rounded as they will be stored."""
@@ -155,14 +146,18 @@ class Learning:
         round_weights(self.loaded.model, self.loaded.dtype)
         return checkpoint
 
-    def train_in_group(self, attempt: int) -> None:
-        """Train as one of several processes. The first process leaves the finished checkpoint in
-        the job's folder."""
+    def train_in_group(self, evaluation: Evaluation | None) -> None:
+        """Train as one of several processes, after the attempt of `evaluation`, if there was one.
+        The first process leaves the finished checkpoint in the job's folder."""
+        attempt = self.first_attempt(evaluation)
         self._train(self._begin_attempt(attempt), attempt)
 
     def _begin_attempt(self, attempt: int) -> TrainingPlan:
+        if attempt == 2:
+            logger.info("not all changed rows were learned; training goes on with another budget")
         if attempt == FULL_ATTEMPT and self.data.mode == "delta":
-            self.data = replace(self.data, mode="full", reason="a delta did not learn all rows")
+            logger.info("the gate refuses the delta; training starts from the base model")
+            self.data = replace(self.data, mode="full", reason="the gate refused a delta")
         self._load_start()
         return self._plan(attempt)
 
