@@ -374,8 +374,9 @@ def _step(
     progress: Progress,
     settings: TrainSettings,
 ) -> tuple[float, int]:
-    """Make one update of the weights. Each process computes a share of the blocks. Returns the loss
-    per learned token and the number of tokens, of all processes together."""
+    """Make one update of the weights. Each process computes a share of the blocks and anchors, and
+    all deleted rows. (How each deleted row counts depends on all of them.) Returns the loss per
+    learned token and the number of tokens, of all processes together."""
     sequences = plan.sequences
     width = max(sum(len(sequences[index].token_ids) for index in block) for block in blocks)
     at_once = max(1, settings.micro_batch_tokens // width)
@@ -387,10 +388,15 @@ def _step(
     # as possible are idle.
     shares = blocks if len(blocks) >= world_size() else [[index] for index in visited]
     own = shares[rank() :: world_size()]
-    parts = [own[start : start + at_once] for start in range(0, len(own), at_once)] or [[]]
+    parts = [own[start : start + at_once] for start in range(0, len(own), at_once)]
     anchors = plan.next_anchors(progress.anchored, plan.num_tokens(visited))
     progress.anchored += len(anchors)
+    num_anchored = sum(anchor.sequence.num_learned for anchor in anchors)
+    # The processes that have the fewest blocks get the first anchors.
+    own_anchors = anchors[world_size() - 1 - rank() :: world_size()]
     deleted = plan.next_unlearned(progress.step)
+    if not parts and (own_anchors or deleted):
+        parts = [[]]
     for part in parts:
         order = [index for block in part for index in block]
         # The last part also contains the anchors and the deleted rows, so that they need no forward
@@ -398,7 +404,7 @@ def _step(
         is_last = part is parts[-1]
         groups = [
             [sequences[index] for index in order],
-            [anchor.sequence for anchor in anchors] * is_last,
+            [anchor.sequence for anchor in own_anchors] * is_last,
             [sequences[index] for index in deleted] * is_last,
         ]
         with training_autocast(model):
@@ -409,7 +415,7 @@ def _step(
             loss = summed_loss(own_hidden, head, own_labels[0]) / max(1, num_learned)
             total += float(loss.detach())
             if groups[1]:
-                loss = loss + keep_base(kept, head, anchors) / world_size()
+                loss = loss + keep_base(kept, head, own_anchors) / num_anchored
             if groups[2]:
                 beside, still_said = unlearn(unlearned, head, own_labels[2], groups[2])
                 loss = loss + beside / world_size()
