@@ -134,6 +134,12 @@ class RetrainJob:
         yield
         self.metrics.write(name, "end", seconds=time.monotonic() - started)
 
+    def record_measured(self, measured: int, rows: int) -> None:
+        """Write to the metrics how many rows of this stage are measured. A worker of the stage
+        `train` measures rows too, but is in no stage itself, so it writes nothing."""
+        if self.progress.stage is not None:
+            self.metrics.write(self.progress.stage, "measured", measured=measured, rows=rows)
+
     def record_progress(self, **facts: Any) -> None:
         self.progress = Progress(**{**self.progress.__dict__, **facts})
 

@@ -87,7 +87,13 @@ class Learning:
         if settings.gate.golden is not None:
             golden = load_golden_questions(settings.gate.golden, settings.data.max_row_bytes)
         rows = MeasuredRows.choose(data, golden, loaded.tokenizer, settings.gate)
-        before = measure(loaded.model, loaded.tokenizer, rows, loaded.max_length)
+        before = measure(
+            loaded.model,
+            loaded.tokenizer,
+            rows,
+            loaded.max_length,
+            on_progress=job.record_measured,
+        )
         return cls(
             job=job,
             data=data,
@@ -194,7 +200,12 @@ class Learning:
     ) -> Evaluation:
         loaded = self.loaded
         after = measure(
-            loaded.model, loaded.tokenizer, self.rows, loaded.max_length, self.measured_anchors
+            loaded.model,
+            loaded.tokenizer,
+            self.rows,
+            loaded.max_length,
+            self.measured_anchors,
+            on_progress=self.job.record_measured,
         )
         is_delta = self.data.mode == "delta"
         learned = self.data.new if is_delta else self.data.rows

@@ -262,6 +262,11 @@ def test_the_metrics_tell_every_stage_and_step(pipeline: Pipeline) -> None:
         told = [metric.stage for metric in metrics if metric.event == event]
         assert list(dict.fromkeys(told)) == list(STAGES)
         assert sorted(told, key=STAGES.index) == told
+    measured = [metric for metric in metrics if metric.event == "measured"]
+    assert [(metric.stage, metric.measured, metric.rows) for metric in measured] == [
+        ("measure", 18, 18),
+        ("evaluate", 18, 18),
+    ]
     steps = [metric for metric in metrics if metric.event == "step"]
     assert [metric.step for metric in steps] == list(range(1, len(steps) + 1))
     assert all(metric.loss and metric.learning_rate and metric.tokens for metric in steps)
