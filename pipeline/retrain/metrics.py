@@ -6,14 +6,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.retrain.reporters import Report
 
 Stage = Literal["snapshot", "data", "measure", "train", "evaluate", "export", "promote"]
-STAGES: tuple[Stage, ...] = get_args(Stage)
 Event = Literal["start", "end", "step", "evaluation", "average", "measured"]
 
 

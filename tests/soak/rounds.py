@@ -5,9 +5,10 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from pipeline.retrain.job_folder import METRICS
-from pipeline.retrain.metrics import STAGES, read_metrics
+from pipeline.retrain.metrics import Stage, read_metrics
 from tests.soak import checks
 from tests.soak.faults import DAMAGES, STALLED, damage, stalled
 from tests.soak.stack import STOPPED, VICTIMS, StackUnderFire, rows
@@ -74,7 +75,7 @@ class Plan:
 
 def _shot(choice: random.Random) -> Shot:
     victim = choice.choice(STOPPED if choice.random() < STOPPED_SHARE else VICTIMS)
-    moment = choice.choice(("push", *STAGES, *3 * ("checkpoint",)))
+    moment = choice.choice(("push", *get_args(Stage), *3 * ("checkpoint",)))
     delay_seconds = round(choice.uniform(0.0, 0.5), 2)
     if victim == "git":
         return Shot(victim, "push", round(delay_seconds / 10, 3))

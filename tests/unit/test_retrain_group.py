@@ -38,7 +38,7 @@ def gradient(
         )
 
     settings = TrainSettings(max_grad_norm=1e9, micro_batch_tokens=64)
-    progress = loop.Progress(streak=[0] * len(plan.sequences), due=[0] * len(plan.sequences))
+    progress = loop.TrainingState(streak=[0] * len(plan.sequences), due=[0] * len(plan.sequences))
     with monkeypatch.context() as patched:
         patched.setattr(loop, "rank", lambda: rank)
         patched.setattr(loop, "world_size", lambda: count)
