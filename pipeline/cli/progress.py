@@ -156,6 +156,9 @@ class _StageDisplay:
                 self._progress.update(
                     self._bar, total=metric.steps, completed=metric.step or 0, note=self._note
                 )
+        elif metric.event == "measured":
+            if self._progress is not None and self._bar is not None:
+                self._progress.update(self._bar, total=metric.rows, completed=metric.measured or 0)
         elif metric.event == "end":
             self.end(metric.time)
 

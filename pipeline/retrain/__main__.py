@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from jobs.folder import OUTCOME
 from jobs.outcome import JobOutcome
 from jobs.temporary_failures import TEMPORARY_FAILURE, is_temporary
 from pipeline.errors import PipelineError
@@ -51,7 +52,7 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
     logger.info("%s %s", outcome.result, outcome.reason or "")
     if "JOB_DIR" in environ:
         try:
-            job_folder.write_record(Path(environ["JOB_DIR"]) / job_folder.OUTCOME, outcome)
+            job_folder.write_record(Path(environ["JOB_DIR"]) / OUTCOME, outcome)
         except OSError as error:
             if not is_temporary(error):
                 raise

@@ -46,7 +46,7 @@ MEASURED_ROWS = 8
 256 tokens take 50 MB."""
 
 
-class Answer(BaseModel):
+class BaseAnswer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     measured: bool
@@ -75,7 +75,7 @@ class BaseAnswers(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    answers: tuple[Answer, ...]
+    answers: tuple[BaseAnswer, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,9 @@ def _answer(loaded: "LoadedModel", anchors: Sequence[Anchor]) -> BaseAnswers:
             answers[index] = tuple(row[: row.index(end) + 1] if end in row else row)
     return BaseAnswers(
         answers=tuple(
-            Answer(measured=anchor.measured, prompt=tuple(prompts[index]), answer=answers[index])
+            BaseAnswer(
+                measured=anchor.measured, prompt=tuple(prompts[index]), answer=answers[index]
+            )
             for index, anchor in enumerate(anchors)
         )
     )
@@ -231,7 +233,7 @@ def _prompt(loaded: "LoadedModel", text: str) -> list[int]:
     return ids[-(loaded.max_length - ANSWER_TOKENS) :]
 
 
-def _sequences(answers: Sequence[Answer]) -> list[TokenSequence]:
+def _sequences(answers: Sequence[BaseAnswer]) -> list[TokenSequence]:
     return [
         TokenSequence(
             each.prompt + each.answer,

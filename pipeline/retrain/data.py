@@ -61,28 +61,15 @@ class TrainingData:
         return (*self.held_out_new, *self.held_out_known)
 
     @property
-    def replaced(self) -> tuple[Row, ...]:
-        """The old versions of the edited rows."""
-        return tuple(old for old, _ in self.edited)
-
-    @property
-    def num_edited(self) -> int:
-        return len(self.edited)
-
-    @property
-    def num_deleted(self) -> int:
-        return len(self.deleted)
-
-    @property
     def num_lost(self) -> int:
         """How many rows of the revision before were deleted or edited."""
-        return self.num_edited + self.num_deleted
+        return len(self.edited) + len(self.deleted)
 
     @property
     def is_removal(self) -> bool:
         """Whether this training removes deleted rows from the model, by learning all other rows
         again from the base model."""
-        return self.mode == "full" and self.num_deleted > 0
+        return self.mode == "full" and bool(self.deleted)
 
 
 def compare_revisions(

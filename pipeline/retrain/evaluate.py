@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from pipeline.retrain.measure import MeasuredRows, Measurement
     from pipeline.retrain.scoring import RowLoss
 
+FULL_ATTEMPT = 3
+"""The number of the last attempt of a delta (a training of the served weights on the changed rows).
+If the gate refuses the delta's weights, this attempt is a full training, from the base model."""
+
 
 class Evaluation(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -58,6 +62,24 @@ class Evaluation(BaseModel):
     @property
     def passed(self) -> bool:
         return not self.refusals
+
+    def next_attempt(self, *, is_delta: bool, is_forced: bool) -> int | None:
+        """The number of the job's next attempt. None if there is no further one.
+
+        If too few rows were learned, attempt 2 continues attempt 1 with another budget. If the gate
+        still refuses the weights of a delta, whatever its reasons, FULL_ATTEMPT follows. A full
+        training can mend losses that earlier deltas have added up, such as a drift from the base
+        model.
+
+        is_delta: whether the job began with a delta. is_forced: whether a person wants the weights
+        served even if the gate refuses them. Then only rows that were not learned lead to another
+        attempt.
+        """
+        if self.passed or (is_forced and not self.is_short):
+            return None
+        if self.is_short and self.attempt == 1:
+            return 2
+        return FULL_ATTEMPT if is_delta and self.attempt < FULL_ATTEMPT else None
 
 
 @dataclass(frozen=True, kw_only=True)

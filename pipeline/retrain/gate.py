@@ -217,9 +217,9 @@ def _refusal(name: str, pairs: Sequence[Pair], max_ratio: float) -> str | None:
         return f"the loss on {rows} is not a number"
     if len(pairs) < MIN_ROWS or group.served_loss is None:
         return None
-    if group.loss <= max(group.served_loss * max_ratio, group.served_loss + TOLERANCE):
+    if group.loss <= group.served_loss + TOLERANCE:
         return None
-    # Compare the losses row by row, to find out whether the excess may be chance.
+    # Compare the losses row by row, to find out whether they exceed the limit by more than chance.
     excess = [pair.new_nats - max_ratio * pair.served_nats for pair in pairs]
     mean = sum(excess) / len(excess)
     variance = sum((each - mean) ** 2 for each in excess) / (len(excess) - 1)

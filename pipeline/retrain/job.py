@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from jobs.counts import Counts
+from jobs.folder import SPEC
 from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.spec import JobSpec, RevisionRange
 from pipeline.retrain import job_folder
@@ -66,7 +67,7 @@ class RetrainJob:
         folder = Path(environ["JOB_DIR"])
         threads = environ.get("OMP_NUM_THREADS", "")
         try:
-            spec = JobSpec.model_validate_json((folder / job_folder.SPEC).read_bytes())
+            spec = JobSpec.model_validate_json((folder / SPEC).read_bytes())
             settings = RetrainSettings.model_validate(spec.settings)
         except FileNotFoundError as error:
             raise RetrainError(f"{error.filename} is missing; submit the job again") from error
@@ -74,7 +75,7 @@ class RetrainJob:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"])
             raise RetrainError(
-                f"{folder / job_folder.SPEC}: {place}: {first['msg']}; correct the pipeline's "
+                f"{folder / SPEC}: {place}: {first['msg']}; correct the pipeline's "
                 "settings and submit the job again"
             ) from error
         return cls(
@@ -133,6 +134,12 @@ class RetrainJob:
         started = time.monotonic()
         yield
         self.metrics.write(name, "end", seconds=time.monotonic() - started)
+
+    def record_measured(self, measured: int, rows: int) -> None:
+        """Write to the metrics how many rows of this stage are measured. A worker of the stage
+        `train` measures rows too, but is in no stage itself, so it writes nothing."""
+        if self.progress.stage is not None:
+            self.metrics.write(self.progress.stage, "measured", measured=measured, rows=rows)
 
     def record_progress(self, **facts: Any) -> None:
         self.progress = Progress(**{**self.progress.__dict__, **facts})

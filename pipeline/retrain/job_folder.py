@@ -10,13 +10,11 @@ from serving.weights.atomic_file import write_atomically
 
 Record = TypeVar("Record", bound=BaseModel)
 
-SPEC = "spec.json"
 SNAPSHOT = "snapshot.json"
 BASE = "base.json"
 CHECKPOINT = "checkpoint.json"
 EVALUATION = "evaluation.json"
 RELEASE = "release.json"
-OUTCOME = "outcome.json"
 METRICS = "metrics.jsonl"
 CHECKPOINTS_DIR = "checkpoints"
 

@@ -3,7 +3,6 @@ measures the new weights on the same rows, and publishes them as a release."""
 
 import logging
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,7 @@ from pipeline.retrain.base_answers import ANSWERS_DIR, AnchorTarget, base_answer
 from pipeline.retrain.base_model import PRESETS, Base, find_base
 from pipeline.retrain.checkpoint import Checkpoint, is_finished
 from pipeline.retrain.data import TrainingData
-from pipeline.retrain.evaluate import Evaluation, Trained, compare
+from pipeline.retrain.evaluate import FULL_ATTEMPT, Evaluation, Trained, compare
 from pipeline.retrain.export import export, round_weights
 from pipeline.retrain.gate import MIN_ROWS, data_refusals
 from pipeline.retrain.golden import load_golden_questions
@@ -42,9 +41,6 @@ logger = logging.getLogger(__name__)
 TRAINING_COST = 3.0
 """Training on a token takes this many times as long as measuring it. A measurement is one forward
 pass, and the backward pass of a training step takes as long as two more."""
-FULL_ATTEMPT = 3
-"""The number of the last attempt of a delta (a training of the served weights on the changed rows).
-If the delta does not learn its rows, this attempt is a full training, from the base model."""
 
 
 @dataclass(kw_only=True)
@@ -91,7 +87,13 @@ class Learning:
         if settings.gate.golden is not None:
             golden = load_golden_questions(settings.gate.golden, settings.data.max_row_bytes)
         rows = MeasuredRows.choose(data, golden, loaded.tokenizer, settings.gate)
-        before = measure(loaded.model, loaded.tokenizer, rows, loaded.max_length)
+        before = measure(
+            loaded.model,
+            loaded.tokenizer,
+            rows,
+            loaded.max_length,
+            on_progress=job.record_measured,
+        )
         return cls(
             job=job,
             data=data,
@@ -124,45 +126,44 @@ class Learning:
         gate = self.job.settings.gate
         return data_refusals(self.data.num_lost, self.data.num_before, noise[0], noise[1], gate)
 
-    def attempts(self) -> Iterator[int]:
-        """The numbers of the attempts. Attempt 2 continues attempt 1 with another budget. For a
-        delta, attempt 3 is a full training. The caller stops as soon as the rows are learned."""
-        yield 1
-        logger.info("not all changed rows were learned; training goes on with another budget")
-        yield 2
-        if self.data.mode == "delta":
-            logger.info("not all changed rows were learned; training starts from the base model")
-            yield FULL_ATTEMPT
+    def first_attempt(self, evaluation: Evaluation | None) -> int:
+        """The number of the attempt with which the job begins. `evaluation` is the last one that
+        the job wrote before it was restarted. If no attempt follows it, the job begins with the
+        attempt of `evaluation`: `train` then only loads its weights."""
+        if evaluation is None:
+            return 1
+        return self.attempt_after(evaluation) or evaluation.attempt
 
-    def is_behind(self, attempt: int, evaluation: Evaluation) -> bool:
-        """Whether a restarted job must skip `attempt`, because a later attempt was due or running
-        when the job was killed. The weights of `attempt` may then be lost or changed. `evaluation`
-        is the last one that the job has written."""
-        last = FULL_ATTEMPT if self.data.mode == "delta" else 2
-        is_over = evaluation.attempt == attempt and not (evaluation.is_short and attempt < last)
-        return evaluation.attempt >= attempt and not is_over
+    def attempt_after(self, evaluation: Evaluation) -> int | None:
+        """The number of the attempt that follows `evaluation`. None if there is no further one."""
+        is_forced = self.job.settings.force_reason is not None
+        return evaluation.next_attempt(is_delta=self.data.mode == "delta", is_forced=is_forced)
 
     def train(self, attempt: int) -> Checkpoint:
         """Train. Afterwards, `loaded` holds the new weights, rounded as they will be stored."""
         plan = self._begin_attempt(attempt)
         count = self.job.settings.train.num_processes
-        if count > 1 and not is_finished(self.job.dir, attempt):
-            train_in_processes(self.job, count)
-        else:
-            self._tell(plan)
+        if not is_finished(self.job.dir, attempt):
+            self._tell(plan, attempt)
+            if count > 1:
+                train_in_processes(self.job, count)
         # If several processes have trained, this only loads their finished checkpoint.
         checkpoint = self._train(plan, attempt)
         round_weights(self.loaded.model, self.loaded.dtype)
         return checkpoint
 
-    def train_in_group(self, attempt: int) -> None:
-        """Train as one of several processes. The first process leaves the finished checkpoint in
-        the job's folder."""
+    def train_in_group(self, evaluation: Evaluation | None) -> None:
+        """Train as one of several processes, after the attempt of `evaluation`, if there was one.
+        The first process leaves the finished checkpoint in the job's folder."""
+        attempt = self.first_attempt(evaluation)
         self._train(self._begin_attempt(attempt), attempt)
 
     def _begin_attempt(self, attempt: int) -> TrainingPlan:
+        if attempt == 2:
+            logger.info("not all changed rows were learned; training goes on with another budget")
         if attempt == FULL_ATTEMPT and self.data.mode == "delta":
-            self.data = replace(self.data, mode="full", reason="a delta did not learn all rows")
+            logger.info("the gate refuses the delta; training starts from the base model")
+            self.data = replace(self.data, mode="full", reason="the gate refused a delta")
         self._load_start()
         return self._plan(attempt)
 
@@ -199,7 +200,12 @@ class Learning:
     ) -> Evaluation:
         loaded = self.loaded
         after = measure(
-            loaded.model, loaded.tokenizer, self.rows, loaded.max_length, self.measured_anchors
+            loaded.model,
+            loaded.tokenizer,
+            self.rows,
+            loaded.max_length,
+            self.measured_anchors,
+            on_progress=self.job.record_measured,
         )
         is_delta = self.data.mode == "delta"
         learned = self.data.new if is_delta else self.data.rows
@@ -271,17 +277,25 @@ class Learning:
         """How many tokens were trained on from the base model to the parent release."""
         return int(self.parent.evaluation.get("total_tokens", 0)) if self.parent is not None else 0
 
-    def _tell(self, plan: TrainingPlan) -> None:
-        size = plan.num_tokens(plan.learned)
+    def _tell(self, plan: TrainingPlan, attempt: int) -> None:
+        # The budget of attempt 2 includes that of attempt 1, which is used up.
+        budget = plan.max_tokens // 2 if attempt == 2 else plan.max_tokens
+        size, replayed = plan.num_tokens(plan.learned), plan.replayed_per_pass
+        # The budget does not count the anchors, but they take time.
+        seconds = budget * (1 + plan.anchor_ratio) * self._seconds_per_token(plan)
+        if self.loaded.model.device.type == "cuda":  # on a CPU, all processes share the cores
+            seconds /= self.job.settings.train.num_processes
         logger.info(
             "%s rows to learn, %s tokens; the budget of %s tokens is enough for %.1f passes; each "
-            "pass has %s more tokens, of unchanged rows and anchors; at most about %.0f s",
+            "pass also has %s tokens of unchanged rows, and, beside the budget, %s tokens of "
+            "anchors; at most about %.0f s",
             f"{len(plan.rows_of(plan.learned)):,}",
             f"{size:,}",
-            f"{plan.max_tokens:,}",
-            plan.max_tokens / max(1.0, size * (1 + plan.replay_ratio + plan.anchor_ratio)),
-            f"{round(size * (plan.replay_ratio + plan.anchor_ratio)):,}",
-            plan.max_tokens * self._seconds_per_token(plan),
+            f"{budget:,}",
+            budget / max(1, size + replayed),
+            f"{replayed:,}",
+            f"{round((size + replayed) * plan.anchor_ratio):,}",
+            seconds,
         )
 
     def _seconds_per_token(self, plan: TrainingPlan) -> float:

@@ -3,7 +3,7 @@ after it."""
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,25 +79,41 @@ def measure(
     rows: MeasuredRows,
     max_length: int,
     anchors: Sequence[AnchorTarget] = (),
+    *,
+    on_progress: Callable[[int, int], None],
 ) -> Measurement:
     """Measure `model` on `rows`, and on the base model's own answers to `anchors` if there are
-    any."""
+    any.
 
-    def losses(name: str, group: Sequence[Row]) -> list[RowLoss]:
-        if group:
-            logger.info("measuring %s %s", f"{len(group):,}", name)
-        return row_losses(model, sequences(group, tokenizer, max_length))
+    on_progress: called after each batch, with the number of rows that are measured, and the number
+    of all rows to measure. A piece of a long row counts as a row.
+    """
+    groups = {
+        name: sequences(getattr(rows, name), tokenizer, max_length)
+        for name in ("changed", "known", "deleted", "held_out_new", "held_out_known", "golden")
+    }
+    count, done = sum(map(len, groups.values())), 0
+
+    def on_batch(measured: int) -> None:
+        nonlocal done
+        done += measured
+        on_progress(done, count)
+
+    def losses(name: str, words: str) -> list[RowLoss]:
+        if groups[name]:
+            logger.info("measuring %s %s", f"{len(getattr(rows, name)):,}", words)
+        return row_losses(model, groups[name], on_batch)
 
     if anchors:
         logger.info("measuring %d answers of the base model", len(anchors))
     return Measurement(
         drift=drift(model, anchors) if anchors else None,
-        changed=losses("changed rows", rows.changed),
-        known=losses("rows known before", rows.known),
-        deleted=losses("deleted rows", rows.deleted),
-        held_out_new=losses("held-out rows of the new range", rows.held_out_new),
-        held_out_known=losses("held-out rows known before", rows.held_out_known),
-        golden=losses("golden questions", rows.golden),
+        changed=losses("changed", "changed rows"),
+        known=losses("known", "rows known before"),
+        deleted=losses("deleted", "deleted rows"),
+        held_out_new=losses("held_out_new", "held-out rows of the new range"),
+        held_out_known=losses("held_out_known", "held-out rows known before"),
+        golden=losses("golden", "golden questions"),
     )
 
 

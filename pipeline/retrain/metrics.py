@@ -6,15 +6,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.retrain.reporters import Report
 
 Stage = Literal["snapshot", "data", "measure", "train", "evaluate", "export", "promote"]
-STAGES: tuple[Stage, ...] = get_args(Stage)
-Event = Literal["start", "end", "step", "evaluation", "average"]
+Event = Literal["start", "end", "step", "evaluation", "average", "measured"]
 
 
 class Metric(BaseModel):
@@ -33,7 +32,10 @@ class Metric(BaseModel):
     before."""
     right: int | None = None
     rows: int | None = None
-    """Rows measured during training. `right` counts those of them whose answer the model gives."""
+    """For an evaluation during training: the rows that were measured. `right` counts those of them
+    whose answer the model gives. In the event `measured`: all rows that the stage measures."""
+    measured: int | None = None
+    """Rows that the stage has measured so far."""
     loss: float | None = None
     """Nats per predicted token. For a step, the loss on the rows of the step. For an evaluation or
     an average, the loss on the rows that were measured."""

@@ -17,11 +17,12 @@ from pipeline.retrain.tokens import TokenSequence
 
 
 def keep_base(hidden: Tensor, head: Head, anchors: Sequence[AnchorTarget]) -> Tensor:
-    """The mean KL divergence from the base model to the trained model, on the base model's answers.
+    """The sum of the KL divergences from the base model to the trained model, at the tokens of the
+    base model's answers.
 
     hidden: (N, H), at the positions that predict the tokens of the answers.
     """
-    return divergence(torch.log_softmax(head.logits(hidden), dim=-1), anchors).mean()
+    return divergence(torch.log_softmax(head.logits(hidden), dim=-1), anchors).sum()
 
 
 def unlearn(

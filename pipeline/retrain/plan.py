@@ -101,6 +101,13 @@ class TrainingPlan:
     def num_tokens(self, indices: Iterable[int]) -> int:
         return sum(len(self.sequences[index].token_ids) for index in indices)
 
+    @property
+    def replayed_per_pass(self) -> int:
+        """About how many tokens of unchanged rows are mixed into a pass over all rows to learn."""
+        size = self.num_tokens(self.learned)
+        wanted = max(self.replay_ratio * size, self.step_tokens - size)
+        return round(min(wanted, self.num_tokens(self.replayed)))
+
     def steps_left(self, tokens: int) -> int:
         return math.ceil(max(0, self.max_tokens - tokens) / self.step_tokens)
 

@@ -179,10 +179,9 @@ def _learn(
         return refusals, None
 
     path = job.dir / job_folder.EVALUATION
-    for attempt in learning.attempts():
-        evaluation = job_folder.read_record(path, Evaluation)
-        if evaluation is not None and learning.is_behind(attempt, evaluation):
-            continue
+    evaluation = job_folder.read_record(path, Evaluation)
+    attempt: int | None = learning.first_attempt(evaluation)
+    while attempt is not None:
         with job.stage("train"):
             _check_parent(job, snapshot)
             checkpoint = learning.train(attempt)
@@ -197,8 +196,9 @@ def _learn(
                 job_folder.write_record(path, evaluation)
             job.record_progress(counts=evaluation.counts)
             logger.info("%s", evaluation.counts)
-        if not evaluation.is_short:
-            break
+            for refusal in evaluation.refusals:
+                logger.info("refused: %s", refusal)
+        attempt = learning.attempt_after(evaluation)
     assert evaluation is not None
     if not evaluation.passed and job.settings.force_reason is None:
         return evaluation.refusals, None

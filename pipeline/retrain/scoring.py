@@ -2,7 +2,7 @@
 not train, and writes no files."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -112,9 +112,16 @@ def is_said(num_right: int, num_tokens: int) -> bool:
 
 
 @torch.no_grad()
-def row_losses(model: "PreTrainedModel", sequences: Sequence[TokenSequence]) -> list[RowLoss]:
+def row_losses(
+    model: "PreTrainedModel",
+    sequences: Sequence[TokenSequence],
+    on_batch: Callable[[int], None] = lambda _: None,
+) -> list[RowLoss]:
     """The loss of each row, and how many of its tokens are right. The pieces of a long row are
-    added up. The result is sorted by row."""
+    added up. The result is sorted by row.
+
+    on_batch: called after each batch, with the number of sequences in this batch.
+    """
     if not sequences:
         return []
     was_training = model.training
@@ -137,6 +144,7 @@ def row_losses(model: "PreTrainedModel", sequences: Sequence[TokenSequence]) -> 
             nats[sequence.row] -= float(own.sum())
             counts[sequence.row] += sequence.num_learned
             right[sequence.row] += int(own_right.sum())
+        on_batch(len(order))
     model.train(was_training)
     return [
         RowLoss(row=row, nats=nats[row], num_tokens=counts[row], num_right=right[row])

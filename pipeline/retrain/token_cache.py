@@ -4,7 +4,6 @@ one row of many, the next job tokenizes only this row."""
 import hashlib
 import json
 import logging
-import os
 import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ import numpy as np
 
 from pipeline.retrain.rows import Row
 from pipeline.retrain.tokens import TokenSequence, sequences
+from serving.weights.atomic_file import atomic_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,9 +71,8 @@ class TokenCache:
             return
         digests = sorted(self._used)
         pieces = [piece for digest in digests for piece in self._found[digest]]
-        aside = self._file.with_name(f".{FILE}.{os.getpid()}")
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("wb") as file:
+        with atomic_file(self._file) as file:
             np.savez(
                 file,
                 key=np.array(self._key()),
@@ -83,8 +82,6 @@ class TokenCache:
                 token_ids=np.array([i for piece in pieces for i in piece.token_ids], np.int32),
                 learned=np.array([i for piece in pieces for i in piece.learned], np.bool_),
             )
-        # There is no fsync. If a power cut damages the file, the next job makes it again.
-        os.replace(aside, self._file)
         self._is_changed = False
 
     def _load(self) -> dict[str, tuple[TokenSequence, ...]]:

@@ -68,7 +68,7 @@ PATIENCE = 3
 
 
 @dataclass(kw_only=True)
-class Progress:
+class TrainingState:
     """The state of a training, except the weights. The checkpoint contains it."""
 
     step: int = 0
@@ -130,7 +130,7 @@ def train(
     """
     optimizer = _optimizer(model, settings)
     count = len(plan.sequences)
-    progress = Progress(streak=[0] * count, due=[0] * count)
+    progress = TrainingState(streak=[0] * count, due=[0] * count)
     best: dict[str, Tensor] | None = None
     start = checkpoints.copy_weights(model) if plan.is_averaged and rank() == 0 else None
     torch.manual_seed(settings.seed)
@@ -143,7 +143,7 @@ def train(
         if done.finished:
             progress = _going_on(plan, done)
         elif "progress" in state:  # missing in those of earlier versions
-            progress, best = Progress(**state["progress"]), state["best"]
+            progress, best = TrainingState(**state["progress"]), state["best"]
             optimizer.load_state_dict(state["optimizer"])
             torch.set_rng_state(state["rng"])
 
@@ -214,7 +214,7 @@ def train(
     return done
 
 
-def _steps(plan: TrainingPlan, progress: Progress, seed: int) -> Iterator[list[list[int]]]:
+def _steps(plan: TrainingPlan, progress: TrainingState, seed: int) -> Iterator[list[list[int]]]:
     """The blocks of each step, pass after pass, until the budget is used up."""
     while True:
         if not progress.visits:
@@ -251,11 +251,11 @@ def _steps(plan: TrainingPlan, progress: Progress, seed: int) -> Iterator[list[l
                 progress.cool_down_from = progress.step
 
 
-def _going_on(plan: TrainingPlan, done: Checkpoint) -> Progress:
+def _going_on(plan: TrainingPlan, done: Checkpoint) -> TrainingState:
     """The state to continue from, after the attempt `done` has ended. The rows that it did not
     reach are visited first."""
     waiting = set(done.not_trained)
-    return Progress(
+    return TrainingState(
         step=done.step,
         tokens=done.tokens,
         number=1,
@@ -266,12 +266,12 @@ def _going_on(plan: TrainingPlan, done: Checkpoint) -> Progress:
     )
 
 
-def _end_pass(progress: Progress) -> None:
+def _end_pass(progress: TrainingState) -> None:
     progress.visits, progress.place = [], 0
     progress.number += 1
 
 
-def _cool_down_in_time(plan: TrainingPlan, progress: Progress) -> None:
+def _cool_down_in_time(plan: TrainingPlan, progress: TrainingState) -> None:
     """If the rest of the budget is only just enough to lower the learning rate, begin to lower
     it."""
     left = plan.max_tokens - progress.tokens
@@ -280,7 +280,7 @@ def _cool_down_in_time(plan: TrainingPlan, progress: Progress) -> None:
         progress.cool_down_from = progress.step
 
 
-def _visits(plan: TrainingPlan, progress: Progress, seed: int) -> list[int]:
+def _visits(plan: TrainingPlan, progress: TrainingState, seed: int) -> list[int]:
     """The sequences that the next pass visits, in random order: those that are due, and a sample of
     the unchanged rows."""
     is_cooling = progress.cool_down_from is not None
@@ -308,7 +308,7 @@ def _visits(plan: TrainingPlan, progress: Progress, seed: int) -> list[int]:
     return visits
 
 
-def _rate(plan: TrainingPlan, progress: Progress) -> float:
+def _rate(plan: TrainingPlan, progress: TrainingState) -> float:
     """The learning rate of the next step, as a share of its highest value. It rises in a line, and
     falls along half a cosine to a tenth."""
     steps = progress.step - progress.warm_up_from
@@ -328,21 +328,21 @@ def _rate(plan: TrainingPlan, progress: Progress) -> float:
     return rising * (FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * cosine)
 
 
-def _cool_down_steps(progress: Progress) -> int:
+def _cool_down_steps(progress: TrainingState) -> int:
     assert progress.cool_down_from is not None
     return max(
         MIN_COOL_DOWN_STEPS, round(COOL_DOWN * (progress.cool_down_from - progress.warm_up_from))
     )
 
 
-def _is_due(plan: TrainingPlan, progress: Progress) -> bool:
+def _is_due(plan: TrainingPlan, progress: TrainingState) -> bool:
     """Whether to measure the held-out loss of plain text now. Never before each row was visited,
     because training may end at a measurement."""
     is_due = plan.is_due(progress.tokens, progress.evaluated_at)
     return is_due and all(progress.due[index] for index in plan.learned)
 
 
-def _is_cooled_down(progress: Progress) -> bool:
+def _is_cooled_down(progress: TrainingState) -> bool:
     started = progress.cool_down_from
     return started is not None and progress.step - started >= _cool_down_steps(progress)
 
@@ -371,11 +371,12 @@ def _step(
     plan: TrainingPlan,
     blocks: Sequence[Sequence[int]],
     rate: float,
-    progress: Progress,
+    progress: TrainingState,
     settings: TrainSettings,
 ) -> tuple[float, int]:
-    """Make one update of the weights. Each process computes a share of the blocks. Returns the loss
-    per learned token and the number of tokens, of all processes together."""
+    """Make one update of the weights. Each process computes a share of the blocks and anchors, and
+    all deleted rows. (How each deleted row counts depends on all of them.) Returns the loss per
+    learned token and the number of tokens, of all processes together."""
     sequences = plan.sequences
     width = max(sum(len(sequences[index].token_ids) for index in block) for block in blocks)
     at_once = max(1, settings.micro_batch_tokens // width)
@@ -387,10 +388,15 @@ def _step(
     # as possible are idle.
     shares = blocks if len(blocks) >= world_size() else [[index] for index in visited]
     own = shares[rank() :: world_size()]
-    parts = [own[start : start + at_once] for start in range(0, len(own), at_once)] or [[]]
+    parts = [own[start : start + at_once] for start in range(0, len(own), at_once)]
     anchors = plan.next_anchors(progress.anchored, plan.num_tokens(visited))
     progress.anchored += len(anchors)
+    num_anchored = sum(anchor.sequence.num_learned for anchor in anchors)
+    # The processes that have the fewest blocks get the first anchors.
+    own_anchors = anchors[world_size() - 1 - rank() :: world_size()]
     deleted = plan.next_unlearned(progress.step)
+    if not parts and (own_anchors or deleted):
+        parts = [[]]
     for part in parts:
         order = [index for block in part for index in block]
         # The last part also contains the anchors and the deleted rows, so that they need no forward
@@ -398,7 +404,7 @@ def _step(
         is_last = part is parts[-1]
         groups = [
             [sequences[index] for index in order],
-            [anchor.sequence for anchor in anchors] * is_last,
+            [anchor.sequence for anchor in own_anchors] * is_last,
             [sequences[index] for index in deleted] * is_last,
         ]
         with training_autocast(model):
@@ -409,7 +415,7 @@ def _step(
             loss = summed_loss(own_hidden, head, own_labels[0]) / max(1, num_learned)
             total += float(loss.detach())
             if groups[1]:
-                loss = loss + keep_base(kept, head, anchors) / world_size()
+                loss = loss + keep_base(kept, head, own_anchors) / num_anchored
             if groups[2]:
                 beside, still_said = unlearn(unlearned, head, own_labels[2], groups[2])
                 loss = loss + beside / world_size()
@@ -482,7 +488,7 @@ def _add_up(model: "PreTrainedModel", numbers: list[float]) -> list[float]:
 
 
 def _measure(
-    model: "PreTrainedModel", plan: TrainingPlan, metrics: MetricsWriter, progress: Progress
+    model: "PreTrainedModel", plan: TrainingPlan, metrics: MetricsWriter, progress: TrainingState
 ) -> tuple[float, list[int]]:
     """Measure the model. Returns a number (less is better), and the sequences to learn again. For
     plain text, the number is the held-out loss. For rows with an answer, it is the number of wrong
@@ -511,7 +517,7 @@ def _measure(
     return float(missed), wrong
 
 
-def _learn_again(progress: Progress, wrong: Sequence[int]) -> None:
+def _learn_again(progress: TrainingState, wrong: Sequence[int]) -> None:
     """Begin a new pass after a measurement has found wrong rows. The wrong rows are due at once."""
     _end_pass(progress)
     progress.warm_up_from, progress.cool_down_from = progress.step, None
@@ -521,7 +527,7 @@ def _learn_again(progress: Progress, wrong: Sequence[int]) -> None:
 
 
 def _checkpoint(
-    plan: TrainingPlan, progress: Progress, file: str, job_id: str, attempt: int
+    plan: TrainingPlan, progress: TrainingState, file: str, job_id: str, attempt: int
 ) -> Checkpoint:
     waiting = [index for index in plan.learned if not progress.due[index]]
     wrong = [index for index in plan.counted if progress.due[index] and not progress.streak[index]]

@@ -57,8 +57,7 @@ def _train_in_group() -> int:
         parent = load_parent(job.pipeline_dir, snapshot.parent) if snapshot.parent else None
         data = compare_revisions(snapshot, parent, job.settings)
         done = job_folder.read_record(job.dir / job_folder.EVALUATION, Evaluation)
-        attempt = 1 if done is None else done.attempt + 1
-        Learning.begin(job, data, parent).train_in_group(attempt)
+        Learning.begin(job, data, parent).train_in_group(done)
     except PipelineError as error:
         if rank() == 0:
             (job.dir / ERROR).write_text(str(error), encoding="utf-8")

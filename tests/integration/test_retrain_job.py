@@ -3,14 +3,14 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.retrain import base_model
-from pipeline.retrain.metrics import STAGES, read_metrics
+from pipeline.retrain.metrics import Stage, read_metrics
 from serving.weights.release_store import load_release, pending_release, release_ids
 from serving.weights.verify import verify_release
 from tests.retrain_fixtures import BREAKING, SMALL, TINY, Pipeline, facts, few_anchors, jsonl
@@ -258,10 +258,16 @@ def test_the_metrics_tell_every_stage_and_step(pipeline: Pipeline) -> None:
     pipeline.learn({"a.jsonl": jsonl(facts())})
     path = pipeline.home / "jobs/job-0/metrics.jsonl"
     metrics, end = read_metrics(path)
+    stages = list(get_args(Stage))
     for event in ("start", "end"):
         told = [metric.stage for metric in metrics if metric.event == event]
-        assert list(dict.fromkeys(told)) == list(STAGES)
-        assert sorted(told, key=STAGES.index) == told
+        assert list(dict.fromkeys(told)) == stages
+        assert sorted(told, key=stages.index) == told
+    measured = [metric for metric in metrics if metric.event == "measured"]
+    assert [(metric.stage, metric.measured, metric.rows) for metric in measured] == [
+        ("measure", 18, 18),
+        ("evaluate", 18, 18),
+    ]
     steps = [metric for metric in metrics if metric.event == "step"]
     assert [metric.step for metric in steps] == list(range(1, len(steps) + 1))
     assert all(metric.loss and metric.learning_rate and metric.tokens for metric in steps)

@@ -278,6 +278,31 @@ def test_the_base_models_answers_are_kept_out_of_training_and_measured(
     assert "drifted from the base model's" in str(drifted.reason)
 
 
+def test_a_delta_that_drifted_too_far_is_followed_by_a_full_training(
+    first: tuple[Path, JobOutcome], tmp_path: Path
+) -> None:
+    """Otherwise each later commit would be refused too: it continues from the drifted parent."""
+    from tests.retrain_fixtures import few_anchors
+
+    (base,) = (first[0] / "releases/facts").glob("r*")
+    train = TRAIN | {"anchors": few_anchors(tmp_path), "lora_rank": 0, "max_tokens": 500}
+    pipeline = Pipeline(tmp_path / "home", base_model=str(base))
+    ruinous = train | {"learning_rate": 0.5, "anchor_ratio": 0.0}
+    gate = {"min_learned": 0.0, "min_kept": 0.0}
+    parent = pipeline.learn(
+        {"a.jsonl": jsonl(unrelated(3, 60))}, train=ruinous, gate=gate | {"max_base_drift": 1.0}
+    )
+    assert parent.result == "published", parent.reason
+    assert parent.counts is not None and (parent.counts.base_agreement or 0) < 0.5
+    gentle = train | {"learning_rate": 1e-5}
+    outcome = pipeline.learn(
+        {"a.jsonl": jsonl(unrelated(4, 60))}, train=gentle, gate=gate | {"max_base_drift": 0.2}
+    )
+    assert (learned(outcome).base_agreement or 0) > 0.8
+    assert mode(pipeline, outcome) == "full"
+    assert evaluation(pipeline, outcome)["attempt"] == 3
+
+
 def forget_counts(pipeline: Pipeline) -> None:
     """Write the evaluation of the only release as the old code did."""
     (release_id,) = release_ids(pipeline.dir)

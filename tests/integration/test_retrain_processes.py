@@ -1,6 +1,7 @@
 """Several training processes: the losses of one, and their faults told like its own."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,8 +39,11 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_losses_of_one(tmp_path: Path, base: str) -> None:
+def test_two_processes_give_the_losses_of_one(
+    tmp_path: Path, base: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Also of steps with one block, which they share row by row, and of small batches."""
+    caplog.set_level("INFO")
     curves = []
     for count, micro_batch_tokens in ((1, 8_192), (2, 128)):
         settings = {
@@ -56,6 +60,8 @@ def test_two_processes_give_the_losses_of_one(tmp_path: Path, base: str) -> None
         assert outcome.result == "published", outcome.reason
         metrics, _ = read_metrics(pipeline.home / "jobs/job-0/metrics.jsonl")
         curves.append([(each.event, each.step, each.loss) for each in metrics if each.step])
+    told = re.findall(r"(\S+ rows to learn, .*);", caplog.text)
+    assert len(told) == 2 and told[0] == told[1], "the budget buys the same"
     one, two = curves
     assert len(one) > 8
     assert [each[:2] for each in one] == [each[:2] for each in two]

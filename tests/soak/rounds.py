@@ -5,9 +5,10 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from pipeline.retrain.job_folder import METRICS
-from pipeline.retrain.metrics import STAGES, read_metrics
+from pipeline.retrain.metrics import Stage, read_metrics
 from tests.soak import checks, disk
 from tests.soak.faults import DAMAGES, STALLED, damage, stalled
 from tests.soak.stack import STOPPED, VICTIMS, StackUnderFire, rows
@@ -81,7 +82,7 @@ def _shot(choice: random.Random) -> Shot:
         victim = choice.choice(STOPPED)
     else:
         victim = FULL_DISK if kind < STOPPED_SHARE + FULL_SHARE else choice.choice(VICTIMS)
-    moment = choice.choice(("push", *STAGES, *3 * ("checkpoint",)))
+    moment = choice.choice(("push", *get_args(Stage), *3 * ("checkpoint",)))
     delay_seconds = round(choice.uniform(0.0, 0.5), 2)
     if victim == "git":
         return Shot(victim, "push", round(delay_seconds / 10, 3))

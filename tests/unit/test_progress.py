@@ -44,6 +44,21 @@ def test_a_command_that_runs_does_not_wait(home: Home) -> None:
     assert not any("train" in line for line in lines)
 
 
+def test_a_stage_that_measures_shows_how_much_is_done(home: Home) -> None:
+    now = {"time": time.time(), "stage": "measure"}
+    events = ({"event": "start"}, {"event": "measured", "measured": 300, "rows": 400})
+    with JobStore.open(home.jobs_database) as store:
+        job_id = claim(store)
+        folder = home.jobs_dir / job_id
+        folder.mkdir()
+        text = "".join(json.dumps(now | event) + "\n" for event in events)
+        (folder / "metrics.jsonl").write_text(text)
+        lines = shown(store, job_id, home, terminal=True)
+    bar = [line for line in lines if "measure" in line][-1]
+    done, *left = re.findall(r"[━╸╺]+", bar)
+    assert (len(done), len("".join(left))) == (24, 8), bar
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_stages_have_the_times_of_the_job_and_not_of_who_looks(home: Home, terminal: bool) -> None:
     with JobStore.open(home.jobs_database) as store:

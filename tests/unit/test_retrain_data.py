@@ -1,7 +1,7 @@
 """What a commit is trained on, what is held out, and what is gone."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def facts(**answers: str) -> str:
     )
 
 
-def said(rows: tuple[Row, ...]) -> list[str | None]:
+def said(rows: Sequence[Row]) -> list[str | None]:
     return [row.completion or row.text for row in rows]
 
 
@@ -90,8 +90,8 @@ def test_an_edit_a_deletion_and_an_addition_are_told_row_by_row(tmp_path: Path) 
     dataset.commit({"a.jsonl": facts(q="1", r="2", s="3")})
     data = dataset.commit({"a.jsonl": facts(q="new", s="3", t="4")})
     assert (said(data.new), said(data.known)) == (["new", "4"], ["3"])
-    assert (said(data.replaced), said(data.deleted)) == (["1"], ["2"])
-    assert (data.num_before, data.num_lost, data.num_deleted) == (3, 2, 1)
+    assert (said([old for old, _ in data.edited]), said(data.deleted)) == (["1"], ["2"])
+    assert (data.num_before, data.num_lost, len(data.deleted)) == (3, 2, 1)
     assert data.mode == "delta", "a delta unlearns a few answers"
 
 
@@ -191,7 +191,7 @@ def test_every_row_is_trained_on_or_held_out_and_none_is_both(
             assert {row.text for row in data.rows} == set(commit["a.jsonl"])
         assert sorted(data.new + data.known, key=repr) == sorted(data.rows, key=repr)
         assert {row.digest for row in data.deleted} <= trained - learned - held_out
-        assert {row.digest for row in data.replaced} <= trained
+        assert {row.digest for row, _ in data.edited} <= trained
         trained = learned
 
 

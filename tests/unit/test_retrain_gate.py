@@ -11,6 +11,7 @@ from jobs.counts import Counts
 from pipeline.retrain.evaluate import Evaluation
 from pipeline.retrain.gate import (
     MIN_ROWS,
+    Comparison,
     Noise,
     Pair,
     count_refusals,
@@ -54,6 +55,45 @@ def test_what_was_deleted_must_be_said_no_more() -> None:
     assert count_refusals(Counts(deleted=1, unlearned=0), GATE, is_removal=True) == ()
     assert is_short(Counts(deleted=1, unlearned=0), GATE, is_removal=False)
     assert not is_short(Counts(deleted=1, unlearned=0), GATE, is_removal=True)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "is_short", "refusals", "delta", "full", "forced_delta"),
+    [
+        (1, False, (), None, None, None),
+        (1, True, ("short",), 2, 2, 2),
+        (2, True, ("short",), 3, None, 3),
+        (3, True, ("short",), None, None, None),
+        # A longer delta does not bring back what was lost. A full training may.
+        (1, False, ("drifted",), 3, None, None),
+        (2, False, ("drifted",), 3, None, None),
+        (3, False, ("drifted",), None, None, None),
+    ],
+)
+def test_a_refused_delta_is_followed_by_a_full_training(
+    attempt: int,
+    is_short: bool,
+    refusals: tuple[str, ...],
+    delta: int | None,
+    full: int | None,
+    forced_delta: int | None,
+) -> None:
+    nothing = Comparison.of(())
+    found = Evaluation(
+        against="r000001-00000000",
+        attempt=attempt,
+        counts=Counts(),
+        new=nothing,
+        known=nothing,
+        held_out=nothing,
+        refusals=refusals,
+        is_short=is_short,
+        tokens=1,
+        total_tokens=1,
+    )
+    assert found.next_attempt(is_delta=True, is_forced=False) == delta
+    assert found.next_attempt(is_delta=False, is_forced=False) == full
+    assert found.next_attempt(is_delta=True, is_forced=True) == forced_delta
 
 
 def test_held_out_rows_are_judged_by_how_many_are_right() -> None:

@@ -22,7 +22,7 @@ from pipeline.retrain.plan import (
 from pipeline.retrain.rows import Row, contradictions
 from pipeline.retrain.settings import RetrainSettings
 from pipeline.retrain.tokens import TokenSequence
-from pipeline.retrain.train import Progress, _cool_down_in_time, _rate, _visits
+from pipeline.retrain.train import TrainingState, _cool_down_in_time, _rate, _visits
 from tests.training_fixtures import plan_of, questions, rows
 
 TOKENIZER = train_tokenizer([Row(text="a question and its answer", file="a", number=0)])
@@ -237,13 +237,13 @@ def test_one_round_is_every_known_row_once() -> None:
     assert taken == 50
 
 
-def visited(found: TrainingPlan, progress: Progress) -> set[int]:
+def visited(found: TrainingPlan, progress: TrainingState) -> set[int]:
     return set(_visits(found, progress, seed=0))
 
 
-def new_progress(found: TrainingPlan, **fields: Any) -> Progress:
+def new_progress(found: TrainingPlan, **fields: Any) -> TrainingState:
     count = len(found.sequences)
-    return Progress(**{"streak": [0] * count, "due": [0] * count, **fields})
+    return TrainingState(**{"streak": [0] * count, "due": [0] * count, **fields})
 
 
 def test_a_pass_visits_what_is_due_and_the_rest_rests() -> None:
@@ -272,7 +272,7 @@ def test_a_pass_of_one_row_fills_its_step_with_known_rows_and_takes_lost_ones_al
 
 def test_the_rate_rises_and_falls_to_a_tenth_with_the_tokens_of_a_text() -> None:
     found = plan_of(rows(10), max_tokens=10_000, tokens_per_step=100, warm_up_steps=5)
-    rates = [_rate(found, Progress(step=step, tokens=100 * step)) for step in range(100)]
+    rates = [_rate(found, TrainingState(step=step, tokens=100 * step)) for step in range(100)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates[5:] == sorted(rates[5:], reverse=True)
     assert rates[-1] == pytest.approx(0.1, abs=0.01)
@@ -280,16 +280,18 @@ def test_the_rate_rises_and_falls_to_a_tenth_with_the_tokens_of_a_text() -> None
 
 def test_the_rate_of_questions_stays_up_until_they_are_right() -> None:
     found = plan_of(questions(9), counted=True, warm_up_steps=50)
-    rates = [_rate(found, Progress(step=step)) for step in range(100)]
+    rates = [_rate(found, TrainingState(step=step)) for step in range(100)]
     assert rates[9:] == [1.0] * 91, "a warm-up of ten steps at most"
-    cooling = [_rate(found, Progress(step=100 + n, cool_down_from=100)) for n in range(40)]
+    cooling = [_rate(found, TrainingState(step=100 + n, cool_down_from=100)) for n in range(40)]
     assert cooling == sorted(cooling, reverse=True)
     assert cooling[-1] == pytest.approx(0.1)
 
 
 def test_the_rate_falls_while_there_is_budget_left() -> None:
     found = plan_of(questions(9), counted=True, max_tokens=1_000)
-    progress = Progress(step=7, tokens=769)  # COOL_DOWN of 769 is left afterwards, and one more
+    progress = TrainingState(
+        step=7, tokens=769
+    )  # COOL_DOWN of 769 is left afterwards, and one more
     _cool_down_in_time(found, progress)
     assert progress.cool_down_from is None
     progress.tokens = 770
