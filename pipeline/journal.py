@@ -5,11 +5,14 @@ from collections.abc import Sequence
 
 from jobs.job import Job
 from jobs.store import JobStore
-from pipeline.retrain.settings import GateSettings
 
 NUM_WATCHED = 100
 """`news` looks at only this many of the newest jobs. This is enough, because an older job has
 almost always ended, and the state of an ended job does not change."""
+WAYS_ON = (
+    "push a correction; or accept the rows as they are with: pipeline jobs run --force --reason WHY"
+)
+"""What the user can do after the gate has rejected a job."""
 
 
 class Journal:
@@ -51,11 +54,11 @@ def describe(job: Job) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def advice_after_refusal(jobs: Sequence[Job], gate: GateSettings) -> str | None:
+def advice_after_refusal(jobs: Sequence[Job]) -> str | None:
     """What the user can do if the gate (the checks of the new rows and of the new weights) rejected
     the last job that ended. None if the gate did not reject this job.
 
-    jobs: the newest jobs of a pipeline, newest first. gate: the gate settings of this pipeline.
+    jobs: the newest jobs of a pipeline, newest first.
     """
     last = next((job for job in jobs if job.has_ended), None)
     if last is None or last.outcome is None or last.outcome.result != "rejected":
@@ -63,17 +66,5 @@ def advice_after_refusal(jobs: Sequence[Job], gate: GateSettings) -> str | None:
     revision = (last.outcome.dataset_revision or "unknown")[:12]
     return (
         f"the gate rejected {revision}, and the job of the next commit trains on the rows of "
-        f"{revision} again; {ways_on(last, gate)}"
+        f"{revision} again; {WAYS_ON}"
     )
-
-
-def ways_on(job: Job, gate: GateSettings) -> str:
-    """What the user can do after the gate has rejected `job`."""
-    steps = ["push a correction"]
-    counts = job.outcome.counts if job.outcome is not None else None
-    # Without counts, the gate has refused the rows themselves, before training. If too few rows
-    # were learned, the job has already tried a full training.
-    if counts is not None and counts.learned >= gate.min_learned * counts.changed:
-        steps.append("train the base model on all rows with: pipeline jobs run --mode full")
-    accept = "accept the rows as they are with: pipeline jobs run --force --reason WHY"
-    return f"{'; '.join(steps)}; or {accept}"

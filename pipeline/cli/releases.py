@@ -306,7 +306,7 @@ def _advice(pipeline: str | None) -> str | None:
         # The listing itself needs no job store, so it must not fail.
         print(f"pipeline: {error}", file=sys.stderr)
         return None
-    return advice_after_refusal(jobs, chosen.gate)
+    return advice_after_refusal(jobs)
 
 
 def _configured(pipeline: str | None) -> "PipelineSettings":

@@ -167,7 +167,7 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
                         (line for job, line in zip(jobs, lines, strict=True) if job.has_ended),
                         None,
                     ),
-                    "refused": advice_after_refusal(jobs, pipeline.gate),
+                    "refused": advice_after_refusal(jobs),
                 }
             )
     return report

@@ -14,7 +14,6 @@ from fastapi import FastAPI
 from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, PreTrainedConfig
 from typer.testing import CliRunner, Result
 
-from jobs.counts import Counts
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from pipeline.cli.main import app
@@ -156,33 +155,20 @@ def test_a_listing_in_a_narrow_pipe_cuts_nothing_and_tells_the_rows(
         assert release.lineage.job_id in line.split()
 
 
-@pytest.mark.parametrize(
-    ("counts", "full_may_help"),
-    [
-        (Counts(changed=10, learned=10, known=40, kept=20), True),
-        (Counts(changed=10, learned=10, base_agreement=0.5), True),
-        (Counts(changed=10, learned=2), False),
-        (None, False),
-    ],
-    ids=["kept", "drift", "learned", "before training"],
-)
-def test_a_refused_commit_that_waits_is_told_with_the_ways_on(
-    configure: Configure, counts: Counts | None, full_may_help: bool
-) -> None:
+def test_a_refused_commit_that_waits_is_told_with_the_ways_on(configure: Configure) -> None:
     folder = configure(1)
     echo_release(folder, 1)
     listed = pipeline("releases", "ls", "--json").output
     with open_job_store(load_settings(), Home.find()) as store:
         job = store.submit(JobSpec(command=("true",), pipeline="answers")).job
         assert store.claim("me", 60) is not None
-        outcome = JobOutcome(result="rejected", dataset_revision="c0ffee" * 6, counts=counts)
+        outcome = JobOutcome(result="rejected", dataset_revision="c0ffee" * 6)
         store.finish(job.id, "me", outcome)
     (told,) = json.loads(pipeline("status", "--json").output)["pipelines"]
     advice = pipeline("releases", "ls").output.splitlines()[-1]
     assert advice == told["refused"]
     assert "the gate rejected c0ffeec0ffee" in advice
     assert "pipeline jobs run --force --reason WHY" in advice
-    assert ("pipeline jobs run --mode full" in advice) is full_may_help
     assert pipeline("releases", "ls", "--json").output == listed
 
 
