@@ -221,7 +221,7 @@ def test_a_file_that_cannot_be_written_is_tried_again(hub: RunningHub, tmp_path:
     ours = create_webhook(url="https://a.example/webhooks/x", watched=["user:local"], **at)
     remembered = tmp_path / "state" / "urls.json"
     assert move_webhooks("https://a.example", remembered, [HubCredentials(**at)])
-    draft = remembered.with_suffix(".new")
+    draft = remembered.with_name(f".{remembered.name}.{os.getpid()}")
     draft.mkdir()
     assert not move_webhooks("https://b.example", remembered, [HubCredentials(**at)])
     draft.rmdir()
