@@ -23,8 +23,8 @@ from receiver.errors import ReceiverError
 KEPT_SECONDS = 31 * 24 * 3600.0
 """A delivery that is repeated within this time after its last arrival is recognised as a repeat. By
 default, hotpush's own hub keeps a delivery for 30 days after its last attempt. So this hub can
-repeat an older delivery only if it made attempts that did not reach this receiver, more than a day
-after the last arrival."""
+repeat an older delivery only if, more than a day after the last arrival, it made an attempt that
+this receiver did not store."""
 
 _PROOF_HEADERS = {
     "authorization",
