@@ -15,7 +15,8 @@ from jobs.schema import DELIVERIES, JOB_DELIVERIES, JOBS, reading, writing
 Item = TypeVar("Item")
 
 BATCH = 100
-"""One transaction deletes at most this many jobs or deliveries."""
+"""One transaction deletes at most this many jobs, with all their deliveries, or at most this many
+deliveries that led to no job."""
 _ENDED_STATES = tuple(state for state, following in TRANSITIONS.items() if not following)
 
 
@@ -38,7 +39,9 @@ def forget_jobs(
 
 
 def forget_ignored(engine: Engine, before: float) -> int:
-    """See `JobStore.forget`. Returns how many deliveries it tried to delete."""
+    """Delete the deliveries that led to no job and were received before the time `before`. Returns
+    how many of them the search found. A delivery that gets a job after the search is not deleted,
+    but it is counted."""
     query = select(DELIVERIES.c.source, DELIVERIES.c.id)
     is_old = DELIVERIES.c.job_number.is_(None), DELIVERIES.c.received_at < before
     ids: defaultdict[str, list[str]] = defaultdict(list)
@@ -56,11 +59,14 @@ def forget_ignored(engine: Engine, before: float) -> int:
 
 
 def _old_jobs(connection: Connection, before: float, newest: int) -> Iterator[int]:
-    # The extra condition on `run_after` makes the database use an index, so that the database does
-    # not read newer jobs. A job normally ends after its `run_after`. So if `ended_at` is smaller
-    # than `before`, `run_after` normally is smaller too, and the query finds the job. There is one
-    # exception: a job that ended while it waited for its first or its next attempt may have ended
-    # before its `run_after`. Such a job is deleted a little later than other jobs.
+    """The numbers of the jobs that ended before the time `before`, lowest first. Leaves out the
+    `newest` newest jobs of each pipeline, and the `newest` newest plain commands."""
+    # The condition on `ended_at` alone would select the right jobs, but there is no index on
+    # `ended_at`, so the database would read all jobs that have ended. The condition on `run_after`
+    # makes the database use an index. A job normally ends after its `run_after`. So if `ended_at`
+    # is smaller than `before`, `run_after` normally is smaller too, and the query finds the job.
+    # There is one exception: a job that ended while it waited for its first or its next attempt may
+    # have ended before its `run_after`. Such a job is deleted a little later than other jobs.
     old = select(JOBS.c.number, JOBS.c.pipeline).where(
         JOBS.c.state.in_(_ENDED_STATES), JOBS.c.run_after < before, JOBS.c.ended_at < before
     )

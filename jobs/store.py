@@ -212,7 +212,8 @@ class JobStore(JobReader):
             if (ended := _give_way(connection, job, failed, now)) is not None:
                 return ended
             if job.num_lost >= job.spec.max_attempts:
-                # Not the number of the attempt: a stopped runner ends an attempt without a failure.
+                # Count the failed attempts only. An attempt that ended because its runner was
+                # stopped has a number too, but it did not fail.
                 last = f"That was failed attempt {job.num_lost} of {job.spec.max_attempts}."
                 return end_job(connection, job, _final_failure(failed, last), now)
             return update_job(

@@ -113,7 +113,7 @@ def _check_secrets(home: Home, settings: Settings) -> Iterator[Finding]:
     found = list(check_secrets(home, settings, key))
     yield from found
     if not found:
-        yield ok("secrets", "the key in tokens.json decrypts the secrets of webhooks and jobs")
+        yield ok("secrets", "the key decrypts the secrets of webhooks and of pending jobs")
 
 
 def _check_schemas(home: Home, settings: Settings) -> Iterator[Finding]:

@@ -1,7 +1,8 @@
 """Sets up the logging of a service: as text for people, or as JSON for programs.
 
 A line of JSON also contains ids, for example the id of the job that the line is about. To add an
-id, pass it to the log call: `logger.info(…, extra={"job_id": job.id})`.
+id, pass it to the log call: `logger.info(…, extra={"job_id": job.id})`. The key must be one of
+`IDS`.
 """
 
 import json
@@ -17,7 +18,7 @@ IDS = ("pipeline", "job_id", "delivery_id", "delivery_ids", "release")
 
 _QUIET = ("httpx", "httpcore", "huggingface_hub", "alembic", "filelock")
 """Libraries that log too much at the level `info`, for example each request. Only their warnings
-and errors are written."""
+and errors are written, and at the level `error` only their errors."""
 
 
 class LogSettings(BaseModel):
@@ -60,4 +61,4 @@ def log_to_stderr(settings: LogSettings, service: str) -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
     for name in _QUIET:
-        logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))

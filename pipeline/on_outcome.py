@@ -39,7 +39,13 @@ def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
             _post(pipeline.on_outcome, body, job.id)
         else:
             _run(pipeline.on_outcome, body, job, job_dir)
-    except (httpx.HTTPError, OSError, subprocess.SubprocessError) as error:
+    except (
+        httpx.HTTPError,
+        httpx.InvalidURL,
+        OSError,
+        ValueError,
+        subprocess.SubprocessError,
+    ) as error:
         logger.warning(
             "on_outcome of %s failed for %s: %s", pipeline.name, job.id, error, extra=ids
         )

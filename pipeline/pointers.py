@@ -28,8 +28,8 @@ class Pointer:
 
     @classmethod
     def parse(cls, content: bytes) -> "Pointer | None":
-        """Read the content of a file. Returns None if the content deviates from the format of a
-        pointer in any way."""
+        """Read the content of a file. Returns None if the content is not a pointer. The newline at
+        the end of a pointer may be missing."""
         if len(content) > MAX_POINTER_BYTES:
             return None
         found = _POINTER.fullmatch(content)

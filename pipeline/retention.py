@@ -52,8 +52,9 @@ def prune_job_folders(
     The jobs and their outcomes stay in the store. `kept` has the ids of jobs whose folders stay.
 
     After a database was lost, a new job may get the id of an old job. `prepare_job_folder`
-    (`jobs/folder.py`) then renames the folder of the old job. This function also removes renamed
-    folders that have not changed for `keep_days`.
+    (`jobs/folder.py`) then renames the folder of the old job. This function also removes a renamed
+    folder if the modification time of the folder itself is more than `keep_days` ago. (This time
+    changes when a file is added to the folder or removed, not when a file is written to.)
     """
     before = time.time() - 86400 * keep_days
     removed = []
@@ -75,9 +76,9 @@ def forget_jobs(
 ) -> Sequence[str]:
     """Delete old jobs and deliveries from the store; returns the ids of the deleted jobs.
 
-    Four groups of jobs stay: the jobs in `kept`, the jobs that a webhook names with `--job-id`, the
-    newest KEEP_JOBS jobs of each pipeline, and the newest KEEP_JOBS plain commands. Raises HubError
-    if the hub's webhooks cannot be read.
+    Four groups of jobs stay: the jobs in `kept`, the jobs of which a webhook starts copies
+    (`--job-id` of `pipeline webhooks`), the newest KEEP_JOBS jobs of each pipeline, and the newest
+    KEEP_JOBS plain commands. Raises HubError if the hub's webhooks cannot be read.
     """
     forgotten = store.forget(
         store.now() - 86400 * remembered_days(settings),

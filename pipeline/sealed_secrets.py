@@ -1,4 +1,4 @@
-"""A check of `pipeline doctor`: tries to decrypt the secrets of webhooks and of waiting jobs with
+"""A check of `pipeline doctor`: tries to decrypt the secrets of webhooks and of pending jobs with
 the key in `tokens.json` (or in `PIPELINE_SECRET_KEY`). If this key cannot decrypt a secret, the
 secret is lost, unless somebody restores the old key."""
 
@@ -19,13 +19,17 @@ from pipeline.settings import Settings
 from pipeline.subscriptions import ROUTE
 
 CAUSE = "encrypted with another key (tokens.json was replaced, or PIPELINE_SECRET_KEY has changed)"
-
 _CHECK = "secrets"
 
 
 def check_secrets(home: Home, settings: Settings, key: str) -> Iterator[Finding]:
-    """Checks whether the key decrypts the secrets in the hub's database and in the job store. This
-    function does not change these databases. Yields nothing if the key decrypts all secrets."""
+    """Checks whether the key decrypts the secrets of webhooks (in the hub's database) and of
+    pending jobs (in the job store). This function does not change these databases.
+
+    Yields a finding for each secret that the key cannot decrypt, and for each database whose
+    secrets were not checked. If the key is not a Fernet key, yields only a finding about the key.
+    Otherwise yields nothing.
+    """
     try:
         fernet = Fernet(key)
     except ValueError:
@@ -90,13 +94,15 @@ def _lost_job_secrets(home: Home, settings: Settings, fernet: Fernet) -> Iterato
 
 
 def _lost(message: str, next_step: str) -> Finding:
-    return wrong(_CHECK, message, f"{next_step}; or restore the old tokens.json")
+    old_key = "the old key, in tokens.json or in PIPELINE_SECRET_KEY"
+    return wrong(_CHECK, message, f"{next_step}; or restore {old_key}")
 
 
 def _not_checked(owners: str, database: str) -> Finding:
     return ok(
         _CHECK,
-        f"the secrets of {owners} cannot be checked before the next start upgrades {database}",
+        f"the secrets of {owners} are not checked, because {database} has an older schema; "
+        "the next start of the stack upgrades it",
     )
 
 

@@ -1,9 +1,9 @@
 """Lists dead letters, and queues them to be handled again.
 
 A dead letter is a delivery that the receiver has stored and then given up, because too many calls
-of its handler failed (`receiver/durable.py`). (A *dead* delivery is something else: the hub could
-not send it.) These functions can be called while the receiver runs. The receiver finds the queued
-dead letters within seconds.
+of its handler failed (`receiver/durable.py`). (For hotpush's hub, a *dead* delivery is something
+else: the hub has given up sending it.) These functions can be called while the receiver runs. The
+receiver finds the queued dead letters within seconds.
 """
 
 import contextlib

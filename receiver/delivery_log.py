@@ -1,7 +1,8 @@
 """Stores the deliveries of durable handlers in one SQLite file. A handler is *durable* if each of
 its deliveries is stored before the handler is called. If `MAX_ATTEMPTS` calls for a delivery have
 failed (`receiver/durable.py`), the receiver gives up the delivery, which stays in the file as a
-*dead letter*. (A *dead* delivery is something else: the hub could not send it.)
+*dead letter*. The names `died_at` and `deliveries_dead` in this file are about dead letters. (For
+hotpush's hub, a *dead* delivery is something else: the hub has given up sending it.)
 
 A delivery is on disk before its sender gets an answer. Headers with secrets or signatures are never
 written.
@@ -20,8 +21,10 @@ from filelock import FileLock, Timeout
 from receiver.errors import ReceiverError
 
 KEPT_SECONDS = 31 * 24 * 3600.0
-"""A delivery that is repeated within this time is recognised as a repeat. By default, hotpush's own
-hub keeps a delivery for 30 days, so this hub cannot repeat an older delivery."""
+"""A delivery that is repeated within this time after its last arrival is recognised as a repeat. By
+default, hotpush's own hub keeps a delivery for 30 days after its last attempt. So this hub can
+repeat an older delivery only if, more than a day after the last arrival, it made an attempt that
+this receiver did not store."""
 
 _PROOF_HEADERS = {
     "authorization",
@@ -214,8 +217,8 @@ class DeliveryLog:
             "WITH waiting AS MATERIALIZED (SELECT path, repository, min(rowid) AS first"
             " FROM deliveries INDEXED BY deliveries_due"
             " WHERE due_at > ? AND repository IS NOT NULL GROUP BY path, repository)"
-            # Name the index. Otherwise SQLite would use the index on `path`, and would also read
-            # all rows of deliveries that are already handled.
+            # Name the index. Otherwise SQLite would use the index of the primary key
+            # (`path`, `id`), and would also read all rows of deliveries that are already handled.
             " SELECT path, id, headers, body, repository, attempts"
             " FROM deliveries AS mine INDEXED BY deliveries_due"
             f" WHERE due_at <= ? AND path IN ({', '.join('?' * len(paths))}){is_busy}"
@@ -300,8 +303,9 @@ def _version(path: Path) -> int:
     except sqlite3.OperationalError as error:
         if error.sqlite_errorname != "SQLITE_READONLY_ROLLBACK":
             raise
-        # A process was killed during its first write to the file. A read-only connection cannot
-        # roll this write back, so open the file for writing.
+        # A process was killed while it wrote to the file before the file was in WAL mode, and left
+        # a rollback journal. A read-only connection cannot roll this write back, so open the file
+        # for writing.
         version = _read_version(path, "rw")
     if version > SCHEMA_VERSION:
         raise ReceiverError(

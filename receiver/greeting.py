@@ -27,8 +27,8 @@ def greeting(
     lines += [f"  - POST {url}{path}" for path in paths]
     if unproven:
         lines += [
-            "Webhook secret is not defined. This means your webhook endpoints will be open to"
-            f" everyone: {', '.join(unproven)}",
+            "These webhooks have no secret, so every program on this machine can call them:"
+            f" {', '.join(unproven)}",
             "To add a secret, set `WEBHOOK_SECRET` as environment variable or pass it at"
             " initialization: `WebhooksServer(webhook_secret='my_secret', ...)`",
         ]

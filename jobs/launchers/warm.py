@@ -38,9 +38,9 @@ def main(modules: list[str]) -> None:
         request = Request.from_json(line)
         if os.fork() == 0:
             os.close(answers)
-            # `supervise` forks once more, and returns only in the process that will run the job's
-            # command. It also replaces the child's standard input, so that only the warm parent
-            # reads requests from the pipe.
+            # In this process, `supervise` replaces standard input, so that only the warm parent
+            # reads requests from the pipe. Then `supervise` forks once more. It returns only in the
+            # new process, which will run the job's command.
             run_job = supervise(request, in_place=True)
             break
     else:

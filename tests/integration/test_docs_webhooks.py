@@ -208,7 +208,7 @@ def test_a_secret(tmp_path: Path) -> None:
     [script] = BLOCKS["A secret"]
     code = on_port(script, free_port())
     with running(tmp_path, code, WEBHOOK_SECRET="my-secret") as (url, printed, _):
-        assert "open to everyone" not in "\n".join(printed)
+        assert "have no secret" not in "\n".join(printed)
         for route, accepted in (
             ("with_the_environments", {"my-secret"}),
             ("with_its_own", {"new-secret", "old-secret"}),

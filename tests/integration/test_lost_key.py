@@ -78,7 +78,7 @@ def test_the_stacks_own_webhook_gets_the_new_secret_and_sends_what_waited(
             assert "with another key" in failed["error"] and not receiver.received
             [(fault, step)] = faults(home, settings).items()
             assert f"webhook {webhook.id} to" in fault and "tokens.json was replaced" in fault
-            assert "pipeline down && pipeline up" in step and "restore the old tokens.json" in step
+            assert "pipeline down && pipeline up" in step and "restore the old key" in step
 
             subscribe(settings, tokens)
             [received] = receiver.wait_for(1)
@@ -148,7 +148,10 @@ def test_secrets_in_an_older_database_are_checked_only_after_its_upgrade(home: H
         connection.execute("UPDATE alembic_version SET version_num = '0001'")
         connection.commit()
     [found] = told_of_secrets(home, load_settings())
-    assert (found.level, "before the next start upgrades" in found.message) == ("ok", True)
+    assert (found.level, "because the hub's database has an older schema" in found.message) == (
+        "ok",
+        True,
+    )
 
 
 def test_a_key_that_is_none_is_told(home: Home) -> None:

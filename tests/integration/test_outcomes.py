@@ -202,6 +202,9 @@ def test_a_command_gets_the_outcome_on_its_input_and_ids_in_its_environment(
         ("there-is-no-such-program",),
         (sys.executable, "-c", "import sys; sys.exit('the list is closed')"),
         "http://127.0.0.1:1/",
+        "http://a\x00b/",
+        "http://a..b/",
+        ("true", "\x00"),
     ],
 )
 def test_who_cannot_be_told_is_logged(

@@ -139,7 +139,7 @@ def test_a_script_of_huggingface_hub_runs_with_another_import_line(tmp_path: Pat
     with running(tmp_path, code, WEBHOOK_SECRET="s3cret") as (url, printed, _):
         assert f"  - POST {url}/webhooks/trigger_training" in printed
         assert f"  - POST {url}/webhooks/goodbye" in printed
-        assert "open to everyone" not in "\n".join(printed)
+        assert "have no secret" not in "\n".join(printed)
         headers = {"X-Webhook-Secret": "s3cret", "Webhook-Id": "d1"}
         for path, expected in (
             ("trigger_training", {"training": "acme/answers"}),

@@ -96,7 +96,7 @@ def test_launch_from_a_running_loop_returns_and_moves_when_repeated(
     first = asyncio.run(cell())
     printed = capsys.readouterr().out
     assert f"  - POST {first}/webhooks/x" in printed
-    assert "open to everyone: /webhooks/x" in printed
+    assert "every program on this machine can call them: /webhooks/x" in printed
     assert httpx.post(f"{first}/webhooks/x", json=dataset_update()).json() == "called"
 
     server.add_webhook("/later")(lambda payload: "later")
