@@ -47,8 +47,8 @@ class JobReader:
             return fetch_job(connection, number_of(job_id))
 
     def when_ended(self, *, among: int, since: str | None = None) -> dict[str, float]:
-        """When jobs ended: job id → time, earliest time first. Looks only at the `among` newest
-        jobs, and also at the job `since` and all jobs after it. Leaves out jobs that have not
+        """When jobs ended: job id → time, earliest time first. Looks at the newest `among` jobs.
+        With `since`, also looks at this job and at every newer job. Leaves out jobs that have not
         ended."""
         with reading(self._engine) as connection:
             first = (connection.scalar(select(func.max(JOBS.c.number))) or 0) - among + 1

@@ -32,7 +32,7 @@ def check_base_models(home: Home, settings: Settings) -> Iterator[Finding]:
 def check_trainers(home: Home, settings: Settings) -> Iterator[Finding]:
     """Checks for each pipeline whether its jobs can start. If the setting `command` names the
     user's own trainer, the program of this trainer must exist. Otherwise, the modules that the
-    built-in training imports must be installed."""
+    built-in training imports must be installed, and the reporters in `report_to` too."""
     for pipeline in settings.pipelines:
         faults = list(_check_command(pipeline) if pipeline.command else _check_training(pipeline))
         yield from faults
@@ -58,7 +58,7 @@ def _check_training(pipeline: PipelineSettings) -> Iterator[Finding]:
     if missing:
         needs = "the built-in training needs " + ("them" if len(missing) > 1 else "it")
         if pipeline.train.lora_rank is not None:
-            needs = f"{needs} with every value of `lora_rank`"
+            needs = f"{needs}, whatever `lora_rank` is set to"
         yield wrong(
             "trainer",
             f"{pipeline.name}: {', '.join(missing)} not installed; {needs}",
@@ -72,8 +72,9 @@ def _check_training(pipeline: PipelineSettings) -> Iterator[Finding]:
 
 
 def check_metrics_port(home: Home, settings: Settings) -> Iterator[Finding]:
-    """Checks whether the runner serves its metrics. If no stack is up, checks instead whether the
-    port for the metrics is free."""
+    """Checks whether the runner serves its metrics. If the stack is up, but its runner is dead or
+    serves no metrics, checks nothing. If no stack is up, checks instead whether the port for the
+    metrics is free."""
     port = settings.jobs.metrics_port
     step = "free the port, or set another metrics_port under [jobs]; 0 turns the metrics off"
     record = read_stack(home)

@@ -1,6 +1,7 @@
-"""Puts together the files of a Space that runs a receiver. These are the user's files and, if the
-user's `app.py` imports `receiver`, the packages of hotpush that `receiver` needs. If a necessary
-file is missing, this module generates it."""
+"""Puts together the files of a Space that runs a receiver. These are the user's files and, if
+`app.py` imports `receiver`, the package `receiver` with the parts of hotpush that it needs. If the
+user has no `README.md` or `requirements.txt`, this module generates it. It generates `app.py` only
+if the user has given no folder."""
 
 import ast
 import re
@@ -18,8 +19,9 @@ APP = "app.py"
 README = "README.md"
 REQUIREMENTS = "requirements.txt"
 PACKAGES = ("receiver/**", "jobs/**", "serving/**")
-"""Patterns of the files that `import receiver` needs. These files are sent together with the app,
-because no package index has them."""
+"""Patterns of the paths that the packages of hotpush have in the Space. The packages are sent
+together with the app, because no package index has them. A file of the Space that matches a pattern
+and is no longer sent is deleted."""
 NOT_UPLOADED = (".*", "__pycache__", "*.pyc", "node_modules")
 """Patterns of the names of files and folders that are not sent to the Space. The first pattern also
 matches `.env`, a file that often holds secrets."""
@@ -122,8 +124,9 @@ def _route_name(call: ast.Call | None) -> str | None:
 
 
 def subdomain(space: str) -> str:
-    """The first part of the host name of a Space: `owner-name` for the Space `owner/name`. All
-    characters except letters and digits become hyphens."""
+    """The first part of the host name of a Space: `owner-name` for the Space `owner/name`. It is in
+    lower case. Each run of other characters than a-z and 0-9 becomes one hyphen, and there is no
+    hyphen at the beginning or the end."""
     return re.sub(r"[^a-z0-9]+", "-", space.lower()).strip("-")
 
 

@@ -38,8 +38,9 @@ class ProofWrong(ReceiverError):
 
 
 class FromElsewhere(ReceiverError):
-    """The request names another host, or comes from a page of another site. A request to a handler
-    with a secret is never refused for this reason."""
+    """The request came over loopback, and its header `Host` is not a name of this receiver; or a
+    page of another site has caused the request. A request to a handler with a secret is never
+    refused for this reason."""
 
     status_code = 403
 
@@ -58,8 +59,8 @@ class NotAnEvent(ReceiverError):
 
 class WorkerNotRunning(ReceiverError):
     """A handler is *durable* if each of its deliveries is stored before the handler is called. The
-    server calls such a handler only while the context `WebhooksServer.lifespan` is open. Nobody has
-    entered this context, so the server accepts no delivery for the handler."""
+    server calls such a handler only while the context `WebhooksServer.lifespan` is open. This
+    context is not open, so the server accepts no delivery for the handler."""
 
     status_code = 503
 

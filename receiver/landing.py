@@ -1,5 +1,5 @@
-"""The landing page. It lists the handlers with their URLs, and shows how to create a webhook for
-each handler."""
+"""The landing page. It lists the handlers with their URLs, shows how to create a webhook for each
+handler, and lists the latest deliveries."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime

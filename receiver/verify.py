@@ -103,8 +103,8 @@ def _check_standard(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyC
                 signer(secret).verify(body, signed, json_parse=False)
                 return
             except (WebhookVerificationError, ValueError) as error:
-                # A ValueError means that the signature is not base64, or that the body is not
-                # UTF-8.
+                # A ValueError means one of these: an entry of the signature header does not have
+                # exactly one comma, a signature is not base64, or the body is not UTF-8.
                 reasons.append(str(error))
         raise ProofWrong(f"Invalid webhook signature: {reasons[0]}.")
 
@@ -193,7 +193,8 @@ def signer(secret: str) -> Signer:
     """An object that signs and verifies deliveries. If the secret begins with `whsec_`, the key is
     the rest of the secret, decoded from base64. Any other secret is itself the key.
 
-    Raises `ValueError` if the text after `whsec_` is not base64.
+    The library skips characters that are not base64, and raises `ValueError` only if it cannot
+    decode the rest. So pass only secrets that `check_signing_secret` accepts.
     """
     return Signer(secret if is_signing_secret(secret) else secret.encode())
 

@@ -2,7 +2,8 @@
 command has ended, and records the command's exit code.
 
 The leader is a separate process, so that it can record the exit code even if the runner dies. When
-the command has ended, the leader also kills the processes that the command has left running.
+the command has ended, the leader also kills the processes that the command has left running (only
+on Linux).
 
 If this module is run as a program, it reads one request from standard input. The module uses only
 the standard library, so that it starts quickly.
@@ -82,9 +83,9 @@ def supervise(request: Request, *, in_place: bool) -> Callable[[], None]:
     # The command starts only after the leader has written to `go`. Before that, the leader records
     # itself, so that a runner can find and stop every command that has started.
     wait_here, go = os.pipe()
-    # Block stop signals before the fork. The leader ignores stop signals, and after the fork the
-    # command's process ignores them too. An ignored signal would be lost. A blocked signal waits:
-    # it takes effect when `_prepare_command_process` unblocks the signals.
+    # Block stop signals before the fork. After the fork, the command's process still ignores them,
+    # as the leader does. Without the block, a signal that arrives then would be lost. A blocked
+    # signal waits until `_prepare_command_process` has restored the default action.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     command_pid = os.fork()
     if command_pid == 0:
@@ -185,8 +186,8 @@ def _run_command(request: Request, report: int, in_place: bool) -> None:
 
 
 def _run_module(request: Request) -> None:
-    """Run `python -m module args` in this interpreter, which has already imported the modules of
-    the warm parent."""
+    """Run `python -m module args` in this interpreter. This process was forked from the warm parent
+    (`jobs/launchers/warm.py`), so the modules of the warm parent are already imported."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request.env)
@@ -212,7 +213,8 @@ def _wait_for(pid: int) -> int:
 
 def _kill_orphans() -> None:
     """Kill the processes that the command has left running. When one of these processes ends, its
-    children become children of this process, so this function repeats until no child is left."""
+    children become children of this process, so this function repeats until no child is left.
+    Kills nothing on systems other than Linux."""
     while True:
         for child in _children():
             with contextlib.suppress(ProcessLookupError):

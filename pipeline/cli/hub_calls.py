@@ -48,9 +48,9 @@ def call_hub(
     reason = body.get("error") if isinstance(body, dict) else None
     if not reason and answer.status_code in (404, 405):
         reason = f"it has no route /api/settings/{path}; use a hub of this version of hotpush"
-    elif not reason:
-        reason = (
-            "the answer does not come from a hub; check the address. If a proxy is in front of the "
-            "hub, also read the proxy's log"
+    if not reason:
+        raise PipelineError(
+            f"{access['endpoint']} answered {answer.status_code}, but this is not the answer of a "
+            "hub; check the address. If a proxy is in front of the hub, also read the proxy's log"
         )
     raise PipelineError(f"the hub at {access['endpoint']} answered {answer.status_code}: {reason}")
