@@ -16,7 +16,7 @@ from pipeline.hub.database import SCHEMA_REVISION as HUB_SCHEMA
 from pipeline.hub.database import check_schema
 from pipeline.hub.errors import HubError
 from pipeline.job_store import jobs_schema, reading_jobs
-from pipeline.journal import WAYS_ON
+from pipeline.journal import WAYS_ON, next_step
 from pipeline.moved_datasets import moved_datasets, moved_message, moved_next_step
 from pipeline.other_hubs import check_webhooks_at_other_hubs
 from pipeline.paths import Home
@@ -270,10 +270,11 @@ def _check_last_jobs(home: Home, settings: Settings) -> Iterator[Finding]:
                         "jobs",
                         f"{pipeline.name}: {last.id} {last.outcome.result}: {last.outcome.reason}",
                         f"pipeline jobs logs {last.id}; then "
-                        + (
+                        + next_step(
+                            jobs,
                             WAYS_ON
                             if last.outcome.result == "rejected"
-                            else "push again, or: pipeline jobs run"
+                            else "push again, or: pipeline jobs run",
                         ),
                     )
                 else:

@@ -66,5 +66,18 @@ def advice_after_refusal(jobs: Sequence[Job]) -> str | None:
     revision = (last.outcome.dataset_revision or "unknown")[:12]
     return (
         f"the gate rejected {revision}, and the job of the next commit trains on the rows of "
-        f"{revision} again; {WAYS_ON}"
+        f"{revision} again; {next_step(jobs, WAYS_ON)}"
     )
+
+
+def next_step(jobs: Sequence[Job], step: str) -> str:
+    """What the user can do after the last job that ended: `step`. But if another job runs or waits
+    to run, the user waits for that job, because it may train on a correction already.
+
+    jobs: the newest jobs of a pipeline, newest first.
+    """
+    current = next((job for job in jobs if not job.has_ended), None)
+    if current is None:
+        return step
+    state = "running" if current.state == "RUNNING" else "pending"
+    return f"wait for job {current.id}, which is {state}: pipeline jobs wait {current.id}"

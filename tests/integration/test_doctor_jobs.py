@@ -12,6 +12,8 @@ import pytest
 from prometheus_client import start_http_server
 
 from jobs.launchers.process import identify
+from jobs.outcome import JobOutcome
+from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline import doctor, doctor_deliveries, doctor_jobs
 from pipeline.findings import Finding
@@ -105,6 +107,29 @@ def test_a_taken_metrics_port(home: Home, tmp_path: Path) -> None:
             server.shutdown()
             server.server_close()
             thread.join()
+
+
+def test_after_a_failed_job_the_next_step_is_to_wait_for_the_job_that_follows(home: Home) -> None:
+    (home.root.parent / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
+
+    def step() -> str:
+        [(_, step)] = wrong(doctor._check_last_jobs(home, load_settings()))
+        return step
+
+    spec = JobSpec(command=("x",), pipeline="a")
+    home.jobs_database.parent.mkdir()
+    with JobStore.open(home.jobs_database) as store:
+        for _ in range(2):
+            store.submit(spec, by_hand=True)
+            job = store.claim("runner", 60)
+            assert job is not None
+            store.finish(job.id, "runner", JobOutcome(result="failed", reason="a bad row"))
+            assert step() == f"pipeline jobs logs {job.id}; then push again, or: pipeline jobs run"
+        correction = store.submit(spec, by_hand=True).job
+        first = f"pipeline jobs logs {job.id}; then wait for job {correction.id}, which is"
+        assert step() == f"{first} pending: pipeline jobs wait {correction.id}"
+        store.claim("runner", 60)
+        assert step() == f"{first} running: pipeline jobs wait {correction.id}"
 
 
 def test_a_killed_stack_is_not_also_said_to_be_well(home: Home) -> None:
