@@ -30,6 +30,20 @@ from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens
 
 
+def pipeline_of(
+    name: str | None, folder: Path | None, settings: Settings
+) -> PipelineSettings | None:
+    """The pipeline called `name`. If `name` is None and several pipelines are configured, the one
+    whose dataset `folder` (by default the working folder) is a git clone of. None if no pipeline is
+    configured. Raises PipelineError if the pipeline cannot be told."""
+    if name is None and not settings.pipelines:
+        return None
+    if name is None and len(settings.pipelines) > 1:
+        found = [each for each in settings.pipelines if _clone_of(each.dataset, folder or Path())]
+        name = found[0].name if len(found) == 1 else None
+    return settings.pipeline(name)
+
+
 def check_data(
     folder: Path | None, home: Home, settings: Settings, pipeline: PipelineSettings | None
 ) -> DataReport:
@@ -79,7 +93,7 @@ def _files(
     these are the files that a commit of the complete folder would contain. If the folder is a
     download, these are the files of the downloaded commit."""
     if folder is None and pipeline is not None:
-        folder = _clone_of(pipeline.dataset)
+        folder = _clone_of(pipeline.dataset, Path())
     if folder is not None:
         if not folder.is_dir():
             raise PipelineError(f"there is no folder {folder}; name a folder with data files")
@@ -127,10 +141,11 @@ def _address(home: Home, pipeline: PipelineSettings) -> str:
     return str(repository)
 
 
-def _clone_of(dataset: str) -> Path | None:
-    """If the working folder is in a git clone of `dataset`, the top folder of this clone. None if
-    the working folder is in a clone of another repository, or in no clone."""
-    top, remotes = _git("rev-parse", "--show-toplevel"), _git("remote", "-v")
+def _clone_of(dataset: str, folder: Path) -> Path | None:
+    """If `folder` is in a git clone of `dataset`, the top folder of this clone. None if `folder` is
+    in a clone of another repository, or in no clone."""
+    top = _git("rev-parse", "--show-toplevel", folder=folder)
+    remotes = _git("remote", "-v", folder=folder)
     if not top or not remotes:
         return None
     addresses = {line.split()[1].removesuffix(".git").rstrip("/") for line in remotes.splitlines()}
@@ -151,7 +166,7 @@ def _tracked(folder: Path) -> Sequence[str]:
 
 def _git(*arguments: str, folder: Path = Path()) -> str | None:
     done = subprocess.run(
-        ["git", *arguments], cwd=folder, capture_output=True, text=True, check=False
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False
     )
     return done.stdout if done.returncode == 0 else None
 

@@ -31,11 +31,11 @@ def check(
 ) -> None:
     """Report which rows a job would train on if you pushed, and which rows are wrong. The exit code
     is 1 if a row is wrong."""
-    from pipeline.data_check import check_data
+    from pipeline.data_check import check_data, pipeline_of
     from pipeline.settings import load_settings
 
     settings = load_settings()
-    chosen = settings.pipeline(pipeline) if settings.pipelines or pipeline else None
+    chosen = pipeline_of(pipeline, folder, settings)
     report = check_data(folder, Home.find(), settings, chosen)
     if as_json:
         print(report.model_dump_json())

@@ -95,6 +95,18 @@ def test_every_bad_row_is_listed_and_the_exit_code_says_so(clone: Path) -> None:
     ]
 
 
+def test_a_clone_says_which_of_several_pipelines_is_meant(
+    clone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (clone.parent / "project" / "pipeline.toml").open("a") as settings:
+        settings.write('[[pipelines]]\nname = "other"\ndataset = "me/other"\nport = 9\n')
+    refused = CliRunner().invoke(app, ["data", "check"])
+    assert "add --pipeline" in str(refused.exception)
+    assert CliRunner().invoke(app, ["data", "check", str(clone)]).output == EXPECTED
+    monkeypatch.chdir(clone)
+    assert CliRunner().invoke(app, ["data", "check"]).output == EXPECTED
+
+
 def test_a_folder_needs_no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "none.toml"))
     (tmp_path / "a.txt").write_text("one\n\ntwo")
