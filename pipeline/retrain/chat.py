@@ -70,7 +70,7 @@ def _answers(
     """For each answer, two texts: the prompt for this answer, and the prompt with the answer."""
     found = []
     for number, message in enumerate(messages):
-        # If the assistant speaks first, this message has no prompt, so it is not learned.
+        # The first message has no prompt, so it is not learned (`Row.is_learnable`).
         if message["role"] != "assistant" or number == 0:
             continue
         asked: str = render(messages[:number], tokenize=False, add_generation_prompt=True)

@@ -70,6 +70,10 @@ def _prompt_and_completion(columns: Columns) -> Columns | None:
     if not {"prompt", "completion"} <= columns.keys():
         return None
     prompt, completion = columns["prompt"], columns["completion"]
+    if prompt in ("", []):
+        raise ValueError(
+            "`prompt` is empty, and a server answers no empty prompt; write text rows as `text`"
+        )
     if isinstance(prompt, list) and isinstance(completion, list):
         return {"messages": _roles([*prompt, *completion]), **_tools(columns)}
     return {"prompt": prompt, "completion": completion}

@@ -25,11 +25,17 @@ class Dataset:
 
     @cached_property
     def rows(self) -> Mapping[Split, tuple[Row, ...]]:
-        """The rows of each split: sorted by file name, and within a file in their order there."""
+        """The rows of each split that have anything to learn: sorted by file name, and within a
+        file in their order there."""
         return {
-            split: tuple(row for file in files for row in self.by_file[file])
+            split: tuple(row for file in files for row in self.by_file[file] if row.is_learnable)
             for split, files in self.files.splits.items()
         }
+
+    @property
+    def nothing_to_learn(self) -> tuple[Row, ...]:
+        """The rows of all files that are left out, because they have nothing to learn."""
+        return tuple(row for row in chain(*self.by_file.values()) if not row.is_learnable)
 
     @property
     def train(self) -> tuple[Row, ...]:
@@ -98,6 +104,13 @@ def check_not_empty(dataset: Dataset) -> None:
         raise DataError(
             f"the dataset is empty: no data file in it; push {', '.join(SUFFIXES)} files with "
             f"{KNOWN}{ignored}"
+        )
+    if places := [
+        row.place for row in dataset.nothing_to_learn if row.file in files.splits["train"]
+    ]:
+        raise DataError(
+            f"no row has anything to learn: {', '.join(places[:5])}; push rows with a text that is "
+            "not empty, or with an answer after the first message"
         )
     if held_out := [*files.splits["validation"], *files.splits["test"]]:
         raise DataError(

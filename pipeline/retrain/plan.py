@@ -224,7 +224,8 @@ def make_plan(
     known = [data.known[found[index].row].digest for index in replayed]
     said_digests = {row.digest for row in said}
     if not learned and not unlearned:
-        raise DataError("no row has anything to learn: every text or completion is empty")
+        places = ", ".join(row.place for row in rows[:5])
+        raise DataError(f"no row has anything to learn with this tokenizer: {places}")
 
     plan = TrainingPlan(
         sequences=found,

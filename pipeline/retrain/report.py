@@ -58,6 +58,11 @@ class DataReport(BaseModel):
     """The held-out split that is measured: validation or test. The other one is not used."""
     ignored: dict[str, str]
     """File → why it is not read."""
+    nothing_to_learn: tuple[str, ...] = ()
+    """The places of the rows that have nothing to learn. They are neither trained on nor
+    counted."""
+    empty_answers: tuple[str, ...] = ()
+    """The places of the rows to train on whose answer, or one of whose answers, is empty."""
     bad: tuple[str, ...] = ()
     """One message for each row that cannot be used, with its place. A job fails at the first
     one."""
@@ -89,6 +94,10 @@ class DataReport(BaseModel):
         for found in self.contradictions:
             answers = _listed(f"{_short(each.answer)} ({each.place})" for each in found.answers)
             yield f"    {_short(found.question)} → {answers}"
+        if self.nothing_to_learn:
+            yield f"  nothing to learn, so left out, {_places(self.nothing_to_learn)}"
+        if self.empty_answers:
+            yield f"  learned with an empty answer, {_places(self.empty_answers)}"
         if self.cut and self.max_length is not None:
             yield f"  {too_long(self.cut, self.max_length)}"
         if self.bad:
@@ -122,8 +131,14 @@ def report_on(
         num_tokens=num_tokens,
         max_length=max_length,
         cut=tuple(row.place for row in cut),
+        nothing_to_learn=tuple(row.place for row in dataset.nothing_to_learn),
+        empty_answers=tuple(row.place for row in rows if row.has_empty_answer),
         files=tuple(
-            FileRows(file=file, split=split, num_rows=len(dataset.by_file[file]))
+            FileRows(
+                file=file,
+                split=split,
+                num_rows=sum(row.is_learnable for row in dataset.by_file[file]),
+            )
             for split in SPLITS
             for file in dataset.files.splits[split]
         ),
@@ -141,7 +156,7 @@ def too_long(places: Sequence[str], max_length: int) -> str:
     """Names the rows at these places, which are longer than `max_length` tokens."""
     return (
         f"longer than {max_length:,} tokens (max_length under [pipelines.train]), so a part is not "
-        f"learned, {_rows(len(places))}: {_listed(places)}"
+        f"learned, {_places(places)}"
     )
 
 
@@ -175,6 +190,10 @@ def _rows(count: int) -> str:
 
 def _count(count: int, thing: str) -> str:
     return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
+
+
+def _places(places: Sequence[str]) -> str:
+    return f"{_rows(len(places))}: {_listed(places)}"
 
 
 def _listed(things: Iterable[str]) -> str:

@@ -48,6 +48,25 @@ class Row:
         return self.text is None
 
     @property
+    def is_learnable(self) -> bool:
+        """Whether the row has anything to learn. An empty text has nothing. The first message of a
+        conversation has nothing either: a request has at least one message before the answer, so
+        nobody can ask a server for the first message."""
+        if self.messages is not None:
+            return any(message["role"] == "assistant" for message in self.messages[1:])
+        return self.text != ""
+
+    @property
+    def has_empty_answer(self) -> bool:
+        """Whether the row teaches the model to answer nothing at all."""
+        return self.completion == "" or any(
+            message["role"] == "assistant"
+            and not message["content"]
+            and not message.get("tool_calls")
+            for message in (self.messages or ())[1:]
+        )
+
+    @property
     def place(self) -> str:
         """The file and the line or number of the row, in words."""
         if self.line is not None:

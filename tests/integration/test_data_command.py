@@ -95,6 +95,20 @@ def test_every_bad_row_is_listed_and_the_exit_code_says_so(clone: Path) -> None:
     ]
 
 
+def test_rows_with_nothing_to_learn_and_empty_answers_are_named(clone: Path) -> None:
+    said = '[{"role": "assistant", "content": "hello"}, {"role": "user", "content": "ok"}]'
+    (clone / "more.jsonl").write_text(f'{{"text": ""}}\n{{"messages": {said}}}\n{{"text": "a"}}\n')
+    (clone / "none.csv").write_text("question,answer\nWhy?,\n")
+    found = CliRunner().invoke(app, ["data", "check", str(clone)])
+    assert found.exit_code == 0
+    assert found.output.startswith("5 rows to train on (37 characters), 1 held out to measure\n")
+    assert "  train: faq.jsonl 3 rows, more.jsonl 1 row, none.csv 1 row\n" in found.output
+    assert (
+        "  nothing to learn, so left out, 2 rows: more.jsonl, line 1, more.jsonl, line 2\n"
+        "  learned with an empty answer, 1 row: none.csv, line 2\n"
+    ) in found.output
+
+
 def test_a_clone_says_which_of_several_pipelines_is_meant(
     clone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

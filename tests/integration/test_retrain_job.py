@@ -188,9 +188,24 @@ def test_bad_data_fails_the_job_and_leaves_the_release(
 
 
 def test_rows_without_anything_to_learn_fail_the_job(pipeline: Pipeline) -> None:
-    outcome = pipeline.learn({"a.jsonl": jsonl([{"text": ""}] * 5)})
-    assert (outcome.result, outcome.stage) == ("failed", "train")
-    assert "no row has anything to learn" in str(outcome.reason)
+    greeting = {"messages": [{"role": "assistant", "content": "hello"}]}
+    outcome = pipeline.learn({"a.jsonl": jsonl([{"text": ""}, greeting])})
+    assert (outcome.result, outcome.stage) == ("failed", "data")
+    expected = "no row has anything to learn: a.jsonl, line 1, a.jsonl, line 2;"
+    assert expected in str(outcome.reason)
+
+
+def test_rows_without_anything_to_learn_beside_others_change_nothing(
+    pipeline: Pipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipeline.learn({"a.jsonl": jsonl(facts())})
+    said = [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "ok"}]
+    with caplog.at_level("INFO"):
+        outcome = pipeline.learn(
+            {"a.jsonl": jsonl(facts()), "b.jsonl": jsonl([{"messages": said}])}
+        )
+    assert outcome.result == "unchanged", outcome.reason
+    assert "  nothing to learn, so left out, 1 row: b.jsonl, line 1" in caplog.messages
 
 
 @pytest.mark.parametrize(

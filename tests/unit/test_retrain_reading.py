@@ -227,3 +227,16 @@ def test_tables_and_lines_give_the_same_conversation(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
     digests = [row.digest for row in rows_of(tmp_path, "a.parquet", "b.jsonl")]
     assert digests[:2] == digests[2:]
+
+
+def test_an_empty_prompt_is_refused_because_no_server_answers_it(tmp_path: Path) -> None:
+    expected = "`prompt` is empty, and a server answers no empty prompt; write text rows as `text`"
+    good = '{"prompt": "q", "completion": "a"}\n'
+    assert refused(tmp_path, f'{good}{{"prompt": "", "completion": "x"}}') == (
+        f"rows.jsonl, line 2: {expected}"
+    )
+    assert refused(tmp_path, "prompt,completion\nq,a\n,x\n", "rows.csv") == (
+        f"rows.csv, line 3: {expected}"
+    )
+    answer = '[{"role": "assistant", "content": "hello"}]'
+    assert expected in refused(tmp_path, f'{{"prompt": [], "completion": {answer}}}')

@@ -174,3 +174,20 @@ def test_copies_of_a_row_are_never_on_both_sides() -> None:
     training, held_out = split(texts(*"abcdefghijklmnop" * 9), 0.3)
     assert held_out
     assert not {row.text for row in training} & {row.text for row in held_out}
+
+
+def test_the_first_message_of_a_conversation_is_never_an_answer() -> None:
+    hello, ask, answer = said("assistant", "hello"), said("user", "q"), said("assistant", "a")
+    assert not conversation(hello).is_learnable
+    assert not conversation(hello, ask).is_learnable
+    assert conversation(hello, ask, answer).is_learnable
+    assert conversation(said("system", "be brief"), hello).is_learnable
+    assert [row.is_learnable for row in texts("", " ")] == [False, True]
+
+
+def test_an_answer_is_empty_if_it_neither_says_nor_calls_anything() -> None:
+    ask, call = said("user", "q"), {"function": {"name": "f", "arguments": {}}}
+    assert conversation(ask, said("assistant", "")).has_empty_answer
+    assert not conversation(ask, said("assistant", "", tool_calls=[call])).has_empty_answer
+    assert not conversation(said("assistant", ""), ask, said("assistant", "a")).has_empty_answer
+    assert [row.has_empty_answer for row in asked(("q", ""), ("q", " "))] == [True, False]
