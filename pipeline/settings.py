@@ -191,6 +191,8 @@ class Settings(BaseSettings):
         is the configured pipeline. Raises PipelineError if there is no pipeline called `name`, if
         no pipeline is configured, or if `name` is None and several pipelines are configured."""
         if not self.pipelines:
+            if not settings_file().exists():
+                raise no_settings_file()
             raise PipelineError(
                 f"no pipeline is configured in {settings_file()}; write one with: "
                 "pipeline init --name NAME --dataset OWNER/NAME"
@@ -243,6 +245,14 @@ class Settings(BaseSettings):
 def settings_file() -> Path:
     """`$PIPELINE_SETTINGS`, or `./pipeline.toml` if this variable is not set."""
     return Path(os.environ.get("PIPELINE_SETTINGS", SETTINGS_FILE)).absolute()
+
+
+def no_settings_file() -> PipelineError:
+    file = settings_file()
+    return PipelineError(
+        f"there is no {file.name} in {file.parent}; change to the folder of your project, or start "
+        "a new project in this folder: pipeline init --name NAME --dataset OWNER/NAME"
+    )
 
 
 def settings_digest() -> str | None:

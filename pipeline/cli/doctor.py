@@ -5,7 +5,7 @@ import json
 import typer
 
 from pipeline.cli.options import JsonOption
-from pipeline.paths import Home
+from pipeline.cli.project import project_home
 
 
 def doctor(
@@ -16,7 +16,7 @@ def doctor(
     from pipeline.doctor import examine
     from pipeline.stack_record import running_settings
 
-    home = Home.find()
+    home = project_home()
     findings = examine(home, running_settings(home))
     if as_json:
         print(json.dumps([finding.model_dump() for finding in findings]))

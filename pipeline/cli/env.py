@@ -3,7 +3,6 @@
 import os
 import shlex
 
-from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
 
@@ -37,17 +36,14 @@ def environment(hub_url: str, hub_token: str, home: Home) -> dict[str, str]:
 def env() -> None:
     """Print shell commands that make git and the Hugging Face clients use the hub. Run them with:
     eval "$(pipeline env)"."""
-    from pipeline.settings import settings_file
+    from pipeline.settings import no_settings_file, settings_file
     from pipeline.stack_record import running_settings
     from pipeline.tokens import load_tokens
 
     home = Home.find()
+    # `load_tokens` would create the file. So a wrong PIPELINE_HOME or PIPELINE_SETTINGS must fail.
     if not (settings_file().exists() or home.tokens_file.exists()):
-        raise PipelineError(
-            f"there is no {settings_file().name} in {settings_file().parent}; change to the folder "
-            "of your project, or start a new project in this folder: "
-            "pipeline init --name NAME --dataset OWNER/NAME"
-        )
+        raise no_settings_file()
     exports = environment(running_settings(home).hub_url, load_tokens(home.tokens_file).hub, home)
     if "PIPELINE_SETTINGS" in os.environ or settings_file().exists():
         exports["PIPELINE_SETTINGS"] = str(settings_file())

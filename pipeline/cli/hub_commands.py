@@ -7,6 +7,7 @@ import typer
 
 from pipeline.cli import services
 from pipeline.cli.hub_calls import call_hub
+from pipeline.cli.project import project_home
 from pipeline.cli.services import HostOption, PortOption
 from pipeline.cli.token_commands import app as tokens_app
 from pipeline.errors import PipelineError
@@ -48,7 +49,7 @@ def gc() -> None:
     from pipeline.settings import load_settings
     from pipeline.traces import needed_commits
 
-    home, settings = Home.find(), load_settings()
+    home, settings = project_home(), load_settings()
     try:
         with open_job_store(settings, home) as store, stopped_hub(home.hub_dir) as (database, all_):
             with database.read() as connection:
@@ -104,7 +105,7 @@ def purge(
 
     owner, _, short = repository.partition("/")
     name = repository_name(type, owner, short)
-    home, settings = Home.find(), load_settings()
+    home, settings = project_home(), load_settings()
     planned = _purge("GET", home, name, sha)
     commits = planned["commits"]
     with open_job_store(settings, home) as store:

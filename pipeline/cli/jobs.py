@@ -21,6 +21,7 @@ from pipeline.cli.job_access import (
 from pipeline.cli.jobs_run import run
 from pipeline.cli.jobs_wait import wait
 from pipeline.cli.options import JsonOption, PipelineOption
+from pipeline.cli.project import project_home
 from pipeline.cli.tables import print_table
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
@@ -40,7 +41,7 @@ def ls(
     as_json: JsonOption = False,
 ) -> None:
     """List jobs, newest first."""
-    with reading_store(Home.find()) as store:
+    with reading_store(project_home()) as store:
         jobs = store.list(pipeline=pipeline, limit=limit) if store is not None else []
     if as_json:
         print(json.dumps([as_record(job) for job in jobs]))
@@ -70,7 +71,7 @@ def inspect(
     job: JobArgument = None, latest: LatestOption = False, as_json: JsonOption = False
 ) -> None:
     """Show a job's state, outcome and commits. With --json, show everything about the job."""
-    home = Home.find()
+    home = project_home()
     with reading_store(home) as store:
         found = find_job(store, job, latest)[1]
     if as_json:
@@ -91,7 +92,7 @@ def logs(
     """Print a job's log."""
     from jobs.logs import follow_log, read_log
 
-    home = Home.find()
+    home = project_home()
     with reading_store(home) as store:
         store, found = find_job(store, job, latest)
         job_id = found.id
@@ -111,7 +112,7 @@ def cancel(
     job: JobArgument = None, latest: LatestOption = False, as_json: JsonOption = False
 ) -> None:
     """Cancel a job: remove a pending job from the queue, or stop a running job."""
-    with open_store(Home.find()) as store:
+    with open_store(project_home()) as store:
         _, found = find_job(store, job, latest)
         if found.has_ended:
             raise PipelineError(f"{found.id} has already ended: {found.state}")

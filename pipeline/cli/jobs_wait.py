@@ -11,6 +11,7 @@ import typer
 from pipeline.cli.job_access import JobArgument, LatestOption, find_job, no_job_yet, reading_store
 from pipeline.cli.job_end import deadline_in, follow_to_end, report_end, timed_out
 from pipeline.cli.options import JsonOption
+from pipeline.cli.project import project_home
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
@@ -50,7 +51,7 @@ def wait(
     Right after a push, use `--commit HEAD`: the push may not have its job yet, and `--latest` would
     then wait for an earlier job.
     """
-    home, deadline = Home.find(), deadline_in(timeout)
+    home, deadline = project_home(), deadline_in(timeout)
     if commit is not None and (job is not None or latest):
         raise PipelineError("--commit cannot be combined with a job id or --latest; give only one")
     with reading_store(home) as store:

@@ -1,5 +1,6 @@
 """Shows the output or the stages of one job until the job has ended. On a terminal, each stage is
-a progress bar. Elsewhere (in a file, for example), each stage is a line of text."""
+a progress bar. Elsewhere (in a file, for example), each stage is a line of text, and a long stage
+also has lines that say how far the stage is."""
 
 import contextlib
 import time
@@ -24,6 +25,9 @@ NO_RUNNER_SECONDS = 15.0
 """Give up waiting for a job if no runner was up for this many seconds. This must be longer than a
 runner takes to start: `jobs run --detach` returns before its runner is up, and the user may call
 `jobs wait` right after that."""
+LINE_SECONDS = 15.0
+"""If there are no progress bars, at least this many seconds of a stage lie between two lines that
+say how far the stage is."""
 
 
 def follow_stages(
@@ -48,6 +52,7 @@ def follow_stages(
                 stages.follow_metric(metric)
             if job.ended_at is not None:
                 stages.end(job.ended_at)
+            stages.print_how_far()
 
         return _watch(store, job_id, home, show, deadline)
 
@@ -135,6 +140,8 @@ class _StageDisplay:
         self._began = 0.0
         """Unix time, like all times in this class."""
         self._note = ""
+        self._how_far = ""
+        self._seen_at = self._printed_at = 0.0
         self._bar: TaskID | None = None
 
     def follow_state(self, job: Job) -> None:
@@ -152,15 +159,27 @@ class _StageDisplay:
             self._begin(metric.stage, metric.time)
         if metric.event == "step" and metric.loss is not None:
             self._note = f"loss {metric.loss:.3f}"
+            self._how_far = f"step {metric.step} of at most {metric.steps}, {self._note}"
             if self._progress is not None and self._bar is not None:
                 self._progress.update(
                     self._bar, total=metric.steps, completed=metric.step or 0, note=self._note
                 )
         elif metric.event == "measured":
+            self._how_far = f"{metric.measured} of {metric.rows} rows"
             if self._progress is not None and self._bar is not None:
                 self._progress.update(self._bar, total=metric.rows, completed=metric.measured or 0)
         elif metric.event == "end":
             self.end(metric.time)
+        self._seen_at = metric.time
+
+    def print_how_far(self) -> None:
+        """Print how far the stage is, if a line is due. Call this once after a group of metrics.
+        If it were called for each metric, a user who comes to a stage late would get one line for
+        every 15 s that have passed."""
+        is_due = self._seen_at - self._printed_at >= LINE_SECONDS
+        if self._progress is None and not self._is_over and self._how_far and is_due:
+            self._print_line(self._seen_at, self._how_far)
+            self._printed_at = self._seen_at
 
     def end(self, at: float) -> None:
         """Show the end of the stage. Does nothing if the stage has already ended."""
@@ -168,14 +187,17 @@ class _StageDisplay:
             return
         self._is_over = True
         if self._progress is None:
-            took = f"{at - self._began:8.1f} s"
-            self._console.print(f"{self._name:>10}  {took}  {self._note}".rstrip())
+            self._print_line(at, self._note)
         elif self._bar is not None:
             self._progress.update(self._bar, total=1, completed=1, ended=at)
             self._progress.stop_task(self._bar)
 
+    def _print_line(self, at: float, text: str) -> None:
+        self._console.print(f"{self._name:>10}  {at - self._began:8.1f} s  {text}".rstrip())
+
     def _begin(self, name: str, at: float, note: str = "") -> None:
         self._name, self._began, self._note, self._is_over = name, at, note, False
+        self._how_far, self._printed_at = "", at
         if self._progress is not None:
             self._bar = self._progress.add_task(name, total=None, note=note, began=at, ended=None)
 

@@ -16,6 +16,7 @@ import typer
 
 from pipeline.cli import services, space_commands
 from pipeline.cli.options import JsonOption, QuietOption
+from pipeline.cli.project import project_home
 from pipeline.cli.services import HostOption, PortOption
 from pipeline.cli.tables import print_table
 from pipeline.errors import PipelineError
@@ -108,8 +109,7 @@ def replay(
 
 
 def _deliveries_path() -> Path:
-    from pipeline.paths import Home
     from pipeline.services import deliveries_path
     from pipeline.settings import load_settings
 
-    return deliveries_path(load_settings(), Home.find())
+    return deliveries_path(load_settings(), project_home())

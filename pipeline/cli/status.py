@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cli.options import JsonOption
+from pipeline.cli.project import project_home
 from pipeline.paths import Home
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def status(
     jobs."""
     from pipeline.stack_record import running_settings
 
-    home = Home.find()
+    home = project_home()
     report = status_report(home, running_settings(home))
     if as_json:
         print(json.dumps(report))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeline.cli.hub_calls import call_hub
+from pipeline.cli.project import project_home
 from pipeline.cli.tables import print_table
-from pipeline.paths import Home
 
 if TYPE_CHECKING:
     from pipeline.hub.database import Database
@@ -100,7 +100,7 @@ def _on_hub(
     from pipeline.hub.state_folder import stopped_hub
 
     try:
-        with stopped_hub(Home.find().hub_dir) as (database, repositories):
+        with stopped_hub(project_home().hub_dir) as (database, repositories):
             return act(database, repositories)
     except HubInUse:
         method, path, query = call

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipeline.cli.project import project_home
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
@@ -109,7 +110,7 @@ def down() -> None:
     from pipeline.stack import STOP_SECONDS
     from pipeline.stack_record import read_stack
 
-    home = Home.find()
+    home = project_home()
     record = read_stack(home)
     if record is None:
         raise PipelineError(f"nothing is up in {home.root}, so there is nothing to stop")

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 import typer
 
 from pipeline.cli.options import JsonOption, QuietOption
+from pipeline.cli.project import project_home
 from pipeline.cli.tables import print_table
 from pipeline.errors import PipelineError
-from pipeline.paths import Home
 
 if TYPE_CHECKING:
     from receiver.webhooks import Domain, WebhookRecord
@@ -227,7 +227,7 @@ def hub_access(endpoint: str | None) -> HubAccess:
     from pipeline.stack_record import running_settings
     from pipeline.tokens import load_tokens
 
-    home = Home.find()
+    home = project_home()
     token = load_tokens(home.tokens_file).hub
     return {"endpoint": running_settings(home).hub_url, "token": token}
 

@@ -1,4 +1,5 @@
-"""`pipeline init` and `pipeline env`: which folder they mean; what `pipeline up` refuses."""
+"""`pipeline init` and `pipeline env`: which folder they mean; what `pipeline up` refuses; what the
+other commands say in a folder of no project."""
 
 from pathlib import Path
 
@@ -70,6 +71,51 @@ def test_env_begins_nothing_where_no_project_is(folder: Path) -> None:
     assert list(folder.iterdir()) == []
     CliRunner().invoke(app, INIT)
     assert f"export PIPELINE_HOME={folder}/.pipeline\n" in CliRunner().invoke(app, ["env"]).output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "status",
+        "status --json",
+        "doctor",
+        "up",
+        "down",
+        "jobs ls --json",
+        "jobs wait --commit HEAD",
+        "jobs inspect --latest",
+        "jobs logs --latest",
+        "jobs cancel --latest",
+        "jobs run",
+        "releases ls",
+        "releases show r000001-1f3ac9d2",
+        "webhooks ls",
+        "webhooks deliveries",
+        "hub tokens ls",
+        "hub gc",
+        "receiver dead",
+    ],
+)
+def test_where_no_project_is_no_command_says_that_nothing_is_up(folder: Path, command: str) -> None:
+    refused = CliRunner().invoke(app, command.split())
+    assert isinstance(refused.exception, PipelineError)
+    assert f"no pipeline.toml in {folder}; change to the folder" in str(refused.exception)
+    assert refused.stdout == ""
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("known_by", ["pipeline.toml", ".pipeline", "PIPELINE_HOME"])
+def test_a_settings_file_or_a_state_folder_is_a_project(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, known_by: str
+) -> None:
+    if known_by == "pipeline.toml":
+        (folder / known_by).touch()
+    elif known_by == ".pipeline":
+        (folder / known_by).mkdir()
+    else:
+        monkeypatch.setenv(known_by, str(folder / "state"))
+    assert CliRunner().invoke(app, ["jobs", "ls"]).output == "No job yet.\n"
+    assert "Nothing is up" in CliRunner().invoke(app, ["status"]).output
 
 
 @pytest.mark.parametrize("detach", [(), ("--detach",)])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from jobs.job import Job
 from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.cli.progress import follow_stages
@@ -80,3 +81,39 @@ def test_stages_have_the_times_of_the_job_and_not_of_who_looks(home: Home, termi
     assert "loss 1.500" in train
     if not terminal:
         assert [line.split()[0] for line in lines] == ["waiting", "train"]
+
+
+def test_without_a_terminal_a_long_stage_says_how_far_it_is_and_not_too_often(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    step = {"stage": "train", "event": "step", "steps": 90, "loss": 1.5}
+    measured = {"stage": "evaluate", "event": "measured", "rows": 9}
+    one_by_one = [
+        {"time": now, "stage": "train", "event": "start"},
+        *({"time": now + at, "step": at, **step} for at in (14, 16, 30, 31)),
+        {"time": now + 60, "stage": "train", "event": "end"},
+        *({"time": now + 60 + at, "measured": at, **measured} for at in (1, 8, 9)),
+        {"time": now + 80, "measured": 9, **measured},
+    ]
+    stream = io.StringIO()
+    with JobStore.open(home.jobs_database) as store:
+        job_id, get = claim(store), store.get
+        (home.jobs_dir / job_id).mkdir()
+
+        def get_after_one_more(job: str) -> Job:
+            if one_by_one:
+                with (home.jobs_dir / job_id / "metrics.jsonl").open("a") as file:
+                    file.write(json.dumps(one_by_one.pop(0)) + "\n")
+            else:
+                store.finish(job_id, "me", None)
+            return get(job)
+
+        monkeypatch.setattr(store, "get", get_after_one_more)
+        follow_stages(store, job_id, home, Console(file=stream, width=80, highlight=False))
+    assert stream.getvalue().splitlines()[1:-1] == [
+        "     train      16.0 s  step 16 of at most 90, loss 1.500",
+        "     train      31.0 s  step 31 of at most 90, loss 1.500",
+        "     train      60.0 s  loss 1.500",
+        "  evaluate      19.0 s  9 of 9 rows",
+    ]

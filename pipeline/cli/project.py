@@ -1,0 +1,18 @@
+"""Finds the state folder for commands that report on a stack, or change what it has."""
+
+import os
+
+from pipeline.paths import Home
+
+
+def project_home() -> Home:
+    """The state folder. Unlike `Home.find`, this function raises PipelineError if the shell is in
+    no project: neither a settings file nor a state folder is there, and the environment names
+    neither. A command would otherwise report that nothing is up, while a stack is up elsewhere."""
+    from pipeline.settings import no_settings_file, settings_file
+
+    home = Home.find()
+    is_named = "PIPELINE_HOME" in os.environ or "PIPELINE_SETTINGS" in os.environ
+    if is_named or home.root.exists() or settings_file().exists():
+        return home
+    raise no_settings_file()
