@@ -31,8 +31,8 @@ class Child(BaseModel):
     """Whether the child has stopped answering. If it gives no answer for `hang_seconds`, the stack
     kills the child and starts it again."""
     last_end: str | None = None
-    """How the service ended the last time, for example `ended with SIGKILL`. None if it has not
-    ended since the stack was started."""
+    """How the service ended the last time, for example `ended with SIGKILL`, or why it could not be
+    started again. None if it has not ended since the stack was started."""
 
 
 class StackRecord(BaseModel):

@@ -1,5 +1,6 @@
 """`pipeline up` and `pipeline down`: start and stop the stack."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -91,7 +92,9 @@ def up(
                 lines = [] if str(error) == store_error else [str(error)]
                 store_error = str(error)
             for line in [*stack.check_services(), *lines]:
-                print(line, flush=True)
+                # The disk of up's log may be full, which is no reason to stop the stack.
+                with contextlib.suppress(OSError):
+                    print(line, flush=True)
             time.sleep(0.2)
     except KeyboardInterrupt:
         print("stopping")
@@ -106,7 +109,7 @@ def up(
 def down() -> None:
     """Stop the stack of this state folder."""
     from jobs.launchers.process import is_alive
-    from pipeline.stack import STOP_SECONDS
+    from pipeline.orphans import STOP_SECONDS
     from pipeline.stack_record import read_stack
 
     home = Home.find()

@@ -103,6 +103,37 @@ def _answers(url: str) -> bool:
         return False
 
 
+def test_a_service_that_cannot_be_started_is_tried_again_while_the_others_stay_up(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.stack.RESTART_SECONDS", (0.05,))
+    stack = Stack(home, [hub_service(load_settings()), RUNNER])
+    stack.start()
+    stack.mark_ready()
+    try:
+        hub, runner = child(home, "hub").process, child(home, "runner").process
+        assert hub is not None
+        log, events = home.log_file("hub"), list[str]()
+        log.rename(log.with_suffix(".old"))
+        log.mkdir()  # cannot be opened for writing
+        os.kill(hub.pid, signal.SIGKILL)
+
+        def check() -> bool:
+            events.extend(stack.check_services())
+            return stack._restarts.get("hub", 0) >= 3
+
+        until(check)
+        assert [event for event in events if "could not be started: " in event] == events[1:]
+        assert len(events) == 2 and "Is a directory" in events[1], events
+        assert "Is a directory" in str(child(home, "hub").last_end)
+        log.rmdir()
+        until(lambda: check() and events[-1] == "hub is up again")
+        assert child(home, "hub").num_restarts == 1
+        assert child(home, "runner").process == runner
+    finally:
+        stack.stop()
+
+
 def test_the_log_of_up_stays_small(home: Home) -> None:
     log = make_long(home.log_file("up"))
     Stack(home, []).check_services()
