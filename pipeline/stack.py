@@ -4,6 +4,7 @@ child that ends or hangs, and stops all children at the end.
 Each child runs its own `pipeline` command, so that a person can also start any service by hand.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -30,14 +31,14 @@ from pipeline.orphans import STOP_SECONDS, end_orphans, end_with_parent
 from pipeline.paths import Home
 from pipeline.services import Service, check_port
 from pipeline.settings import HANG_SECONDS, settings_digest
-from pipeline.stack_record import Child, StackRecord
+from pipeline.stack_record import Child, StackRecord, last_record
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 10.0
 """While `start` waits for a service, it calls `on_wait` each time this many seconds have passed."""
-ROTATE_SECONDS = 10.0
-"""The seconds between two checks of the sizes of the logs."""
+FILES_SECONDS = 5.0
+"""The seconds between two checks of the sizes of the logs and of `stack.json`."""
 RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """The seconds to wait before the first restart of a child, before its second restart, and so on.
 The last number is used for all further restarts. The waits grow, because a child that ends again
@@ -58,7 +59,7 @@ class Stack:
         self._hang_seconds = hang_seconds
         self._probes: dict[str, LivenessProbe] = {}
         self._watches: dict[str, ChildWatch] = {}
-        self._rotate_at = 0.0
+        self._check_files_at = 0.0
         self._kill_reasons: dict[str, str] = {}
         """Child → why this stack has killed the child. The entry is removed when the process of the
         child has ended."""
@@ -118,7 +119,8 @@ class Stack:
         self._write_record()
 
     def check_services(self) -> list[str]:
-        """Kill each child that hangs, restart each child that has ended, and keep the logs small.
+        """Kill each child that hangs, restart each child that has ended, keep the logs small, and
+        write `stack.json` again if it is lost or damaged.
 
         Call this again and again while the stack is up. A child that answered that it must be
         restarted is killed too. Returns one line of text for each child that this call has killed
@@ -133,10 +135,15 @@ class Stack:
                 events.append(self._plan_restart(service, self._describe_end(service.name)))
             elif time.monotonic() >= self._restart_at[service.name]:
                 events += self._restart(service)
-        if time.monotonic() >= self._rotate_at:
-            self._rotate_at = time.monotonic() + ROTATE_SECONDS
+        if time.monotonic() >= self._check_files_at:
+            self._check_files_at = time.monotonic() + FILES_SECONDS
             for name in ("up", *(service.name for service in self._services)):
                 rotate(self._home.log_file(name))
+            # Somebody may have damaged the record, or a full disk may have prevented a change of
+            # it. If it cannot be written now either, the next check tries again.
+            with contextlib.suppress(OSError):
+                if last_record(self._home) != self._record():
+                    self._write_record()
         return events
 
     def _check_child(self, service: Service) -> list[str]:
@@ -295,16 +302,18 @@ class Stack:
             logger.warning("%s cannot be written: %s", self._home.stack_file, error.strerror)
 
     def _write_record(self) -> None:
+        write_atomically(self._home.stack_file, self._record().model_dump_json(indent=2))
+
+    def _record(self) -> StackRecord:
         me = identify(os.getpid())
         assert me is not None
-        record = StackRecord(
+        return StackRecord(
             process=me,
             started_at=self._stack_started_at,
             is_ready=self._is_ready,
             settings_digest=self._settings_digest,
             children=tuple(self._children.values()),
         )
-        write_atomically(self._home.stack_file, record.model_dump_json(indent=2))
 
 
 def _describe_exit(code: int) -> str:

@@ -140,6 +140,24 @@ def test_the_log_of_up_stays_small(home: Home) -> None:
     assert has_been_rotated(log)
 
 
+def test_a_damaged_record_is_written_again(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.stack.FILES_SECONDS", 0.0)
+    stack = Stack(home, [])
+    stack.start()
+    try:
+        stack.mark_ready()
+        before = read_stack(home)
+        assert before is not None
+        home.stack_file.unlink()
+        stack.check_services()
+        assert read_stack(home) == before
+        home.stack_file.write_text('{"process": ')
+        stack.check_services()
+        assert read_stack(home) == before
+    finally:
+        stack.stop()
+
+
 def make_long(log: Path) -> Path:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
