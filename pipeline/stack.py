@@ -30,7 +30,9 @@ from pipeline.log_files import rotate
 from pipeline.orphans import STOP_SECONDS, end_orphans, end_with_parent
 from pipeline.paths import Home
 from pipeline.services import Service, check_port
-from pipeline.settings import HANG_SECONDS, settings_digest
+from pipeline.settings import HANG_SECONDS, settings_digest, settings_file
+from pipeline.settings_copy import VARIABLE as SETTINGS_COPY
+from pipeline.settings_copy import write_copy
 from pipeline.stack_record import Child, StackRecord, last_record
 
 logger = logging.getLogger(__name__)
@@ -101,6 +103,7 @@ class Stack:
             ) from None
         end_orphans(self._home)
         try:
+            write_copy(settings_file(), self._home.settings_copy)
             for service in self._services:
                 check_port(service)
             for service in self._services:
@@ -227,6 +230,7 @@ class Stack:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._home.settings_copy.unlink(missing_ok=True)
         self._home.stack_file.unlink(missing_ok=True)
         self._lock.release()
 
@@ -239,6 +243,7 @@ class Stack:
         with log.open("ab") as stream:
             self._processes[service.name] = subprocess.Popen(
                 [sys.executable, "-m", "pipeline", *service.arguments],
+                env={**os.environ, SETTINGS_COPY: str(self._home.settings_copy)},
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,

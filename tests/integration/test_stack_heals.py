@@ -16,7 +16,7 @@ from pipeline.liveness import Answer, ChildWatch
 from pipeline.log_files import MAX_BYTES
 from pipeline.paths import Home
 from pipeline.services import RUNNER, hub_service, services_of
-from pipeline.settings import load_settings
+from pipeline.settings import load_settings, settings_file
 from pipeline.stack import Stack
 from pipeline.stack_record import Child, read_stack
 from tests.ports import free_ports
@@ -138,6 +138,33 @@ def test_the_log_of_up_stays_small(home: Home) -> None:
     log = make_long(home.log_file("up"))
     Stack(home, []).check_services()
     assert has_been_rotated(log)
+
+
+@pytest.mark.parametrize("changed", ["not TOML [", "[hub]\nprot = 1\n"])
+def test_a_service_that_comes_back_has_the_settings_of_the_start(changed: str, home: Home) -> None:
+    file = settings_file()
+    file.write_text("[hub]\nkeep_deliveries_days = 7\n")
+    service = hub_service(load_settings())
+    stack = Stack(home, [service])
+    stack.start()
+    try:
+        assert home.settings_copy.read_text() == file.read_text()
+        assert home.settings_copy.stat().st_mode & 0o777 == 0o600
+        file.write_text(changed)
+        hub = child(home, "hub").process
+        assert hub is not None
+        os.kill(hub.pid, signal.SIGKILL)
+        events = list[str]()
+
+        def is_back() -> bool:
+            events.extend(stack.check_services())
+            assert not any("exit code" in event for event in events), events
+            return "hub is up again" in events and _answers(f"{service.url}/live")
+
+        until(is_back)
+    finally:
+        stack.stop()
+    assert not home.settings_copy.exists()
 
 
 def test_a_damaged_record_is_written_again(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
