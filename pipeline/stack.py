@@ -76,7 +76,7 @@ class Stack:
         self._stack_started_at = time.time()
         self._settings_digest = settings_digest()
         self._is_ready = False
-        self._lock = filelock.FileLock(home.stack_lock)
+        self._lock: filelock.BaseFileLock | None = None
 
     def start(
         self,
@@ -94,13 +94,7 @@ class Stack:
         an error, it stops the children that it has started.
         """
         self._home.root.mkdir(parents=True, exist_ok=True)
-        try:
-            self._lock.acquire(timeout=0)
-        except filelock.Timeout:
-            raise PipelineError(
-                f"a stack is already up in {self._home.root}; `pipeline status` shows it, and "
-                "`pipeline down` stops it"
-            ) from None
+        self._lock = lock_stack(self._home)
         end_orphans(self._home)
         try:
             write_copy(settings_file(), self._home.settings_copy)
@@ -216,7 +210,7 @@ class Stack:
         Does nothing if this object does not hold the lock: the services that run in this state
         folder may then belong to another stack.
         """
-        if not self._lock.is_locked:
+        if self._lock is None:
             return
         for watch in self._watches.values():
             watch.stop()
@@ -233,6 +227,7 @@ class Stack:
         self._home.settings_copy.unlink(missing_ok=True)
         self._home.stack_file.unlink(missing_ok=True)
         self._lock.release()
+        self._lock = None
 
     def _spawn(self, service: Service) -> None:
         self._probes[service.name] = (
@@ -319,6 +314,19 @@ class Stack:
             settings_digest=self._settings_digest,
             children=tuple(self._children.values()),
         )
+
+
+def lock_stack(home: Home) -> filelock.BaseFileLock:
+    """Take the lock of the state folder. Raises PipelineError if a stack has the lock."""
+    lock = filelock.FileLock(home.stack_lock)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise PipelineError(
+            f"a stack is already up in {home.root}; `pipeline status` shows it, and "
+            "`pipeline down` stops it"
+        ) from None
+    return lock
 
 
 def _describe_exit(code: int) -> str:

@@ -148,12 +148,16 @@ def _say_where_to_push(settings: "Settings", home: Home) -> None:
 
 
 def _detach(home: Home) -> None:
+    from pipeline.stack import lock_stack
     from pipeline.stack_record import read_stack
 
     log = home.log_file("up")
     log.parent.mkdir(parents=True, exist_ok=True)
-    # Empty the log, because the loop below must find only the lines of this start.
+    # Empty the log, because the loop below must find only the lines of this start. Take the lock
+    # meanwhile, because the log may belong to a stack that is already up.
+    lock = lock_stack(home)
     log.write_bytes(b"")
+    lock.release()
     # Open the log for appending, as `pipeline/log_files.py` requires.
     with log.open("ab") as stream:
         process = subprocess.Popen(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cli.up import _detach
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.services import Service, check_port, services_of
@@ -71,6 +72,20 @@ def test_one_port_is_not_given_to_two(
     with pytest.raises(PipelineError) as refused:
         services_of(load_settings())
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_a_second_stack_leaves_the_log_of_the_first_as_it_is(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.log_file("up").parent.mkdir()
+    home.log_file("up").write_text("lines of the first\n")
+    stack = Stack(home, [])
+    stack.start()
+    try:
+        with pytest.raises(PipelineError, match="a stack is already up"):
+            _detach(home)
+        assert home.log_file("up").read_text() == "lines of the first\n"
+    finally:
+        stack.stop()
 
 
 def test_a_service_that_must_be_restarted_is_not_ready(
