@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pipeline.settings import Settings
 
 
+REPORT_SECONDS = 5.0
+"""If `down` has waited for this long, it says what it waits for."""
 STARTING = "is starting:"
 """While `up` waits for a service, it prints lines that contain this text. With `--detach`, these
 lines go into a log. `up --detach` searches the log for this text, and prints the lines that it
@@ -110,20 +112,26 @@ def down() -> None:
     """Stop the stack of this state folder."""
     from jobs.launchers.process import is_alive
     from pipeline.orphans import STOP_SECONDS
-    from pipeline.stack_record import read_stack
+    from pipeline.stack_record import read_stack, suspended_stack
 
     home = Home.find()
     record = read_stack(home)
     if record is None:
         raise PipelineError(f"nothing is up in {home.root}, so there is nothing to stop")
     os.kill(record.process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + STOP_SECONDS * (len(record.children) + 1)
+    began = time.monotonic()
+    deadline = began + STOP_SECONDS * (len(record.children) + 1)
+    is_reported = False
     while is_alive(record.process):
-        if time.monotonic() > deadline:
-            raise PipelineError(
+        if time.monotonic() > (deadline if is_reported else began + REPORT_SECONDS):
+            waits_for = suspended_stack(record) or (
                 f"the stack (process {record.process.pid}) has not stopped yet; to see why, read "
                 f"{home.log_file('up')}"
             )
+            if is_reported:
+                raise PipelineError(waits_for)
+            print(f"waiting: {waits_for}", file=sys.stderr)
+            is_reported = True
         time.sleep(0.05)
     print("stopped " + ", ".join(child.name for child in reversed(record.children)))
 
