@@ -24,7 +24,7 @@ from pipeline.probes import health, liveness, port_fault
 from pipeline.sealed_secrets import check_secrets
 from pipeline.services import services_of
 from pipeline.settings import Settings
-from pipeline.stack_record import read_stack, stale_settings
+from pipeline.stack_record import read_stack, stale_settings, suspended_stack
 from pipeline.subscriptions import ROUTE
 from pipeline.tokens import load_tokens
 from pipeline.versions import installed_versions
@@ -163,6 +163,8 @@ def _check_services(home: Home, settings: Settings) -> Iterator[Finding]:
                     f"{service.name}: {service.port_setting}",
                 )
         return
+    if (suspension := suspended_stack(record)) is not None:
+        yield wrong("stack", suspension, "do what the message says")
     if (changed := stale_settings(home)) is not None:
         yield wrong("settings", changed, "pipeline down && pipeline up --detach")
     for child in record.children:

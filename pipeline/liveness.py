@@ -10,9 +10,9 @@ from typing import Literal
 
 from pipeline.probes import liveness
 
-Answer = Literal["works", "silent", "dead"]
+Answer = Literal["works", "silent", "dead", "unknown"]
 """`silent`: the child gave no answer. `dead`: the child answered that it cannot work any more and
-must be restarted."""
+must be restarted. `unknown`: the child may work, but has no way to answer."""
 LivenessProbe = Callable[[float], Answer]
 """A function that asks the child once. It waits for the child's answer for at most the given number
 of seconds."""
@@ -71,8 +71,8 @@ class ChildWatch:
             began = time.monotonic()
             answer = self._probe(self._interval)
             self._is_dead = answer == "dead"
-            if answer == "works":
-                self._has_answered = True
+            if answer in ("works", "unknown"):
+                self._has_answered |= answer == "works"
                 self._silent_seconds = 0.0
             self._stop.wait(max(0.0, self._interval - (time.monotonic() - began)))
             if answer == "silent":
@@ -95,7 +95,9 @@ def http_probe(url: str) -> LivenessProbe:
 def file_probe(file: Path) -> LivenessProbe:
     """The probe for a service that has no port, but touches `file` again and again while it works.
     The answer is `silent` if the file does not exist, or if its time has not changed since the last
-    probe."""
+    probe. In these cases, the probe itself touches the file. If this fails, for example because the
+    file system is read-only, the service cannot touch the file either, and the answer is `unknown`.
+    """
 
     def touched_at() -> int | None:
         try:
@@ -108,6 +110,13 @@ def file_probe(file: Path) -> LivenessProbe:
     def probe(_: float) -> Answer:
         nonlocal seen
         before, seen = seen, touched_at()
-        return "silent" if seen is None or seen == before else "works"
+        if seen is not None and seen != before:
+            return "works"
+        try:
+            file.touch()
+        except OSError:
+            return "unknown"
+        seen = touched_at()
+        return "silent"
 
     return probe

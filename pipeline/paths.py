@@ -62,6 +62,12 @@ class Home:
         return self.root / "stack.json"
 
     @property
+    def settings_copy(self) -> Path:
+        """While a stack is up, this file holds the settings file as it was when the stack was
+        started (`pipeline/settings_copy.py`)."""
+        return self.root / "settings.toml"
+
+    @property
     def runner_alive(self) -> Path:
         """The runner touches this file several times a second while it works."""
         return self.root / "runner.alive"

@@ -41,6 +41,7 @@ from pipeline.retrain.settings import (
     TrainSettings,
     is_git_url,
 )
+from pipeline.settings_copy import copy_or_file
 from receiver.settings import ReceiverSettings
 from serving.settings import ServingSettings
 
@@ -172,7 +173,8 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (env_settings, TomlConfigSettingsSource(settings_cls, settings_file()))
+        file = copy_or_file(settings_file())
+        return (env_settings, TomlConfigSettingsSource(settings_cls, file))
 
     @model_validator(mode="after")
     def _names_and_ports_differ(self) -> "Settings":
@@ -243,7 +245,9 @@ class Settings(BaseSettings):
 
 
 def settings_file() -> Path:
-    """`$PIPELINE_SETTINGS`, or `./pipeline.toml` if this variable is not set."""
+    """`$PIPELINE_SETTINGS`, or `./pipeline.toml` if this variable is not set. Relative paths in the
+    settings start at the folder of this file, also for a service, which reads a copy of the file.
+    """
     return Path(os.environ.get("PIPELINE_SETTINGS", SETTINGS_FILE)).absolute()
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import FrameType
 
 from pipeline.errors import PipelineError
+from pipeline.orphans import end_with_parent
 from pipeline.space_files import APP, README, subdomain
-from pipeline.stack import end_with_parent
 
 HOST = "127.0.0.1"
 _NOT_PASSED_TO_APP = ("HF_TOKEN", "HF_ENDPOINT", "WEBHOOK_SECRET", "HUGGING_FACE_HUB_TOKEN")

@@ -5,7 +5,6 @@ Each child runs its own `pipeline` command, so that a person can also start any 
 """
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -18,7 +17,7 @@ from pathlib import Path
 import filelock
 
 from jobs.folder import write_atomically
-from jobs.launchers.process import ProcessIdentity, identify, is_alive
+from jobs.launchers.process import identify
 from pipeline.errors import PipelineError
 from pipeline.liveness import (
     PROBE_INTERVAL_SECONDS,
@@ -28,18 +27,20 @@ from pipeline.liveness import (
     http_probe,
 )
 from pipeline.log_files import rotate
+from pipeline.orphans import STOP_SECONDS, end_orphans, end_with_parent
 from pipeline.paths import Home
 from pipeline.services import Service, check_port
-from pipeline.settings import HANG_SECONDS, settings_digest
+from pipeline.settings import HANG_SECONDS, settings_digest, settings_file
+from pipeline.settings_copy import VARIABLE as SETTINGS_COPY
+from pipeline.settings_copy import write_copy
 from pipeline.stack_record import Child, StackRecord, last_record
 
 logger = logging.getLogger(__name__)
 
-STOP_SECONDS = 15.0
 PROGRESS_SECONDS = 10.0
 """While `start` waits for a service, it calls `on_wait` each time this many seconds have passed."""
-ROTATE_SECONDS = 10.0
-"""The seconds between two checks of the sizes of the logs."""
+FILES_SECONDS = 5.0
+"""The seconds between two checks of the sizes of the logs and of `stack.json`."""
 RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """The seconds to wait before the first restart of a child, before its second restart, and so on.
 The last number is used for all further restarts. The waits grow, because a child that ends again
@@ -60,7 +61,7 @@ class Stack:
         self._hang_seconds = hang_seconds
         self._probes: dict[str, LivenessProbe] = {}
         self._watches: dict[str, ChildWatch] = {}
-        self._rotate_at = 0.0
+        self._check_files_at = 0.0
         self._kill_reasons: dict[str, str] = {}
         """Child → why this stack has killed the child. The entry is removed when the process of the
         child has ended."""
@@ -75,7 +76,7 @@ class Stack:
         self._stack_started_at = time.time()
         self._settings_digest = settings_digest()
         self._is_ready = False
-        self._lock = filelock.FileLock(home.stack_lock)
+        self._lock: filelock.BaseFileLock | None = None
 
     def start(
         self,
@@ -93,15 +94,10 @@ class Stack:
         an error, it stops the children that it has started.
         """
         self._home.root.mkdir(parents=True, exist_ok=True)
+        self._lock = lock_stack(self._home)
+        end_orphans(self._home)
         try:
-            self._lock.acquire(timeout=0)
-        except filelock.Timeout:
-            raise PipelineError(
-                f"a stack is already up in {self._home.root}; `pipeline status` shows it, and "
-                "`pipeline down` stops it"
-            ) from None
-        _end_orphans(self._home)
-        try:
+            write_copy(settings_file(), self._home.settings_copy)
             for service in self._services:
                 check_port(service)
             for service in self._services:
@@ -120,27 +116,31 @@ class Stack:
         self._write_record()
 
     def check_services(self) -> list[str]:
-        """Kill each child that hangs, restart each child that has ended, and keep the logs small.
+        """Kill each child that hangs, restart each child that has ended, keep the logs small, and
+        write `stack.json` again if it is lost or damaged.
 
         Call this again and again while the stack is up. A child that answered that it must be
         restarted is killed too. Returns one line of text for each child that this call has killed
-        or started again, and for each child that has ended since the last call.
+        or started again, and for each child that has ended since the last call. If a child cannot
+        be started, this method tries again later, and returns a line only for the first try.
         """
         events = []
         for service in self._services:
             if self._processes[service.name].poll() is None:
                 events += self._check_child(service)
             elif service.name not in self._restart_at:
-                events.append(self._plan_restart(service))
+                events.append(self._plan_restart(service, self._describe_end(service.name)))
             elif time.monotonic() >= self._restart_at[service.name]:
-                del self._restart_at[service.name]
-                self._restarts[service.name] = self._restarts.get(service.name, 0) + 1
-                self._spawn(service)
-                events.append(f"{service.name} is up again")
-        if time.monotonic() >= self._rotate_at:
-            self._rotate_at = time.monotonic() + ROTATE_SECONDS
+                events += self._restart(service)
+        if time.monotonic() >= self._check_files_at:
+            self._check_files_at = time.monotonic() + FILES_SECONDS
             for name in ("up", *(service.name for service in self._services)):
                 rotate(self._home.log_file(name))
+            # Somebody may have damaged the record, or a full disk may have prevented a change of
+            # it. If it cannot be written now either, the next check tries again.
+            with contextlib.suppress(OSError):
+                if last_record(self._home) != self._record():
+                    self._write_record()
         return events
 
     def _check_child(self, service: Service) -> list[str]:
@@ -151,11 +151,14 @@ class Stack:
             self._restarts[name] = 0
         watch = self._watches.get(name)
         if watch is None:
-            watch = self._watches[name] = ChildWatch(
-                self._probes[name],
-                start_seconds=service.start_seconds,
-                hang_seconds=self._hang_seconds,
-            )
+            try:
+                watch = self._watches[name] = ChildWatch(
+                    self._probes[name],
+                    start_seconds=service.start_seconds,
+                    hang_seconds=self._hang_seconds,
+                )
+            except RuntimeError:  # no thread can be started now; the next call tries again
+                return []
         if watch.has_stopped_answering != self._children[name].is_silent:
             self._change(name, is_silent=watch.has_stopped_answering)
         if (kill_reason := watch.kill_reason) is None:
@@ -165,17 +168,36 @@ class Stack:
         self._processes[name].kill()
         return [f"killing {name}, because {kill_reason} (log: {self._home.log_file(name)})"]
 
-    def _plan_restart(self, service: Service) -> str:
+    def _plan_restart(self, service: Service, end: str) -> str:
         name = service.name
         if (watch := self._watches.pop(name, None)) is not None:
             watch.stop()
         wait = RESTART_SECONDS[min(self._restarts.get(name, 0), len(RESTART_SECONDS) - 1)]
         self._restart_at[name] = time.monotonic() + wait
-        end = f"ended with {_describe_exit(self._processes[name].returncode)}"
-        if (kill_reason := self._kill_reasons.pop(name, None)) is not None:
-            end = f"was killed because {kill_reason}"
         self._change(name, process=None, started_at=None, is_silent=False, last_end=end)
         return f"{name} {end}; starting it again in {wait:g} s (log: {self._home.log_file(name)})"
+
+    def _describe_end(self, name: str) -> str:
+        if (kill_reason := self._kill_reasons.pop(name, None)) is not None:
+            return f"was killed because {kill_reason}"
+        return f"ended with {_describe_exit(self._processes[name].returncode)}"
+
+    def _restart(self, service: Service) -> list[str]:
+        name = service.name
+        self._restarts[name] = self._restarts.get(name, 0) + 1
+        try:
+            self._spawn(service)
+        except OSError as error:
+            # For example, too many files are open. The other services must stay up. If the new
+            # process runs already, end it, because it is not in the record.
+            self._processes[name].kill()
+            self._processes[name].wait()
+            end = f"could not be started: {error}"
+            is_repeated = end == self._children[name].last_end
+            event = self._plan_restart(service, end)
+            return [] if is_repeated else [event]
+        del self._restart_at[name]
+        return [f"{name} is up again"]
 
     def _change(self, name: str, **changes: object) -> None:
         self._children[name] = self._children[name].model_copy(update=changes)
@@ -188,7 +210,7 @@ class Stack:
         Does nothing if this object does not hold the lock: the services that run in this state
         folder may then belong to another stack.
         """
-        if not self._lock.is_locked:
+        if self._lock is None:
             return
         for watch in self._watches.values():
             watch.stop()
@@ -202,8 +224,10 @@ class Stack:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._home.settings_copy.unlink(missing_ok=True)
         self._home.stack_file.unlink(missing_ok=True)
         self._lock.release()
+        self._lock = None
 
     def _spawn(self, service: Service) -> None:
         self._probes[service.name] = (
@@ -214,6 +238,7 @@ class Stack:
         with log.open("ab") as stream:
             self._processes[service.name] = subprocess.Popen(
                 [sys.executable, "-m", "pipeline", *service.arguments],
+                env={**os.environ, SETTINGS_COPY: str(self._home.settings_copy)},
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
@@ -277,51 +302,31 @@ class Stack:
             logger.warning("%s cannot be written: %s", self._home.stack_file, error.strerror)
 
     def _write_record(self) -> None:
+        write_atomically(self._home.stack_file, self._record().model_dump_json(indent=2))
+
+    def _record(self) -> StackRecord:
         me = identify(os.getpid())
         assert me is not None
-        record = StackRecord(
+        return StackRecord(
             process=me,
             started_at=self._stack_started_at,
             is_ready=self._is_ready,
             settings_digest=self._settings_digest,
             children=tuple(self._children.values()),
         )
-        write_atomically(self._home.stack_file, record.model_dump_json(indent=2))
 
 
-def _end_orphans(home: Home) -> None:
-    """End the children that a killed stack has left running.
-
-    The caller must hold the lock of the state folder. Without the lock, another stack may be
-    running, and this function would end the children of that stack.
-    """
-    record = last_record(home)
-    for child in reversed(record.children if record else ()):
-        if child.process is not None:
-            _end(child.process)
-    home.stack_file.unlink(missing_ok=True)
-
-
-def _end(process: ProcessIdentity) -> None:
-    deadline = time.monotonic() + STOP_SECONDS
-    while is_alive(process):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL)
-        time.sleep(0.05)
-
-
-def end_with_parent(parent: int) -> Callable[[], None]:
-    """Returns a function for `preexec_fn` of `subprocess.Popen` (Linux only). The new child calls
-    the returned function before it runs its program. The returned function asks the kernel to send
-    SIGTERM to the child when the child's parent ends. Otherwise the child would run on without its
-    parent, and its port would stay in use."""
-
-    def end_with_parent() -> None:
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # the parent ended before the call above
-            os._exit(1)
-
-    return end_with_parent
+def lock_stack(home: Home) -> filelock.BaseFileLock:
+    """Take the lock of the state folder. Raises PipelineError if a stack has the lock."""
+    lock = filelock.FileLock(home.stack_lock)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise PipelineError(
+            f"a stack is already up in {home.root}; `pipeline status` shows it, and "
+            "`pipeline down` stops it"
+        ) from None
+    return lock
 
 
 def _describe_exit(code: int) -> str:

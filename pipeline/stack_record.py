@@ -4,7 +4,7 @@ records its processes and their addresses, so that other commands find the proce
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from jobs.launchers.process import ProcessIdentity, is_alive
+from jobs.launchers.process import ProcessIdentity, is_alive, is_suspended
 from pipeline.paths import Home
 from pipeline.settings import Settings, load_settings, settings_digest, settings_file
 
@@ -31,8 +31,8 @@ class Child(BaseModel):
     """Whether the child has stopped answering. If it gives no answer for `hang_seconds`, the stack
     kills the child and starts it again."""
     last_end: str | None = None
-    """How the service ended the last time, for example `ended with SIGKILL`. None if it has not
-    ended since the stack was started."""
+    """How the service ended the last time, for example `ended with SIGKILL`, or why it could not be
+    started again. None if it has not ended since the stack was started."""
 
 
 class StackRecord(BaseModel):
@@ -64,6 +64,17 @@ def last_record(home: Home) -> StackRecord | None:
         return StackRecord.model_validate_json(home.stack_file.read_bytes())
     except (FileNotFoundError, ValidationError):
         return None
+
+
+def suspended_stack(record: StackRecord) -> str | None:
+    """A warning if `pipeline up` itself is suspended; None if it is not."""
+    if not is_suspended(record.process):
+        return None
+    pid = record.process.pid
+    return (
+        f"`pipeline up` (process {pid}) is suspended, so it neither stops nor restarts a service; "
+        f"to let it continue: kill -CONT {pid}"
+    )
 
 
 def stale_settings(home: Home) -> str | None:

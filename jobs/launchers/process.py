@@ -53,6 +53,15 @@ def is_alive(process: ProcessIdentity) -> bool:
     return identify(process.pid) == process
 
 
+def is_suspended(process: ProcessIdentity) -> bool:
+    """Whether the process is alive, but suspended (SIGSTOP or Ctrl-Z). On systems other than Linux,
+    always False."""
+    if not IS_LINUX or not is_alive(process):
+        return False
+    stat = _stat(process.pid)
+    return stat is not None and stat.state == "T"
+
+
 def signal_session(leader: ProcessIdentity, number: signal.Signals) -> None:
     """Send a signal to all processes of the session that `leader` leads, except the leader.
 

@@ -82,7 +82,7 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
     from pipeline.job_store import reading_jobs
     from pipeline.journal import advice_after_refusal, describe
     from pipeline.moved_datasets import moved_datasets, moved_message, moved_next_step
-    from pipeline.stack_record import read_stack, stale_settings
+    from pipeline.stack_record import read_stack, stale_settings, suspended_stack
     from pipeline.tokens import load_tokens
     from pipeline.versions import installed_versions
     from serving.engine_choice import choose_engine
@@ -91,12 +91,14 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
     record = read_stack(home)
     children = record.children if record else ()
     now = time.time()
+    suspension = suspended_stack(record) if record else None
     changed = stale_settings(home)
     suspended = _suspended_webhooks(home, settings) if record else []
     moved = moved_datasets(settings, load_tokens(home.tokens_file)) if record else {}
     report: dict[str, Any] = {
         "home": str(home.root),
         "notices": [
+            *([suspension] if suspension else []),
             *([changed] if changed else []),
             *(
                 f"{child.name} does not answer; if it stays silent, the stack kills it and starts "

@@ -1,5 +1,6 @@
 """`pipeline up` and `pipeline down`: start and stop the stack."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from pipeline.settings import Settings
 
 
+REPORT_SECONDS = 5.0
+"""If `down` has waited for this long, it says what it waits for."""
 STARTING = "is starting:"
 """While `up` waits for a service, it prints lines that contain this text. With `--detach`, these
 lines go into a log. `up --detach` searches the log for this text, and prints the lines that it
@@ -92,7 +95,9 @@ def up(
                 lines = [] if str(error) == store_error else [str(error)]
                 store_error = str(error)
             for line in [*stack.check_services(), *lines]:
-                print(line, flush=True)
+                # The disk of up's log may be full, which is no reason to stop the stack.
+                with contextlib.suppress(OSError):
+                    print(line, flush=True)
             time.sleep(0.2)
     except KeyboardInterrupt:
         print("stopping")
@@ -107,21 +112,27 @@ def up(
 def down() -> None:
     """Stop the stack of this state folder."""
     from jobs.launchers.process import is_alive
-    from pipeline.stack import STOP_SECONDS
-    from pipeline.stack_record import read_stack
+    from pipeline.orphans import STOP_SECONDS
+    from pipeline.stack_record import read_stack, suspended_stack
 
     home = project_home()
     record = read_stack(home)
     if record is None:
         raise PipelineError(f"nothing is up in {home.root}, so there is nothing to stop")
     os.kill(record.process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + STOP_SECONDS * (len(record.children) + 1)
+    began = time.monotonic()
+    deadline = began + STOP_SECONDS * (len(record.children) + 1)
+    is_reported = False
     while is_alive(record.process):
-        if time.monotonic() > deadline:
-            raise PipelineError(
+        if time.monotonic() > (deadline if is_reported else began + REPORT_SECONDS):
+            waits_for = suspended_stack(record) or (
                 f"the stack (process {record.process.pid}) has not stopped yet; to see why, read "
                 f"{home.log_file('up')}"
             )
+            if is_reported:
+                raise PipelineError(waits_for)
+            print(f"waiting: {waits_for}", file=sys.stderr)
+            is_reported = True
         time.sleep(0.05)
     print("stopped " + ", ".join(child.name for child in reversed(record.children)))
 
@@ -146,12 +157,16 @@ def _say_where_to_push(settings: "Settings", home: Home) -> None:
 
 
 def _detach(home: Home) -> None:
+    from pipeline.stack import lock_stack
     from pipeline.stack_record import read_stack
 
     log = home.log_file("up")
     log.parent.mkdir(parents=True, exist_ok=True)
-    # Empty the log, because the loop below must find only the lines of this start.
+    # Empty the log, because the loop below must find only the lines of this start. Take the lock
+    # meanwhile, because the log may belong to a stack that is already up.
+    lock = lock_stack(home)
     log.write_bytes(b"")
+    lock.release()
     # Open the log for appending, as `pipeline/log_files.py` requires.
     with log.open("ab") as stream:
         process = subprocess.Popen(

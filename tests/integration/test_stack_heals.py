@@ -16,7 +16,7 @@ from pipeline.liveness import Answer, ChildWatch
 from pipeline.log_files import MAX_BYTES
 from pipeline.paths import Home
 from pipeline.services import RUNNER, hub_service, services_of
-from pipeline.settings import load_settings
+from pipeline.settings import load_settings, settings_file
 from pipeline.stack import Stack
 from pipeline.stack_record import Child, read_stack
 from tests.ports import free_ports
@@ -103,10 +103,86 @@ def _answers(url: str) -> bool:
         return False
 
 
+def test_a_service_that_cannot_be_started_is_tried_again_while_the_others_stay_up(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.stack.RESTART_SECONDS", (0.05,))
+    stack = Stack(home, [hub_service(load_settings()), RUNNER])
+    stack.start()
+    stack.mark_ready()
+    try:
+        hub, runner = child(home, "hub").process, child(home, "runner").process
+        assert hub is not None
+        log, events = home.log_file("hub"), list[str]()
+        log.rename(log.with_suffix(".old"))
+        log.mkdir()  # cannot be opened for writing
+        os.kill(hub.pid, signal.SIGKILL)
+
+        def check() -> bool:
+            events.extend(stack.check_services())
+            return stack._restarts.get("hub", 0) >= 3
+
+        until(check)
+        assert [event for event in events if "could not be started: " in event] == events[1:]
+        assert len(events) == 2 and "Is a directory" in events[1], events
+        assert "Is a directory" in str(child(home, "hub").last_end)
+        log.rmdir()
+        until(lambda: check() and events[-1] == "hub is up again")
+        assert child(home, "hub").num_restarts == 1
+        assert child(home, "runner").process == runner
+    finally:
+        stack.stop()
+
+
 def test_the_log_of_up_stays_small(home: Home) -> None:
     log = make_long(home.log_file("up"))
     Stack(home, []).check_services()
     assert has_been_rotated(log)
+
+
+@pytest.mark.parametrize("changed", ["not TOML [", "[hub]\nprot = 1\n"])
+def test_a_service_that_comes_back_has_the_settings_of_the_start(changed: str, home: Home) -> None:
+    file = settings_file()
+    file.write_text("[hub]\nkeep_deliveries_days = 7\n")
+    service = hub_service(load_settings())
+    stack = Stack(home, [service])
+    stack.start()
+    try:
+        assert home.settings_copy.read_text() == file.read_text()
+        assert home.settings_copy.stat().st_mode & 0o777 == 0o600
+        file.write_text(changed)
+        hub = child(home, "hub").process
+        assert hub is not None
+        os.kill(hub.pid, signal.SIGKILL)
+        events = list[str]()
+
+        def is_back() -> bool:
+            events.extend(stack.check_services())
+            assert not any("exit code" in event for event in events), events
+            return "hub is up again" in events and _answers(f"{service.url}/live")
+
+        until(is_back)
+    finally:
+        stack.stop()
+    assert not home.settings_copy.exists()
+
+
+def test_a_damaged_record_is_written_again(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.stack.FILES_SECONDS", 0.0)
+    stack = Stack(home, [])
+    stack.start()
+    try:
+        stack.mark_ready()
+        before = read_stack(home)
+        assert before is not None
+        home.stack_file.unlink()
+        stack.check_services()
+        assert read_stack(home) == before
+        home.stack_file.write_text('{"process": ')
+        stack.check_services()
+        assert read_stack(home) == before
+    finally:
+        stack.stop()
 
 
 def make_long(log: Path) -> Path:

@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from tests.stack_fixtures import configure, workplace_in
 
 pytestmark = pytest.mark.slow
 
+HANG_SECONDS = 10
+
 
 def mount(*arguments: str) -> None:
     done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
@@ -31,6 +34,7 @@ def mount(*arguments: str) -> None:
 def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StackUnderFire]:
     """A stack whose state is on a disk of its own, with one release."""
     monkeypatch.setenv("PIPELINE_JOBS__RETRY_SECONDS", "1")
+    monkeypatch.setenv("PIPELINE_STACK__HANG_SECONDS", str(HANG_SECONDS))
     stack = StackUnderFire(workplace_in(tmp_path))
     stack.home.mkdir()
     mount("-t", "tmpfs", "-o", "size=256m", "tmpfs", str(stack.home))
@@ -98,8 +102,15 @@ def test_a_folder_that_became_read_only_keeps_the_old_release(stack: StackUnderF
     mount("--bind", str(stack.home), str(stack.home))
     try:
         mount("-o", "remount,bind,ro", str(stack.home))
+        read_only_since = time.monotonic()
         assert not push(stack)
-        assert answers(stack) == before
+        # Longer than a service may be silent.
+        while time.monotonic() < read_only_since + 2 * HANG_SECONDS:
+            assert answers(stack) == before
+            time.sleep(0.5)
+        services = stack.workplace.json("status")["services"]
+        assert {each["state"] for each in services} == {"up"}, services
+        assert {each["restarts"] for each in services} == {0}, services
     finally:
         subprocess.run(["umount", "--lazy", str(stack.home)], check=True)
     assert stack.answered(stack.push(), len(stack.shas))

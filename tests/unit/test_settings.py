@@ -8,7 +8,9 @@ import pytest
 
 from pipeline.cli.init import settings_text
 from pipeline.errors import PipelineError
+from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, Settings, load_settings
+from pipeline.settings_copy import write_copy
 
 FACTS = PipelineSettings(name="facts", dataset="demo/facts")
 
@@ -49,6 +51,22 @@ def test_every_commented_key_can_be_uncommented(file: Path) -> None:
     assert tomllib.loads("\n".join(lines))["hub"]["port"] == 8070
     file.write_text("\n".join(lines))
     assert load_settings().pipelines == (FACTS,)
+
+
+def test_a_service_reads_the_copy_but_its_paths_start_at_the_file(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, other = Home(tmp_path / "state"), Home(tmp_path / "other")
+    pipeline = '[[pipelines]]\nname = "facts"\ndataset = "demo/facts"\nbase_model = "{}"\n'
+    file.write_text(pipeline.format("./before"))
+    for home in (state, other):
+        home.root.mkdir()
+        write_copy(file, home.settings_copy)
+    file.write_text(pipeline.format("./after"))
+    monkeypatch.setenv("PIPELINE_SETTINGS_COPY", str(state.settings_copy))
+    for home, read in ((state, "before"), (other, "after")):
+        monkeypatch.setenv("PIPELINE_HOME", str(home.root))
+        assert load_settings().pipeline("facts").base_folder() == tmp_path / read
 
 
 def test_the_environment_overrules_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,24 @@
 """What a stack refuses before it starts anything, and while it starts."""
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from jobs.launchers.process import identify
+from pipeline.cli.status import status_report
+from pipeline.cli.up import _detach, down
+from pipeline.doctor import _check_services
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.services import Service, check_port, services_of
 from pipeline.settings import load_settings
 from pipeline.stack import Stack
+from pipeline.stack_record import StackRecord
 from tests.ports import free_port
 
 
@@ -71,6 +80,48 @@ def test_one_port_is_not_given_to_two(
     with pytest.raises(PipelineError) as refused:
         services_of(load_settings())
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_a_second_stack_leaves_the_log_of_the_first_as_it_is(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.log_file("up").parent.mkdir()
+    home.log_file("up").write_text("lines of the first\n")
+    stack = Stack(home, [])
+    stack.start()
+    try:
+        with pytest.raises(PipelineError, match="a stack is already up"):
+            _detach(home)
+        assert home.log_file("up").read_text() == "lines of the first\n"
+    finally:
+        stack.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells that a process is suspended")
+def test_down_and_status_say_that_up_is_suspended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PIPELINE_HOME", str(tmp_path))
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
+    monkeypatch.setattr("pipeline.cli.up.REPORT_SECONDS", 0.1)
+    monkeypatch.setattr("pipeline.orphans.STOP_SECONDS", 0.5)
+    up = subprocess.Popen(["sleep", "600"])
+    try:
+        process = identify(up.pid)
+        assert process is not None
+        record = StackRecord(process=process, started_at=0, is_ready=True)
+        Home(tmp_path).stack_file.write_text(record.model_dump_json())
+        up.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, up.pid, os.WSTOPPED | os.WNOWAIT)
+        advice = f"to let it continue: kill -CONT {up.pid}"
+        with pytest.raises(PipelineError, match=advice):
+            down()
+        assert capsys.readouterr().err.count(advice) == 1
+        assert advice in status_report(Home(tmp_path), load_settings())["notices"][0]
+        found = _check_services(Home(tmp_path), load_settings())
+        assert [(each.check, each.level) for each in found] == [("stack", "wrong")]
+    finally:
+        up.kill()
+        up.wait()
 
 
 def test_a_service_that_must_be_restarted_is_not_ready(

@@ -1,0 +1,29 @@
+"""Keeps a copy of the settings file in the state folder while a stack is up, so that a service that
+is started again gets the settings that the stack was started with."""
+
+import os
+from pathlib import Path
+
+from pipeline.paths import Home
+
+VARIABLE = "PIPELINE_SETTINGS_COPY"
+"""The services of a stack get the path of the copy in this environment variable."""
+
+
+def write_copy(file: Path, copy: Path) -> None:
+    """Copy the settings file. If there is no settings file, the copy is empty."""
+    copy.unlink(missing_ok=True)
+    # Only the owner may read the copy, because settings may contain passwords.
+    descriptor = os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(file.read_bytes() if file.exists() else b"")
+
+
+def copy_or_file(file: Path) -> Path:
+    """The copy, if this process is part of a stack; otherwise the settings file `file`.
+
+    A program that a service starts may work with another state folder. The copy is not used there.
+    """
+    copy = Home.find().settings_copy
+    is_in_stack = os.environ.get(VARIABLE) == str(copy) and copy.exists()
+    return copy if is_in_stack else file
