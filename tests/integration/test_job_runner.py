@@ -104,6 +104,29 @@ def test_an_outcome_that_is_none_is_a_failure(house: House) -> None:
 
 
 @pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        ("mkdir outcome.json", "outcome.json"),
+        ("mkdir exit.json", "exit.json"),
+        ("rm process.json; mkdir process.json; sleep 2", "process.json"),
+        ("echo [] > process.json; sleep 2", "process.json"),
+        ('echo \'{"attempt": "1"}\' > process.json; sleep 2', "process.json"),
+    ],
+)
+def test_an_odd_file_in_the_folder_of_one_job_fails_this_job_alone(
+    house: House, command: str, file: str
+) -> None:
+    _, _, runner = house.run()
+    odd = house.store.submit(JobSpec(command=("sh", "-c", command))).job
+    other = house.store.submit(JobSpec(command=("sleep", "0.5"))).job
+    job = house.ended(odd)
+    assert job.state == "ERROR" and job.outcome is not None
+    assert job.outcome.result == "failed" and file in str(job.outcome.reason)
+    assert house.ended(other).state == "COMPLETED"
+    assert runner.is_alive()
+
+
+@pytest.mark.parametrize(
     ("command", "stage", "code", "reason"),
     [
         (("sh", "-c", "echo no such column; exit 3"), None, 3, "no such column"),
