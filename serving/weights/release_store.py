@@ -296,10 +296,17 @@ def _write_pinned(pipeline_dir: Path, ids: Collection[str]) -> None:
 def next_number(pipeline_dir: Path) -> int:
     """The number for the next release. The caller must hold the lock.
 
-    Writes the new counter to disk before it returns, so that no number is ever used twice.
+    Writes the new counter to disk before it returns, so that no number is ever used twice. If the
+    counter is lost or damaged, the numbers continue from the highest release that is present.
     """
     counter = pipeline_dir / COUNTER
-    last = int(counter.read_text()) if counter.exists() else 0
+    try:
+        last = int(counter.read_bytes())
+    except FileNotFoundError:
+        last = 0
+    except ValueError:
+        logger.warning("%s holds no number; counting from the highest release present", counter)
+        last = 0
     present = [release_number(release_id) for release_id in release_ids(pipeline_dir)]
     number = max([last, *present]) + 1
     write_atomically(counter, f"{number}\n")

@@ -198,6 +198,14 @@ def test_a_number_is_never_given_twice(tmp_path: Path) -> None:
     assert release_store.next_number(tmp_path) == 21
 
 
+@pytest.mark.parametrize("content", [b"", b"\0\0", b"seven\n", b"\xff"])
+def test_a_damaged_counter_is_counted_from_the_releases(tmp_path: Path, content: bytes) -> None:
+    put(tmp_path, "r000007-00000000")
+    (tmp_path / "counter").write_bytes(content)
+    assert release_store.next_number(tmp_path) == 8
+    assert release_store.next_number(tmp_path) == 9
+
+
 def test_leftovers_are_swept_unless_a_publisher_is_at_work(tmp_path: Path) -> None:
     put(tmp_path, "r000001-00000000")
     (tmp_path / ".unfinished-1").mkdir()
