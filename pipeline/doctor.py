@@ -285,6 +285,7 @@ def _check_last_jobs(home: Home, settings: Settings) -> Iterator[Finding]:
 def _check_releases(home: Home, settings: Settings) -> Iterator[Finding]:
     from serving.weights.release_store import (
         UNFINISHED,
+        not_links,
         release_ids,
         served_release,
         stood_in_for,
@@ -303,6 +304,12 @@ def _check_releases(home: Home, settings: Settings) -> Iterator[Finding]:
                     f"{release_id} is damaged: {'; '.join(reasons)}",
                     f"pipeline releases repair, then: pipeline releases rm {release_id}",
                 )
+        for path in not_links(folder):
+            yield wrong(
+                "releases",
+                f"{path} is not a link, so a tool that follows links has probably copied it",
+                "pipeline down && pipeline up --detach (the server then makes the link again)",
+            )
         try:
             served = served_release(folder)
         except ServingError as error:
