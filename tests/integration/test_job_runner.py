@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from jobs.folder import LOG
-from jobs.logs import follow_log
+from jobs.logs import follow_log, read_log
 from jobs.runner import Runner
 from jobs.spec import JobSpec, Resources
 from jobs.store import Delivery
@@ -68,8 +68,10 @@ def test_the_folder_of_a_lost_database_is_not_believed(house: House, same_spec: 
     (old / "process.json").write_text('{"attempt": 1, "pid": 1, "started": "1"}')
     (old / "exit.json").write_text('{"attempt": 1, "exit_code": 0, "error": null}')
     (old / "outcome.json").write_text('{"result": "promoted"}')
+    (old / "log.txt").write_text("what the old job said")
     job = house.store.submit(spec).job
     assert job.id == old.name
+    assert read_log(house.jobs_dir, job) == b""
     house.run()
     outcome = house.ended(job).outcome
     assert outcome is not None and outcome.result == "published"

@@ -192,6 +192,8 @@ def test_a_commit_that_changes_no_row_is_told_from_one_that_waits(
     release_store.set_current(folder, echo_release(folder, 1).id)
 
     assert f"; the newest commit is {head[:12]}\n" in pipeline("status")
+    lost = f"facts: the newest commit of main, {head[:12]}, has no job and no outcome"
+    assert (lost, "pipeline jobs run --pipeline facts") in wrong()
     range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=head)
     with open_job_store(load_settings(), Home.find()) as store:
         store.submit(JobSpec(command=("true",), pipeline="facts", revisions=range))
@@ -199,6 +201,7 @@ def test_a_commit_that_changes_no_row_is_told_from_one_that_waits(
         assert job is not None
         store.finish(job.id, "me", JobOutcome(result="unchanged"))
     assert f"; the newest commit is {head[:12]}, which changes no row\n" in pipeline("status")
+    assert lost not in dict(wrong())
 
 
 def test_another_service_on_the_servers_port_serves_nothing(
