@@ -28,10 +28,12 @@ STALE = ".stale-"
 number to the folder's name."""
 LOG = "log.txt"
 """The output of the command, from all attempts of the job."""
-PROCESS = "process.json"
-"""The leader writes this file: the number of the attempt, and the leader's pid and start time."""
+PROCESS = ".process.json"
+"""The leader writes this file: the number of the attempt, and the leader's pid and start time. Its
+name and the name of `EXIT` begin with a dot, so that both files survive `rm -rf ./*`: the folder is
+the working folder of the command."""
 PROCESS_FIELDS = {"attempt": int, "pid": int, "started": str}
-EXIT = "exit.json"
+EXIT = ".exit.json"
 """The leader writes this file when the command has ended or could not be started: the number of the
 attempt, the exit code and, if the command could not be started, the error. The runner reads the
 exit code from this file, because the system reports the exit code only to the leader."""

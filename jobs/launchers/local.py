@@ -184,7 +184,7 @@ def _recorded_status(job_dir: Path, attempt: int) -> Status | None:
     leader = _leader(job_dir, attempt)
     if leader is None:
         return None
-    # Check whether the leader runs, and only then read the file `exit.json`. In the other order,
+    # Check whether the leader runs, and only then read the file `EXIT`. In the other order,
     # the leader could write the file and end between the two steps. The attempt would then count as
     # vanished.
     is_running = is_alive(leader)
