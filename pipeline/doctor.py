@@ -16,6 +16,7 @@ from pipeline.doctor_jobs import (
     check_newest_commits,
     check_trainers,
 )
+from pipeline.doctor_repositories import check_repositories
 from pipeline.errors import PipelineError
 from pipeline.findings import Finding, ok, wrong
 from pipeline.hub.database import SCHEMA_REVISION as HUB_SCHEMA
@@ -325,5 +326,6 @@ CHECKS: tuple[Check, ...] = (
     check_dead_letters,
     check_last_jobs,
     check_newest_commits,
+    check_repositories,
     _check_releases,
 )
