@@ -5,6 +5,7 @@ JobError                   the base class; the message is for a person
 ├── PendingJob             the pipeline already has a pending job that was submitted by hand
 ├── LeaseLost              this runner no longer has the lease, so it must leave the job alone
 ├── IllegalTransition      the job's state does not allow this change
+├── DamagedRecord          a file in a job's folder is not the record that hotpush writes there
 ├── LaunchError            a launcher could not start the command
 │   └── SealBroken         the encrypted variables of the job cannot be decrypted
 └── StoreError             the database cannot be used
@@ -13,6 +14,8 @@ JobError                   the base class; the message is for a person
 
 The docstring of the package `jobs` explains terms such as pending and lease.
 """
+
+from pathlib import Path
 
 
 class JobError(Exception):
@@ -48,6 +51,14 @@ class LeaseLost(JobError):
 class IllegalTransition(JobError):
     def __init__(self, job_id: str, state: str, wanted: str) -> None:
         super().__init__(f"Job {job_id} is {state} and cannot become {wanted}.")
+
+
+class DamagedRecord(JobError):
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(
+            f"{path} is damaged: {reason}. Only hotpush may write this file. Correct the command "
+            "that changed the file, then submit the job again."
+        )
 
 
 class LaunchError(JobError):

@@ -8,8 +8,11 @@ module. So that leaders start quickly, the module uses only the standard library
 import itertools
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from jobs.errors import DamagedRecord
 
 IDENTITY = "job.json"
 """Says which job the folder belongs to. The job id in the folder's name is not enough: a new
@@ -25,12 +28,16 @@ STALE = ".stale-"
 number to the folder's name."""
 LOG = "log.txt"
 """The output of the command, from all attempts of the job."""
-PROCESS = "process.json"
-"""The leader writes this file: the number of the attempt, and the leader's pid and start time."""
-EXIT = "exit.json"
+PROCESS = ".process.json"
+"""The leader writes this file: the number of the attempt, and the leader's pid and start time. Its
+name and the name of `EXIT` begin with a dot, so that both files survive `rm -rf ./*`: the folder is
+the working folder of the command."""
+PROCESS_FIELDS = {"attempt": int, "pid": int, "started": str}
+EXIT = ".exit.json"
 """The leader writes this file when the command has ended or could not be started: the number of the
 attempt, the exit code and, if the command could not be started, the error. The runner reads the
 exit code from this file, because the system reports the exit code only to the leader."""
+EXIT_FIELDS = {"attempt": int, "exit_code": int, "error": str | None}
 LOCK = ".lock"
 """The leader holds a lock on this file, so that two attempts of a job never run at the same time.
 """
@@ -62,13 +69,30 @@ def write_atomically(path: Path, content: str, *, durable: bool = False) -> None
         fsync_dir(path.parent)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file that `write_atomically` wrote. None if the file is missing, or if
-    it is not valid JSON because a power cut lost its content."""
+def read_json(path: Path) -> Any:
+    """The JSON in a file that `write_atomically` wrote. None if the file is missing, or if it is
+    not valid JSON because a power cut lost its content. Raises OSError."""
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
-    except (FileNotFoundError, json.JSONDecodeError):
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
         return None
+
+
+def read_record(path: Path, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The JSON object in the file `path`, which has at least these `fields` (name → type). None in
+    the same cases as `read_json`. Raises DamagedRecord if something else is there, such as a
+    folder, because the job's command has changed the file."""
+    try:
+        content = read_json(path)
+    except OSError as error:
+        raise DamagedRecord(path, f"it cannot be read: {error.strerror}") from error
+    if content is None:
+        return None
+    if not isinstance(content, dict):
+        raise DamagedRecord(path, "it holds no JSON object")
+    for name, kind in fields.items():
+        if not isinstance(content.get(name), kind):
+            raise DamagedRecord(path, f"it has no valid {name!r}")
     return content
 
 

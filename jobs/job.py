@@ -77,6 +77,12 @@ class Job:
     time as a push job of the same pipeline."""
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """The content of `job.json`, which says whose folder it is (`IDENTITY` in
+        `jobs/folder.py`)."""
+        return {"id": self.id, "created_at": self.created_at}
+
+    @property
     def has_ended(self) -> bool:
         return not TRANSITIONS[self.state]
 

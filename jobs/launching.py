@@ -37,7 +37,7 @@ def start_attempt(
             f"There is no launcher {job.spec.launcher!r}; this runner has only `local`. Submit the "
             "job again with the launcher `local`."
         )
-    stale = prepare_job_folder(job_dir, {"id": job.id, "created_at": job.created_at})
+    stale = prepare_job_folder(job_dir, job.identity)
     if stale is not None:
         logger.warning(
             "Folder %s belonged to job %s of another database, so the folder was renamed to %s.",

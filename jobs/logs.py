@@ -4,18 +4,28 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from jobs.folder import LOG
+from jobs.folder import IDENTITY, LOG, read_json
+from jobs.job import Job
 from jobs.store import JobStore
 
 
-def read_log(jobs_dir: Path, job_id: str, offset: int = 0, max_bytes: int = 1 << 20) -> bytes:
+def read_log(jobs_dir: Path, job: Job, offset: int = 0, max_bytes: int = 1 << 20) -> bytes:
     """Up to `max_bytes` of the log, starting at byte `offset`. Empty if there is no log yet."""
+    folder = jobs_dir / job.id
+    if is_of_another_job(folder, job):
+        return b""
     try:
-        with (jobs_dir / job_id / LOG).open("rb") as log:
+        with (folder / LOG).open("rb") as log:
             log.seek(offset)
             return log.read(max_bytes)
     except FileNotFoundError:
         return b""
+
+
+def is_of_another_job(folder: Path, job: Job) -> bool:
+    """Whether a job of another database has left this folder. The runner renames such a folder when
+    it starts `job`."""
+    return read_json(folder / IDENTITY) not in (None, job.identity)
 
 
 def follow_log(
@@ -29,10 +39,10 @@ def follow_log(
     while True:
         # Read the state before the log. If the job has already ended at this point, the log that is
         # read below is complete.
-        has_ended = store.get(job_id).has_ended
-        while piece := read_log(jobs_dir, job_id, offset):
+        job = store.get(job_id)
+        while piece := read_log(jobs_dir, job, offset):
             offset += len(piece)
             yield piece
-        if has_ended:
+        if job.has_ended:
             return
         time.sleep(poll_seconds)

@@ -58,6 +58,12 @@ def outcome_of_exit(
             "the command that writes the file, then submit the job again."
         )
         return failure(job, stage="launch", reason=reason, exit_code=status.exit_code)
+    except OSError as error:
+        reason = (
+            f"{OUTCOME} in the job's folder cannot be read: {error.strerror}. Correct the command "
+            "that made it, then submit the job again."
+        )
+        return failure(job, stage="launch", reason=reason, exit_code=status.exit_code)
     if written is not None and (
         stop_reason is None or written.result not in ("failed", "cancelled")
     ):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jobs.errors import LaunchError, LeaseLost, StoreError
+from jobs.errors import DamagedRecord, LaunchError, LeaseLost, StoreError
 from jobs.folder import OUTCOME
 from jobs.job import Job, delivery_ids, failure, log_fields
 from jobs.launcher import Launcher, Status
@@ -190,7 +190,10 @@ class Runner:
             self._claim(now, changed)
         for leased in list(self._leased.values()):
             try:
-                self._advance(leased, launcher, changed=changed, is_stopping=is_stopping)
+                try:
+                    self._advance(leased, launcher, changed=changed, is_stopping=is_stopping)
+                except (DamagedRecord, OSError) as error:
+                    self._give_up(leased, launcher, error)
             except LeaseLost as error:
                 logger.warning("%s", error)
                 del self._leased[leased.job.id]
@@ -414,6 +417,22 @@ class Runner:
         else:
             job = self._store.finish(leased.job.id, self.owner, result)
         self._after_result(leased, job)
+
+    def _give_up(self, leased: _LeasedJob, launcher: Launcher, error: Exception) -> None:
+        """End a job as failed, because a file in its folder cannot be used. Other jobs go on."""
+        if is_temporary(error):
+            raise error  # the cause is the machine, not this job
+        job, reason = leased.job, f"{leased.job.id} cannot be watched: {error}"
+        if leased.handle is not None:
+            # Before a kill, `heartbeat` checks that this runner still has the lease.
+            self._store.heartbeat(job.id, self.owner, self._settings.lease_seconds)
+            try:
+                launcher.stop(leased.handle, force=True)
+            except DamagedRecord:  # the damaged file is the one that names the processes
+                reason += " Processes of the job may still run."
+        outcome = failure(job, stage="lost", reason=reason)
+        logger.warning("%s", outcome.reason, extra=log_fields(job))
+        self._after_result(leased, self._store.finish(job.id, self.owner, outcome))
 
     def _after_result(self, leased: _LeasedJob, job: Job) -> None:
         """Act on the result of an attempt. `job` is the job as the store has recorded it after the

@@ -15,6 +15,7 @@ from pipeline.hub.repositories.names import repository_name
 from pipeline.hub.repositories.store import Repositories
 from pipeline.paths import Home
 from pipeline.retrain.base_model import PRESETS, cached_folder, longest_sequence
+from pipeline.retrain.data_files import why_no_data
 from pipeline.retrain.dataset import check_not_empty, read_dataset
 from pipeline.retrain.errors import BaseModelError, DataError
 from pipeline.retrain.git_snapshot import GitDataset
@@ -55,7 +56,12 @@ def check_data(
     """
     reading = pipeline.data if pipeline is not None else DataSettings()
     bad: list[DataError] = []
-    with _files(folder, home, settings, pipeline) as (root, files):
+    with _files(folder, home, settings, pipeline) as (root, files, links):
+        bad += [
+            DataError.at(link, None, "it is a symbolic link; put the file itself in its place")
+            for link in links
+            if why_no_data(link) is None
+        ]
         dataset = read_dataset(root, files, reading, bad.append)
     # If rows are bad, do not also report that the dataset has no rows: the dataset may be empty
     # only because the bad rows were left out.
@@ -88,16 +94,21 @@ def check_data(
 @contextmanager
 def _files(
     folder: Path | None, home: Home, settings: Settings, pipeline: PipelineSettings | None
-) -> Iterator[tuple[Path, Sequence[str]]]:
-    """Yields a folder, and the files in it that belong to the dataset. If the folder is the user's,
-    these are the files that a commit of the complete folder would contain. If the folder is a
-    download, these are the files of the downloaded commit."""
+) -> Iterator[tuple[Path, Sequence[str], Sequence[str]]]:
+    """Yields a folder, the files in it that belong to the dataset, and the symbolic links. If the
+    folder is the user's, these are the files that a commit of the complete folder would contain. If
+    the folder is a download, these are the files of the downloaded commit.
+
+    Links are not files of the dataset: a commit contains only the path to which a link points, and
+    this path may lead out of the folder."""
     if folder is None and pipeline is not None:
         folder = _clone_of(pipeline.dataset, Path())
     if folder is not None:
         if not folder.is_dir():
             raise PipelineError(f"there is no folder {folder}; name a folder with data files")
-        yield folder, _tracked(folder)
+        paths = _tracked(folder)
+        links = [path for path in paths if (folder / path).is_symlink()]
+        yield folder, [path for path in paths if path not in links], links
         return
     if pipeline is None:
         raise PipelineError(
@@ -107,7 +118,7 @@ def _files(
     with tempfile.TemporaryDirectory() as temporary:
         source = _source(home, settings, pipeline, Path(temporary))
         revision = source.download(source.head(branch_ref(pipeline)))
-        yield revision.folder, (*revision.files, *revision.others)
+        yield revision.folder, (*revision.files, *revision.others), ()
 
 
 def _source(
@@ -154,13 +165,18 @@ def _clone_of(dataset: str, folder: Path) -> Path | None:
     return Path(top.strip()) if is_clone else None
 
 
+def _is_entry(path: Path) -> bool:
+    """Whether a commit would contain the path itself: a file, or a link to anything."""
+    return path.is_symlink() or path.is_file()
+
+
 def _tracked(folder: Path) -> Sequence[str]:
-    """The files that a commit of this folder would contain. In a git clone, these are all files
-    that git does not ignore. In any other folder, these are all files."""
+    """The files and links that a commit of this folder would contain. In a git clone, these are all
+    that git does not ignore. In any other folder, these are all."""
     listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "-z", folder=folder)
     if listed is not None:
-        return [file for file in listed.split("\0") if file and (folder / file).is_file()]
-    files = (path for path in folder.rglob("*") if path.is_file())
+        return [file for file in listed.split("\0") if file and _is_entry(folder / file)]
+    files = (path for path in folder.rglob("*") if _is_entry(path))
     return [path.relative_to(folder).as_posix() for path in files]
 
 

@@ -9,14 +9,20 @@ from jobs.errors import JobError
 from jobs.launchers.process import is_alive
 from jobs.migrations import HEAD as JOBS_SCHEMA
 from pipeline.doctor_deliveries import check_dead_letters, check_deliveries
-from pipeline.doctor_jobs import check_base_models, check_metrics_port, check_trainers
+from pipeline.doctor_jobs import (
+    check_base_models,
+    check_last_jobs,
+    check_metrics_port,
+    check_newest_commits,
+    check_trainers,
+)
+from pipeline.doctor_repositories import check_repositories
 from pipeline.errors import PipelineError
 from pipeline.findings import Finding, ok, wrong
 from pipeline.hub.database import SCHEMA_REVISION as HUB_SCHEMA
 from pipeline.hub.database import check_schema
 from pipeline.hub.errors import HubError
-from pipeline.job_store import jobs_schema, reading_jobs
-from pipeline.journal import WAYS_ON, next_step
+from pipeline.job_store import jobs_schema
 from pipeline.moved_datasets import moved_datasets, moved_message, moved_next_step
 from pipeline.other_hubs import check_webhooks_at_other_hubs
 from pipeline.paths import Home
@@ -255,39 +261,10 @@ def _check_webhooks(home: Home, settings: Settings) -> Iterator[Finding]:
             yield ok("webhook", f"{ours.id} delivers to {url}")
 
 
-def _check_last_jobs(home: Home, settings: Settings) -> Iterator[Finding]:
-    try:
-        with reading_jobs(settings, home) as store:
-            if store is None:
-                return
-            for pipeline in settings.pipelines:
-                jobs = store.list(pipeline=pipeline.name, limit=20)
-                last = next((job for job in jobs if job.has_ended), None)
-                if last is None:
-                    yield ok("jobs", f"{pipeline.name}: no job has ended yet")
-                elif last.outcome is None:
-                    yield ok("jobs", f"{pipeline.name}: {last.id} {last.state.lower()}")
-                elif last.outcome.result in ("failed", "rejected"):
-                    yield wrong(
-                        "jobs",
-                        f"{pipeline.name}: {last.id} {last.outcome.result}: {last.outcome.reason}",
-                        f"pipeline jobs logs {last.id}; then "
-                        + next_step(
-                            jobs,
-                            WAYS_ON
-                            if last.outcome.result == "rejected"
-                            else "push again, or: pipeline jobs run",
-                        ),
-                    )
-                else:
-                    yield ok("jobs", f"{pipeline.name}: {last.id} {last.outcome.result}")
-    except JobError:
-        return  # `_check_schemas` has already reported this error
-
-
 def _check_releases(home: Home, settings: Settings) -> Iterator[Finding]:
     from serving.weights.release_store import (
         UNFINISHED,
+        not_links,
         release_ids,
         served_release,
         stood_in_for,
@@ -306,6 +283,12 @@ def _check_releases(home: Home, settings: Settings) -> Iterator[Finding]:
                     f"{release_id} is damaged: {'; '.join(reasons)}",
                     f"pipeline releases repair, then: pipeline releases rm {release_id}",
                 )
+        for path in not_links(folder):
+            yield wrong(
+                "releases",
+                f"{path} is not a link, so a tool that follows links has probably copied it",
+                "pipeline down && pipeline up --detach (the server then makes the link again)",
+            )
         try:
             served = served_release(folder)
         except ServingError as error:
@@ -343,6 +326,8 @@ CHECKS: tuple[Check, ...] = (
     check_webhooks_at_other_hubs,
     check_deliveries,
     check_dead_letters,
-    _check_last_jobs,
+    check_last_jobs,
+    check_newest_commits,
+    check_repositories,
     _check_releases,
 )

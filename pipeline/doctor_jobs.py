@@ -1,5 +1,5 @@
-"""The checks of `pipeline doctor` that find out whether jobs can run, and whether the runner serves
-its metrics."""
+"""The checks of `pipeline doctor` that find out whether jobs can run, how the last jobs ended,
+whether a commit has no job, and whether the runner serves its metrics."""
 
 import shutil
 from collections.abc import Iterator
@@ -7,15 +7,22 @@ from importlib.util import find_spec
 
 import httpx
 
+from jobs.errors import JobError
 from jobs.launchers.process import is_alive
+from jobs.reader import JobReader
 from pipeline.errors import PipelineError
 from pipeline.findings import Finding, ok, wrong
+from pipeline.job_store import reading_jobs
+from pipeline.journal import WAYS_ON, next_step
+from pipeline.newest_commit import newest_commit
 from pipeline.paths import Home
 from pipeline.probes import port_fault
 from pipeline.retrain.reporters import check_reporters
 from pipeline.rules import absolute_command
 from pipeline.settings import PipelineSettings, Settings, settings_file
 from pipeline.stack_record import read_stack
+from serving.errors import ServingError
+from serving.weights.release_store import load_release, served_release
 
 NEEDED_TO_TRAIN = ("torch", "transformers", "datasets", "safetensors")
 
@@ -101,3 +108,75 @@ def _serves_our_metrics(port: int) -> bool:
     except httpx.HTTPError:
         return False
     return "pipeline_outcomes" in response.text
+
+
+def check_last_jobs(home: Home, settings: Settings) -> Iterator[Finding]:
+    try:
+        with reading_jobs(settings, home) as store:
+            if store is None:
+                return
+            for pipeline in settings.pipelines:
+                jobs = store.list(pipeline=pipeline.name, limit=20)
+                last = next((job for job in jobs if job.has_ended), None)
+                if last is None:
+                    yield ok("jobs", f"{pipeline.name}: no job has ended yet")
+                elif last.outcome is None:
+                    yield ok("jobs", f"{pipeline.name}: {last.id} {last.state.lower()}")
+                elif last.outcome.result in ("failed", "rejected"):
+                    yield wrong(
+                        "jobs",
+                        f"{pipeline.name}: {last.id} {last.outcome.result}: {last.outcome.reason}",
+                        f"pipeline jobs logs {last.id}; then "
+                        + next_step(
+                            jobs,
+                            WAYS_ON
+                            if last.outcome.result == "rejected"
+                            else "push again, or: pipeline jobs run",
+                        ),
+                    )
+                else:
+                    yield ok("jobs", f"{pipeline.name}: {last.id} {last.outcome.result}")
+    except JobError:
+        return  # `_check_schemas` has already reported this error
+
+
+def check_newest_commits(home: Home, settings: Settings) -> Iterator[Finding]:
+    """Checks whether the newest commit of each followed branch was trained on, or has a job. If it
+    has none, its job was lost, for example with the job database. Checks only branches on the
+    stack's own hub, and only while the stack is up."""
+    if read_stack(home) is None:
+        return
+    for pipeline in settings.pipelines:
+        head = newest_commit(home, settings, pipeline) if settings.is_on_own_hub(pipeline) else None
+        if head is None or head == _served_revision(home, pipeline):
+            continue
+        try:
+            with reading_jobs(settings, home) as store:
+                has_job = store is not None and _names(store, pipeline, head)
+        except JobError:
+            return  # the check of the job database has already reported this error
+        if not has_job:
+            yield wrong(
+                "jobs",
+                f"{pipeline.name}: the newest commit of {pipeline.ref}, {head[:12]}, has no job "
+                "and no outcome",
+                f"pipeline jobs run --pipeline {pipeline.name}",
+            )
+
+
+def _names(store: JobReader, pipeline: PipelineSettings, commit: str) -> bool:
+    """Whether a job of the pipeline, in any state, trains on `commit`. `of_commit` finds only jobs
+    of pushes, so look at the newest jobs too: a person may have submitted one of them."""
+    by_push = any(job.spec.pipeline == pipeline.name for job in store.of_commit(commit))
+    return by_push or any(
+        job.spec.revisions is not None and job.spec.revisions.new_sha == commit
+        for job in store.list(pipeline=pipeline.name, limit=100)
+    )
+
+
+def _served_revision(home: Home, pipeline: PipelineSettings) -> str | None:
+    try:
+        served = served_release(home.releases_dir / pipeline.name)
+        return None if served is None else load_release(served).lineage.dataset_revision
+    except ServingError:
+        return None  # the check of the releases reports this error

@@ -21,7 +21,7 @@ from pathlib import Path
 from signal import SIGKILL, SIGTERM
 
 from jobs.errors import LaunchError
-from jobs.folder import EXIT, LOG, PROCESS, read_json
+from jobs.folder import EXIT, EXIT_FIELDS, LOG, PROCESS, PROCESS_FIELDS, read_record
 from jobs.launcher import Launch, Status
 from jobs.launchers.process import ProcessIdentity, is_alive, signal_session
 from jobs.launchers.supervise import Request
@@ -64,7 +64,7 @@ class LocalLauncher:
 
     def start(self, launch: Launch) -> str:
         handle = f"local:{launch.job_id}:{launch.attempt}"
-        process = read_json(launch.job_dir / PROCESS)
+        process = read_record(launch.job_dir / PROCESS, PROCESS_FIELDS)
         if handle in self._starting or (process and process["attempt"] >= launch.attempt):
             return handle
         request = Request(
@@ -184,18 +184,18 @@ def _recorded_status(job_dir: Path, attempt: int) -> Status | None:
     leader = _leader(job_dir, attempt)
     if leader is None:
         return None
-    # Check whether the leader runs, and only then read the file `exit.json`. In the other order,
+    # Check whether the leader runs, and only then read the file `EXIT`. In the other order,
     # the leader could write the file and end between the two steps. The attempt would then count as
     # vanished.
     is_running = is_alive(leader)
-    ended = read_json(job_dir / EXIT)
+    ended = read_record(job_dir / EXIT, EXIT_FIELDS)
     if ended is not None and ended["attempt"] == attempt:
         return Status(phase="exited", exit_code=ended["exit_code"], error=ended["error"])
     return Status(phase="running" if is_running else "vanished")
 
 
 def _leader(job_dir: Path, attempt: int) -> ProcessIdentity | None:
-    process = read_json(job_dir / PROCESS)
+    process = read_record(job_dir / PROCESS, PROCESS_FIELDS)
     if process is None or process["attempt"] != attempt:
         return None
     return ProcessIdentity(pid=process["pid"], started=process["started"])

@@ -22,7 +22,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from jobs.folder import COMPUTING, EXIT, LOCK, LOG, PROCESS, read_json, write_atomically
+from jobs.folder import (
+    COMPUTING,
+    EXIT,
+    LOCK,
+    LOG,
+    PROCESS,
+    PROCESS_FIELDS,
+    read_record,
+    write_atomically,
+)
 from jobs.launchers.process import IS_LINUX, die_with_parent, identify, lower_priority, prctl
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -137,7 +146,7 @@ def _claim_attempt(job_dir: Path, attempt: int) -> None:
             if time.monotonic() > give_up:
                 os._exit(0)
             time.sleep(0.005)
-    earlier = read_json(job_dir / PROCESS)
+    earlier = read_record(job_dir / PROCESS, PROCESS_FIELDS)
     if earlier is not None and earlier["attempt"] >= attempt:
         os._exit(0)
 

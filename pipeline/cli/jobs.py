@@ -95,14 +95,13 @@ def logs(
     home = project_home()
     with reading_store(home) as store:
         store, found = find_job(store, job, latest)
-        job_id = found.id
         if follow:
-            for text in follow_log(store, home.jobs_dir, job_id):
+            for text in follow_log(store, home.jobs_dir, found.id):
                 sys.stdout.buffer.write(text)
                 sys.stdout.flush()
         else:
             offset = 0
-            while text := read_log(home.jobs_dir, job_id, offset):
+            while text := read_log(home.jobs_dir, found, offset):
                 sys.stdout.buffer.write(text)
                 offset += len(text)
 

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.text import Text
 
 from jobs.job import Job
-from jobs.logs import read_log
+from jobs.logs import is_of_another_job, read_log
 from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
@@ -47,6 +47,8 @@ def follow_stages(
         def show(job: Job) -> None:
             nonlocal offset
             stages.follow_state(job)
+            if is_of_another_job(metrics_file.parent, job):
+                return
             metrics, offset = read_metrics(metrics_file, offset)
             for metric in metrics:
                 stages.follow_metric(metric)
@@ -74,7 +76,7 @@ def follow_output(
 
     def show(job: Job) -> None:
         nonlocal offset
-        while output is not None and (text := read_log(home.jobs_dir, job_id, offset)):
+        while output is not None and (text := read_log(home.jobs_dir, job, offset)):
             offset += len(text)
             output.write(text)
             output.flush()

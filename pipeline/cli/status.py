@@ -82,6 +82,7 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
     from pipeline.job_store import reading_jobs
     from pipeline.journal import advice_after_refusal, describe
     from pipeline.moved_datasets import moved_datasets, moved_message, moved_next_step
+    from pipeline.newest_commit import newest_commit
     from pipeline.stack_record import read_stack, stale_settings, suspended_stack
     from pipeline.tokens import load_tokens
     from pipeline.versions import installed_versions
@@ -139,7 +140,7 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
             folder = home.releases_dir / pipeline.name
             jobs = store.list(pipeline=pipeline.name, limit=20) if store is not None else []
             head = (
-                _newest_commit(home, settings, pipeline)
+                newest_commit(home, settings, pipeline)
                 if record and settings.is_on_own_hub(pipeline)
                 else None
             )
@@ -256,26 +257,3 @@ def _suspended_webhooks(home: Home, settings: Any) -> list[dict[str, Any]]:
         for webhook in webhooks
         if webhook.status == "suspended"
     ]
-
-
-def _newest_commit(home: Home, settings: Any, pipeline: Any) -> str | None:
-    """The newest commit of the branch that the pipeline follows. None if the branch has no commit,
-    or if the hub does not answer."""
-    from urllib.parse import quote
-
-    import httpx
-
-    from pipeline.tokens import load_tokens
-
-    # The name of a branch may contain a character that would end the URL's path, such as #.
-    ref = quote(pipeline.ref, safe="")
-    try:
-        response = httpx.get(
-            f"{settings.hub_url}/api/datasets/{pipeline.dataset}/revision/{ref}",
-            headers={"Authorization": f"Bearer {load_tokens(home.tokens_file).hub}"},
-            timeout=5,
-            trust_env=False,
-        )
-    except httpx.HTTPError:
-        return None
-    return response.json()["sha"] if response.is_success else None

@@ -23,6 +23,7 @@
         ├── PreconditionFailed   412
         ├── TooLarge             413
         ├── RangeNotSatisfiable  416
+        ├── DamagedRepository    500
         ├── NotSupported         501
         └── DiskFull             507
 
@@ -124,6 +125,16 @@ class EntryNotFound(RequestError):
 
 class WebhookNotFound(RequestError):
     status = 404
+
+
+class DamagedRepository(RequestError):
+    """An object of a git repository is lost."""
+
+    def __init__(self, sha: str) -> None:
+        super().__init__(
+            f"The repository is damaged: the object {sha} is missing. `pipeline doctor` says how "
+            "to restore it."
+        )
 
 
 class SpaceSettingNotFound(RequestError):

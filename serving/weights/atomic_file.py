@@ -48,13 +48,16 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def link_atomically(link: Path, target: str) -> None:
-    """Make `link` a symbolic link to `target`. An existing link is replaced atomically.
+    """Make `link` a symbolic link to `target`. An existing link or file is replaced atomically. If
+    a folder has this name, it gets the suffix `.replaced-…` first.
 
     The link survives a power cut only after `fsync_dir`, which the caller must call. One call is
     enough for all links in a folder.
     """
     replacement = replacement_path(link.parent)
     os.symlink(target, replacement)
+    if link.is_dir() and not link.is_symlink():
+        link.rename(link.with_name(f"{link.name}.replaced-{uuid.uuid4().hex[:8]}"))
     os.replace(replacement, link)
 
 

@@ -11,6 +11,7 @@ from serving.errors import ReleaseError
 from serving.weights.atomic_file import is_abandoned
 from serving.weights.release_store import (
     UNFINISHED,
+    live_releases,
     pending_release,
     pinned_releases,
     release_ids,
@@ -42,6 +43,8 @@ def prune(pipeline_dir: Path, keep: int) -> list[str]:
         }
         if served is not None:
             kept.add(served.name)
+        else:  # without a link `current`, the server serves the last release in `live`
+            kept.update(live_releases(pipeline_dir)[-1:])
         removed = [release_id for release_id in ids if release_id not in kept]
         for release_id in removed:
             _remove_locked(pipeline_dir, release_id)

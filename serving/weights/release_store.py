@@ -21,6 +21,7 @@ substitute. Then `current` points at the substitute, and the substitute "stands 
 release in `live`.
 """
 
+import errno
 import logging
 import os
 import re
@@ -108,7 +109,8 @@ def release_ids(pipeline_dir: Path) -> list[str]:
 
 
 def served_release(pipeline_dir: Path) -> Path | None:
-    """The folder of the release that `current` points at; None if no release was served yet.
+    """The folder of the release that `current` points at. None if no release was served yet, or if
+    `current` is not a link.
 
     Call this once and keep the result, because the server may move the link between two calls. The
     folder may no longer exist; `load_release` then raises ReleaseError. This function raises
@@ -202,10 +204,23 @@ def stood_in_for(pipeline_dir: Path) -> str | None:
     return listed[-1] if current is not None and listed[-1] != current else None
 
 
+def not_links(pipeline_dir: Path) -> list[Path]:
+    """`current` and `previous`, if a file or a folder has replaced the link of this name."""
+    links = (pipeline_dir / CURRENT, pipeline_dir / PREVIOUS)
+    return [link for link in links if link.exists() and not link.is_symlink()]
+
+
 def _target(link: Path) -> str | None:
     try:
         target = os.readlink(link)
     except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # A tool that follows links has put a file or a folder here. `live` has the right id, and
+        # the next `set_current` makes the link again.
+        logger.warning("%s is not a link, so it is ignored", link)
         return None
     release_number(target)
     return target
@@ -296,10 +311,17 @@ def _write_pinned(pipeline_dir: Path, ids: Collection[str]) -> None:
 def next_number(pipeline_dir: Path) -> int:
     """The number for the next release. The caller must hold the lock.
 
-    Writes the new counter to disk before it returns, so that no number is ever used twice.
+    Writes the new counter to disk before it returns, so that no number is ever used twice. If the
+    counter is lost or damaged, the numbers continue from the highest release that is present.
     """
     counter = pipeline_dir / COUNTER
-    last = int(counter.read_text()) if counter.exists() else 0
+    try:
+        last = int(counter.read_bytes())
+    except FileNotFoundError:
+        last = 0
+    except ValueError:
+        logger.warning("%s holds no number; counting from the highest release present", counter)
+        last = 0
     present = [release_number(release_id) for release_id in release_ids(pipeline_dir)]
     number = max([last, *present]) + 1
     write_atomically(counter, f"{number}\n")

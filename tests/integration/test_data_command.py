@@ -169,3 +169,20 @@ def test_the_url_of_the_stacks_own_hub_is_that_hub(
     folder.mkdir(parents=True)
     git(folder, "clone", "--bare", address, "faq.git")
     assert CliRunner().invoke(app, ["data", "check"]).output == EXPECTED
+
+
+@pytest.mark.parametrize("in_git", [True, False])
+def test_a_link_is_refused_by_its_name_and_not_followed(
+    clone: Path, tmp_path: Path, in_git: bool
+) -> None:
+    folder = clone if in_git else tmp_path / "plain"
+    folder.mkdir(exist_ok=True)
+    (tmp_path / "private.jsonl").write_text('{"question": "Key?", "answer": "1234"}\n')
+    (folder / "rows.jsonl").write_text('{"question": "When?", "answer": "Now."}\n')
+    (folder / "more.jsonl").symlink_to(tmp_path / "private.jsonl")
+    (folder / "gone.jsonl").symlink_to(tmp_path / "nothing.jsonl")
+    result = CliRunner().invoke(app, ["data", "check", str(folder)])
+    assert result.exit_code != 0
+    for link in ("more.jsonl", "gone.jsonl"):
+        assert f"{link}: it is a symbolic link" in result.output
+    assert "1234" not in result.output and "more.jsonl 1 row" not in result.output

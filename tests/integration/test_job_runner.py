@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from jobs.folder import LOG
-from jobs.logs import follow_log
+from jobs.logs import follow_log, read_log
 from jobs.runner import Runner
 from jobs.spec import JobSpec, Resources
 from jobs.store import Delivery
@@ -65,11 +65,13 @@ def test_the_folder_of_a_lost_database_is_not_believed(house: House, same_spec: 
     old.mkdir(parents=True)
     (old / "spec.json").write_text((spec if same_spec else program("x")).model_dump_json())
     (old / "job.json").write_text('{"id": "j000001", "created_at": 1.0}')
-    (old / "process.json").write_text('{"attempt": 1, "pid": 1, "started": "1"}')
-    (old / "exit.json").write_text('{"attempt": 1, "exit_code": 0, "error": null}')
+    (old / ".process.json").write_text('{"attempt": 1, "pid": 1, "started": "1"}')
+    (old / ".exit.json").write_text('{"attempt": 1, "exit_code": 0, "error": null}')
     (old / "outcome.json").write_text('{"result": "promoted"}')
+    (old / "log.txt").write_text("what the old job said")
     job = house.store.submit(spec).job
     assert job.id == old.name
+    assert read_log(house.jobs_dir, job) == b""
     house.run()
     outcome = house.ended(job).outcome
     assert outcome is not None and outcome.result == "published"
@@ -89,6 +91,15 @@ def test_a_payload_beyond_what_a_variable_can_hold(house: House) -> None:
     assert json.loads(Path(shown["WEBHOOK_PAYLOAD_FILE"]).read_text()) == payload
 
 
+def test_a_job_may_empty_its_working_folder(house: House) -> None:
+    house.run()
+    script = "rm -rf ./*; sleep 0.5; exit 3"
+    job = house.store.submit(JobSpec(command=("sh", "-c", script), pipeline="faq")).job
+    ended = house.ended(job)
+    assert ended.attempt == 1
+    assert ended.outcome is not None and ended.outcome.exit_code == 3
+
+
 def test_the_outcome_that_a_job_wrote_is_final(house: House) -> None:
     house.run()
     job = house.ended(house.store.submit(program("write_outcome", "promoted", "9")).job)
@@ -101,6 +112,29 @@ def test_an_outcome_that_is_none_is_a_failure(house: House) -> None:
     job = house.ended(house.store.submit(program("write_outcome", "splendid", "0")).job)
     assert job.state == "ERROR" and job.outcome is not None and job.outcome.reason is not None
     assert "outcome.json" in job.outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        ("mkdir outcome.json", "outcome.json"),
+        ("mkdir .exit.json", ".exit.json"),
+        ("rm .process.json; mkdir .process.json; sleep 2", ".process.json"),
+        ("echo [] > .process.json; sleep 2", ".process.json"),
+        ('echo \'{"attempt": "1"}\' > .process.json; sleep 2', ".process.json"),
+    ],
+)
+def test_an_odd_file_in_the_folder_of_one_job_fails_this_job_alone(
+    house: House, command: str, file: str
+) -> None:
+    _, _, runner = house.run()
+    odd = house.store.submit(JobSpec(command=("sh", "-c", command))).job
+    other = house.store.submit(JobSpec(command=("sleep", "0.5"))).job
+    job = house.ended(odd)
+    assert job.state == "ERROR" and job.outcome is not None
+    assert job.outcome.result == "failed" and file in str(job.outcome.reason)
+    assert house.ended(other).state == "COMPLETED"
+    assert runner.is_alive()
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_everything_killed_at_once_is_started_again(house: House) -> None:
     first = house.run_process("json")
     job = house.store.submit(program("wait_for", "go", "0")).job
     (pid,) = pids_in(house.log(job))
-    leader = json.loads((house.jobs_dir / job.id / "process.json").read_text())["pid"]
+    leader = json.loads((house.jobs_dir / job.id / ".process.json").read_text())["pid"]
     for victim in (leader, pid, first.pid):
         try:
             os.kill(victim, signal.SIGKILL)

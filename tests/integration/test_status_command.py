@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from jobs.launchers.process import identify
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from pipeline.cli.main import app
+from pipeline.doctor_repositories import check_repositories
 from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
 from pipeline.paths import Home
@@ -192,6 +194,8 @@ def test_a_commit_that_changes_no_row_is_told_from_one_that_waits(
     release_store.set_current(folder, echo_release(folder, 1).id)
 
     assert f"; the newest commit is {head[:12]}\n" in pipeline("status")
+    lost = f"facts: the newest commit of main, {head[:12]}, has no job and no outcome"
+    assert (lost, "pipeline jobs run --pipeline facts") in wrong()
     range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=head)
     with open_job_store(load_settings(), Home.find()) as store:
         store.submit(JobSpec(command=("true",), pipeline="facts", revisions=range))
@@ -199,6 +203,34 @@ def test_a_commit_that_changes_no_row_is_told_from_one_that_waits(
         assert job is not None
         store.finish(job.id, "me", JobOutcome(result="unchanged"))
     assert f"; the newest commit is {head[:12]}, which changes no row\n" in pipeline("status")
+    assert lost not in dict(wrong())
+
+
+def test_a_repository_with_a_lost_object_is_named(hub: RunningHub, tmp_path: Path) -> None:
+    remote, worktree = hub.create_dataset("local/facts"), tmp_path / "facts"
+    hub.git("clone", "--quiet", remote, str(worktree), cwd=tmp_path)
+    (worktree / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    hub.git("add", ".", cwd=worktree)
+    hub.git("commit", "--quiet", "-m", "rows", cwd=worktree)
+    hub.git("push", "--quiet", "origin", "HEAD:main", cwd=worktree)
+    sha = hub.git("rev-parse", "HEAD:a.jsonl", cwd=worktree).strip()
+    home = Home.find()
+    home.hub_dir.symlink_to(tmp_path / "hub")
+    assert [each.level for each in check_repositories(home, load_settings())] == ["ok"]
+
+    [lost] = (tmp_path / "hub").rglob(f"objects/{sha[:2]}/{sha[2:]}")
+    lost.unlink()
+    [found] = check_repositories(home, load_settings())
+    assert found.level == "wrong" and found.message.startswith("local/facts is damaged: ")
+    assert sha in found.message
+    assert found.next_step is not None
+    answer = hub.request("GET", "/api/datasets/local/facts/tree/main")
+    assert answer.status_code == 500
+    assert f"is damaged: the object {sha} is missing" in answer.json()["error"]
+
+    command = found.next_step.partition("that has them: ")[2].replace("CLONE", str(worktree))
+    subprocess.run(["sh", "-c", command], check=True)
+    assert [each.level for each in check_repositories(home, load_settings())] == ["ok"]
 
 
 def test_another_service_on_the_servers_port_serves_nothing(

@@ -93,6 +93,15 @@ def put_live(pipeline_dir: Path, *seeds: int) -> list[str]:
     return ids
 
 
+def test_a_current_that_is_no_link_is_made_again(tmp_path: Path) -> None:
+    _, second = put_live(tmp_path, 1, 2)
+    (tmp_path / "current").unlink()
+    (tmp_path / "current").touch()
+    live = started(tmp_path)
+    assert live is not None and live.id == second
+    assert release_store.served_release(tmp_path) == tmp_path / second
+
+
 def lose_a_shard(folder: Path) -> None:
     next(folder.glob("*.safetensors")).unlink()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import filelock
 import httpx
 
-from jobs.folder import LOCK
+from jobs.folder import EXIT, LOCK, PROCESS
 from jobs.job import Job
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.job_folder import CHECKPOINT, METRICS, read_record
@@ -228,6 +228,7 @@ def _leftovers(stack: StackUnderFire) -> list[str]:
         found += [
             path
             for path in folder.iterdir()
-            if path.name == "checkpoints" or (path.name.startswith(".") and path.name != LOCK)
+            if path.name == "checkpoints"
+            or (path.name.startswith(".") and path.name not in (EXIT, LOCK, PROCESS))
         ]
     return [str(path) for path in found]

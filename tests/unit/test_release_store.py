@@ -1,6 +1,7 @@
 """What lies in a pipeline's folder beside the weights: current, pending, counter, leftovers."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,30 @@ def test_a_broken_link_is_replaced(tmp_path: Path, broken: str) -> None:
     assert release_store.previous_release_id(tmp_path) == "r000002-00000000"
 
 
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
+def test_what_is_no_link_counts_as_a_missing_link_and_is_replaced(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    first, second = (put(tmp_path, f"r{number:06d}-00000000") for number in (1, 2))
+    release_store.set_current(tmp_path, first)
+    release_store.set_current(tmp_path, second)
+    for name in ("current", "previous"):
+        (tmp_path / name).unlink()
+        make(tmp_path / name)
+    assert release_store.not_links(tmp_path) == [tmp_path / "current", tmp_path / "previous"]
+    assert release_store.served_release(tmp_path) is None
+    assert release_store.previous_release_id(tmp_path) is None
+    assert release_store.live_releases(tmp_path) == [first, second]
+    assert release_removal.prune(tmp_path, keep=0) == [first]
+
+    release_store.set_current(tmp_path, second)
+    third = put(tmp_path, "r000003-00000000")
+    release_store.set_current(tmp_path, third)
+    assert release_store.not_links(tmp_path) == []
+    assert release_store.served_release(tmp_path) == tmp_path / third
+    assert release_store.previous_release_id(tmp_path) == second
+
+
 @pytest.mark.parametrize("target", ["../elsewhere", "/etc", "r000001"])
 def test_a_link_that_names_no_release_is_an_error(tmp_path: Path, target: str) -> None:
     (tmp_path / "current").symlink_to(target)
@@ -196,6 +221,14 @@ def test_a_number_is_never_given_twice(tmp_path: Path) -> None:
     (tmp_path / "counter").unlink()
     put(tmp_path, "r000020-00000000")
     assert release_store.next_number(tmp_path) == 21
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\0", b"seven\n", b"\xff"])
+def test_a_damaged_counter_is_counted_from_the_releases(tmp_path: Path, content: bytes) -> None:
+    put(tmp_path, "r000007-00000000")
+    (tmp_path / "counter").write_bytes(content)
+    assert release_store.next_number(tmp_path) == 8
+    assert release_store.next_number(tmp_path) == 9
 
 
 def test_leftovers_are_swept_unless_a_publisher_is_at_work(tmp_path: Path) -> None:

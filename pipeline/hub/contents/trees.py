@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeline.hub.contents.history import candidates, no_revision, resolve_revision
-from pipeline.hub.errors import EntryNotFound
+from pipeline.hub.errors import DamagedRepository, EntryNotFound
 from pipeline.hub.git.process import git, git_environment
 from pipeline.hub.repositories.objects import look_up, read_pointers
 from pipeline.hub.repositories.store import Repository
@@ -268,7 +268,7 @@ def _with_pointers(repository: Repository, entries: Sequence[Entry]) -> list[Ent
 def _parse_tree(output: bytes, prefix: str) -> Iterator[Entry]:
     """The entries that `git ls-tree -z -l` printed, with `prefix` before each path. Leaves out
     submodules and names that are not UTF-8. No client can ask for them, so a client that wants to
-    download all listed files would fail."""
+    download all listed files would fail. Raises DamagedRepository."""
     for record in output.split(b"\0"):
         facts, _, name = record.partition(b"\t")
         try:
@@ -279,6 +279,8 @@ def _parse_tree(output: bytes, prefix: str) -> Iterator[Entry]:
             continue
         _, type, oid, size = facts.decode().split()
         if type == "blob":
+            if not size.isdigit():  # git prints BAD if the object is missing
+                raise DamagedRepository(oid)
             yield Entry(type="file", path=prefix + path, oid=oid, size_bytes=int(size))
         elif type == "tree":
             yield Entry(type="directory", path=prefix + path, oid=oid)

@@ -1,0 +1,27 @@
+"""Asks the stack's own hub for the newest commit of the branch that a pipeline follows."""
+
+from urllib.parse import quote
+
+import httpx
+
+from pipeline.paths import Home
+from pipeline.settings import PipelineSettings, Settings
+from pipeline.tokens import load_tokens
+
+
+def newest_commit(home: Home, settings: Settings, pipeline: PipelineSettings) -> str | None:
+    """The newest commit of the branch that the pipeline follows. None if the branch has no commit,
+    or if the hub does not answer."""
+    # The name of a branch may contain a character that would end the URL's path, such as #.
+    ref = quote(pipeline.ref, safe="")
+    try:
+        response = httpx.get(
+            f"{settings.hub_url}/api/datasets/{pipeline.dataset}/revision/{ref}",
+            headers={"Authorization": f"Bearer {load_tokens(home.tokens_file).hub}"},
+            timeout=5,
+            trust_env=False,
+        )
+    except httpx.HTTPError:
+        return None
+    sha: str | None = response.json()["sha"] if response.is_success else None
+    return sha
