@@ -74,7 +74,7 @@ def read_json(path: Path) -> Any:
     not valid JSON because a power cut lost its content. Raises OSError."""
     try:
         return json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
 
 
@@ -91,7 +91,7 @@ def read_record(path: Path, fields: Mapping[str, Any]) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise DamagedRecord(path, "it holds no JSON object")
     for name, kind in fields.items():
-        if not isinstance(content.get(name), kind):
+        if name not in content or not isinstance(content[name], kind):
             raise DamagedRecord(path, f"it has no valid {name!r}")
     return content
 

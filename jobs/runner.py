@@ -428,7 +428,7 @@ class Runner:
             self._store.heartbeat(job.id, self.owner, self._settings.lease_seconds)
             try:
                 launcher.stop(leased.handle, force=True)
-            except DamagedRecord:  # the damaged file is the one that names the processes
+            except (DamagedRecord, OSError):  # for example, the damaged file names the processes
                 reason += " Processes of the job may still run."
         outcome = failure(job, stage="lost", reason=reason)
         logger.warning("%s", outcome.reason, extra=log_fields(job))

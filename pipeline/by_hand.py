@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from jobs.attempt_tokens import attempt_token
 from jobs.job import OPEN_STATES, Job
 from jobs.settings import JobsSettings
+from pipeline import settings_copy
 from pipeline.after_jobs import after_jobs
 from pipeline.job_store import check_schemas, open_job_store
 from pipeline.logs import log_to_stderr
@@ -38,9 +39,15 @@ PRELOAD = (
 imported these modules, and forks each retraining from this process. This saves each retraining some
 seconds."""
 
-_SECRETS = ("WEBHOOK_SECRET", "PIPELINE_SECRET_KEY", "PIPELINE_SERVING__API_KEY")
-"""Environment variables of the services that no job may see. `PIPELINE_SECRET_KEY` decrypts the
-secrets of all jobs and webhooks, and makes valid tokens for any job."""
+_KEPT_FROM_JOBS = (
+    "WEBHOOK_SECRET",
+    "PIPELINE_SECRET_KEY",
+    "PIPELINE_SERVING__API_KEY",
+    settings_copy.VARIABLE,
+)
+"""Environment variables of the services that no job gets. `PIPELINE_SECRET_KEY` decrypts the
+secrets of all jobs and webhooks, and makes valid tokens for any job. With the copy of the settings,
+a job could not choose another settings file."""
 
 
 @contextmanager
@@ -112,7 +119,11 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
                 home.jobs_dir,
                 _with_preload(settings.jobs),
                 {
-                    **{name: each for name, each in os.environ.items() if name not in _SECRETS},
+                    **{
+                        name: each
+                        for name, each in os.environ.items()
+                        if name not in _KEPT_FROM_JOBS
+                    },
                     **_user_token_variable(tokens),
                     "HF_ENDPOINT": settings.hub_url,
                     "PIPELINE_HOME": str(home.root),

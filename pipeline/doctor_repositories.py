@@ -1,6 +1,7 @@
 """The check of `pipeline doctor` that looks for lost objects in the followed repositories of the
 stack's own hub."""
 
+import shutil
 from collections.abc import Iterator
 
 from pipeline.findings import Finding, ok, wrong
@@ -16,8 +17,8 @@ SECONDS = 20.0
 
 
 def check_repositories(home: Home, settings: Settings) -> Iterator[Finding]:
-    if not home.hub_dir.is_dir():
-        return
+    if not home.hub_dir.is_dir() or shutil.which("git") is None:
+        return  # the check of the programs reports that git is missing
     for dataset in settings.datasets_on_hub:
         name = repository_name("dataset", *dataset.split("/"))
         folder = Repositories(home.hub_dir).folder(name)

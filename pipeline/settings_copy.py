@@ -12,11 +12,14 @@ VARIABLE = "PIPELINE_SETTINGS_COPY"
 
 def write_copy(file: Path, copy: Path) -> None:
     """Copy the settings file. If there is no settings file, the copy is empty."""
-    copy.unlink(missing_ok=True)
+    # Replace the copy in one step, because a process of an earlier stack may read it now.
+    draft = copy.with_name(f".{copy.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
     # Only the owner may read the copy, because settings may contain passwords.
-    descriptor = os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as stream:
         stream.write(file.read_bytes() if file.exists() else b"")
+    draft.replace(copy)
 
 
 def copy_or_file(file: Path) -> Path:

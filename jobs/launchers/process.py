@@ -90,7 +90,8 @@ def signal_session(leader: ProcessIdentity, number: signal.Signals) -> None:
         if stat is not None and stat.session == leader.pid and stat.state not in "ZX":
             try:
                 os.kill(int(entry.name), number)
-            except ProcessLookupError:
+            except (ProcessLookupError, PermissionError):
+                # The process has ended, or it belongs to another user, as after `sudo`.
                 continue
 
 

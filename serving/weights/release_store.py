@@ -178,10 +178,8 @@ def live_releases(pipeline_dir: Path) -> list[str]:
     """
     current = served_release_id(pipeline_dir)
     number = release_number(current) if current is not None else 0
-    try:
-        listed = (pipeline_dir / LIVE).read_text().split()
-        found = [each for each in listed if _RELEASE_ID.fullmatch(each)]
-    except FileNotFoundError:
+    found = _listed_live(pipeline_dir)
+    if found is None:
         # An earlier version of hotpush wrote only the two links and no `live`. If `previous` is
         # newer than `current`, somebody has rolled back from `previous`, so leave it out.
         previous = previous_release_id(pipeline_dir)
@@ -192,6 +190,15 @@ def live_releases(pipeline_dir: Path) -> list[str]:
     if current is not None and all(release_number(each) < number for each in found):
         found.append(current)
     return found
+
+
+def _listed_live(pipeline_dir: Path) -> list[str] | None:
+    """The valid ids in the file `live`; None if there is no such file."""
+    try:
+        listed = (pipeline_dir / LIVE).read_text().split()
+    except FileNotFoundError:
+        return None
+    return [each for each in listed if _RELEASE_ID.fullmatch(each)]
 
 
 def stood_in_for(pipeline_dir: Path) -> str | None:
@@ -218,10 +225,11 @@ def _target(link: Path) -> str | None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # A tool that follows links has put a file or a folder here. `live` has the right id, and
-        # the next `set_current` makes the link again.
+        # A tool that follows links has put a file or a folder here. The last line of `live` is the
+        # id of `current`. The next `set_current` makes the link again.
         logger.warning("%s is not a link, so it is ignored", link)
-        return None
+        listed = _listed_live(link.parent) if link.name == CURRENT else None
+        return listed[-1] if listed else None
     release_number(target)
     return target
 

@@ -1,5 +1,6 @@
 """The wheel holds everything that runs: every package, every migration, every page."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,7 @@ def test_the_installed_command_runs(installed: Path, tmp_path: Path, arguments: 
     done = subprocess.run(
         [sys.executable, "-I", "-c", code],
         cwd=tmp_path,
+        env={**os.environ, "PIPELINE_HOME": str(tmp_path / ".pipeline")},
         capture_output=True,
         text=True,
         check=False,

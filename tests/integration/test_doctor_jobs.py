@@ -113,7 +113,7 @@ def test_after_a_failed_job_the_next_step_is_to_wait_for_the_job_that_follows(ho
     (home.root.parent / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
 
     def step() -> str:
-        [(_, step)] = wrong(doctor._check_last_jobs(home, load_settings()))
+        [(_, step)] = wrong(doctor.check_last_jobs(home, load_settings()))
         return step
 
     spec = JobSpec(command=("x",), pipeline="a")

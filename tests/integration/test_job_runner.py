@@ -119,6 +119,7 @@ def test_an_outcome_that_is_none_is_a_failure(house: House) -> None:
     [
         ("mkdir outcome.json", "outcome.json"),
         ("mkdir .exit.json", ".exit.json"),
+        ('echo \'{"attempt": 1, "exit_code": 0}\' > .exit.json; sleep 2', ".exit.json"),
         ("rm .process.json; mkdir .process.json; sleep 2", ".process.json"),
         ("echo [] > .process.json; sleep 2", ".process.json"),
         ('echo \'{"attempt": "1"}\' > .process.json; sleep 2', ".process.json"),

@@ -133,7 +133,7 @@ def test_a_broken_link_is_replaced(tmp_path: Path, broken: str) -> None:
 
 
 @pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
-def test_what_is_no_link_counts_as_a_missing_link_and_is_replaced(
+def test_what_is_no_link_is_replaced_and_live_has_the_served_release(
     tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     first, second = (put(tmp_path, f"r{number:06d}-00000000") for number in (1, 2))
@@ -143,12 +143,11 @@ def test_what_is_no_link_counts_as_a_missing_link_and_is_replaced(
         (tmp_path / name).unlink()
         make(tmp_path / name)
     assert release_store.not_links(tmp_path) == [tmp_path / "current", tmp_path / "previous"]
-    assert release_store.served_release(tmp_path) is None
+    assert release_store.served_release(tmp_path) == tmp_path / second
     assert release_store.previous_release_id(tmp_path) is None
     assert release_store.live_releases(tmp_path) == [first, second]
     assert release_removal.prune(tmp_path, keep=0) == [first]
 
-    release_store.set_current(tmp_path, second)
     third = put(tmp_path, "r000003-00000000")
     release_store.set_current(tmp_path, third)
     assert release_store.not_links(tmp_path) == []
