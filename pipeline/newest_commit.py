@@ -21,7 +21,7 @@ def newest_commit(home: Home, settings: Settings, pipeline: PipelineSettings) ->
             timeout=5,
             trust_env=False,
         )
-    except httpx.HTTPError:
-        return None
-    sha: str | None = response.json()["sha"] if response.is_success else None
+        sha: str | None = response.json()["sha"] if response.is_success else None
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return None  # the hub does not answer, or another program answers on its port
     return sha

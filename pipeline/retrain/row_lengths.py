@@ -39,7 +39,7 @@ def row_lengths(
     sizes: defaultdict[int, list[int]] = defaultdict(list)
     for piece in tokens.sequences(rows):
         sizes[piece.row].append(len(piece.token_ids))
-    tokens.save()
+    # Do not save: the cache would then hold only these rows. The plan saves the rows of the job.
     num_tokens, cut = 0, []
     for index, pieces in sizes.items():
         row = rows[index]

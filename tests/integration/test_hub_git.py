@@ -378,3 +378,18 @@ def test_a_push_of_many_refs_needs_few_git_processes(
     for sha in was:
         assert (folder / "refs/keep" / sha).read_text().strip() == sha
     assert tag in hub.git("ls-remote", "origin", cwd=worktree)
+
+
+def test_a_lost_commit_of_a_deleted_branch_keeps_no_event_back(
+    hub: RunningHub, worktree: Path, receiver: Receiver, webhook: str
+) -> None:
+    commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", "origin", "HEAD:main", cwd=worktree)
+    lost = hub.git("commit-tree", "-m", "Lost", "HEAD^{tree}", cwd=worktree)
+    tip = hub.git("commit-tree", "-p", lost, "-m", "Tip", "HEAD^{tree}", cwd=worktree)
+    hub.git("push", "-q", "origin", f"{tip}:refs/heads/dev", cwd=worktree)
+    receiver.wait_for(2)
+    (loose,) = hub.root.rglob(f"objects/{lost[:2]}/{lost[2:]}")
+    loose.unlink()
+    hub.git("push", "-q", "origin", ":refs/heads/dev", cwd=worktree)
+    receiver.wait_for(3)

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, bindparam, delete, insert, select
 
 from pipeline.hub import schema
 from pipeline.hub.database import Database
-from pipeline.hub.errors import DamagedRefs, HubError
+from pipeline.hub.errors import DamagedRefs, DiskFull, HubError
 from pipeline.hub.git.process import KEEP_PREFIX, SEEN_PREFIXES, git, lines_of
 from pipeline.hub.repositories.names import DEFAULT_BRANCH
 from pipeline.hub.repositories.store import Repository
@@ -156,12 +156,20 @@ def retain_unreachable(repository: Repository, database: Database, refs: Mapping
     if not moved:
         return
     revisions = [*moved.values(), *(f"^{sha}" for sha in refs.values())]
-    lost = git(
-        repository.folder,
-        *("rev-list", "--ignore-missing", "--stdin"),
-        stdin="\n".join(revisions).encode(),
-    )
-    left_behind = set(moved.values()).intersection(lost.decode().split())
+    left_behind = set(moved.values())
+    try:
+        lost = git(
+            repository.folder,
+            *("rev-list", "--ignore-missing", "--stdin"),
+            stdin="\n".join(revisions).encode(),
+        )
+        left_behind.intersection_update(lost.decode().split())
+    except DiskFull:
+        raise
+    except HubError as error:
+        # A commit in the middle of the history is lost. The present push must get its event all the
+        # same, so keep every former commit.
+        logger.error("%s: git cannot read the whole history: %s", repository.name, error)
     # `rev-list` does not print the object of an annotated tag, only its commit.
     left_behind.update(sha for ref, sha in moved.items() if ref.startswith("refs/tags/"))
     if left_behind:
