@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator
 
 from pipeline.findings import Finding, ok, wrong
-from pipeline.hub.errors import HubError, TooSlow
+from pipeline.hub.errors import DiskFull, HubError, TooSlow
 from pipeline.hub.git.process import git
 from pipeline.hub.repositories.names import repository_name
 from pipeline.hub.repositories.store import Repositories
@@ -28,6 +28,8 @@ def check_repositories(home: Home, settings: Settings) -> Iterator[Finding]:
             git(folder, "rev-list", "--objects", "--quiet", "--branches", seconds=SECONDS)
         except TooSlow:
             yield ok("repository", f"{dataset}: too large to look at every object")
+        except DiskFull:
+            return  # the check of the disk reports it
         except HubError as error:
             yield wrong(
                 "repository",

@@ -393,3 +393,9 @@ def test_a_lost_commit_of_a_deleted_branch_keeps_no_event_back(
     loose.unlink()
     hub.git("push", "-q", "origin", ":refs/heads/dev", cwd=worktree)
     receiver.wait_for(3)
+    (told,) = receiver.received[2].json["updatedRefs"]
+    assert (told["ref"], told["oldSha"]) == ("refs/heads/dev", tip)
+    commit_file(hub, worktree, "b.txt", "2")
+    hub.git("push", "-q", "origin", "HEAD:main", cwd=worktree)
+    receiver.wait_for(4)
+    assert receiver.received[3].json["updatedRefs"][0]["ref"] == "refs/heads/main"
