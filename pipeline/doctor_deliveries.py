@@ -58,3 +58,19 @@ def check_dead_letters(home: Home, settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield ok("dead letters", "none")
+
+
+def got_job(home: Home, commit: str) -> bool:
+    """Whether the receiver has answered a delivery that names `commit` with the id of a job. False
+    if the hub's database cannot be read, because `check_deliveries` reports that."""
+    database = home.hub_dir / "hub.sqlite"
+    try:
+        with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
+            found = connection.execute(
+                "SELECT 1 FROM deliveries WHERE status = 'delivered' AND instr(payload, ?) "
+                "AND response_head LIKE '{\"job\":%' LIMIT 1",
+                (commit,),
+            )
+            return found.fetchone() is not None
+    except sqlite3.Error:
+        return False

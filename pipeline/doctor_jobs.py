@@ -10,6 +10,7 @@ import httpx
 from jobs.errors import JobError
 from jobs.launchers.process import is_alive
 from jobs.reader import JobReader
+from pipeline.doctor_deliveries import got_job
 from pipeline.errors import PipelineError
 from pipeline.findings import Finding, ok, wrong
 from pipeline.job_store import reading_jobs
@@ -141,14 +142,15 @@ def check_last_jobs(home: Home, settings: Settings) -> Iterator[Finding]:
 
 
 def check_newest_commits(home: Home, settings: Settings) -> Iterator[Finding]:
-    """Checks whether the newest commit of each followed branch was trained on, or has a job. If it
-    has none, its job was lost, for example with the job database. Checks only branches on the
-    stack's own hub, and only while the stack is up."""
+    """Checks for the newest commit of each followed branch that its job is still there. The job is
+    lost if the receiver has answered the commit's delivery with a job, but no job trains on the
+    commit: for example, the job database was deleted. Checks only branches on the stack's own hub,
+    and only while the stack is up."""
     if read_stack(home) is None:
         return
     for pipeline in settings.pipelines:
         head = newest_commit(home, settings, pipeline) if settings.is_on_own_hub(pipeline) else None
-        if head is None or head == _served_revision(home, pipeline):
+        if head is None or head == _served_revision(home, pipeline) or not got_job(home, head):
             continue
         try:
             with reading_jobs(settings, home) as store:
@@ -158,8 +160,8 @@ def check_newest_commits(home: Home, settings: Settings) -> Iterator[Finding]:
         if not has_job:
             yield wrong(
                 "jobs",
-                f"{pipeline.name}: the newest commit of {pipeline.ref}, {head[:12]}, has no job "
-                "and no outcome",
+                f"{pipeline.name}: the job of the newest commit of {pipeline.ref}, {head[:12]}, "
+                "is lost",
                 f"pipeline jobs run --pipeline {pipeline.name}",
             )
 

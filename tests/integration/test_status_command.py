@@ -14,6 +14,7 @@ from jobs.launchers.process import identify
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from pipeline.cli.main import app
+from pipeline.doctor_deliveries import got_job
 from pipeline.doctor_repositories import check_repositories
 from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
@@ -181,20 +182,32 @@ def test_another_shell_finds_the_stack_that_runs_not_the_ports_of_the_file(
 
 
 def test_a_commit_that_changes_no_row_is_told_from_one_that_waits(
-    hub: RunningHub, tmp_path: Path
+    hub: RunningHub, receiver: Receiver, tmp_path: Path
 ) -> None:
     remote, worktree = hub.create_dataset("local/facts"), tmp_path / "facts"
+    home = Home.find()
+    home.hub_dir.symlink_to(tmp_path / "hub")
     hub.git("clone", "--quiet", remote, str(worktree), cwd=tmp_path)
     (worktree / "README.md").write_text("about the rows\n")
     hub.git("add", ".", cwd=worktree)
     hub.git("commit", "--quiet", "-m", "words", cwd=worktree)
     hub.git("push", "--quiet", "origin", "HEAD:main", cwd=worktree)
     head = hub.git("rev-parse", "HEAD", cwd=worktree).strip()
-    folder = Home.find().releases_dir / "facts"
+    folder = home.releases_dir / "facts"
     release_store.set_current(folder, echo_release(folder, 1).id)
 
     assert f"; the newest commit is {head[:12]}\n" in pipeline("status")
-    lost = f"facts: the newest commit of main, {head[:12]}, has no job and no outcome"
+    lost = f"facts: the job of the newest commit of main, {head[:12]}, is lost"
+    assert lost not in dict(wrong()), "no webhook has delivered this commit"
+    receiver.body = b'{"job":"job-9"}'
+    hub.api.create_webhook(
+        url=receiver.url, watched=[{"type": "dataset", "name": "local/facts"}]
+    )
+    hub.git("commit", "--quiet", "--allow-empty", "-m", "nothing", cwd=worktree)
+    hub.git("push", "--quiet", "origin", "HEAD:main", cwd=worktree)
+    head = hub.git("rev-parse", "HEAD", cwd=worktree).strip()
+    lost = f"facts: the job of the newest commit of main, {head[:12]}, is lost"
+    wait_until(lambda: got_job(home, head))
     assert (lost, "pipeline jobs run --pipeline facts") in wrong()
     range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=head)
     with open_job_store(load_settings(), Home.find()) as store:

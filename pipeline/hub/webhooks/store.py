@@ -215,6 +215,11 @@ def jobs_of_webhooks(path: Path) -> set[str]:
         return set()
     try:
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+            columns = {row[1] for row in connection.execute("PRAGMA table_info(webhooks)")}
+            if columns and "job_id" not in columns:
+                # The hub has not upgraded its database yet. Webhooks of the older release start
+                # no jobs.
+                return set()
             rows = connection.execute("SELECT job_id FROM webhooks WHERE job_id IS NOT NULL")
             return {job_id for (job_id,) in rows}
     except sqlite3.Error as error:
