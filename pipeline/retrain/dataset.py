@@ -1,6 +1,7 @@
 """`Dataset`: the rows of one dataset revision, by split (train, validation, test)."""
 
 import filecmp
+import posixpath
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,9 @@ from pipeline.retrain.errors import DataError
 from pipeline.retrain.reading import read_file
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import DataSettings
+
+MAX_LINK_BYTES = 1_024
+"""A symbolic link with a longer path is not recognized."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,16 +80,34 @@ def read_dataset(
     dataset card cannot be understood.
     """
     card = (folder / CARD).read_text("utf-8", "replace") if CARD in files else ""
-    found = sort_files(files, settings, card)
+    paths = frozenset(files)
+    found = sort_files(paths, settings, card)
     rename = renaming(settings.columns)
-    by_file = {}
+    by_file: dict[str, tuple[Row, ...]] = {}
     for file in chain.from_iterable(found.splits.values()):
-        if before is not None and _is_same(folder, before, file):
+        if target := _link_target(folder, file, paths):
+            reason = f"it is a symbolic link to {target}; put the file itself in its place"
+            on_error(DataError.at(file, None, reason))
+            by_file[file] = ()
+        elif before is not None and _is_same(folder, before, file):
             by_file[file] = before.by_file[file]
         else:
             rows = read_file(folder, file, settings.max_row_bytes, rename, on_error)
             by_file[file] = tuple(rows)
     return Dataset(folder=folder, files=found, by_file=by_file)
+
+
+def _link_target(folder: Path, file: str, paths: frozenset[str]) -> str | None:
+    """The file to which `file` is a symbolic link. None if it is no link.
+
+    In a commit, and in a job's download of it, a link is a small file that contains nothing but the
+    path of its target. Without this check, a `.txt` link would be learned as a text."""
+    path = folder / file
+    if path.stat().st_size > MAX_LINK_BYTES:
+        return None
+    content = path.read_bytes().decode("utf-8", "replace")
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(file), content))
+    return target if target in paths and target != file else None
 
 
 def _is_same(folder: Path, before: Dataset, file: str) -> bool:

@@ -22,8 +22,10 @@ AWAY = re.compile(
 )
 """What git and ssh print if the server cannot be reached, or is too busy to answer."""
 FULL_DISK = re.compile(
-    # If the disk is full, some git commands only say that they could not write a file.
-    "No space left on device|Out of diskspace|Disk quota exceeded|(unable|failed) to write"
+    # If the disk is full, some git commands only say that they could not write a file. If it is not
+    # allowed to write the file, git says so in the same line.
+    "No space left on device|Out of diskspace|Disk quota exceeded"
+    "|(unable|failed) to write(?!.*(Permission denied|Read-only file system))"
 )
 
 

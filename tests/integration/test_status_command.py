@@ -200,9 +200,7 @@ def test_a_commit_that_changes_no_row_is_told_from_one_that_waits(
     lost = f"facts: the job of the newest commit of main, {head[:12]}, is lost"
     assert lost not in dict(wrong()), "no webhook has delivered this commit"
     receiver.body = b'{"job":"job-9"}'
-    hub.api.create_webhook(
-        url=receiver.url, watched=[{"type": "dataset", "name": "local/facts"}]
-    )
+    hub.api.create_webhook(url=receiver.url, watched=[{"type": "dataset", "name": "local/facts"}])
     hub.git("commit", "--quiet", "--allow-empty", "-m", "nothing", cwd=worktree)
     hub.git("push", "--quiet", "origin", "HEAD:main", cwd=worktree)
     head = hub.git("rev-parse", "HEAD", cwd=worktree).strip()

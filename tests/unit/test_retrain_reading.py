@@ -240,3 +240,16 @@ def test_an_empty_prompt_is_refused_because_no_server_answers_it(tmp_path: Path)
     )
     answer = '[{"role": "assistant", "content": "hello"}]'
     assert expected in refused(tmp_path, f'{{"prompt": [], "completion": {answer}}}')
+
+
+def test_a_link_as_a_commit_stores_it_is_refused_by_its_name(tmp_path: Path) -> None:
+    """A checkout without links holds the path of the target."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows.txt").write_text("words\n")
+    (tmp_path / "a.txt").write_text("data/rows.txt")
+    (tmp_path / "data" / "b.txt").write_text("../data/rows.txt")
+    for file in ("a.txt", "data/b.txt"):
+        with pytest.raises(DataError, match=f"^{file}: it is a symbolic link to data/rows.txt; "):
+            rows_of(tmp_path, "data/rows.txt", file)
+    (tmp_path / "a.txt").write_text("data/rows.txt\n")
+    assert len(rows_of(tmp_path, "data/rows.txt", "a.txt")) == 2, "a line, so a text"
