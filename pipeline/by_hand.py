@@ -45,9 +45,10 @@ _KEPT_FROM_JOBS = (
     "PIPELINE_SERVING__API_KEY",
     settings_copy.VARIABLE,
 )
-"""Environment variables of the services that no job gets. `PIPELINE_SECRET_KEY` decrypts the
-secrets of all jobs and webhooks, and makes valid tokens for any job. With the copy of the settings,
-a job could not choose another settings file."""
+"""Environment variables of the runner that are not passed on to the jobs. `PIPELINE_SECRET_KEY`
+decrypts the secrets of all jobs and webhooks, and makes valid tokens for any job. If a job used the
+copy of the settings file, the job could not choose another settings file. Some jobs get the stack's
+`WEBHOOK_SECRET` from `_attempt_variables`."""
 
 
 @contextmanager
@@ -84,8 +85,8 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
     finally:
         stack.stop()
     if detach:
-        # Start the detached runner only now, when the `with` block has submitted the job. A runner
-        # that starts earlier may find no job, and then ends.
+        # Start the detached runner only now, when the `with` block has submitted the job. If the
+        # runner started earlier, it might find no job and end at once.
         subprocess.Popen(
             [sys.executable, "-m", "pipeline", "jobs", "runner", "--with-hub", "--until-idle"],
             stdin=subprocess.DEVNULL,

@@ -34,9 +34,17 @@ from pipeline.tokens import load_tokens
 def pipeline_of(
     name: str | None, folder: Path | None, settings: Settings
 ) -> PipelineSettings | None:
-    """The pipeline called `name`. If `name` is None and several pipelines are configured, the one
-    whose dataset `folder` (by default the working folder) is a git clone of. None if no pipeline is
-    configured. Raises PipelineError if the pipeline cannot be told."""
+    """The pipeline called `name`. If `name` is None, the result depends on how many pipelines are
+    configured:
+
+    - none: None;
+    - one: this pipeline;
+    - several: the pipeline that follows a dataset, if `folder` (by default the working folder) is
+      in a git clone of this dataset.
+
+    Raises PipelineError if no pipeline is called `name`. In the case of several pipelines, raises
+    PipelineError if none of them or more than one of them follows the dataset of the clone.
+    """
     if name is None and not settings.pipelines:
         return None
     if name is None and len(settings.pipelines) > 1:
@@ -95,12 +103,13 @@ def check_data(
 def _files(
     folder: Path | None, home: Home, settings: Settings, pipeline: PipelineSettings | None
 ) -> Iterator[tuple[Path, Sequence[str], Sequence[str]]]:
-    """Yields a folder, the files in it that belong to the dataset, and the symbolic links. If the
-    folder is the user's, these are the files that a commit of the complete folder would contain. If
-    the folder is a download, these are the files of the downloaded commit.
+    """Yields a folder, the files of the dataset in this folder, and the symbolic links in this
+    folder. If the folder belongs to the user, the files are those that a commit of the complete
+    folder would contain. Otherwise the folder is a download, the files are those of the downloaded
+    commit, and there are no links.
 
-    Links are not files of the dataset: a commit contains only the path to which a link points, and
-    this path may lead out of the folder."""
+    A link is not a file of the dataset: a commit contains only the path to which the link points,
+    and this path may lead out of the folder."""
     if folder is None and pipeline is not None:
         folder = _clone_of(pipeline.dataset, Path())
     if folder is not None:
@@ -171,8 +180,8 @@ def _is_entry(path: Path) -> bool:
 
 
 def _tracked(folder: Path) -> Sequence[str]:
-    """The files and links that a commit of this folder would contain. In a git clone, these are all
-    that git does not ignore. In any other folder, these are all."""
+    """The files and links that a commit of this folder would contain. In a git clone, files and
+    links that git ignores are left out. In any other folder, nothing is left out."""
     listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "-z", folder=folder)
     if listed is not None:
         return [file for file in listed.split("\0") if file and _is_entry(folder / file)]
@@ -190,13 +199,14 @@ def _git(*arguments: str, folder: Path = Path()) -> str | None:
 @dataclass
 class _TokenCounts:
     max_length: int
-    """Training uses at most this many tokens of a row."""
+    """The largest number of tokens in one training sequence. Training splits a longer plain text
+    into several sequences, and cuts any other row that is longer."""
     count: int | None = 0
     """The number of tokens in all rows, without the rows that the tokenizer refuses. None if there
     are conversations, but the tokenizer has no chat template to encode them."""
     cut: list[Row] = field(default_factory=list)
-    """The rows with an answer (all rows except plain text) that have more than `max_length` tokens.
-    Training cuts these rows."""
+    """The rows that training cuts: the rows with an answer (all rows except plain text) that have
+    more than `max_length` tokens."""
     refused: list[PipelineError] = field(default_factory=list)
     """One error for each row that the tokenizer refuses. If `count` is None, one error for all
     rows."""

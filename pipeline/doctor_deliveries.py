@@ -1,4 +1,5 @@
-"""The checks of the doctor for deliveries that the hub or the receiver has given up."""
+"""The checks of `pipeline doctor` for deliveries that the hub or the receiver has given up. Also
+finds out whether a delivery of a commit started a job (`got_job`)."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -61,8 +62,8 @@ def check_dead_letters(home: Home, settings: Settings) -> Iterator[Finding]:
 
 
 def got_job(home: Home, commit: str) -> bool:
-    """Whether the receiver has answered a delivery that names `commit` with the id of a job. False
-    if the hub's database cannot be read, because `check_deliveries` reports that."""
+    """Whether the hub sent a delivery that names `commit`, and the answer had the id of a job.
+    False if the hub's database cannot be read; `check_deliveries` reports this error."""
     database = home.hub_dir / "hub.sqlite"
     try:
         with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:

@@ -1,5 +1,5 @@
 """The checks of `pipeline doctor` that find out whether jobs can run, how the last jobs ended,
-whether a commit has no job, and whether the runner serves its metrics."""
+whether the job of a newest commit is lost, and whether the runner serves its metrics."""
 
 import shutil
 from collections.abc import Iterator
@@ -80,9 +80,9 @@ def _check_training(pipeline: PipelineSettings) -> Iterator[Finding]:
 
 
 def check_metrics_port(home: Home, settings: Settings) -> Iterator[Finding]:
-    """Checks whether the runner serves its metrics. If the stack is up, but its runner is dead or
-    serves no metrics, checks nothing. If no stack is up, checks instead whether the port for the
-    metrics is free."""
+    """If a stack is up, checks whether its runner serves the metrics on the configured port. But
+    checks nothing if the runner is dead or was started without metrics. If no stack is up, checks
+    whether the port is free."""
     port = settings.jobs.metrics_port
     step = "free the port, or set another metrics_port under [jobs]; 0 turns the metrics off"
     record = read_stack(home)
@@ -142,10 +142,13 @@ def check_last_jobs(home: Home, settings: Settings) -> Iterator[Finding]:
 
 
 def check_newest_commits(home: Home, settings: Settings) -> Iterator[Finding]:
-    """Checks for the newest commit of each followed branch that its job is still there. The job is
-    lost if the receiver has answered the commit's delivery with a job, but no job trains on the
-    commit: for example, the job database was deleted. Checks only branches on the stack's own hub,
-    and only while the stack is up."""
+    """Checks whether the job of the newest commit of each followed branch still exists. The job is
+    lost if the receiver answered the delivery of the commit with the id of a job, but no job in the
+    job database trains on the commit. This happens, for example, if the job database was deleted.
+
+    Checks only branches on the stack's own hub, and only while a stack is up. Skips a commit that
+    the served release was trained on, because this commit needs no job any more.
+    """
     if read_stack(home) is None:
         return
     for pipeline in settings.pipelines:
@@ -168,7 +171,8 @@ def check_newest_commits(home: Home, settings: Settings) -> Iterator[Finding]:
 
 def _names(store: JobReader, pipeline: PipelineSettings, commit: str) -> bool:
     """Whether a job of the pipeline, in any state, trains on `commit`. `of_commit` finds only jobs
-    of pushes, so look at the newest jobs too: a person may have submitted one of them."""
+    that a push started. A person may have submitted a job for the commit, so this function also
+    looks at the newest jobs of the pipeline."""
     by_push = any(job.spec.pipeline == pipeline.name for job in store.of_commit(commit))
     return by_push or any(
         job.spec.revisions is not None and job.spec.revisions.new_sha == commit

@@ -1,5 +1,5 @@
-"""Says in a line of text what a job is about, how its state has changed, and what a person can do
-after a refusal."""
+"""Says in one line of text what a job is about, what its state or outcome is, and what the user can
+do after the gate has rejected a job."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,7 @@
 """Finds the lineage of a release that `pipeline releases publish` makes. The lineage names the
 parent release, the dataset commit and the job from which the release comes. A person can run this
-command, and so can a job, for example the user's own trainer (the setting `command`)."""
+command, and a job can run it too, for example if the job runs the user's own trainer (the setting
+`command`)."""
 
 import json
 from collections.abc import Mapping
@@ -30,14 +31,13 @@ class JobContext:
     delivery_ids: tuple[str, ...] = ()
     updated_refs: tuple[UpdatedRef, ...] = ()
     """The refs that were moved by the push in the job's payload. Empty if the job's spec (the file
-    `spec.json` in the job's folder) names a commit: the lineage then uses that commit, so these
-    refs are not needed."""
+    `spec.json` in the job's folder) names a commit, because the lineage then uses this commit."""
 
     def for_ref(self, ref: str) -> "JobContext":
         """A copy of this context with the given `ref` (such as `refs/heads/main`), and with the
         commit to which the push moved `ref`. If the push did not move `ref`, the copy has the first
-        ref that the push moved, and the new commit of that ref. If `updated_refs` is empty, returns
-        this context unchanged."""
+        ref that the push moved, and the new commit of this ref. If the push deleted the ref, the
+        copy keeps `revision`. If `updated_refs` is empty, returns this context unchanged."""
         if not self.updated_refs:
             return self
         first = self.updated_refs[0]

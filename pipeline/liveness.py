@@ -94,9 +94,11 @@ def http_probe(url: str) -> LivenessProbe:
 
 def file_probe(file: Path) -> LivenessProbe:
     """The probe for a service that has no port, but touches `file` again and again while it works.
-    The answer is `silent` if the file does not exist, or if its time has not changed since the last
-    probe. In these cases, the probe itself touches the file. If this fails, for example because the
-    file system is read-only, the service cannot touch the file either, and the answer is `unknown`.
+
+    The answer is `works` if the file's modification time has changed since the last probe. If the
+    time has not changed, or if the file does not exist, the probe tries to touch the file itself.
+    If this succeeds, the answer is `silent`. If it fails, for example because the file system is
+    read-only, the service cannot touch the file either, and the answer is `unknown`.
     """
 
     def touched_at() -> int | None:

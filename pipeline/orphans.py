@@ -1,4 +1,5 @@
-"""Ends services whose stack (`pipeline up`) has ended before them."""
+"""Ends services that still run although their stack (`pipeline up`) has ended. Also makes the
+kernel end a child process when its parent ends."""
 
 import contextlib
 import ctypes

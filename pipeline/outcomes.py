@@ -1,6 +1,7 @@
-"""Calls handlers when a job has ended. The handlers are the functions that `Outcomes` is given.
+"""Calls handlers when a job has ended. The handlers are functions that the caller passes to
+`Outcomes`.
 
-The handlers run in a thread of their own. So a handler that is slow or fails does not disturb the
+The handlers run in a thread of their own, so a handler that is slow or fails does not disturb the
 runner. A file, called the progress file, records which outcomes were handled. Every outcome is
 handled at least once. If the process is killed, an outcome may be handled twice.
 """
@@ -20,9 +21,9 @@ from jobs.store import JobStore
 logger = logging.getLogger(__name__)
 
 NUM_WATCHED = 1000
-"""`poll` looks at this many of the newest jobs, and at every job from the oldest one that had not
-ended at the last look. The newest jobs matter if the database was lost: a new database begins again
-with the first id."""
+"""`poll` looks at this many of the newest jobs. It also looks at the job `since` (a field of the
+progress file) and at every newer job. This second group alone is not enough: if the database is
+lost, a new database begins again with the first id, so its jobs may have lower ids than `since`."""
 POLL_SECONDS = 0.2
 
 
@@ -33,7 +34,9 @@ class _Progress(BaseModel):
     """Id of a handled job → the job's end time (Unix time). The id alone is not enough: if the
     database is lost, a new database gives the ids of handled jobs to new jobs."""
     since: str | None = None
-    """Every job before this one has been handled. None in the file of an older version."""
+    """The id of the oldest job that had not ended when this field was last updated. If all jobs had
+    ended, this is the id that the next job gets. All jobs with lower ids have been handled. None if
+    an older version of hotpush wrote the file."""
 
 
 class Outcomes:
@@ -67,7 +70,8 @@ class Outcomes:
         handled, so the handler is not called again. Raises StoreError.
         """
         progress = self._read()
-        # Ask this before `when_ended`, so that a job that ends in between is not left out.
+        # Call `first_unended` before `when_ended`. In the other order, a job that ends between the
+        # two calls would be left out.
         since = self._store.first_unended()
         ended = self._store.when_ended(among=NUM_WATCHED, since=progress.since)
         handled = {each: at for each, at in progress.ended.items() if each in ended}

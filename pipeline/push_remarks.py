@@ -26,8 +26,9 @@ from pipeline.settings import PipelineSettings
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 * 1024 * 1024
-"""If the changed files have more bytes than this in total, their rows are not checked. The limit is
-needed because the client waits for the hub's answer during the check."""
+"""If the README and the changed files with CHECKED_SUFFIXES have more bytes than this in total, no
+rows are checked. The limit is needed because the client waits for the hub's answer during the
+check. A README that alone has more bytes is not read."""
 CHECKED_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 """Only rows of files with these suffixes are checked. The hub does not open compressed files: a
 small compressed file may become so large when it is unpacked that it fills the hub's memory."""
@@ -129,7 +130,7 @@ def _unreadable_rows(
     repository: Repository, change: RefChange, pipeline: PipelineSettings
 ) -> Iterator[str]:
     """Remarks on the changed files: rows that a job of the pipeline could not read, and large files
-    whose content is missing. No remarks if the changed files have more than MAX_BYTES in total."""
+    whose content is missing. No remarks if the files have more than MAX_BYTES in total."""
     assert change.new_sha is not None
     files = changed_files(repository, change.old_sha, change.new_sha)
     wanted = [file for file in files if file.path.lower().endswith(CHECKED_SUFFIXES)]

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 KEEP_JOBS_DAYS = 90.0
 KEEP_JOBS = 1000
-"""This many of the newest jobs of each pipeline stay in the store, however old they are. Of the
-plain commands (jobs of no pipeline), the same number stay."""
+"""This many of the newest jobs of each pipeline stay in the store, however old they are. This many
+of the newest plain commands (jobs of no pipeline) stay too."""
 RETRAINING = "pipeline.retrain"
 """The Python module that the command of the built-in retraining runs. Only jobs with this command
 have checkpoints that `remove_unneeded_files` may remove."""
@@ -76,9 +76,9 @@ def forget_jobs(
 ) -> Sequence[str]:
     """Delete old jobs and deliveries from the store; returns the ids of the deleted jobs.
 
-    Four groups of jobs stay: the jobs in `kept`, the jobs of which a webhook starts copies
-    (`--job-id` of `pipeline webhooks`), the newest KEEP_JOBS jobs of each pipeline, and the newest
-    KEEP_JOBS plain commands. Raises HubError if the hub's webhooks cannot be read.
+    Four groups of jobs stay: the jobs in `kept`, the jobs that a webhook copies (`--job-id` of
+    `pipeline webhooks`), the newest KEEP_JOBS jobs of each pipeline, and the newest KEEP_JOBS plain
+    commands. Raises HubError if the hub's webhooks cannot be read.
     """
     forgotten = store.forget(
         store.now() - 86400 * remembered_days(settings),

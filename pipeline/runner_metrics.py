@@ -55,9 +55,9 @@ class RunnerMetrics:
         )
         self._base_agreement = Gauge(
             "pipeline_base_agreement",
-            "How much of the base model's knowledge is left: of all tokens in the base model's "
-            "answers, the share that the new weights still predict. From the last job that "
-            "measured this share",
+            "How much of the base model's knowledge is left: the share of the tokens in the base "
+            "model's answers that the new weights still predict. From the last job that measured "
+            "this share",
             ["pipeline"],
             registry=self.registry,
         )

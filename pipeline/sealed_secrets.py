@@ -28,7 +28,7 @@ def check_secrets(home: Home, settings: Settings, key: str) -> Iterator[Finding]
 
     Yields a finding for each secret that the key cannot decrypt, and for each database whose
     secrets were not checked. If the key is not a Fernet key, yields only a finding about the key.
-    Otherwise yields nothing.
+    If the key decrypts every secret, yields nothing.
     """
     try:
         fernet = Fernet(key)

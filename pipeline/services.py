@@ -42,14 +42,15 @@ class Service:
 
 
 def services_of(settings: Settings) -> tuple[Service, ...]:
-    """Every service that `pipeline up` starts, in the order in which it starts them.
+    """Every service of the stack, in the order in which `pipeline up` starts the services.
 
     `pipeline down` stops the services in reverse order. The receiver ends first, so that no new
     event starts a job. The hub ends last, so that a running job can still read from the hub.
 
-    Raises PipelineError if two services have the same port, or if the port of the completion server
-    or of the receiver is 0. With port 0, the operating system would choose the port, and the other
-    services could not find it.
+    Raises PipelineError if two services have the same port, or if a service has the port of the
+    runner's metrics. Also raises PipelineError if the port of the completion server or of the
+    receiver is 0: the operating system would choose the port, and the other services could not find
+    it.
     """
     for table, port in (("serving", settings.serving.port), ("receiver", settings.receiver.port)):
         if port == 0:

@@ -1,5 +1,6 @@
-"""Keeps a copy of the settings file in the state folder while a stack is up, so that a service that
-is started again gets the settings that the stack was started with."""
+"""Keeps a copy of the settings file in the state folder while a stack is up. The services read this
+copy. So a service that is started again gets the settings that the stack was started with, even if
+the settings file has changed."""
 
 import os
 from pathlib import Path
@@ -25,7 +26,8 @@ def write_copy(file: Path, copy: Path) -> None:
 def copy_or_file(file: Path) -> Path:
     """The copy, if this process is part of a stack; otherwise the settings file `file`.
 
-    A program that a service starts may work with another state folder. The copy is not used there.
+    A program that a service starts may inherit `PIPELINE_SETTINGS_COPY`. If this program works with
+    another state folder, it gets `file`.
     """
     copy = Home.find().settings_copy
     is_in_stack = os.environ.get(VARIABLE) == str(copy) and copy.exists()

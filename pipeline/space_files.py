@@ -1,7 +1,7 @@
 """Puts together the files of a Space that runs a receiver. These are the user's files and, if
-`app.py` imports `receiver`, the package `receiver` with the parts of hotpush that it needs. If the
-user has no `README.md` or `requirements.txt`, this module generates it. It generates `app.py` only
-if the user has given no folder."""
+`app.py` imports `receiver`, the package `receiver` with the parts of hotpush that it needs. This
+module generates `README.md` and `requirements.txt` if the user's files do not have them. It
+generates `app.py` only if the user has given no folder."""
 
 import ast
 import re
@@ -125,7 +125,7 @@ def _route_name(call: ast.Call | None) -> str | None:
 
 def subdomain(space: str) -> str:
     """The first part of the host name of a Space: `owner-name` for the Space `owner/name`. It is in
-    lower case. Each run of other characters than a-z and 0-9 becomes one hyphen, and there is no
+    lower case. Each run of characters other than a-z and 0-9 becomes one hyphen, and there is no
     hyphen at the beginning or the end."""
     return re.sub(r"[^a-z0-9]+", "-", space.lower()).strip("-")
 

@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 PROGRESS_SECONDS = 10.0
 """While `start` waits for a service, it calls `on_wait` each time this many seconds have passed."""
 FILES_SECONDS = 5.0
-"""The seconds between two checks of the sizes of the logs and of `stack.json`."""
+"""The seconds between two checks. Each check limits the sizes of the logs, and writes `stack.json`
+again if it is lost or damaged."""
 RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """The seconds to wait before the first restart of a child, before its second restart, and so on.
 The last number is used for all further restarts. The waits grow, because a child that ends again
@@ -90,8 +91,9 @@ class Stack:
         the service and the seconds since the service was started.
 
         Raises PipelineError if another stack uses the state folder, if a port is in use, or if a
-        child ends, answers that it must be restarted, or does not answer in time. Before it raises
-        an error, it stops the children that it has started.
+        child ends, answers that it must be restarted, or does not answer in time. Raises OSError if
+        a file in the state folder cannot be written. Before this method raises an error, it stops
+        the children that it has started.
         """
         self._home.root.mkdir(parents=True, exist_ok=True)
         self._lock = lock_stack(self._home)
@@ -188,8 +190,9 @@ class Stack:
         try:
             self._spawn(service)
         except OSError as error:
-            # For example, too many files are open. The other services must stay up. If the new
-            # process runs already, end it, because it is not in the record.
+            # The child could not be started, for example because too many files are open. Raise no
+            # error, because the other services must stay up. The error may also come after the
+            # process was started. Then end this process, because it is not in the record.
             self._processes[name].kill()
             self._processes[name].wait()
             end = f"could not be started: {error}"

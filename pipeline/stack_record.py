@@ -1,5 +1,5 @@
-"""Reads `stack.json`. In this file, a running stack (the services that `pipeline up` starts)
-records its processes and their addresses, so that other commands find the processes."""
+"""Reads `stack.json`. A running stack (the services that `pipeline up` starts) records its
+processes and their addresses in this file, so that other commands can find the processes."""
 
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError

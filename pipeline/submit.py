@@ -91,7 +91,8 @@ def submit_command(
     commit, for example because the branch has no commit yet, the command gets no payload. Do not
     pass both `payload` and `revision`.
 
-    Raises PipelineError for an unknown `revision`.
+    Raises PipelineError for an unknown `revision`. If the dataset is a git URL, this function does
+    not check whether the commit `revision` exists.
     """
     env = {}
     if pipeline is not None:
