@@ -32,7 +32,7 @@ from pipeline.services import services_of
 from pipeline.settings import Settings
 from pipeline.stack_record import read_stack, stale_settings, suspended_stack
 from pipeline.subscriptions import ROUTE
-from pipeline.tokens import load_tokens
+from pipeline.tokens import read_tokens
 from pipeline.versions import installed_versions
 from receiver.errors import NotAllowed, ReceiverError
 from serving.engine_choice import choose_engine
@@ -101,7 +101,7 @@ def _check_state_folder(home: Home, settings: Settings) -> Iterator[Finding]:
             "tokens", f"{file} has mode {mode:o}: other users can read it", f"chmod 600 {file}"
         )
     try:
-        load_tokens(file)
+        read_tokens(file)
     except PipelineError as error:
         yield wrong("tokens", str(error), "do what the message says")
     else:
@@ -110,10 +110,8 @@ def _check_state_folder(home: Home, settings: Settings) -> Iterator[Finding]:
 
 
 def _check_secrets(home: Home, settings: Settings) -> Iterator[Finding]:
-    if not home.tokens_file.exists():
-        return
     try:
-        key = load_tokens(home.tokens_file).key
+        key = read_tokens(home.tokens_file).key
     except PipelineError:
         return  # `_check_state_folder` has already reported this error
     found = list(check_secrets(home, settings, key))
@@ -198,8 +196,8 @@ def _check_webhooks(home: Home, settings: Settings) -> Iterator[Finding]:
 
     url = settings.receiver_url + ROUTE
     try:
-        token = load_tokens(home.tokens_file).hub
-        webhooks = list_webhooks(endpoint=settings.hub_url, token=token)
+        tokens = read_tokens(home.tokens_file)
+        webhooks = list_webhooks(endpoint=settings.hub_url, token=tokens.hub)
     except NotAllowed:
         yield wrong(
             "webhook",
@@ -247,7 +245,7 @@ def _check_webhooks(home: Home, settings: Settings) -> Iterator[Finding]:
         )
     else:
         watched = {item.name for item in ours.watched}
-        moved = moved_datasets(settings, load_tokens(home.tokens_file))
+        moved = moved_datasets(settings, tokens)
         for dataset, present in moved.items():
             yield wrong("webhook", moved_message(dataset, present), moved_next_step(present))
         missing = set(settings.datasets_on_hub) - watched - set(moved)

@@ -62,15 +62,17 @@ def check_dead_letters(home: Home, settings: Settings) -> Iterator[Finding]:
 
 
 def got_job(home: Home, commit: str) -> bool:
-    """Whether the hub sent a delivery that names `commit`, and the answer had the id of a job.
-    False if the hub's database cannot be read; `check_deliveries` reports this error."""
+    """Whether the hub sent a delivery with the news that a ref points to `commit`, and the answer
+    had the id of a job. False if the hub's database cannot be read; `check_deliveries` reports this
+    error."""
     database = home.hub_dir / "hub.sqlite"
     try:
         with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
             found = connection.execute(
-                "SELECT 1 FROM deliveries WHERE status = 'delivered' AND instr(payload, ?) "
+                "SELECT 1 FROM deliveries WHERE status = 'delivered' "
+                "AND instr(payload, ?) "
                 "AND response_head LIKE '{\"job\":%' LIMIT 1",
-                (commit,),
+                (f'"newSha":"{commit}"',),
             )
             return found.fetchone() is not None
     except sqlite3.Error:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from pipeline.errors import PipelineError
 from pipeline.findings import Finding, ok, wrong
 from pipeline.paths import Home
 from pipeline.retrain.own_token import own_token
@@ -15,7 +16,7 @@ from pipeline.services import deliveries_path
 from pipeline.settings import Settings
 from pipeline.stack_record import read_stack
 from pipeline.subscriptions import ROUTE
-from pipeline.tokens import Tokens, load_tokens, secret_in_shell
+from pipeline.tokens import Tokens, read_tokens, secret_in_shell
 from receiver.errors import ReceiverError
 from receiver.moved_webhooks import HubCredentials
 from receiver.share import remembered_urls
@@ -86,7 +87,10 @@ def check_webhooks_at_other_hubs(home: Home, settings: Settings) -> Iterator[Fin
     Yields nothing if no stack is up."""
     if not _datasets_by_hub(settings) or read_stack(home) is None:
         return
-    token = own_token(os.environ, load_tokens(home.tokens_file).hub)
+    try:
+        token = own_token(os.environ, read_tokens(home.tokens_file).hub)
+    except PipelineError:
+        return  # the check of the state folder has already reported this error
     for hub, datasets in _datasets_by_hub(settings).items():
         receiver = _receiver_seen_from(hub, settings, home)
         if receiver is None:

@@ -28,15 +28,27 @@ class Tokens(BaseModel):
 
 
 def load_tokens(file: Path) -> Tokens:
-    """Read the tokens. If the file does not exist, create it first.
-
-    If the environment variable `PIPELINE_SECRET_KEY` is set, it replaces the key in the file.
-    Raises PipelineError if the content of the file or of the variable is wrong.
-    """
+    """Read the tokens. If the file does not exist, create it first. Raises PipelineError as
+    `read_tokens` does."""
     if not file.exists():
         _create(file)
+    return read_tokens(file)
+
+
+def read_tokens(file: Path) -> Tokens:
+    """Read the tokens, and create no file.
+
+    If the environment variable `PIPELINE_SECRET_KEY` is set, it replaces the key in the file.
+    Raises PipelineError if the file does not exist, or if its content or that of the variable is
+    wrong.
+    """
     try:
         tokens = Tokens.model_validate_json(file.read_bytes())
+    except FileNotFoundError:
+        raise PipelineError(
+            f"{file} does not exist; restore it from a backup, or restart the stack to get new "
+            "tokens: pipeline down, then pipeline up"
+        ) from None
     except ValidationError as error:
         fields = ", ".join(str(problem["loc"][0]) for problem in error.errors() if problem["loc"])
         raise PipelineError(

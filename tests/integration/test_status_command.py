@@ -217,6 +217,20 @@ def test_a_commit_that_changes_no_row_is_told_from_one_that_waits(
     assert lost not in dict(wrong())
 
 
+@pytest.mark.parametrize("content", [None, "{}"])
+def test_the_doctor_of_a_stack_without_its_tokens_makes_no_others(
+    hub: RunningHub, content: str | None
+) -> None:
+    file = Home.find().tokens_file
+    file.unlink()
+    if content is not None:
+        file.write_text(content)
+        file.chmod(0o600)
+    named = "does not exist" if content is None else "is not a token file"
+    assert any(message.startswith(f"{file} {named}") for message in dict(wrong()))
+    assert (file.read_text() if file.exists() else None) == content
+
+
 def test_a_repository_with_a_lost_object_is_named(hub: RunningHub, tmp_path: Path) -> None:
     remote, worktree = hub.create_dataset("local/facts"), tmp_path / "facts"
     hub.git("clone", "--quiet", remote, str(worktree), cwd=tmp_path)

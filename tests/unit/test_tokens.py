@@ -6,7 +6,7 @@ import pytest
 from cryptography.fernet import Fernet
 
 from pipeline.errors import PipelineError
-from pipeline.tokens import load_tokens
+from pipeline.tokens import load_tokens, read_tokens
 
 
 def test_tokens_are_made_once_and_only_their_owner_can_read_them(tmp_path: Path) -> None:
@@ -31,6 +31,12 @@ def test_a_damaged_file_is_left_alone_and_named(tmp_path: Path, text: str) -> No
     with pytest.raises(PipelineError, match=str(file)):
         load_tokens(file)
     assert file.read_text() == text
+
+
+def test_who_only_reads_creates_no_tokens(tmp_path: Path) -> None:
+    with pytest.raises(PipelineError, match=r"tokens\.json does not exist; restore it"):
+        read_tokens(tmp_path / "tokens.json")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_environment_can_hold_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
