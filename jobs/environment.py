@@ -50,8 +50,8 @@ def job_environment(
 ) -> dict[str, str]:
     """All variables of the job's process.
 
-    The variables come from the items of this list. If several items set the same variable, the last
-    of these items decides:
+    The variables come from the sources in this list. If several sources set the same variable, the
+    last one in the list counts:
 
     1. `SHORT_SPINS`.
     2. `runner_env`: the variables that the runner passes on.

@@ -2,7 +2,7 @@
 
 A job's command adds its own files to the folder. Each attempt of a job has a *leader*: the process
 that starts the command and waits for it (`jobs/launchers/supervise.py`). Every leader imports this
-module. So that leaders start quickly, the module uses only the standard library.
+module. The module uses only the standard library, because leaders must start quickly.
 """
 
 import itertools
@@ -29,9 +29,11 @@ number to the folder's name."""
 LOG = "log.txt"
 """The output of the command, from all attempts of the job."""
 PROCESS = ".process.json"
-"""The leader writes this file: the number of the attempt, and the leader's pid and start time. Its
-name and the name of `EXIT` begin with a dot, so that both files survive `rm -rf ./*`: the folder is
-the working folder of the command."""
+"""The leader writes this file: the number of the attempt, and the leader's pid and start time.
+
+The command runs in this folder and may execute `rm -rf ./*`. This file and the file `EXIT` survive
+that, because their names begin with a dot.
+"""
 PROCESS_FIELDS = {"attempt": int, "pid": int, "started": str}
 EXIT = ".exit.json"
 """The leader writes this file when the command has ended or could not be started: the number of the
@@ -79,9 +81,12 @@ def read_json(path: Path) -> Any:
 
 
 def read_record(path: Path, fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The JSON object in the file `path`, which has at least these `fields` (name → type). None in
-    the same cases as `read_json`. Raises DamagedRecord if something else is there, such as a
-    folder, because the job's command has changed the file."""
+    """The JSON object in the file `path`. It has at least these `fields` (name → type). None in the
+    same cases as `read_json`.
+
+    Raises DamagedRecord if there is something else at `path`, such as a folder or another JSON
+    value. The usual cause is that the job's command has changed the file.
+    """
     try:
         content = read_json(path)
     except OSError as error:

@@ -78,8 +78,8 @@ class Job:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The content of `job.json`, which says whose folder it is (`IDENTITY` in
-        `jobs/folder.py`)."""
+        """The content of `job.json`, the file that says which job the folder belongs to (`IDENTITY`
+        in `jobs/folder.py`)."""
         return {"id": self.id, "created_at": self.created_at}
 
     @property

@@ -39,6 +39,9 @@ class Launcher(Protocol):
 
     The handle depends only on the job's id and the attempt's number. So if a runner crashes, and
     the next runner starts the same attempt again, the launcher finds the process that already runs.
+
+    `start`, `poll` and `stop` raise DamagedRecord if the job's command has damaged a file that the
+    launcher needs.
     """
 
     def start(self, launch: Launch) -> str:

@@ -1,5 +1,5 @@
-"""Starts an attempt of a job: writes files into the job's folder, for the command to read, and asks
-the launcher to run the command."""
+"""Starts an attempt of a job: writes the spec and the payload into the job's folder, where the
+command can read them, and asks the launcher to run the command."""
 
 import json
 import logging
@@ -30,7 +30,8 @@ def start_attempt(
     attempt.
 
     `secret_key` decrypts the secrets of the spec; it is None if the runner has no key. Raises
-    LaunchError if the attempt cannot be started, and OSError if the job's folder cannot be written.
+    LaunchError if the attempt cannot be started, OSError if the job's folder cannot be written, and
+    DamagedRecord if a record of an earlier attempt is damaged.
     """
     if job.spec.launcher != "local":
         raise LaunchError(

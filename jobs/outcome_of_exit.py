@@ -16,7 +16,7 @@ from jobs.temporary_failures import TEMPORARY_FAILURE
 @dataclass(frozen=True)
 class Lost:
     """The job needs another attempt, because this attempt was interrupted. Either the runner was
-    stopped, or the attempt's process wrote no outcome and then vanished or was killed."""
+    stopped, or the attempt's process vanished or was killed before it wrote an outcome."""
 
     reason: str
 
@@ -38,9 +38,9 @@ def outcome_of_exit(
     - None, if the process exited with 0 and wrote no outcome, and the runner did not stop the
       process. A plain command (a job without a pipeline) that succeeds normally ends in this way.
     - `Lost`, if the runner stopped the process because the runner itself was stopped. Also `Lost`,
-      if the process wrote no outcome and then vanished, or was killed by somebody other than the
-      runner. One exception: if somebody other than the runner killed a plain command, the outcome
-      is `failed`.
+      if the process wrote no outcome, and it vanished or somebody other than the runner killed it.
+      One exception: if somebody other than the runner killed a plain command, the outcome is
+      `failed`.
     - In all other cases, an outcome `failed` or `cancelled` that this function makes. If the cause
       of the failure is temporary, `may_pass` is set in this outcome.
 

@@ -60,7 +60,7 @@ def forget_ignored(engine: Engine, before: float) -> int:
 
 def _old_jobs(connection: Connection, before: float, newest: int) -> Iterator[int]:
     """The numbers of the jobs that ended before the time `before`, lowest first. Leaves out the
-    `newest` newest jobs of each pipeline, and the `newest` newest plain commands."""
+    last `newest` jobs of each pipeline, and the last `newest` plain commands."""
     # The condition on `ended_at` alone would select the right jobs, but there is no index on
     # `ended_at`, so the database would read all jobs that have ended. The condition on `run_after`
     # makes the database use an index. A job normally ends after its `run_after`. So if `ended_at`

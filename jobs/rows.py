@@ -141,8 +141,8 @@ def fetch_successor(connection: Connection, job: Job) -> Job | None:
 
 
 def is_pending(pipeline: str, *, by_hand: bool) -> Any:
-    """The SQL condition that selects one pending job of the pipeline: with `by_hand`, the job that
-    was submitted by hand, and otherwise the push job."""
+    """The SQL condition for one pending job of the pipeline. With `by_hand`, this is the job that
+    was submitted by hand. Without `by_hand`, it is the push job."""
     return (
         (JOBS.c.pipeline == pipeline) & (JOBS.c.state == "SCHEDULING") & (JOBS.c.by_hand == by_hand)
     )

@@ -123,7 +123,9 @@ class Runner:
         next runner starts new attempts of these jobs.
 
         If the store fails, the runner tries again until the store works. Raises StoreError if the
-        store fails after `stop` was set, and LaunchError if `jobs_dir` cannot be used.
+        store fails after `stop` was set, and LaunchError if `jobs_dir` cannot be used. Raises
+        OSError or DamagedRecord if a file in a job's folder cannot be used for a temporary cause,
+        such as a full disk. The next runner then adopts the running jobs.
         """
         self._run(stop, until_idle=False)
 
@@ -421,7 +423,7 @@ class Runner:
     def _give_up(self, leased: _LeasedJob, launcher: Launcher, error: Exception) -> None:
         """End a job as failed, because a file in its folder cannot be used. Other jobs go on."""
         if is_temporary(error):
-            raise error  # the cause is the machine, not this job
+            raise error  # the cause is the machine, so end `run` instead of this job
         job, reason = leased.job, f"{leased.job.id} cannot be watched: {error}"
         if leased.handle is not None:
             # Before a kill, `heartbeat` checks that this runner still has the lease.

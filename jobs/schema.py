@@ -124,8 +124,9 @@ def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
     """An engine for `sqlite:///…`, `postgresql+psycopg://…`, or a path to a SQLite file.
 
     With `only_reads`, a SQLite file is opened read-only. A missing file is then not created, and
-    the first read fails. Raises StoreError if the URL names another kind of database, if the path
-    is in a folder that does not exist, or if the database driver is not installed.
+    the first read fails. Raises StoreError if the URL is not valid or names another kind of
+    database, if the path is in a folder that does not exist, or if the database driver is not
+    installed.
     """
     shown = str(url_or_path)
     if isinstance(url_or_path, str) and "://" in url_or_path:

@@ -112,10 +112,10 @@ class JobStore(JobReader):
            For a plain command, the candidate is the newest plain command with the same
            `dedupe_key`. Return the candidate if `spec` has the same `dedupe_key`. But go on with
            rule 3 if `spec` has no `dedupe_key`, or if the candidate failed or was cancelled.
-        3. If the pipeline has a pending push job, this job absorbs `spec`; return this job. Its
-           range of commits then also covers the commits of `spec`. The job normally takes the
-           command, settings and payload of `spec`. But if the commits of `spec` are older, the job
-           keeps its own command, settings and payload.
+        3. If the pipeline has a pending push job, this job absorbs `spec`; return this job. The
+           job's range of commits then also covers the commits of `spec`. The job normally takes the
+           command and settings of `spec`, and the `payload`. But if the commits of `spec` are
+           older, the job keeps its own command, settings and payload.
         4. Create a pending job, and return it.
 
         For a submission by hand (`by_hand`), only rules 1 and 4 apply. The new job absorbs no push,
@@ -284,11 +284,10 @@ class JobStore(JobReader):
         """Delete the jobs that ended earlier than the time `before`, and the deliveries of these
         jobs. Returns the ids of the deleted jobs.
 
-        Three groups of jobs are not deleted: the jobs in `kept`, the newest jobs of each pipeline,
-        and the newest plain commands. `newest` says how many: this many jobs of each pipeline, and
-        this many plain commands. This method also deletes the deliveries that led to no job and
-        were received earlier than the time `before`. If a sender repeats a deleted delivery, it
-        counts as a new delivery.
+        Three groups of jobs are not deleted: the jobs in `kept`, the last `newest` jobs of each
+        pipeline, and the last `newest` plain commands. This method also deletes the deliveries that
+        led to no job and were received earlier than the time `before`. If a sender repeats a
+        deleted delivery, it counts as a new delivery.
         """
         forget_ignored(self._engine, before)
         return forget_jobs(self._engine, before, newest=newest, kept=kept)

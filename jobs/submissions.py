@@ -42,8 +42,8 @@ delivery may lead to another job."""
 def submit_all(
     connection: Connection, requests: Sequence[JobRequest], now: float
 ) -> list[Submission]:
-    """Submit the requests in order, by the rules of `JobStore.submit`. Raises PendingJob, as
-    `JobStore.submit` does."""
+    """Submit the requests in order, by the rules of `JobStore.submit`. Raises PendingJob if a
+    request is by hand, and the pipeline already has a pending job that was submitted by hand."""
     batch = _Batch(connection, now)
     known = _known_deliveries(connection, requests)
     answered: dict[DeliveryKey, tuple[Delivery, int]] = {}

@@ -21,10 +21,15 @@ from filelock import FileLock, Timeout
 from receiver.errors import ReceiverError
 
 KEPT_SECONDS = 31 * 24 * 3600.0
-"""A delivery that is repeated within this time after its last arrival is recognised as a repeat. By
-default, hotpush's own hub keeps a delivery for 30 days after its last attempt. So this hub can
-repeat an older delivery only if, more than a day after the last arrival, it made an attempt that
-this receiver did not store."""
+"""A delivery that is repeated within this time after its last arrival is recognised as a repeat.
+
+By default, hotpush's own hub keeps a delivery for 30 days after its last attempt to send it. So a
+repeat from this hub is normally recognised. There are two exceptions:
+
+- The hub made an attempt more than a day after the last arrival, and this receiver did not store
+  that attempt.
+- The hub kept a dead delivery for longer, because the webhook of the delivery was suspended.
+"""
 
 _PROOF_HEADERS = {
     "authorization",
@@ -202,7 +207,8 @@ class DeliveryLog:
     def due(
         self, now: float, paths: Collection[str], busy: Collection[tuple[str, str]] = ()
     ) -> list[StoredDelivery]:
-        """Up to 100 deliveries to these paths whose handler must be called now, oldest first.
+        """Up to 100 deliveries to these paths that are due, oldest first. A delivery is due if its
+        handler must be called now.
 
         A delivery is left out in two cases: an earlier delivery of the same path and repository
         waits for its next call, or `busy` contains the delivery's path and repository.
@@ -303,9 +309,9 @@ def _version(path: Path) -> int:
     except sqlite3.OperationalError as error:
         if error.sqlite_errorname != "SQLITE_READONLY_ROLLBACK":
             raise
-        # A process was killed while it wrote to the file before the file was in WAL mode, and left
-        # a rollback journal. A read-only connection cannot roll this write back, so open the file
-        # for writing.
+        # The file was not in WAL mode yet when a process was killed during a write. The process has
+        # left a rollback journal. A read-only connection cannot roll this write back, so open the
+        # file for writing.
         version = _read_version(path, "rw")
     if version > SCHEMA_VERSION:
         raise ReceiverError(

@@ -140,8 +140,8 @@ class DurableDeliveries:
         try:
             yield
         finally:
-            # Do not cancel the worker, because its thread may be executing an SQL statement. Ask
-            # the worker to end.
+            # Ask the worker to end. Do not cancel it, because its thread may be executing an SQL
+            # statement.
             self._is_stopping = True
             self._wake.set()
             await worker

@@ -58,9 +58,10 @@ class NotAnEvent(ReceiverError):
 
 
 class WorkerNotRunning(ReceiverError):
-    """A handler is *durable* if each of its deliveries is stored before the handler is called. The
-    server calls such a handler only while the context `WebhooksServer.lifespan` is open. This
-    context is not open, so the server accepts no delivery for the handler."""
+    """The server does not accept a delivery for a durable handler, because the context
+    `WebhooksServer.lifespan` is not open. The server calls durable handlers only while this context
+    is open. (A handler is *durable* if each of its deliveries is stored before the handler is
+    called.)"""
 
     status_code = 503
 

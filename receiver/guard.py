@@ -210,7 +210,8 @@ class RequestGuard:
 
 
 def guarded_route(guard: RequestGuard) -> type[APIRoute]:
-    """A class of FastAPI routes whose requests `guard` checks before the handler is called."""
+    """A class of FastAPI routes. Before such a route calls its handler, `guard` checks the
+    request."""
 
     class GuardedRoute(APIRoute):
         def get_route_handler(self) -> CallHandler:

@@ -1,5 +1,5 @@
-"""Remembers the responses to the latest deliveries, so that a repeated delivery is not handled
-twice.
+"""Remembers the responses to the latest deliveries. If a delivery is repeated, the sender gets the
+remembered response, and the handler is not called again.
 
 The responses are only in memory. After a restart of the process, a repeated delivery is handled
 again.

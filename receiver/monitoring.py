@@ -1,5 +1,5 @@
-"""The routes by which others watch a receiver: `/metrics` for Prometheus and `/live` for
-`pipeline up`."""
+"""The routes that other programs use to watch a receiver: `/metrics` for Prometheus, and `/live`
+for `pipeline up`."""
 
 import time
 

@@ -1,6 +1,6 @@
-"""Refuses requests over loopback whose header `Host` names another host. Browsers send such
-requests if the owner of a web page lets the page's own host name lead to this machine (DNS
-rebinding). The page could then read the answers.
+"""Refuses requests over loopback if their header `Host` names another host. Browsers send such
+requests if the owner of a web page makes the page's own host name resolve to 127.0.0.1 (DNS
+rebinding). If the requests were not refused, the page could read the answers.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -16,8 +16,8 @@ from serving.http.cross_site import other_host
 def refuse_other_host(
     headers: Mapping[str, str], server: tuple[str, int | None] | None, names: Collection[str]
 ) -> None:
-    """Raise `FromElsewhere` if the request names another host. `server` and `names` have the
-    meaning that they have in `other_host`."""
+    """Raise `FromElsewhere` if the request names another host. `server` and `names` mean the same
+    as in `other_host`."""
     host = other_host(headers, server, names)
     if host is not None:
         raise FromElsewhere(
@@ -28,8 +28,9 @@ def refuse_other_host(
 
 
 class OnlyOwnNames:
-    """An application in front of `app` that refuses requests for another host with 403, except
-    requests to the handlers: the guard of each handler (`receiver/guard.py`) checks these.
+    """An application in front of `app`. It answers 403 to requests that name another host. It does
+    not check requests to the handlers, because the guard of each handler (`receiver/guard.py`)
+    checks them.
 
     Args:
         names: Returns the host names of this receiver, without the names of loopback.

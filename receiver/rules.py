@@ -1,5 +1,5 @@
-"""Decides which pipelines an event retrains, and makes the specs (the descriptions) of their jobs.
-This module reads and writes no files."""
+"""Decides which pipelines an event retrains, and makes the spec of each job (`JobSpec`). This
+module reads and writes no files."""
 
 import hashlib
 import json
@@ -212,8 +212,8 @@ def _host_and_path_of_ssh(url: str) -> str | None:
 
 
 def _host_and_path(url: str) -> str:
-    """The host and path of a URL, without user and port. If `url` lacks the scheme, the host or
-    the path, returns `url` itself.
+    """The host and path of a URL, in lower case, without user, port and the ending `.git`. If `url`
+    lacks the scheme, the host or the path, returns `url` itself.
 
     A rule may have the SSH URL of a repository, but senders send its HTTPS URL. The two URLs have
     different users and ports, so `watches` compares only host and path."""

@@ -13,10 +13,13 @@ from receiver.tunnel_command import tunnel_command
 
 
 def tunnel_to_open(share: bool | str, settings: ReceiverSettings) -> str | None:
-    """The tunnel to open, or None. `share` is the argument of `WebhooksServer.launch`. If it is a
-    string, the string names the tunnel to open: an `ssh://` address, or a command. If it is True,
-    the setting `tunnel` names the tunnel. Raises `TunnelFailed` if `share` is True, but neither the
-    setting `tunnel` nor the setting `public_url` is set."""
+    """The tunnel to open. None if no tunnel must be opened.
+
+    `share` is the argument of `WebhooksServer.launch`. If it is a string, the string names the
+    tunnel: an `ssh://` address, or a command. If it is True, the setting `tunnel` names the tunnel.
+    If it is True and only the setting `public_url` is set, no tunnel is needed. Raises
+    `TunnelFailed` if `share` is True, but neither `tunnel` nor `public_url` is set.
+    """
     if isinstance(share, str):
         return share
     if share and settings.tunnel is None and settings.public_url is None:

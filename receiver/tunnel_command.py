@@ -115,9 +115,9 @@ def ending_with_this_process(arguments: tuple[str, ...]) -> list[str]:
     thread that started the command has ended. So if the receiver is killed, its tunnel ends too."""
     if sys.platform != "linux":
         return list(arguments)
-    # `code` calls prctl(PR_SET_PDEATHSIG, SIGTERM), and then replaces itself by the command. A new
-    # interpreter runs `code`. Do not use a `preexec_fn` of `subprocess` instead: it would run
-    # Python code between fork and exec, which is not safe in a program with threads.
+    # A new interpreter runs `code`, which calls prctl(PR_SET_PDEATHSIG, SIGTERM), and then replaces
+    # the interpreter with the command. Do not use a `preexec_fn` of `subprocess` instead: it would
+    # run Python code between fork and exec, which is not safe in a program with threads.
     code = (
         "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"
         " os.execvp(sys.argv[1], sys.argv[1:])"

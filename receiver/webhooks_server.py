@@ -217,11 +217,12 @@ class WebhooksServer:
             server_name, server_port: Replace the host and the port of the settings.
             share: True opens the tunnel that the setting `tunnel` names. A string opens the tunnel
                 that the string names: `ssh://user@host`, or a command. With a tunnel, every handler
-                needs a secret.
+                needs a secret. In a Space, `share` is ignored, because a Space has a public URL.
 
         Raises:
             OpenToEveryone: Other machines could reach a handler that has no secret.
-            TunnelFailed: No tunnel is configured, or the tunnel cannot be opened.
+            TunnelFailed: `share` is True, but no tunnel and no `public_url` is configured. Or the
+                tunnel cannot be opened.
             AddressUnavailable: The port is in use, or the host is not an address of this machine.
             ReceiverError: The file `deliveries_path` cannot be opened, for example because another
                 process has it open.

@@ -91,7 +91,7 @@ def signal_session(leader: ProcessIdentity, number: signal.Signals) -> None:
             try:
                 os.kill(int(entry.name), number)
             except (ProcessLookupError, PermissionError):
-                # The process has ended, or it belongs to another user, as after `sudo`.
+                # The process has ended, or it belongs to another user, for example after `sudo`.
                 continue
 
 

@@ -92,9 +92,10 @@ def supervise(request: Request, *, in_place: bool) -> Callable[[], None]:
     # The command starts only after the leader has written to `go`. Before that, the leader records
     # itself, so that a runner can find and stop every command that has started.
     wait_here, go = os.pipe()
-    # Block stop signals before the fork. After the fork, the command's process still ignores them,
-    # as the leader does. Without the block, a signal that arrives then would be lost. A blocked
-    # signal waits until `_prepare_command_process` has restored the default action.
+    # Block stop signals before the fork. At first, the command's process ignores stop signals,
+    # because it inherits this from the leader. Without the block, a signal that arrives during this
+    # time would be lost. A blocked signal waits until `_prepare_command_process` has restored the
+    # default action.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     command_pid = os.fork()
     if command_pid == 0:
