@@ -75,9 +75,9 @@ class Admission:
         self._open.set()
         self._left = asyncio.Event()
         self.unserved: Unserved | None = None
-        """The release that should be served, if the server could not serve it at its start. Error
-        answers use this value to say why no release is live. Once a release is live, ignore this
-        value."""
+        """The release that should be served, if the server could not serve it at its start. The
+        server's answers use this value to say why no release is live. Once a release is live,
+        ignore this value."""
         self.is_stopping = False
         """Whether the server was told to stop. Running requests may then finish, and new requests
         are refused."""

@@ -144,8 +144,8 @@ class GenerationRefused(EngineError):
 
 
 def refuse_constraints(generation: Generation, engine: str) -> None:
-    """Raise GenerationRefused if `generation` has a grammar or `allowed_token_ids`. For engines
-    that support neither."""
+    """Raise GenerationRefused if `generation` has a grammar or `allowed_token_ids`. Engines that
+    support neither call this function."""
     param = "allowed_token_ids" if generation.allowed_token_ids is not None else None
     if generation.grammar is not None:
         param = generation.grammar.param

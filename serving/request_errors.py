@@ -127,8 +127,9 @@ def queue_full(max_queue: int) -> RequestError:
 
 
 def wrong_host(host: str) -> RequestError:
-    """For a server without keys. A page of another site can let its own host name lead to this
-    machine (DNS rebinding), and could then read the answers."""
+    """The error for a request that names another host, if the server has no keys. A page of another
+    site can make its own host name lead to this machine (DNS rebinding). Without this error, the
+    page could then read the answers."""
     return RequestError(
         403,
         f"{host!r} is not a name of this server: call 127.0.0.1 or localhost, or set [serving] "

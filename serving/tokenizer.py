@@ -109,7 +109,7 @@ class ReleaseTokenizer:
 
 def tokenizer_files(release: Release) -> dict[str, FileEntry]:
     """The files from which a tokenizer may be made: all files of the release except weights and
-    Markdown files. If these files are the same in two releases, so are the tokenizers."""
+    Markdown files. Releases in which these files are equal have equal tokenizers."""
     return {
         name: entry
         for name, entry in release.files.items()

@@ -73,7 +73,7 @@ class VllmMetrics:
         )
         self._queue = histogram(
             "request_queue_time_seconds",
-            "Time that a sequence that has ended waited until its prompt was computed",
+            "Time until the engine began to compute the prompt of a sequence that has ended",
             _VLLM_REQUEST,
         )
         self._prefill = histogram(
@@ -88,7 +88,7 @@ class VllmMetrics:
         )
         self.preemptions = counter(
             "num_preemptions",
-            "How often a sequence lost its memory to older ones, and waited again",
+            "How often a sequence lost its memory to older sequences, and waited again",
         )
         self.longest = histogram(
             "request_max_num_generation_tokens",
