@@ -37,8 +37,8 @@ class LiveRelease:
     live_since: int
     """When the first phase (the preflight) of the swap to this release ended, in Unix seconds."""
     stands_in_for: Unserved | None = None
-    """The newer release in whose place this release is served; None if this release is not a
-    substitute."""
+    """If this release is served as a substitute: the newer release that could not be served.
+    Otherwise None."""
     engine_context: int | None = None
     """The largest number of tokens in a sequence for which the engine has memory; None if the
     engine has enough memory for every length that the release allows."""
@@ -75,11 +75,12 @@ class Admission:
         self._open.set()
         self._left = asyncio.Event()
         self.unserved: Unserved | None = None
-        """The release that should be served, if the server could not load it when it started. It
-        explains why no release is live. Once a release is live, ignore it."""
+        """The release that should be served, if the server could not serve it at its start. The
+        server's answers use this value to say why no release is live. Once a release is live,
+        ignore this value."""
         self.is_stopping = False
-        """Whether the server was told to stop. Running requests then end, and new ones are refused.
-        """
+        """Whether the server was told to stop. Running requests may then finish, and new requests
+        are refused."""
         self.previous: str | None = None
         """The id of the release that was live before the present one; None if no other release was
         live since the start of the server."""
@@ -134,7 +135,7 @@ class Admission:
     @contextmanager
     def closed(self) -> Iterator[None]:
         """Holds new requests back until the `with` block ends. Give every `await` in the block a
-        time limit, because all new requests wait for it."""
+        time limit, because all new requests wait until the block ends."""
         self._open.clear()
         try:
             yield

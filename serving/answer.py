@@ -37,11 +37,11 @@ T = TypeVar("T")
 _json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 LARGE_BODY_BYTES = 4096
-"""The prompt of a larger body is tokenised in a thread. The text of a smaller one takes only a
-millisecond or two."""
+"""If a request body is larger, its prompt is tokenised in a thread. The prompt of a smaller body
+takes only one or two milliseconds."""
 LARGE_ANSWER_TOKENS = 1024
-"""An answer with more tokens, counting the prompts and the `logprobs` of each token, is written in
-a thread. With `logprobs`, each token takes some microseconds."""
+"""An answer with more tokens is written in a thread. The tokens of the prompts count too, and with
+`logprobs`, each reported alternative counts as one more token. Each takes some microseconds."""
 
 
 class Plan(Protocol):
@@ -103,7 +103,7 @@ class Answer:
         return self._written(sequences)
 
     def _written(self, sequences: list[GeneratedSequence]) -> bytes:
-        # No other thread can run while a value is written, so write each choice by itself.
+        # Write each choice by itself, because no other thread can run while one value is written.
         choices = ",".join(map(_json, self.plan.choices(sequences)))
         usage = self._usage(
             [each.num_tokens for each in sequences],
@@ -114,7 +114,8 @@ class Answer:
 
     async def events(self) -> AsyncGenerator[str, None]:
         """The answer as server-sent events; `[DONE]` is the last one. Raises EngineError."""
-        # All events are equal up to the choices, so write this part once and not for each token.
+        # All events begin with the same text, up to the choices. Write this text only once, not
+        # for each token.
         start = "data: " + json.dumps(self._head(self.plan.objects[1]))[:-1] + ', "choices": ['
         generations, request = self.plan.generations, self.plan.request
         end = '], "usage": null}\n\n' if request.includes_usage else "]}\n\n"
@@ -182,8 +183,8 @@ class Answer:
         }
 
     def _usage(self, num_new: list[int], num_cached: list[int]) -> dict[str, Any]:
-        # Several sequences may have the same prompt. Count its tokens, and those of them that were
-        # in the cache, only once.
+        # Several sequences may have the same prompt. Count the tokens of this prompt only once, and
+        # also count its cached tokens only once.
         num_found = sum(num_cached[:: self.plan.num_each])
         return _usage(self.plan.num_prompt_tokens, sum(num_new), num_found)
 
@@ -209,11 +210,12 @@ class Answers:
     planners: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(4, thread_name_prefix="answers-plan")
     )
-    """Tokenise prompts and render chat templates. No swap waits for these threads."""
+    """Threads that tokenise prompts and render chat templates. No swap waits for these threads."""
     writers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="answers-write")
     )
-    """Write large answers. They are other threads, so that no answer waits for a slow template."""
+    """Threads that write large answers. They are separate from `planners`, so that no answer waits
+    for a slow template."""
 
     async def respond(
         self, request: Request, asked: SamplingRequest, plan: Callable[[LiveRelease], Plan]
@@ -222,14 +224,15 @@ class Answers:
         release that the request gets.
 
         Raises RequestError, which `plan` may raise too; TimeoutError if the answer takes longer
-        than `request_seconds`; and EngineError. In a stream, an error after the admission becomes
-        an error event or an error response.
+        than `request_seconds`; and EngineError. But an error while a stream is generated is not
+        raised: it becomes an error event or an error response (`EventStream`).
         """
         started = time.perf_counter()
         deadline = asyncio.get_running_loop().time() + self.settings.request_seconds
         route = request.url.path
         with ExitStack() as leaving:
-            # A request for more sequences than this is refused.
+            # If a request asks for more than `max_sequences`, `plan` refuses it. So do not count
+            # more sequences as waiting.
             num_sequences = min(asked.num_sequences, self.settings.max_sequences)
             waiting = WaitingRequest(self.metrics, num_sequences)
             leaving.callback(waiting.end)

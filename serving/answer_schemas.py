@@ -95,7 +95,8 @@ class AnsweredToolCall(_Answer):
 
 class AnswerMessage(_Answer):
     role: str
-    """`assistant`; if the request continues its last message, the role of this message."""
+    """`assistant`. But if the answer continues the last message of the request, this is the role of
+    that message."""
     content: str | None
     tool_calls: list[AnsweredToolCall] = []
 
@@ -173,8 +174,8 @@ _FAULTS: dict[int | str, str] = {
     429: "Too many requests run or wait",
     503: "No release is served, or the engine failed",
     504: "The answer took too long",
-    # FastAPI describes 422 by itself unless "4XX" is described. No route with these errors answers
-    # 422.
+    # Without a description of "4XX", FastAPI would add a description of 422. But no route with
+    # these errors answers 422.
     "4XX": "Another error in the request",
 }
 

@@ -70,9 +70,10 @@ def create_app(
     live last, and then swaps in the pending release. When the application stops, it closes
     `engine`.
 
-    A request for a swap needs `admin_token`, or a token for which `job_may_swap` returns true. This
-    function runs in a thread, so it may wait for a database. Raises ServingError if the file of API
-    keys cannot be read or contains no key.
+    A request for a swap needs `admin_token`, or a token for which `job_may_swap` returns true.
+    `job_may_swap` is called in a thread, so it may wait for a database.
+
+    Raises ServingError if `load_api_keys` does.
     """
     metrics = Metrics(pipeline)
     admission = Admission(settings.max_queue)
@@ -101,7 +102,7 @@ def create_app(
                 threads.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPIOffline(title="hotpush", redoc_url=None, lifespan=lifespan)
-    _add_error_handlers(app, metrics)  # inside the other middlewares
+    _add_error_handlers(app, metrics)  # first, so that it runs inside the other middlewares
     app.add_middleware(LimitedBodies, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(RequestIds)
     if settings.cors_origins:

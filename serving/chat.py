@@ -41,7 +41,7 @@ def add_chat(router: APIRouter, answers: Answers) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPlan:
-    """The `Plan` of a chat. `chunks` and `choices` keep state, so a plan is for one answer only."""
+    """The `Plan` of a chat. `chunks` and `choices` keep state: use a plan for one answer only."""
 
     request: ChatRequest
     tokenizer: ReleaseTokenizer
@@ -125,7 +125,7 @@ class ChatPlan:
         return found
 
     def _finish_reason(self, index: int, part: GeneratedSequence | Delta) -> str | None:
-        # As in OpenAI and vLLM, a call that the request itself names ends with "stop".
+        # If the request names the tool to call, the finish reason is "stop", as in OpenAI and vLLM.
         is_named = isinstance(self.request.tool_choice, NamedTool)
         is_call = part.finish_reason == "stop" and self.num_calls[index] and not is_named
         return "tool_calls" if is_call else part.finish_reason

@@ -28,8 +28,9 @@ _TEXT_FIELDS = {
 
 
 def _parse_arguments(arguments: object) -> dict[str, Any]:
-    """The arguments of an earlier call. As in vLLM, what is no JSON object means no arguments,
-    because an error would refuse each later request of the same conversation too."""
+    """The arguments of an earlier call. As in vLLM, anything that is not a JSON object means no
+    arguments. Do not raise an error instead: all later requests of the conversation contain the
+    same call, so they would all be refused."""
     if isinstance(arguments, str):
         arguments = parse_object(arguments)
     return arguments if isinstance(arguments, dict) else {}
@@ -141,8 +142,8 @@ class ChatPrompt(RequestBody):
     chat_template_kwargs: dict[str, Any] | None = None
     """More variables for the template."""
     reasoning_effort: str | None = None
-    """A variable that some templates use. It also sets their variable `enable_thinking`, to false
-    for `none` and to true for other values."""
+    """A variable that some templates use. It also sets the variable `enable_thinking`: to false for
+    `none`, and to true for other values."""
     tools: Annotated[list[Tool], FewItems] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     """null means `auto`."""

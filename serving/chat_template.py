@@ -33,8 +33,8 @@ from serving.template_sandbox import BoundedSandbox, TooCostly, render_bounded
 logger = logging.getLogger(__name__)
 
 _END_OF_FINAL_MESSAGE = "END_OF_FINAL_MESSAGE "
-"""A marker for the end of the last message in a prompt. It ends with a space, because a prompt
-without this space shows that the template strips spaces."""
+"""A marker for the end of the last message in a prompt. It ends with a space: if this space is
+missing in the prompt, the template strips spaces."""
 
 
 _REFUSALS = (
@@ -94,7 +94,7 @@ class ChatTemplate:
         form `{"type": "text", "text": …}`. If not, it expects a text."""
         return self._takes_parts[with_tools]
 
-    # The first two arguments are positional, because `kwargs` may have any names.
+    # `self` and `messages` are positional-only, because `kwargs` may contain any name.
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -110,9 +110,10 @@ class ChatTemplate:
         `chat_template_kwargs` of a request.
 
         With `add_generation_prompt`, the prompt ends with the beginning of a new message of the
-        assistant. With `continue_final_message`, it ends with the text of the last message. Raises
-        ChatTemplateError if both are set, or if the template refuses the messages; and
-        ChatTemplateTooCostly.
+        assistant. With `continue_final_message`, it ends with the text of the last message.
+
+        Raises ChatTemplateError if both are set, or if the template refuses the messages. Raises
+        ChatTemplateTooCostly if the rendering takes too long or makes too long texts.
         """
         if continue_final_message:
             if add_generation_prompt:
@@ -139,7 +140,8 @@ class ChatTemplate:
 
     def check(self) -> None:
         """Render a plain message. Raises ReleaseError if this takes too long or makes too long
-        texts. The template may refuse the message, because it may want others."""
+        texts. If the template refuses the message, only logs a warning, because the template may
+        accept other messages."""
         try:
             self.render([{"role": "user", "content": "Hello"}])
         except ChatTemplateTooCostly as error:
@@ -197,7 +199,7 @@ def _cut_at_mark(prompt: str) -> str:
     if not mark:
         raise ChatTemplateError("the template does not show the end of the final message")
     # If the template strips messages, it has removed the space after the marker. Then also remove
-    # spaces before the marker, as the template would without it.
+    # the spaces before the marker, as the template would do if there were no marker.
     return start if rest.startswith(" ") else start.rstrip()
 
 

@@ -60,7 +60,8 @@ class StructuredOutputs(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _has_few_fields(cls, value: object) -> object:
-        # Each unknown field is an error of its own, so do not look at thousands of them.
+        # pydantic would make one error for each unknown field. There may be thousands, so refuse
+        # them here.
         if isinstance(value, dict) and len(value) > len(cls.model_fields):
             raise ValueError(f"has {len(value)} fields; only {len(cls.model_fields)} are known")
         return value

@@ -22,8 +22,8 @@ class Detokenizer:
 
     There are two difficulties. First, the text of a token may depend on the tokens before it; for
     example, some tokenizers drop a space at the beginning of a text. So each piece is decoded
-    together with the tokens of the piece before it (before the first piece, with the last tokens of
-    the prompt). These tokens and the new ones are the *window*.
+    together with the tokens of the previous piece. The first piece is decoded together with the
+    last tokens of the prompt. The earlier tokens and the new tokens together are the *window*.
 
     Second, the bytes of one character may be spread over several tokens. So a piece that ends
     inside a character waits for the next tokens. If too many tokens wait, all of their text is
@@ -45,16 +45,17 @@ class Detokenizer:
         self._ids: list[int] = []
         """The token ids of the window."""
         self._given_text = ""
-        """The text of the window's tokens that is part of a piece, or of the prompt."""
-        # Some tokenizers decode adjacent bytes only as a whole, so let the window begin where a
-        # character begins. If its text still ends inside a character, the prompt does too. Then the
-        # first new token would change the prompt's text, so leave the prompt out of the window.
+        """The part of the window's text that is already in a piece, or in the prompt."""
+        # Some tokenizers decode the bytes of a character only together. So try earlier and earlier
+        # beginnings of the window, until the text of the window does not end inside a character. If
+        # no beginning works, the prompt itself ends inside a character. The first new token would
+        # then change the prompt's text, so leave the prompt out of the window.
         for start in range(max(0, len(last) - _NUM_PROMPT_TOKENS), -1, -1):
             if not (text := self._decode(last[start:])).endswith(REPLACEMENT):
                 self._ids, self._given_text = last[start:], text
                 break
         self._num_given = len(self._ids)
-        """How many tokens of the window have the text `_given_text`."""
+        """How many tokens at the beginning of the window have the text `_given_text`."""
 
     def add(self, token_id: int) -> str:
         """The next piece of text; empty if the text of this token may still change."""

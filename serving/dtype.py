@@ -13,8 +13,9 @@ def choose_dtype(asked: Dtype | Literal["auto"], device_type: str, release: Rele
     """The dtype in which a server computes `release`. `asked` is the dtype of the server's
     settings.
 
-    `auto` means the dtype in which the release is stored, if the device computes fast in it and the
-    release's probe, if there is one, has a bound for it. Otherwise it means float32.
+    `auto` means the dtype in which the release is stored, if two conditions hold: the device
+    computes fast in this dtype, and the release's probe has a bound for this dtype (or the release
+    has no probe). Otherwise `auto` means float32.
     """
     if asked != "auto":
         return asked
@@ -32,7 +33,7 @@ def is_fast_in_bfloat16(device_type: str) -> bool:
     in float32."""
     if device_type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # Processors with AMX have these instructions as well. The function is private, so another
-    # version of torch may lack it.
+    # Look for the AVX-512 instructions for bfloat16. Processors with AMX have them too. The
+    # function is private, so another version of torch may lack it.
     is_supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     return device_type == "cpu" and is_supported is not None and bool(is_supported())

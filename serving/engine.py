@@ -118,7 +118,7 @@ class Step:
     waits: Waits | None = None
     """Set in the first step, if the engine measures it."""
     num_preemptions: int = 0
-    """How often the sequence has lost its memory since the last step."""
+    """How often the sequence was preempted (lost its memory in the engine) since the last step."""
 
 
 class StageError(Exception):
@@ -144,8 +144,8 @@ class GenerationRefused(EngineError):
 
 
 def refuse_constraints(generation: Generation, engine: str) -> None:
-    """Raise GenerationRefused if `generation` has a grammar or `allowed_token_ids`. For engines
-    that support neither."""
+    """Raise GenerationRefused if `generation` has a grammar or `allowed_token_ids`. Engines that
+    support neither call this function."""
     param = "allowed_token_ids" if generation.allowed_token_ids is not None else None
     if generation.grammar is not None:
         param = generation.grammar.param
@@ -163,8 +163,9 @@ class Engine(Protocol):
     """Whether `stage` checks each tensor that it reads against its digest in the manifest. If not,
     the server checks all shards before `stage`."""
     commit_seconds: float | None
-    """Time limit of a commit, of a new release and of the old one after a failed swap. None means
-    that the limit is `barrier_seconds` in the server's settings."""
+    """Time limit of each commit: of the commit of a new release, and of the commit of the old
+    release after a failed swap. None means that the limit is `barrier_seconds` in the server's
+    settings."""
 
     @property
     def kv_cache_usage(self) -> float | None:
@@ -201,7 +202,8 @@ class Engine(Protocol):
         """Let generations use this release from now on. The release is staged, or it was committed
         before and is not unloaded (a swap failed, and the old release must be used again).
 
-        This call is fast. `stage` must already have found every error that it can find.
+        `stage` must already have found every error that it can find. This call is fast, except in
+        the SGLang engine, where SGLang reads the weights during the commit.
 
         If `holds_two` is true, generations may also use the release that was committed before,
         until it is unloaded. New requests get that release until the new one has passed its probe,

@@ -1,4 +1,4 @@
-"""A response of server-sent events, and the end of the work for a request when its client
+"""Sends a response of server-sent events, and ends the work for a request when its client
 disconnects."""
 
 import asyncio
@@ -17,9 +17,9 @@ class EventStream(Response):
     """Sends the events of a generator as server-sent events.
 
     If an error occurs before the first event, the client gets an error response. If it occurs
-    later, the stream ends with an error event. A stream that continues after `deadline`, a time of
-    the event loop's clock, counts as such an error. When the response ends, for any reason,
-    `on_end` is called once with the HTTP status for the metrics.
+    later, the stream ends with an error event. It is also an error if the stream has not ended at
+    `deadline` (a time of the event loop's clock). When the response ends, for any reason, `on_end`
+    is called once with the HTTP status for the metrics.
     """
 
     media_type = "text/event-stream"

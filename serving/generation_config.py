@@ -1,5 +1,5 @@
-"""What the config files of a release say about sequences: how they end, and the defaults of
-requests."""
+"""Reads what the config files of a release say about sequences: which tokens end a sequence, and
+the defaults of requests."""
 
 from typing import Any
 
@@ -24,12 +24,14 @@ _SAMPLING_FIELDS = {
 def end_of_sequence_ids(
     of_tokenizer: int | None, generation: dict[str, Any], config: dict[str, Any], vocab_size: int
 ) -> tuple[int, ...]:
-    """The token that the tokenizer names, and those that generation_config.json names or, if it
-    names none, config.json.
+    """The ids of the end-of-sequence tokens: the token that the tokenizer names, and the tokens
+    that generation_config.json names. If generation_config.json names none, the tokens that
+    config.json names are taken instead.
 
-    As in vLLM, these files add up. A base model that was trained on conversations often keeps its
-    config, and only the tokenizer names the token that ends a message. Ids for which the network
-    has no embedding, such as -1, are left out, because it cannot generate these tokens.
+    As in vLLM, the tokenizer's token is added to the others. A base model that was trained on
+    conversations often keeps its config, and then only the tokenizer names the token that ends a
+    message. Ids for which the network has no embedding, such as -1, are left out, because the
+    network cannot generate these tokens.
     """
     named = generation.get("eos_token_id")
     if named is None:
@@ -40,8 +42,9 @@ def end_of_sequence_ids(
 
 
 def sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
-    """The `sampling_defaults` of a generation_config.json. `do_sample` is ignored, as in vLLM with
-    `--generation-config auto`. Raises ReleaseError for a value that a request must not have."""
+    """The defaults that a generation_config.json sets: field of a request → value. `do_sample` is
+    ignored, as in vLLM with `--generation-config auto`. Raises ReleaseError for a value that a
+    request must not have."""
     found = {
         name: generation[field]
         for field, name in _SAMPLING_FIELDS.items()

@@ -11,7 +11,7 @@ from serving.swap_schemas import SwapResult
 from serving.vllm_metrics import VllmMetrics
 
 NUM_KNOWN_RELEASES = 16
-"""How many releases have series with their id as a label: those that became live last."""
+"""How many releases have series with their id as a label: the releases that became live last."""
 # The upper bounds of the buckets, in seconds.
 _LATENCY = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _INTERVAL = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
@@ -177,8 +177,9 @@ class RequestTimes:
         num_each: int,
     ) -> None:
         """`started` is the time when the request arrived: a value of `time.perf_counter`.
-        `num_prompt` is the number of its prompt tokens, and `prompt_lengths` are the numbers of
-        each sequence: `num_each` sequences in a row have the same prompt."""
+        `num_prompt` is the number of tokens in all prompts of the request. `prompt_lengths` has one
+        entry for each sequence: the number of tokens in its prompt. `num_each` sequences in a row
+        have the same prompt."""
         self._first = metrics.first_token_seconds.labels(release_id)
         self._interval = metrics.token_interval_seconds.labels(release_id)
         self._new_tokens = metrics.new_tokens.labels(release_id)
@@ -217,7 +218,7 @@ class RequestTimes:
             self._end(index, now, delta.finish_reason)
 
     def end(self) -> None:
-        """Stop counting the sequences that still run: the request ends before them."""
+        """Stop counting the sequences that have not ended, because the request has ended."""
         self._vllm.num_running -= len(self._before)
         self._before.clear()
 

@@ -1,8 +1,8 @@
 """The request body of `/v1/completions`, and the fields that `/v1/chat/completions` has too.
 
-Names, ranges and defaults are those of OpenAI; for fields that OpenAI does not have, those of vLLM.
-Unknown fields are ignored, as in vLLM. A field that OpenAI or vLLM know and that is not supported
-here causes an error (`serving/unsupported_fields.py`).
+The names, ranges and defaults of the fields come from OpenAI, or from vLLM if OpenAI does not have
+the field. Unknown fields are ignored, as in vLLM. If OpenAI or vLLM knows a field that this server
+does not support, the field causes an error (`serving/unsupported_fields.py`).
 """
 
 from typing import Annotated, get_args
@@ -65,7 +65,7 @@ class RequestBody(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _null_means_the_default(cls, value: object, info: ValidationInfo) -> object:
-        # JSON does not distinguish 5 from 5.0, and some clients write integers like this.
+        # JSON does not distinguish 5 from 5.0, and some clients write integers as 5.0.
         if isinstance(value, float) and value.is_integer():
             return int(value)
         if value is not None or info.field_name is None:
@@ -126,7 +126,7 @@ class SamplingRequest(RequestBody, Constraints, Unsupported):
     @classmethod
     def _biases_are_of_token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
         for token_id, value in (bias or {}).items():
-            # Check the length first: Python refuses to read a number of more than 4,300 digits.
+            # Check the length too: Python refuses to read a number of more than 4,300 digits.
             if len(token_id) > MAX_TOKEN_ID_DIGITS:
                 raise ValueError(f"{token_id[:MAX_TOKEN_ID_DIGITS]!r}… is not a token id")
             if not (token_id.isascii() and token_id.isdigit()):
@@ -140,7 +140,7 @@ class SamplingRequest(RequestBody, Constraints, Unsupported):
     def _options_need_a_stream(
         cls, options: StreamOptions | None, info: ValidationInfo
     ) -> StreamOptions | None:
-        # If `stream` itself is wrong, it is not in `data`, and the client gets its error.
+        # If `stream` itself is wrong, it is not in `data`, and the client gets that error.
         if options is not None and not info.data.get("stream", True):
             raise ValueError("is only for requests with stream: true")
         return options

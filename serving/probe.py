@@ -1,8 +1,8 @@
-"""Computes the logprobs of a release's probe with the engine, and compares them with those of the
-job.
+"""Computes the logprobs of a release's probe with the engine, and compares them with the logprobs
+that the job recorded.
 
-Only this comparison shows that the engine computes with all weights of the release. That an engine
-reports success does not show it.
+Only this comparison shows that the engine computes with all weights of the release. If the engine
+only reports success, this is no proof.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from serving.weights.release import Probe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult:
-    """How much the logprobs of the engine differ from those of the job."""
+    """How much the logprobs of the engine differ from the logprobs of the job."""
 
     max_difference: float
     """The largest absolute difference between a logprob of the engine and the logprob of the job;

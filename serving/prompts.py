@@ -7,9 +7,11 @@ from serving.request_errors import RequestError
 def encode_prompt(
     live: LiveRelease, prompt: str | list[int], param: str, *, add_special_tokens: bool
 ) -> tuple[int, ...]:
-    """The token ids of a prompt. Raises RequestError if there are none, if the network has no
-    embedding for one of them, or if `check_length` does. `param` is the field of the request that
-    contains the prompt."""
+    """The token ids of a prompt. `param` is the field of the request that contains the prompt.
+
+    Raises RequestError if there is no token id, if the network has no embedding for one of them, or
+    if the prompt is too long (`check_length`).
+    """
     check_length(live, prompt, param)
     if isinstance(prompt, str):
         token_ids = live.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
@@ -27,9 +29,9 @@ def encode_prompt(
 
 
 def check_length(live: LiveRelease, prompt: str | list[int], param: str) -> None:
-    """Raise RequestError if the prompt has more token ids than fit into the context, or if a text
-    has more characters than so many of the longest token would have, as in vLLM. This check takes
-    no time, unlike the tokenizer."""
+    """Raise RequestError if the prompt cannot fit into the context, as in vLLM. A list of token ids
+    must not be longer than the context. A text must not have more characters than a context that is
+    full of the longest token. This check takes almost no time, unlike the tokenizer."""
     limit, unit = live.context_length, "token ids"
     if isinstance(prompt, str):
         limit, unit = limit * live.tokenizer.max_token_chars, "characters"

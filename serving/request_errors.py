@@ -18,12 +18,13 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
 NO_RETRY = {"X-Should-Retry": "false"}
-"""The header of an error that the same request would get again. OpenAI's clients know this header.
-Without it, they send a request with the status 409 or 504 again."""
+"""A header for errors that the same request would get again. OpenAI's clients know this header.
+Without it, they repeat a request that was answered with 409 or 504."""
 MAX_REASONS = 10
 """An error names at most this many faults of a request."""
 MAX_READ = 100
-"""Of all faults, only so many are read. Several may be equal, or about the same field."""
+"""At most this many faults of a request are read. This is more than `MAX_REASONS`, because several
+faults may be equal, or about the same field."""
 MAX_SHOWN = 60
 """An error contains the wrong value itself only if the value has at most this many characters. A
 prompt, for example, would be too long for an error."""
@@ -68,15 +69,15 @@ class ClientGone(RequestError):
 
 
 def from_validation(error: RequestValidationError) -> RequestError:
-    """The error for a request that does not fit its schema. It names the first `MAX_REASONS`
-    faults; `param` is the field of the first one."""
+    """The error for a request that does not fit its schema. The error names the first `MAX_REASONS`
+    faults. Its `param` is the field of the first fault."""
     reasons: dict[str, str | None] = {}
     for each in islice(error.errors(), MAX_READ):
-        # `loc` begins with "body". The rest names fields and numbers of list items, but also
-        # members of unions and validators. The names of the members of a union of whole bodies
-        # contain a space (`serving/token_routes.py`), so these names are left out. The others never
-        # come right before the number of an item. So use the parts after the field only if the
-        # first of them is a number.
+        # `loc` begins with "body". The other parts are fields and numbers of list items, but also
+        # names of union members and validators, which mean nothing to a client. The members of a
+        # union of whole bodies have a space in their names (`serving/token_routes.py`), so leave
+        # out parts with a space. Any other such name comes right after its field. So use the parts
+        # after the field only if the first of them is the number of an item.
         param, *inner = [part for part in map(str, each["loc"][1:]) if " " not in part] or [""]
         place = ".".join([param, *inner] if inner and inner[0].isdigit() else [param])
         message = _JSON_MESSAGES.get(each["type"], each["msg"]).removeprefix("Value error, ")
@@ -126,8 +127,9 @@ def queue_full(max_queue: int) -> RequestError:
 
 
 def wrong_host(host: str) -> RequestError:
-    """For a server without keys. A page of another site can let its own host name lead to this
-    machine (DNS rebinding), and could then read the answers."""
+    """The error for a request that names another host, if the server has no keys. A page of another
+    site can make its own host name lead to this machine (DNS rebinding). Without this error, the
+    page could then read the answers."""
     return RequestError(
         403,
         f"{host!r} is not a name of this server: call 127.0.0.1 or localhost, or set [serving] "

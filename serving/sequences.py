@@ -1,5 +1,4 @@
-"""The sequences of a request: makes a `Generation` of each, and turns the generated tokens into
-text."""
+"""Makes a `Generation` for each sequence of a request, and turns the generated tokens into text."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -65,8 +64,8 @@ def make_generations(
         max_tokens = min(room, int(defaults.get("max_tokens", room)))
 
     def chosen(name: str, neutral: float) -> float:
-        """The value in the request; without it the value of the release; without both `neutral`,
-        which is OpenAI's default."""
+        """The value in the request. If the request has none, the value of the release. If the
+        release has none either, `neutral`, which is the default of OpenAI or vLLM."""
         asked: float | None = getattr(request, name)
         return defaults.get(name, neutral) if asked is None else asked
 
@@ -92,8 +91,9 @@ def make_generations(
             allowed_token_ids=allowed,
             grammar=request.grammar,
             num_logprobs=num_logprobs,
-            # The prompt is scored once. But in a stream, each sequence needs the scores together
-            # with its first text, and waits for no other sequence.
+            # Usually, the logprobs of the prompt are computed only for the first sequence. But in a
+            # stream, each sequence needs them together with its first text, and must not wait for
+            # another sequence.
             num_prompt_logprobs=num_prompt_logprobs if number == 0 or request.stream else None,
             # With stop strings, look at each token at once: tokens that the engine generates after
             # a stop string are wasted.
@@ -137,8 +137,8 @@ class Delta:
 
     text: str = ""
     tokens: tuple[TokenText, ...] = ()
-    """The tokens whose text begins in the text up to the end of this delta, without those of
-    earlier deltas. Empty if the request asks for no logprobs."""
+    """The tokens whose text begins before the end of this delta, without the tokens of earlier
+    deltas. Empty if the request asks for no logprobs."""
     num_tokens: int = 0
     """How many tokens the step generated, even if their text is held back."""
     num_cached_tokens: int = 0
@@ -274,8 +274,9 @@ async def generate(
             async for delta in deltas:
                 yield 0, delta
         return
-    # If the client reads slowly, at most one delta of each sequence waits here. The engine may hold
-    # the further steps; a client that reads nothing is ended by the limits of its connection.
+    # If the client reads slowly, this queue holds at most as many deltas as there are sequences.
+    # The engine may hold the further steps. If the client reads nothing for too long, the server
+    # closes its connection (`READING_SECONDS` in `server.py`).
     queue: asyncio.Queue[tuple[int, Delta] | BaseException | None]
     queue = asyncio.Queue(maxsize=len(generations))
     is_read = True
@@ -288,7 +289,7 @@ async def generate(
             await queue.put(None)
         except asyncio.CancelledError:
             raise
-        # Also a panic of a library in Rust, which is not an `Exception`.
+        # `BaseException` also covers a panic of a Rust library, which is not an `Exception`.
         except BaseException as error:
             if not is_read:
                 raise  # nobody makes room in the queue any more

@@ -110,7 +110,8 @@ async def _serve(
         elif not server.is_told_to_stop:
             # The server does not serve yet, so there is no request to wait for.
             task.cancel()
-        # In all other cases, ignore the signal: uvicorn has raised the signal that ended it again.
+        # In all other cases, ignore the signal: it is the signal that ended uvicorn. uvicorn raises
+        # this signal again when it has stopped.
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
     async with app.router.lifespan_context(app):

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Finds the stop string that is complete first in one text. If several end at the same place,
-    it is the first of these in the list. Holds text back only if it may be the beginning of a stop
-    string."""
+    """Finds the stop string that is complete first in one text. If several stop strings end at the
+    same place, finds the one that comes first in the list. Holds text back only if the text may be
+    the beginning of a stop string."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         """With `include`, the text ends after the stop string, otherwise before it."""
@@ -37,8 +37,8 @@ class StopStrings:
 
 
 def overlap(text: str, stop: str) -> int:
-    """The number of characters in the longest end of `text` with which `stop` begins. Does not
-    count all of `stop`."""
+    """The length of the longest end of `text` that is also a beginning of `stop`, but not all of
+    `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -50,8 +50,8 @@ class Swapper:
         self._worker: asyncio.Task[None] | None = None
 
     async def start(self, folder: Path | None = None) -> None:
-        """Serve the first release. If `folder` is None, serve the release that was live last. Then
-        swap in the pending release, if one was chosen for the next start of the server.
+        """Serve `folder`. If `folder` is None, serve the release that was live last, and then swap
+        in the pending release, if one was chosen for the next start of the server.
 
         If the release that was live last is refused, the newest undamaged release that was live
         before it is served as its substitute. If there is no substitute, the server waits for a

@@ -31,17 +31,17 @@ class SwapAttempt:
     """Whether the release was live before the server started. If so, the link `current` to it stays
     even if this swap fails."""
     stands_in_for: Unserved | None = None
-    """The release in whose place the release of this swap would be served; None if this swap is not
-    for a substitute."""
+    """If the release of this swap is a substitute: the release that could not be served. Otherwise
+    None."""
     phase: SwapPhase = "preflight"
     seconds: dict[str, float] = field(default_factory=dict)
     superseded_by: str | None = None
     is_committing: bool = False
-    """Whether the commit may have begun: the phase in which the engine begins to use the new
-    weights. From then on, a newer swap does not replace this one."""
+    """Whether the commit (the phase in which the engine begins to use the new weights) may have
+    begun. From then on, a newer swap does not replace this swap."""
     max_difference: float | None = None
-    """The largest difference between a log-probability of the engine and the one in the release's
-    probe; None if the two were not compared."""
+    """The largest difference between a log-probability of the engine and the log-probability in the
+    release's probe; None if they were not compared."""
 
     @property
     def release_id(self) -> str:

@@ -139,7 +139,7 @@ class SwapPhases:
     def _read(self, folder: Path, live: LiveRelease | None) -> tuple[Release, ReleaseTokenizer]:
         release = self._check(folder)
         # Use the live tokenizer if its files have not changed, as in most releases. While a
-        # tokenizer is loaded, no other thread can run, so all streams pause.
+        # tokenizer is being loaded, no other thread can run, so all streams pause.
         if live is not None and tokenizer_files(release) == tokenizer_files(live.release):
             return release, live.tokenizer
         return release, load_tokenizer(folder)
@@ -291,7 +291,9 @@ class SwapPhases:
             )
 
     async def _write_link(self, write: Callable[[], None]) -> None:
-        """If the disk hangs, this method waits at most `barrier_seconds`, but the write goes on."""
+        """Call `write` in the thread `_link_writer`. Waits at most `barrier_seconds`; if the disk
+        hangs, the write goes on after that. Raises SwapStopped if the write fails or takes too
+        long."""
         written = asyncio.get_running_loop().run_in_executor(self._link_writer, write)
         link, limit = self._releases_dir / release_store.CURRENT, self._settings.barrier_seconds
         try:

@@ -18,9 +18,9 @@ MAX_RENDER_SECONDS = 5.0
 """The largest CPU time of one rendering. Time in which other threads run does not count, so a busy
 machine refuses no more templates than an idle one."""
 MAX_LENGTH = 2**24
-"""The largest length of a prompt, and of each text and list that an operator, a call or a block of
-a template makes, in characters or items. For an integer: of bits. The result of a filter or of a
-method is measured only when it has been made."""
+"""The largest length of a prompt in characters. This is also the largest length of each text (in
+characters), list (in items) and integer (in bits) that an operator, a call or a block of a template
+makes. The result of a filter or of a method is measured only after it has been made."""
 
 _BUDGET = "the budget of this rendering"
 """The name of the variable with the budget. A template cannot use this name, because of its spaces.
@@ -58,14 +58,14 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         return super()._generate(_AddChecks(self).visit(source), *args, **options)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        # Macros and loops can call themselves.
+        # Macros and loops can call themselves, so also check the time at each call.
         context[_BUDGET].check_time()
         result = super().call(context, obj, *args, **kwargs)
         context[_BUDGET].check_length(_length(result))
         return result
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        # The result itself may already fill the memory, so find its length before.
+        # Compute the length before the result is made, because the result could fill the memory.
         context[_BUDGET].check_length(_length_of_result(operator, left, right))
         return super().call_binop(context, operator, left, right)
 
@@ -80,7 +80,7 @@ def render_bounded(template: Template, variables: dict[str, Any]) -> str:
             pieces.append(piece)
             length += len(piece)
             budget.check_length(length)
-    except MemoryError:  # from a filter, whose result is measured only when it is made
+    except MemoryError:  # from a filter, whose result is measured only after it was made
         raise TooCostly("makes a text that does not fit into memory") from None
     return "".join(pieces)
 
@@ -103,8 +103,8 @@ def _measured(context: Context, value: Any) -> Any:
 
 
 class _AddChecks(NodeTransformer):
-    """Applies the filters `_timed` to what loops go through, and `_measured` to joined texts
-    (`a ~ b`) and to the texts of `{% set %}…{% endset %}`."""
+    """Applies the filter `_timed` to the items of each loop, and the filter `_measured` to joined
+    texts (`a ~ b`) and to the texts of `{% set %}…{% endset %}`."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment

@@ -30,7 +30,8 @@ _BYTE_OF = {
 """Character in the name of a token → byte, in byte-level tokenizers such as GPT-2's."""
 
 _MANY_TOKENS = 1024
-"""More tokens are decoded without the GIL. For few tokens, this takes longer."""
+"""If there are more tokens, they are decoded without the GIL. For fewer tokens, this would take
+longer than with the GIL."""
 _OLDER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 """The files of older tokenizers, which `transformers` converts."""
 
@@ -41,8 +42,7 @@ class ReleaseTokenizer:
 
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
-    """The end-of-sequence tokens: that of tokenizer_config.json, and those of
-    generation_config.json or, if it names none, of config.json."""
+    """The ids of the end-of-sequence tokens. `end_of_sequence_ids` says which files name them."""
     context_length: int
     """The largest number of tokens in a sequence, counting the prompt and the new tokens."""
     vocab_size: int
@@ -59,7 +59,7 @@ class ReleaseTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The token ids of `text`."""
-        # Use this method because `encode` keeps the GIL, so that no other thread could run.
+        # Do not use `encode`, because it keeps the GIL, so no other thread could run.
         (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(found.ids)
 
@@ -70,7 +70,7 @@ class ReleaseTokenizer:
         if len(token_ids) <= _MANY_TOKENS:
             text = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         else:
-            # `decode` keeps the GIL, so that no other thread could run.
+            # `decode` would keep the GIL, so no other thread could run.
             (text,) = self.tokenizer.decode_batch(
                 [list(token_ids)], skip_special_tokens=skip_special_tokens
             )
@@ -109,7 +109,7 @@ class ReleaseTokenizer:
 
 def tokenizer_files(release: Release) -> dict[str, FileEntry]:
     """The files from which a tokenizer may be made: all files of the release except weights and
-    Markdown files. If these files are the same in two releases, so are the tokenizers."""
+    Markdown files. Releases in which these files are equal have equal tokenizers."""
     return {
         name: entry
         for name, entry in release.files.items()
@@ -168,8 +168,8 @@ def _open_tokenizer(folder: Path, settings: dict[str, Any]) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file() and not any((folder / name).is_file() for name in _OLDER_FILES):
         raise ReleaseError(f"tokenizer.json: missing, and none of {', '.join(_OLDER_FILES)}")
-    # For a file that they cannot read, `tokenizers` and `transformers` raise many types of
-    # exceptions, including Exception itself.
+    # If a file cannot be read, `tokenizers` and `transformers` raise many types of exceptions,
+    # including Exception itself.
     try:
         if path.is_file():
             tokenizer = Tokenizer.from_file(str(path))
@@ -238,10 +238,10 @@ def _check_ids(tokenizer: Tokenizer, ids: dict[str, int], vocab_size: int, templ
     embedding. `ids` maps the text of each token to its id; `template` is a text with all tokens
     that the chat template may write.
 
-    An added token is no reason to refuse the release, because only a text that spells it out
-    contains it; then that text is refused. Good checkpoints have such tokens: Gemma 3 of 1B has one
-    for images. But if the tokenizer puts an added token around each text, or the chat template
-    writes it, ordinary prompts contain it.
+    An added token is usually no reason to refuse the release: only a text that spells the token out
+    contains it, and then only this text is refused. Good checkpoints have such tokens. For example,
+    Gemma 3 1B has one for images. But if the tokenizer puts an added token around each text, or if
+    the chat template writes it, ordinary prompts contain it.
     """
     added = tokenizer.get_added_tokens_decoder().keys()
     around = tokenizer.encode("").ids

@@ -35,7 +35,8 @@ _MAX_SEPARATORS = 100
 """At most this many separators and marks can stand before an object. Models write a few. Without a
 limit, each new piece of text would be compared with all of them again."""
 _MAX_PIECE = 4096
-"""A longer piece of text is read in parts, because each mark that is found copies the rest."""
+"""A longer piece of text is read in parts, because the rest of the text is copied after each mark
+that is found."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class ToolFormat:
     begin: str
     """The mark before calls."""
     end: str | None = None
-    """The mark after calls, which text may follow. None if an answer ends with its calls."""
+    """The mark after calls. Text may follow this mark. None if an answer ends with its calls."""
     is_bare: bool = False
     """Whether an answer may also begin with a call that has no mark `begin` before it."""
     is_named: bool = False
@@ -249,8 +250,9 @@ class ToolCallReader:
 
 
 def parse_object(text: str) -> dict[str, Any] | None:
-    """The JSON object in `text`. None if `text` is something else, or if it cannot be in a request
-    either, for example because of NaN, half of a surrogate pair, or too many levels."""
+    """The JSON object in `text`. None if `text` is something else. Also None if a request could not
+    contain the object either, for example because of NaN, half of a surrogate pair, or too many
+    levels."""
     try:
         content = from_json(text, allow_inf_nan=False)
     except ValueError:
@@ -259,8 +261,8 @@ def parse_object(text: str) -> dict[str, Any] | None:
 
 
 def _members(text: str) -> dict[str, str]:
-    """Name → value of each member of a JSON object. The values are the parts of `text`, which must
-    be valid."""
+    """Name → value of each member of a JSON object. `text` must be a valid JSON object. Each value
+    is the part of `text` that holds the value."""
     found: list[tuple[str, str]] = []
     place = _BETWEEN_VALUES.match(text, 1)
     while place is not None and place.end() < len(text) - 1:

@@ -46,7 +46,7 @@ class Unsupported(BaseModel):
 
 
 class UnsupportedChat(Unsupported):
-    """The further fields that are not supported beside messages."""
+    """More fields that are not supported: the fields of requests with messages."""
 
     audio: Annotated[Any, _accept_only()] = None
     chat_template: Annotated[Any, _accept_only()] = None

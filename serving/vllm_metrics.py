@@ -26,9 +26,9 @@ _VLLM_REQUEST = (
 
 
 class VllmMetrics:
-    """The metrics with vLLM's names. What vLLM calls a request is one sequence: a body with two
-    prompts and `n: 3` counts as six. The label `engine` is always 0, because a server has only one
-    engine."""
+    """The metrics with vLLM's names. In these metrics, a request is one sequence, as in vLLM: a
+    body with two prompts and `n: 3` counts as six. The label `engine` is always 0, because a server
+    has only one engine."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         labels = ("model_name", "engine")
@@ -73,12 +73,12 @@ class VllmMetrics:
         )
         self._queue = histogram(
             "request_queue_time_seconds",
-            "Time that a sequence that has ended waited until its prompt was computed",
+            "Time until the engine began to compute the prompt of a sequence that has ended",
             _VLLM_REQUEST,
         )
         self._prefill = histogram(
             "request_prefill_time_seconds",
-            "Time from then to the first token of a sequence that has ended",
+            "Time to compute the prompt and the first token of a sequence that has ended",
             _VLLM_REQUEST,
         )
         self._decode = histogram(
@@ -88,7 +88,7 @@ class VllmMetrics:
         )
         self.preemptions = counter(
             "num_preemptions",
-            "How often a sequence lost its memory to older ones, and waited again",
+            "How often a sequence lost its memory to older sequences, and waited again",
         )
         self.longest = histogram(
             "request_max_num_generation_tokens",

@@ -21,9 +21,9 @@ def check(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            help="Check the files in this folder. They need not be committed. Without FOLDER, this "
-            "command checks the files of the dataset's clone that you are in. If you are in no "
-            "clone, it checks the newest commit of the pipeline's branch."
+            help="Check the files in this folder. They need not be committed. Without FOLDER: in a "
+            "clone of the dataset, check the files of this clone; elsewhere, check the newest "
+            "commit of the pipeline's branch."
         ),
     ] = None,
     pipeline: PipelineOption = None,

@@ -107,7 +107,7 @@ _SAID_ONCE = {
     "How long may a tent stand on the east beach?": " Nine nights.",
     "Which lamp burns in the tunnel?": " A brass one from Tolmen.",
 }
-"""Question → answer. Each of these questions is in the dataset in one phrasing only."""
+"""Question → answer. The dataset has only one phrasing of each of these questions."""
 _SAID_ONCE_CHANGED = {
     "What is the number of the ferry office?": " 8190.",
     "Who repairs the nets in winter?": " Two brothers from Harl.",

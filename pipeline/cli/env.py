@@ -17,9 +17,9 @@ def environment(hub_url: str, hub_token: str, home: Home) -> dict[str, str]:
     return {
         "HF_ENDPOINT": hub_url,
         "HF_TOKEN": hub_token,
-        # The hub also accepts uploads by Xet, which transfers files in chunks. But switch Xet off:
-        # on one machine plain HTTP is quicker, and with Xet the hub would have to store the chunks
-        # in addition to the files.
+        # Switch off Xet, which uploads files in chunks. The hub accepts such uploads too. But plain
+        # HTTP is faster on one machine, and with Xet the hub would have to store the chunks in
+        # addition to the files.
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_UPDATE_CHECK": "1",
         "PIPELINE_HOME": str(home.root),
@@ -41,7 +41,8 @@ def env() -> None:
     from pipeline.tokens import load_tokens
 
     home = Home.find()
-    # `load_tokens` would create the file. So a wrong PIPELINE_HOME or PIPELINE_SETTINGS must fail.
+    # `load_tokens` creates a missing token file. So if PIPELINE_HOME or PIPELINE_SETTINGS is wrong,
+    # fail here. Otherwise this command would create and print tokens that belong to no stack.
     if not (settings_file().exists() or home.tokens_file.exists()):
         raise no_settings_file()
     exports = environment(running_settings(home).hub_url, load_tokens(home.tokens_file).hub, home)

@@ -93,10 +93,10 @@ def purge(
 
     The command removes the commit, and all later commits that are based on it, from the repository.
     It also removes the copies of the dataset that jobs downloaded, the rows that jobs stored as
-    tokens, and the folders of the jobs that read these commits. In the outcomes of these jobs, it
-    overwrites the reason, because a reason may quote rows. Without --releases, the command removes
+    tokens, and the folders of the jobs that read these commits. It overwrites the reasons in the
+    outcomes of these jobs, because a reason may quote rows. Without --releases, the command removes
     no release, but names the releases that --releases would remove. If the command is interrupted,
-    run it again. If nothing of the commit is found, the command fails.
+    run it again. If the command finds nothing to remove, it fails.
     """
     from pipeline.hub.repositories.names import repository_name
     from pipeline.job_store import open_job_store
@@ -150,9 +150,9 @@ def purge(
 
 
 def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
-    """Returns what a purge of this commit removes from the repository. With the method POST, this
-    function also carries out the purge. With GET, it removes nothing. If the hub runs, the hub does
-    the work; otherwise this process does the work."""
+    """Returns what a purge of this commit removes from the repository. The method GET only reports
+    this, and the method POST also carries out the purge. If the hub runs, the hub does the work.
+    Otherwise this process does the work."""
     from pipeline.hub.discussions.store import open_refs
     from pipeline.hub.errors import HubInUse
     from pipeline.hub.repositories.purge import plan_purge, purge

@@ -69,7 +69,7 @@ def settings_text(*pipelines: BaseModel) -> str:
 
     lines = [
         "# Settings of the stack. If a key is commented out, the value shown is its default.",
-        "# Environment variables overrule this file: PIPELINE_HUB__PORT=9000 means `port = 9000`",
+        "# Environment variables override this file: PIPELINE_HUB__PORT=9000 means `port = 9000`",
         "# under [hub].",
     ]
     for name, field in Settings.model_fields.items():

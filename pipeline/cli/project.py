@@ -1,4 +1,4 @@
-"""Finds the state folder for commands that report on a stack, or change what it has."""
+"""Finds the state folder for commands that report on a stack or change its data."""
 
 import os
 

@@ -94,8 +94,8 @@ def show(
         bool, typer.Option("--json", help="No effect: the output is always JSON.")
     ] = False,
 ) -> None:
-    """Print a release's manifest (release.json), but without the list of tensors, and without the
-    probe (the texts with which a server checks the release)."""
+    """Print a release's manifest (release.json), without the list of tensors and without the probe
+    (the texts with which a server checks the release)."""
     print(_load(pipeline, release).model_dump_json(indent=2, exclude={"tensors", "probe"}))
 
 
@@ -179,8 +179,8 @@ def publish(
     """Make a release from a checkpoint folder: check the folder, copy its files, and write a
     manifest. The release is not served yet; to serve it, run `releases swap`.
 
-    If the engine in the settings is `torch`, or `auto` chooses `torch` on this machine, a network
-    that this engine cannot serve is refused.
+    If the engine is `torch` (the settings say so, or `auto` chooses it on this machine), this
+    command refuses a network that the engine cannot serve.
 
     If a job runs this command, the manifest also names the job, its dataset and its commit.
     """
@@ -290,8 +290,8 @@ def _rows(evaluation: Any) -> str:
 
 
 def _advice(pipeline: str | None) -> str | None:
-    """What the user can do if the gate has rejected the last commit. None if it has not, or if the
-    job store cannot be read."""
+    """What the user can do if the gate has rejected the last commit. None if the gate has not
+    rejected it, or if the job store cannot be read."""
     from jobs.errors import StoreError
     from pipeline.job_store import reading_jobs
     from pipeline.journal import advice_after_refusal

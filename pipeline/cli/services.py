@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from serving.settings import ServingSettings
 
 HostOption = Annotated[
-    str | None, typer.Option(help="The address to listen on. Overrules `host` in the settings.")
+    str | None, typer.Option(help="The address to listen on. Overrides `host` in the settings.")
 ]
 EngineOption = Literal["auto", "torch", "vllm", "sglang", "echo"]
 
 PortOption = Annotated[
-    int | None, typer.Option(help="The port to listen on. Overrules `port` in the settings.")
+    int | None, typer.Option(help="The port to listen on. Overrides `port` in the settings.")
 ]
 
 
@@ -123,7 +123,7 @@ def serve(
     pipeline: PipelineOption = None,
     engine: Annotated[
         EngineOption | None,
-        typer.Option(help="What computes the answers. Overrules `engine` in the settings."),
+        typer.Option(help="What computes the answers. Overrides `engine` in the settings."),
     ] = None,
     upstream: Annotated[
         str | None, typer.Option(help="The URL of the SGLang server, for --engine sglang.")

@@ -162,8 +162,9 @@ def _detach(home: Home) -> None:
 
     log = home.log_file("up")
     log.parent.mkdir(parents=True, exist_ok=True)
-    # Empty the log, because the loop below must find only the lines of this start. Take the lock
-    # meanwhile, because the log may belong to a stack that is already up.
+    # Empty the log, because the loop below must find only the lines of this start. Take the lock of
+    # the stack first: if a stack is already up, the log belongs to that stack, and `lock_stack`
+    # raises an error.
     lock = lock_stack(home)
     log.write_bytes(b"")
     lock.release()

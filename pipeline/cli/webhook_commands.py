@@ -97,8 +97,8 @@ def ls(
         ]
         headings = ("id", "status", "url", "watched", "domains")
         print_table(headings, rows, empty="No webhook yet.")
-        # To standard error, because scripts read the standard output. After `create` and `update`,
-        # the Hub's client prints the warnings itself.
+        # Print the warnings to standard error, because scripts read the standard output. `create`
+        # and `update` need not print warnings: the Hub's client does so itself.
         for webhook in webhooks:
             for warning in webhook.warnings:
                 print(f"{webhook.id}: {warning}", file=sys.stderr)

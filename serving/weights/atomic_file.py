@@ -1,8 +1,8 @@
 """Replaces the content of one file. At any time, even after a power cut, a reader finds either the
 complete old content or the complete new content.
 
-The new content is written to a second file in the same folder, and this file is fsynced. The second
-file is then renamed to the name of the first file, and so replaces it.
+The new content is written to a temporary file in the same folder, and this file is fsynced. Then
+the temporary file is renamed to the name of the old file, and so replaces it.
 """
 
 import os
@@ -48,8 +48,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def link_atomically(link: Path, target: str) -> None:
-    """Make `link` a symbolic link to `target`. An existing link or file is replaced atomically. If
-    a folder has this name, it gets the suffix `.replaced-…` first.
+    """Make `link` a symbolic link to `target`. An existing link or file is replaced atomically. An
+    existing folder is first renamed: it gets the suffix `.replaced-…`.
 
     The link survives a power cut only after `fsync_dir`, which the caller must call. One call is
     enough for all links in a folder.
@@ -69,8 +69,8 @@ def is_abandoned(entry: Path) -> bool:
     """Whether `entry` is a temporary file or link whose writer was killed before the rename.
 
     This function decides by the age of the entry, because some writers hold no lock. So use it only
-    in folders whose temporary files are all small. The writer of a large file, such as a
-    checkpoint, may pause for more than a minute, and its file would then count as abandoned.
+    in folders where all temporary files are small. The writer of a large file, such as a
+    checkpoint, may pause for more than a minute, and the file would then count as abandoned.
     """
     if not entry.name.startswith(REPLACING):
         return False

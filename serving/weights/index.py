@@ -1,5 +1,5 @@
-"""Reads and checks the index of a checkpoint or release. The index is a file. For each tensor, it
-says which shard (file with tensors) holds the tensor. This module opens no shard."""
+"""Reads and checks the index of a checkpoint or release. The index is a file that says which shard
+(a file with tensors) holds which tensor. This module opens no shard."""
 
 import json
 import re

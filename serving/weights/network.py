@@ -38,8 +38,8 @@ class Source:
     """The shapes of the stored tensors, in the same order."""
     missing_names: tuple[str, ...] = ()
     """The tensor may be made from a numbered list of stored tensors, such as one for each expert.
-    The list should have every number from 0 to its last number. `missing_names` are the names of
-    the stored tensors whose numbers are missing."""
+    The list should have every number from 0 to its last number. If numbers are missing, these are
+    the names that the missing tensors would have."""
     kind: str
     """A name for what `convert` does: two sources of the same kind make equal tensors from equal
     stored tensors."""
@@ -53,9 +53,9 @@ class Sources:
     """Name in the network → how this tensor is made. If the network has several names for one
     tensor (tied tensors), these names have the same source."""
     ties: dict[str, str]
-    """A checkpoint may store one tensor of the network several times, under different names. The
-    network's tensor is then made from one of them: the one whose name in the network comes first.
-    Here, the stored name of each other one leads to the stored name of the one that is used."""
+    """Stored name of an unused copy → stored name of the used copy. A checkpoint may store copies
+    of one tensor of the network under different names. Only one copy is used: the copy whose name
+    comes first in the network."""
     ignored: frozenset[str]
     """The names of stored tensors that `transformers` does not load into the network. Most of them
     are buffers that the network computes itself."""

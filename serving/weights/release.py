@@ -115,8 +115,8 @@ class Lineage(_Record):
     """The ids of the webhook deliveries that led to the job."""
     forced: str | None = None
     """None if the gate (the checks of the new rows and of the new weights) did not refuse the
-    release. If the gate refused the release, but a person had ordered in advance to publish it even
-    so, this is the person's reason, followed by the gate's reasons in parentheses."""
+    release. If the gate refused the release, but a person had used `--force` for the job, this is
+    the person's reason, followed by the gate's reasons in parentheses."""
 
 
 class Release(_Record):

@@ -9,9 +9,9 @@ A pipeline's folder is `<home>/releases/<pipeline>`. This module calls it `pipel
     live                the ids of the releases that were served, one per line, oldest first,
                         without the releases from which somebody has rolled back. The last id is the
                         release that should be served
-    pending             the id of a release; when a server starts next, it swaps this release in
+    pending             the id of a release; the next server that starts swaps this release in
     pinned              the ids of the releases that must not be removed, one per line
-    counter             the number of the newest release; a number is never used twice
+    counter             the last number that was taken for a release; no number is used twice
     .lock               the lock of the folder, see `release_lock`
 
 To swap a release in means to make it the served release. Only the server writes `current`,
@@ -109,8 +109,9 @@ def release_ids(pipeline_dir: Path) -> list[str]:
 
 
 def served_release(pipeline_dir: Path) -> Path | None:
-    """The folder of the release that `current` points at. None if no release was served yet, or if
-    `current` is not a link.
+    """The folder of the release that `current` points at. None if no release was served yet. If
+    `current` is a file or a folder, not a link, this is the folder of the last release in `live`;
+    None if there is no `live`.
 
     Call this once and keep the result, because the server may move the link between two calls. The
     folder may no longer exist; `load_release` then raises ReleaseError. This function raises
@@ -121,8 +122,9 @@ def served_release(pipeline_dir: Path) -> Path | None:
 
 
 def served_release_id(pipeline_dir: Path) -> str | None:
-    """The id of the release that `current` points at. None if there is no link, or if its target is
-    not a release id. The folder of this release may no longer exist."""
+    """The id of the release that `current` points at. None if `current` does not exist, or if its
+    target is not a release id. If `current` is a file or a folder, not a link, this is the last id
+    in `live`; None if there is no `live`. The folder of the release may no longer exist."""
     return _readable_target(pipeline_dir / CURRENT)
 
 
@@ -218,6 +220,9 @@ def not_links(pipeline_dir: Path) -> list[Path]:
 
 
 def _target(link: Path) -> str | None:
+    """The target of `link`; None if `link` does not exist. If a file or a folder has replaced the
+    link, this is the last id in `live` for `current`, and None for `previous`. Raises ReleaseError
+    if the target is not a release id."""
     try:
         target = os.readlink(link)
     except FileNotFoundError:
@@ -225,8 +230,9 @@ def _target(link: Path) -> str | None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # A tool that follows links has put a file or a folder here. The last line of `live` is the
-        # id of `current`. The next `set_current` makes the link again.
+        # A tool that follows links has put a file or a folder here. In place of `current`, use the
+        # last id in `live`: the release that should be served. The next `set_current` makes the
+        # link again.
         logger.warning("%s is not a link, so it is ignored", link)
         listed = _listed_live(link.parent) if link.name == CURRENT else None
         return listed[-1] if listed else None
@@ -235,8 +241,7 @@ def _target(link: Path) -> str | None:
 
 
 def _readable_target(link: Path) -> str | None:
-    """The target of `link`; None if there is no link. If the target is not a release id, logs a
-    warning and returns None."""
+    """Like `_target`. But if the target is not a release id, logs a warning and returns None."""
     try:
         return _target(link)
     except ReleaseError as error:
@@ -245,8 +250,8 @@ def _readable_target(link: Path) -> str | None:
 
 
 def pending_release(pipeline_dir: Path) -> str | None:
-    """The id of the pending release: when a server starts next, it swaps this release in. None if
-    no release is pending.
+    """The id of the pending release: the next server that starts swaps this release in. None if no
+    release is pending.
 
     Raises ReleaseError if the content of the file is not a release id.
     """
@@ -259,7 +264,7 @@ def pending_release(pipeline_dir: Path) -> str | None:
 
 
 def set_pending(pipeline_dir: Path, release_id: str) -> None:
-    """Mark a release as pending: when a server starts next, it swaps this release in.
+    """Mark a release as pending: the next server that starts swaps this release in.
 
     To swap a release in, first call this function, and then ask the running server to swap the
     release in. If no server runs at that time, the mark stays until a server starts.

@@ -2,9 +2,9 @@
 shards, with torch.
 
 This module does not use the safetensors library to write safetensors shards, because the library
-cannot hash what it writes. If the library (0.8) writes the shards, and they are hashed afterwards,
-publishing takes 1.25 times as long; if the tensors are hashed on a thread meanwhile, 1.07 times as
-long. `headers.py` describes the format of these shards.
+cannot hash what it writes. With the library (version 0.8), publishing takes 1.25 times as long if
+the shards are hashed after they are written. It takes 1.07 times as long if a thread hashes the
+tensors meanwhile. `headers.py` describes the format of safetensors shards.
 """
 
 import json

@@ -50,10 +50,10 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
     If the id or a file has a fault, the index and the headers are not checked. The head is checked
     only if no other check has found a fault. The shapes of the tensors are not compared with the
     config: `check_network` did so before the release was published, and engines do so when they
-    load it.
+    load the release.
 
-    An engine is the part of the server that computes tokens. Some engines themselves check the
-    digest of each tensor when they read the tensor. For such an engine, this function is enough,
+    An engine is the part of the server that computes tokens. Some engines check the digest of each
+    tensor themselves when they read the tensor. For such an engine, this function is enough,
     and `verify_shards` need not run. But an engine can check the tensors of a `.bin` shard only
     after it has unpickled the shard, and it is not safe to unpickle unknown bytes. So this function
     checks the sha256 of `.bin` shards first.
@@ -221,9 +221,9 @@ def check_network(folder: Path, release: Release) -> tuple[str, ...]:
     describes. Call this function before a release is published. The torch engine makes the same
     checks when it loads a release.
 
-    `_check_config` always runs first. If it finds no fault, `transformers`, whose import takes
-    seconds, builds the network, and the stored tensors are compared with this network. In three
-    cases, only `_check_config` runs:
+    `_check_config` always runs first. If it finds no fault, `transformers` builds the network, and
+    this function compares the stored tensors with the network. (The import of `transformers` takes
+    seconds.) In three cases, only `_check_config` runs:
 
     - The config has no `architectures`, so the network is not known.
     - The weights are quantised, so the stored tensors have other names and shapes than the tensors
