@@ -1,4 +1,4 @@
-"""Reads the settings from `pipeline.toml` and from environment variables, which overrule the file.
+"""Reads the settings from `pipeline.toml` and from environment variables, which override the file.
 
 `PIPELINE_HUB__PORT=9000` in the environment means `port = 9000` under `[hub]`. Each package defines
 its own table of settings. This module combines these tables and defines `[[pipelines]]`.
