@@ -16,8 +16,8 @@ from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repository
 from pipeline.moved_datasets import moved_message, moved_next_step
-from pipeline.pointers import Pointer
-from pipeline.retrain.data_files import CARD, DataFiles, sort_files, why_no_data
+from pipeline.pointers import Pointer, may_be_pointer
+from pipeline.retrain.data_files import CARD, DataFiles, is_needed, sort_files, why_no_data
 from pipeline.retrain.dataset import read_dataset
 from pipeline.retrain.errors import DataError
 from pipeline.rules import branch_ref
@@ -126,6 +126,10 @@ def _data_files(repository: Repository, commit: str, pipeline: PipelineSettings)
     return sort_files(list_paths(repository, commit), pipeline.data, card)
 
 
+def _has_checked_rows(path: str) -> bool:
+    return path.lower().endswith(CHECKED_SUFFIXES)
+
+
 def _unreadable_rows(
     repository: Repository, change: RefChange, pipeline: PipelineSettings
 ) -> Iterator[str]:
@@ -133,7 +137,12 @@ def _unreadable_rows(
     whose content is missing. No remarks if the files have more than MAX_BYTES in total."""
     assert change.new_sha is not None
     files = changed_files(repository, change.old_sha, change.new_sha)
-    wanted = [file for file in files if file.path.lower().endswith(CHECKED_SUFFIXES)]
+    wanted = [
+        file
+        for file in files
+        if _has_checked_rows(file.path)
+        or (is_needed(file.path) and may_be_pointer(file.size_bytes))
+    ]
     num_bytes = 0
     bad: list[DataError] = []
     missing = []
@@ -147,9 +156,10 @@ def _unreadable_rows(
             content = read_file(repository, file)
             pointer = Pointer.parse(content)
             if pointer is None:
-                (folder / file.path).parent.mkdir(parents=True, exist_ok=True)
-                (folder / file.path).write_bytes(content)
-                paths.append(file.path)
+                if file.path == CARD or _has_checked_rows(file.path):
+                    (folder / file.path).parent.mkdir(parents=True, exist_ok=True)
+                    (folder / file.path).write_bytes(content)
+                    paths.append(file.path)
             elif LargeFiles(repository.folder).size(pointer.oid) is None:
                 missing.append(file.path)
         read_dataset(folder, paths, pipeline.data, bad.append)

@@ -181,6 +181,11 @@ class DurableDeliveries:
                     *(self._path, error),
                 )
                 await asyncio.sleep(1)
+            except Exception:
+                # Without this, a mistake in this package would end the worker, and nobody would
+                # notice: deliveries would still be stored, but no handler would be called.
+                _logger.exception("the durable handlers are called again in 1 s, after this error:")
+                await asyncio.sleep(1)
 
     async def _call_due_handlers(self) -> None:
         forget_at = 0.0

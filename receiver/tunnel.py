@@ -109,29 +109,19 @@ class Tunnel:
             # occupies its URL, so ask for any URL.
             former = None if current is not None or self._public is None else self._public.url
             began = time.monotonic()
-            link = _Link(self._command(former), self._wake)
-            url = self._url_of(link)
-            if url is None and former is not None and not self._is_closing:
-                # The provider may still reserve the former URL for the broken link. So ask for any
-                # URL.
-                link.end()
-                link = _Link(self._command(None), self._wake)
-                url = self._url_of(link)
-            if url is None:
-                link.end()
+            try:
+                link = self._open_link(former)
+            except TunnelFailed as error:
                 if self._public is None:
-                    self._error = TunnelFailed(
-                        "The command of the tunnel printed no public URL. Its last output:"
-                        f" {link.last_output}"
-                    )
+                    self._error = error
                     break
                 _logger.warning(
-                    "The tunnel cannot be opened; next try in %.0f s. Its last output: %s",
-                    *(pause, link.last_output),
+                    "The tunnel cannot be opened; next try in %.0f s. %s", *(pause, error)
                 )
                 self._pause(pause)
                 pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
                 continue
+            url = str(link.url)
             self._public = PublicUrl(url=url, ends_at=time.time() + self._lifetime_seconds)
             if self._is_open.is_set():
                 _logger.warning("The public URL is %s", url)
@@ -156,6 +146,28 @@ class Tunnel:
                 pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
         if current is not None:
             current.end()
+
+    def _open_link(self, former: str | None) -> "_Link":
+        """Start a link, and wait for its URL. Ask for the URL `former`, if there is one. If this
+        fails, ask for any URL, because the provider may still reserve `former` for the broken link.
+        Raises `TunnelFailed`."""
+        if former is not None:
+            with contextlib.suppress(TunnelFailed):
+                return self._start_link(former)
+        return self._start_link(None)
+
+    def _start_link(self, url: str | None) -> "_Link":
+        try:
+            link = _Link(self._command(url), self._wake)
+        except OSError as error:  # for example, the machine has no room for another process
+            raise TunnelFailed(f"The command of the tunnel cannot be started: {error}.") from error
+        if self._url_of(link) is None:
+            link.end()
+            raise TunnelFailed(
+                "The command of the tunnel printed no public URL. Its last output:"
+                f" {link.last_output}"
+            )
+        return link
 
     def _url_of(self, link: "_Link") -> str | None:
         deadline = time.monotonic() + START_SECONDS

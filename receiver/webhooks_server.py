@@ -330,12 +330,13 @@ class WebhooksServer:
         self._public_access = open_tunnel(
             tunnel, f"127.0.0.1:{port}", self.settings, remembered, self._hubs
         )
-        return TunnelEntrance(
-            self.app, port=port, names={host, self.settings.host}, paths=self.registered_webhooks
-        )
+        names = {host.lower(), self.settings.host.lower()}
+        return TunnelEntrance(self.app, port=port, names=names, paths=self.registered_webhooks)
 
     def _own_names(self) -> set[str]:
-        return {self._host or "", self.settings.host, host_name(self._public_url() or "")}
+        """The host names of this server, in lower case."""
+        local = {(self._host or "").lower(), self.settings.host.lower()}
+        return {*local, host_name(self._public_url() or "")}
 
     def _close_public_access(self) -> None:
         if self._public_access is not None:

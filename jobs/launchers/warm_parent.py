@@ -29,13 +29,13 @@ started."""
 class WarmParent:
     """Starts and replaces the warm parent, and sends requests to it. The caller must call
     `poll_processes` many times a second. `close` kills the warm parent and waits until its process
-    is gone; the other methods never wait."""
+    is gone."""
 
     state: Literal["importing", "ready", "off"]
-    """`off` means that there is no warm parent and none will be started. There are four possible
+    """`off` means that there is no warm parent and none will be started. There are five possible
     reasons: the modules cannot be imported, the modules start threads during their import,
-    `_MAX_DEATHS_BEFORE_READY` warm parents in a row died before they were ready, or `close` was
-    called."""
+    `_MAX_DEATHS_BEFORE_READY` warm parents in a row died before they were ready, the operating
+    system could not start the process, or `close` was called."""
     generation: int
     """How many warm parents were started so far. When this number grows, the former warm parent is
     dead, and the requests that were sent to the former warm parent may be lost."""
@@ -74,8 +74,7 @@ class WarmParent:
 
     def poll_processes(self) -> None:
         """Check whether the warm parent has become ready or has died. If it has died, start another
-        one. In two cases, set the state to `off` instead: the modules cannot be imported, or
-        `_MAX_DEATHS_BEFORE_READY` warm parents in a row died before they were ready."""
+        one, or set the state to `off` for one of the reasons that `state` lists."""
         if self._process is None:
             return
         code = self._process.poll()
@@ -92,7 +91,10 @@ class WarmParent:
             )
             return
         logger.warning("The warm parent exited with %s; another one is started.", code)
-        self._start()
+        try:
+            self._start()
+        except OSError as error:
+            self._turn_off(f"the warm parent cannot be started again: {error}")
 
     def _read_answer(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None

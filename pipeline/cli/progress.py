@@ -26,8 +26,8 @@ NO_RUNNER_SECONDS = 15.0
 runner takes to start: `jobs run --detach` returns before its runner is up, and the user may call
 `jobs wait` right after that."""
 LINE_SECONDS = 15.0
-"""Without progress bars, a long stage prints a line again and again that says how far the stage is.
-At least this many seconds lie between two of these lines."""
+"""Without progress bars, a long stage repeatedly prints a line that says how far the stage is. At
+least this many seconds lie between two of these lines."""
 
 
 def follow_stages(
@@ -175,9 +175,10 @@ class _StageDisplay:
         self._seen_at = metric.time
 
     def print_how_far(self) -> None:
-        """Print how far the stage is, if a line is due. Call this only once after all metrics that
-        were read together. Otherwise a user who begins to follow a stage late would get many lines
-        at once: one for every 15 s of the stage."""
+        """Print how far the stage is, if a line is due. If several metrics were read together,
+        first pass all of them to `follow_metric`, and then call this once. Otherwise a user who
+        begins to follow a stage late would get many lines at once: one for every 15 s of the
+        stage."""
         is_due = self._seen_at - self._printed_at >= LINE_SECONDS
         if self._progress is None and not self._is_over and self._how_far and is_due:
             self._print_line(self._seen_at, self._how_far)

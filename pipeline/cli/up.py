@@ -181,8 +181,7 @@ def _detach(home: Home) -> None:
     try:
         while True:
             # Read the stack's record (`stack.json`) before the log. If the record says that the
-            # stack is ready, the log already contains every line of the start. So this loop prints
-            # all of these lines.
+            # stack is ready, the log already contains every line that this loop looks for.
             record = read_stack(home)
             lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
             for line in lines[num_printed:]:

@@ -76,10 +76,10 @@ def test_a_compressed_file_is_not_opened(hub: RunningHub, clone: Path) -> None:
 
 def test_a_large_file_that_was_not_uploaded_is_told(hub: RunningHub, clone: Path) -> None:
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 9\n"
-    first, _ = push(hub, clone, {"large.jsonl": pointer})
-    assert (
-        first == "large.jsonl: this large file was not uploaded: run `git lfs push --all origin`."
-    )
+    for file in ("large.jsonl", "large.parquet"):
+        first, _ = push(hub, clone, {file: pointer})
+        advice = "run `git lfs push --all origin`."
+        assert first == f"{file}: this large file was not uploaded: {advice}"
 
 
 def test_the_client_of_the_hub_is_told_too(

@@ -177,6 +177,26 @@ def test_a_disk_that_is_full_for_a_while_ends_nothing(
         assert log.due(time.time(), ["/webhooks/x"]) == [], "both ends are written"
 
 
+def test_an_error_that_nobody_expects_does_not_end_the_worker(
+    server: WebhooksServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[str] = []
+
+    @server.add_webhook(durable=True)
+    async def x(payload: WebhookPayload, request: Request) -> None:
+        calls.append(request.state.delivery_id)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    with TestClient(server.app, headers=SECRET) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(DeliveryLog, "due", broken)
+            client.post("/webhooks/x", json=dataset_update(), headers={"Webhook-Id": "d1"})
+            await_that(lambda: "a mistake of ours" in caplog.text)
+        await_that(lambda: calls == ["d1"])
+
+
 def test_what_can_never_succeed_is_refused_at_once(server: WebhooksServer) -> None:
     server.add_webhook("/x", durable=True)(lambda payload: None)
     with TestClient(server.app, headers=SECRET) as client:

@@ -261,6 +261,25 @@ def test_a_link_is_renewed_before_it_ends(
     wait_until(lambda: first not in commands_with(f"{tmp_path}/starts"))
 
 
+def test_a_program_that_is_gone_for_a_while_does_not_end_the_tunnel(
+    tmp_path: Path, relay: str, closing: list[WebhooksServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    program = tmp_path / "relay"
+    program.write_text(f"#!/bin/sh\nexec {relay}\n")
+    program.chmod(0o755)
+    server = server_in(
+        tmp_path, tunnel=str(program), tunnel_url_pattern=r"https://\w+\.relay\.example"
+    )
+    closing.append(server)
+    server.launch(prevent_thread_lock=True, share=True)
+    [first] = commands_with(f"{tmp_path}/starts")
+    program.rename(tmp_path / "uninstalled")
+    os.kill(first, signal.SIGTERM)
+    wait_until(lambda: "The tunnel cannot be opened" in caplog.text)
+    (tmp_path / "uninstalled").rename(program)
+    wait_until(lambda: "The public URL is https://n2.relay.example" in caplog.text)
+
+
 def test_a_hub_that_is_down_is_asked_again(hub: RunningHub, tmp_path: Path) -> None:
     remembered = tmp_path / "urls.json"
     at = {"endpoint": hub.url, "token": hub.token}
