@@ -37,8 +37,8 @@ class WarmParent:
     `_MAX_DEATHS_BEFORE_READY` warm parents in a row died before they were ready, the operating
     system could not start the process, or `close` was called."""
     generation: int
-    """How many warm parents were started so far. When this number grows, the former warm parent is
-    dead, and the requests that were sent to the former warm parent may be lost."""
+    """Grows with each attempt to start a warm parent. When this number grows, the former warm parent
+    is dead, and the requests that were sent to it may be lost."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._command = [sys.executable, "-m", "jobs.launchers.warm", *modules]
@@ -94,6 +94,8 @@ class WarmParent:
         try:
             self._start()
         except OSError as error:
+            # The dead warm parent may have lost requests. The higher number says so.
+            self.generation += 1
             self._turn_off(f"the warm parent cannot be started again: {error}")
 
     def _read_answer(self, process: subprocess.Popen[bytes]) -> None:

@@ -65,6 +65,21 @@ def test_without_a_usable_warm_parent_jobs_start_cold(tmp_path: Path, module: st
     bench.close()
 
 
+def test_a_warm_parent_that_cannot_be_started_again_is_done_without(
+    warm: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until(lambda: warm.launcher.poll_processes() or warm.launcher._warm.state == "ready")
+    os.kill(warm_pid(warm), signal.SIGSTOP)
+    handle = warm.start("show_process")
+    parent = warm.launcher._warm
+    assert parent is not None
+    monkeypatch.setattr(parent, "_command", ["/no/such/program"])
+    os.kill(warm_pid(warm), signal.SIGKILL)
+    assert warm.ended(handle).exit_code == 0
+    assert json.loads(warm.log.read_text())["warm"] is False
+    assert parent.state == "off"
+
+
 def test_the_warm_parent_ends_when_its_runner_is_killed(warm: Bench) -> None:
     until(lambda: warm.launcher.poll_processes() or warm.launcher._warm.state == "ready")
     process = warm.launcher._warm._process
