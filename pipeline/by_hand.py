@@ -3,6 +3,7 @@ runner (`run_jobs`). If a stack (the services that `pipeline up` starts) is up, 
 uses the hub and the runner of the stack. Otherwise `with_runner` starts a new hub and a new runner.
 """
 
+import logging
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from jobs.attempt_tokens import attempt_token
 from jobs.job import OPEN_STATES, Job
@@ -28,6 +29,9 @@ from pipeline.stack import Stack
 from pipeline.stack_record import at_running_stack, read_stack
 from pipeline.tokens import Tokens, load_tokens
 
+logger = logging.getLogger(__name__)
+
+CHECK_SECONDS = 0.2
 PRELOAD = (
     "torch",
     "transformers.models.llama.modeling_llama",
@@ -46,9 +50,10 @@ _KEPT_FROM_JOBS = (
     settings_copy.VARIABLE,
 )
 """Environment variables of the runner that are not passed on to the jobs. `PIPELINE_SECRET_KEY`
-decrypts the secrets of all jobs and webhooks, and makes valid tokens for any job. If a job used the
-copy of the settings file, the job could not choose another settings file. Some jobs get the stack's
-`WEBHOOK_SECRET` from `_attempt_variables`."""
+decrypts the secrets of all jobs and webhooks, and makes valid tokens for any job.
+`settings_copy.VARIABLE` makes a process read the stack's copy of the settings file; a job must not
+get it, because a job may choose another settings file. Some jobs get the stack's `WEBHOOK_SECRET`
+from `_attempt_variables`."""
 
 
 @contextmanager
@@ -76,14 +81,10 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
     os.environ["PIPELINE_JOBS__METRICS_PORT"] = "0"
     settings = load_settings()
     hub = hub_service(settings)
-    stack = Stack(home, [hub] if detach else [hub, RUNNER])
-    stack.start()
-    try:
+    with _running(Stack(home, [hub] if detach else [hub, RUNNER])):
         yield settings.hub_url
         if not detach:
             _wait_until_idle(home, settings)
-    finally:
-        stack.stop()
     if detach:
         # Start the detached runner only now, when the `with` block has submitted the job. If the
         # runner started earlier, it might find no job and end at once.
@@ -107,40 +108,55 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    stack = Stack(home, [hub_service(settings)]) if with_hub else None
-    if stack is not None:
-        stack.start()
+    with (
+        _running(Stack(home, [hub_service(settings)])) if with_hub else nullcontext(),
+        open_job_store(settings, home) as store,
+        after_jobs(settings, home, serves_metrics=not (with_hub or until_idle)),
+    ):
+        runner = Runner(
+            store,
+            home.jobs_dir,
+            _with_preload(settings.jobs),
+            {
+                **{name: each for name, each in os.environ.items() if name not in _KEPT_FROM_JOBS},
+                **_user_token_variable(tokens),
+                "HF_ENDPOINT": settings.hub_url,
+                "DATASET_ENDPOINT": settings.hub_url,
+                "PIPELINE_HOME": str(home.root),
+                "PIPELINE_SETTINGS": str(settings_file()),
+            },
+            of_attempt=lambda job: _attempt_variables(job, tokens),
+            secret_key=tokens.key.encode(),
+            alive_file=home.runner_alive,
+        )
+        if until_idle:
+            runner.run_until_idle(stop)
+        else:
+            runner.run(stop)
+
+
+@contextmanager
+def _running(stack: Stack) -> Iterator[None]:
+    """Start the stack, and stop it when the `with` block ends. Meanwhile, a thread starts a child
+    that has ended again, and kills one that hangs."""
+    stop = threading.Event()
+
+    def check() -> None:
+        while not stop.wait(CHECK_SECONDS):
+            for event in stack.check_services():
+                logger.warning("%s", event)
+
+    stack.start()
+    # A child that this thread has started gets SIGTERM when this thread ends. `stop` sends SIGTERM
+    # to all children anyway.
+    thread = threading.Thread(target=check, name="stack-check")
+    thread.start()
     try:
-        with (
-            open_job_store(settings, home) as store,
-            after_jobs(settings, home, serves_metrics=not (with_hub or until_idle)),
-        ):
-            runner = Runner(
-                store,
-                home.jobs_dir,
-                _with_preload(settings.jobs),
-                {
-                    **{
-                        name: each
-                        for name, each in os.environ.items()
-                        if name not in _KEPT_FROM_JOBS
-                    },
-                    **_user_token_variable(tokens),
-                    "HF_ENDPOINT": settings.hub_url,
-                    "PIPELINE_HOME": str(home.root),
-                    "PIPELINE_SETTINGS": str(settings_file()),
-                },
-                of_attempt=lambda job: _attempt_variables(job, tokens),
-                secret_key=tokens.key.encode(),
-                alive_file=home.runner_alive,
-            )
-            if until_idle:
-                runner.run_until_idle(stop)
-            else:
-                runner.run(stop)
+        yield
     finally:
-        if stack is not None:
-            stack.stop()
+        stop.set()
+        thread.join()
+        stack.stop()
 
 
 def _attempt_variables(job: Job, tokens: Tokens) -> dict[str, str]:
@@ -148,8 +164,9 @@ def _attempt_variables(job: Job, tokens: Tokens) -> dict[str, str]:
 
     The hub and the completion server both accept the attempt's token, which becomes invalid when
     the attempt ends. If a delivery to the stack's receiver started the job, the job also gets the
-    secret of the stack's webhook. A job that a person submitted does not get this secret. A copy of
-    a job that the hub starts for an event of a webhook (`--job-id`) does not get it either.
+    secret of the stack's webhook. A job that a person submitted does not get this secret. A webhook
+    may start a copy of a job (`pipeline webhooks create --job-id`); such a copy does not get this
+    secret either.
     """
     token = attempt_token(job, tokens.key.encode())
     variables = {"HF_TOKEN": token, "PIPELINE_ADMIN_TOKEN": token}

@@ -66,7 +66,7 @@ def _check_training(pipeline: PipelineSettings) -> Iterator[Finding]:
     if missing:
         needs = "the built-in training needs " + ("them" if len(missing) > 1 else "it")
         if pipeline.train.lora_rank is not None:
-            needs = f"{needs}, whatever `lora_rank` is set to"
+            needs = f"{needs}, also for training with LoRA (`lora_rank`)"
         yield wrong(
             "trainer",
             f"{pipeline.name}: {', '.join(missing)} not installed; {needs}",

@@ -33,9 +33,9 @@ _RESTART = "pipeline down, then pipeline up"
 
 
 def credentials_of_other_hubs(settings: Settings, tokens: Tokens) -> list[HubCredentials]:
-    """The URLs of the other hubs that have a dataset of a pipeline, each with the user's token for
-    this hub. When the receiver's public URL changes, the receiver uses the token to correct the URL
-    in its webhook on the hub. Empty if the user has no token."""
+    """For each other hub that has a dataset of a pipeline: its URL, and the user's own token, which
+    is the same for all hubs. When the receiver's public URL changes, the receiver uses the token to
+    correct the URL in its webhook on the hub. Empty if the user has no token."""
     token = own_token(os.environ, tokens.hub)
     if token is None:
         return []
@@ -108,7 +108,11 @@ def check_webhooks_at_other_hubs(home: Home, settings: Settings) -> Iterator[Fin
         except ReceiverError as error:
             yield wrong(_CHECK, f"{hub} does not list its webhooks: {error}", _RESTART)
             continue
-        if ours is None or set(datasets) - {item.name for item in ours.watched}:
+        if (
+            ours is None
+            or "repo" not in ours.domains
+            or set(datasets) - {item.name for item in ours.watched}
+        ):
             names = ", ".join(datasets)
             yield wrong(_CHECK, f"no webhook at {hub} reports pushes to {names}", _RESTART)
         elif ours.status != "enabled":
@@ -141,7 +145,15 @@ def _subscribe(hub: str, token: str, url: str, datasets: list[str], secret: str)
             url=url, watched=watched, domains=["repo"], secret=secret, endpoint=hub, token=token
         )
         return created.id
-    update_webhook(ours.id, watched=watched, secret=secret, url=url, endpoint=hub, token=token)
+    update_webhook(
+        ours.id,
+        watched=watched,
+        domains=["repo"],
+        secret=secret,
+        url=url,
+        endpoint=hub,
+        token=token,
+    )
     return ours.id
 
 

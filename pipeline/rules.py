@@ -27,11 +27,11 @@ def retrain_rule(
     Pass `force_reason` and `skip_if` only for a job that a person submits by hand.
     `RetrainSettings` (`pipeline/retrain/settings.py`) explains both arguments.
     """
-    ref = branch_ref(pipeline)
+    ref, other_hub = branch_ref(pipeline), settings.other_hub(pipeline)
     retrain = RetrainSettings(
         pipeline=pipeline.name,
         dataset=pipeline.dataset,
-        dataset_endpoint=settings.other_hub(pipeline) or "hub",
+        dataset_endpoint=other_hub or "hub",
         ref=ref,
         base_model=str(pipeline.base_folder() or pipeline.base_model),
         base_model_endpoint=pipeline.base_model_endpoint,
@@ -49,7 +49,7 @@ def retrain_rule(
         **trainer,
         pipeline=pipeline.name,
         dataset=pipeline.dataset,
-        endpoint=settings.other_hub(pipeline),
+        endpoint=other_hub,
         ref=ref,
         debounce_seconds=pipeline.debounce_seconds,
         max_wait_seconds=pipeline.max_wait_seconds,
@@ -58,8 +58,9 @@ def retrain_rule(
             "PIPELINE_NAME": pipeline.name,
             "PIPELINE_SERVER_URL": settings.server_url(pipeline),
             # The hub that has the dataset. The user's own trainer cannot use HF_ENDPOINT for this:
-            # HF_ENDPOINT is always the stack's own hub, and the dataset may be on another hub.
-            "DATASET_ENDPOINT": settings.other_hub(pipeline) or settings.hub_url,
+            # HF_ENDPOINT is always the stack's own hub. If the dataset is on the stack's own hub,
+            # the runner sets the variable, because only the runner knows the hub's present port.
+            **({"DATASET_ENDPOINT": other_hub} if other_hub is not None else {}),
         },
         resources=Resources(
             num_threads=settings.jobs.num_threads, timeout_seconds=settings.jobs.timeout_seconds

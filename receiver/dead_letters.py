@@ -34,7 +34,7 @@ class DeadLetter:
     died_at: float
     """When the receiver gave up the delivery."""
     attempts: int
-    """How many calls of the handler for this delivery have failed."""
+    """How many calls of the handler for this delivery have failed, since it was queued last."""
     failure: str | None
     """How the last call of the handler failed."""
     body: str

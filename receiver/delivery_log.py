@@ -93,7 +93,7 @@ class NewDelivery:
 @dataclass(frozen=True, kw_only=True)
 class StoredDelivery(NewDelivery):
     attempts: int
-    """How many calls of the handler for this delivery have failed."""
+    """How many calls of the handler for this delivery have failed, since it was queued last."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -268,8 +268,13 @@ class DurableDeliveries:
             status = await _call(self._handlers[delivery.path], delivery)
             if status >= 300:
                 failure = f"answered {status}"
-        except Exception as error:
-            # A handler is the user's code and may raise anything. The traceback is only in the log.
+        except (Exception, asyncio.CancelledError) as error:
+            # A handler is the user's code and may raise anything, also the `CancelledError` of a
+            # task of its own. Only a stop of the server cancels this task. The traceback is only in
+            # the log.
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
             _logger.exception("%s failed on delivery %s", delivery.path, delivery.id)
             failure = f"{type(error).__name__}: {error}"[:FAILURE_CHARACTERS]
         if failure is None:

@@ -16,9 +16,9 @@ def is_space() -> bool:
 
 
 def settings_of_this_process(given: ReceiverSettings | None) -> ReceiverSettings:
-    """`given` or, if it is None, the settings of the environment. In a Space, `host`, `port` and
-    `public_url` get the values that the Space needs, unless they are set. Raises
-    `AddressUnavailable` if an environment variable is not a valid port or host name."""
+    """Returns the settings `given`. If `given` is None, returns the settings of the environment. In
+    a Space, `host`, `port` and `public_url` get the values that the Space needs, unless they are
+    set. Raises `AddressUnavailable` if an environment variable is not a valid port or host name."""
     settings = given or settings_of_the_environment()
     if not is_space():
         return settings

@@ -33,8 +33,8 @@ class Reply:
 def ask(server_url: str, name: str, prompt: str) -> Reply:
     """Request one completion as a stream, at temperature 0. `name` is the pipeline's name.
 
-    Raises httpx.HTTPError. Raises PipelineError if the answer does not come from exactly one
-    release.
+    Raises httpx.HTTPError. Raises PipelineError if the server breaks the answer off, or if the
+    answer does not come from exactly one release.
     """
     with httpx.Client(base_url=server_url, timeout=60, trust_env=False) as http:
         return _ask(http, name, prompt)
@@ -60,6 +60,8 @@ def _ask(http: httpx.Client, name: str, prompt: str) -> Reply:
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
             chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                raise PipelineError(f"the server broke the answer off: {chunk['error']}")
             first_token_at = first_token_at or time.time()
             fingerprints.add(chunk["system_fingerprint"])
             text.extend(choice["text"] for choice in chunk["choices"])

@@ -37,9 +37,8 @@ class Source:
     shapes: tuple[Shape, ...]
     """The shapes of the stored tensors, in the same order."""
     missing_names: tuple[str, ...] = ()
-    """The tensor may be made from a numbered list of stored tensors, such as one for each expert.
-    The list should have every number from 0 to its last number. If numbers are missing, these are
-    the names that the missing tensors would have."""
+    """The names of the stored tensors that a numbered list lacks. (A numbered list has one tensor
+    for each expert, for example. It should have every number from 0 to its last number.)"""
     kind: str
     """A name for what `convert` does: two sources of the same kind make equal tensors from equal
     stored tensors."""

@@ -197,6 +197,22 @@ def test_an_error_that_nobody_expects_does_not_end_the_worker(
         await_that(lambda: calls == ["d1"])
 
 
+def test_a_handler_whose_own_task_was_cancelled_is_called_again(server: WebhooksServer) -> None:
+    calls: list[str] = []
+
+    @server.add_webhook(durable=True)
+    async def x(payload: WebhookPayload, request: Request) -> None:
+        calls.append(request.state.delivery_id)
+        if len(calls) == 1:
+            task = asyncio.create_task(asyncio.sleep(60))
+            task.cancel()
+            await task
+
+    with TestClient(server.app, headers=SECRET) as client:
+        client.post("/webhooks/x", json=dataset_update(), headers={"Webhook-Id": "d1"})
+        await_that(lambda: calls == ["d1", "d1"])
+
+
 def test_what_can_never_succeed_is_refused_at_once(server: WebhooksServer) -> None:
     server.add_webhook("/x", durable=True)(lambda payload: None)
     with TestClient(server.app, headers=SECRET) as client:
