@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -347,12 +348,24 @@ def _share(some: Collection[object], of: Collection[object]) -> float:
 def _agreement_elsewhere(base: Path, pipeline: Pipeline, outcome: JobOutcome) -> float:
     """The share of the base model's own answers, in tokens, that the release still finds likeliest,
     each token after the base model's tokens before it."""
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    models = [
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        for folder in (base, pipeline.dir / str(outcome.release))
-    ]
+    folder = pipeline.dir / str(outcome.release)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     right = total = 0
+    for made, num_prompt in _answers_elsewhere(base):
+        with torch.no_grad():
+            found = model(made).logits[0, num_prompt - 1 : -1].argmax(-1)
+        right += int((found == made[0, num_prompt:]).sum())
+        total += len(found)
+    return right / total
+
+
+@cache
+def _answers_elsewhere(base: Path) -> list[tuple[torch.Tensor, int]]:
+    """The base model's greedy answers to `ELSEWHERE`: the ids (1, T) of each prompt with its answer,
+    and how many of them are the prompt's."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    answers = []
     for prompt in ELSEWHERE:
         ids = tokenizer.apply_chat_template(
             _chat(prompt)["messages"],
@@ -360,12 +373,9 @@ def _agreement_elsewhere(base: Path, pipeline: Pipeline, outcome: JobOutcome) ->
             return_tensors="pt",
             return_dict=True,
         )["input_ids"]
-        made = models[0].generate(ids, max_new_tokens=32, do_sample=False, pad_token_id=0)
-        with torch.no_grad():
-            found = models[1](made).logits[0, ids.shape[1] - 1 : -1].argmax(-1)
-        right += int((found == made[0, ids.shape[1] :]).sum())
-        total += len(found)
-    return right / total
+        made = model.generate(ids, max_new_tokens=32, do_sample=False, pad_token_id=0)
+        answers.append((made, ids.shape[1]))
+    return answers
 
 
 def _job(
