@@ -361,8 +361,8 @@ def _agreement_elsewhere(base: Path, pipeline: Pipeline, outcome: JobOutcome) ->
 
 @cache
 def _answers_elsewhere(base: Path) -> list[tuple[torch.Tensor, int]]:
-    """The base model's greedy answers to `ELSEWHERE`: the ids (1, T) of each prompt with its answer,
-    and how many of them are the prompt's."""
+    """The base model's greedy answers to `ELSEWHERE`: the ids (1, T) of each prompt with its
+    answer, and how many of them are the prompt's."""
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     answers = []
