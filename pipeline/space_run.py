@@ -24,12 +24,13 @@ def app_file(folder: Path) -> Path:
     """The script that the Space runs. The key `app_file` in the front matter (the YAML at the start
     of the Space's README) names the script. Without this key, the script is `app.py`. Raises
     PipelineError."""
+    import yaml
     from huggingface_hub import metadata_load
 
     readme = folder / README
     try:
         card = metadata_load(readme) if readme.is_file() else None
-    except ValueError as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise PipelineError(f"the front matter of {readme} cannot be read: {error}") from None
     file = folder / str((card or {}).get("app_file", APP))
     if not file.resolve().is_relative_to(folder.resolve()) or not file.is_file():

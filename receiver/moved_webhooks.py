@@ -82,7 +82,9 @@ def _move(hub: HubCredentials, former: Sequence[str], url: str) -> bool:
 
 def _read(remembered: Path) -> list[str]:
     try:
-        return [str(url) for url in json.loads(remembered.read_text())]
+        known = json.loads(remembered.read_text())
+        if not isinstance(known, list):
+            raise ValueError("it has no JSON list")
     except FileNotFoundError:
         return []
     except ValueError as error:
@@ -92,6 +94,7 @@ def _read(remembered: Path) -> list[str]:
             *(remembered, error),
         )
         return []
+    return [str(url) for url in known]
 
 
 def _write(remembered: Path, urls: list[str]) -> None:

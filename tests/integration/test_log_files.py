@@ -1,8 +1,13 @@
 """The log of a service that goes on writing is cut by size, and loses no line."""
 
+import errno
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
 
 from pipeline.log_files import NUM_KEPT, rotate
 
@@ -53,4 +58,23 @@ def test_a_small_log_and_one_that_is_not_there_are_left_alone(tmp_path: Path) ->
     rotate(log)
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [
         ("hub.log", "a line\n")
+    ]
+
+
+def test_a_full_disk_costs_no_older_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: object, target: object, length: int) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log = tmp_path / "hub.log"
+    contents = {"hub.log": "new\n", "hub.log.1": "older\n", "hub.log.2": "oldest\n"}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "copyfileobj", fail)
+        for _ in range(NUM_KEPT + 1):
+            rotate(log, max_bytes=1)
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == contents
+    rotate(log, max_bytes=1)
+    assert [(tmp_path / f"hub.log.{number}").read_text() for number in (1, 2, 3)] == [
+        *contents.values()
     ]

@@ -17,6 +17,7 @@ from huggingface_hub import metadata_load
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from pipeline import space_run
+from pipeline.errors import PipelineError
 from pipeline.tokens import Tokens, load_tokens
 from tests.hub_fixtures import RunningHub, running_hub
 from tests.ports import free_port
@@ -206,6 +207,13 @@ def test_a_folder_runs_with_the_secret_of_a_file(stack: Stack, tmp_path: Path) -
         secret = {"X-Webhook-Secret": "s3cret"}
         answer = httpx.post(f"{url}/webhooks/say_hello", json=dataset_update(), headers=secret)
         assert answer.json()["package"] == str(ROOT / "receiver" / "__init__.py")
+
+
+@pytest.mark.parametrize("yaml", ["a: [", "only a text"])
+def test_front_matter_that_cannot_be_read_is_named(tmp_path: Path, yaml: str) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{yaml}\n---\n")
+    with pytest.raises(PipelineError, match=r"the front matter of .*README\.md cannot be read"):
+        space_run.app_file(tmp_path)
 
 
 def test_what_is_missing_is_said(stack: Stack, tmp_path: Path) -> None:

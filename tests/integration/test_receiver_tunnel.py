@@ -293,9 +293,10 @@ def test_a_hub_that_is_down_is_asked_again(hub: RunningHub, tmp_path: Path) -> N
     stranger = HubCredentials(endpoint=hub.url, token="wrong")
     assert move_webhooks("https://b.example", remembered, [up, stranger]), "never will be"
     assert json.loads(remembered.read_text()) == ["https://b.example"]
-    remembered.write_text("{")
-    assert move_webhooks("https://c.example", remembered, [up])
-    assert json.loads(remembered.read_text()) == ["https://c.example"]
+    for damaged in ("{", "null", "{}"):
+        remembered.write_text(damaged)
+        assert move_webhooks("https://c.example", remembered, [up])
+        assert json.loads(remembered.read_text()) == ["https://c.example"]
 
 
 @pytest.mark.parametrize(
