@@ -10,7 +10,7 @@ def port_fault(url: str) -> str | None:
     """Why no service can listen on the host and port of `url`; None if a service can listen
     there."""
     address = httpx.URL(url)
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address.host, address.port or 80))

@@ -30,7 +30,7 @@ from pydantic_settings import (
 
 from jobs.settings import JobsSettings
 from pipeline.errors import PipelineError
-from pipeline.hub.settings import HubSettings
+from pipeline.hub.settings import HubSettings, http_url
 from pipeline.logs import LogSettings
 from pipeline.retrain.base_model import HUB_ID, PRESETS
 from pipeline.retrain.settings import (
@@ -234,14 +234,14 @@ class Settings(BaseSettings):
 
     @property
     def hub_url(self) -> str:
-        return f"http://{self.hub.host}:{self.hub.port}"
+        return self.hub.url
 
     @property
     def receiver_url(self) -> str:
-        return f"http://{self.receiver.host}:{self.receiver.port}"
+        return http_url(self.receiver.host, self.receiver.port)
 
     def server_url(self, pipeline: PipelineSettings) -> str:
-        return f"http://{self.serving.host}:{self.server_port(pipeline)}"
+        return http_url(self.serving.host, self.server_port(pipeline))
 
 
 def settings_file() -> Path:

@@ -97,6 +97,12 @@ class DurableDeliveries:
         if self._handlers:
             self._opened()
 
+    def close(self) -> None:
+        """Close the log. Does nothing while the context `worker` is open, which closes the log."""
+        if self._loop is None and self._log is not None:
+            self._log.close()
+            self._log = None
+
     async def accept(
         self, path: str, id: str, headers: dict[str, str], body: bytes, repository: str
     ) -> bool:

@@ -240,17 +240,19 @@ class WebhooksServer:
             is_public = tunnel is not None or self.settings.public_url is not None
             self._refuse_unproven(host, unproven, is_public=is_public)
         self._durable.open()
-        sockets = [listen.bind(host, port)]
-        page = listen.url_of(sockets[0], host)
+        sockets: list[socket.socket] = []
         app: ASGIApp = self.app
-        if tunnel is not None:
-            try:
+        try:
+            sockets.append(listen.bind(host, port))
+            if tunnel is not None:
                 app = self._behind_tunnel(tunnel, host, sockets, remembered)
-            except BaseException:
-                for one in sockets:
-                    one.close()
-                raise
-        elif self.settings.public_url is not None:
+        except BaseException:
+            for one in sockets:
+                one.close()
+            self._durable.close()
+            raise
+        page = listen.url_of(sockets[0], host)
+        if tunnel is None and self.settings.public_url is not None:
             # The URL of a Space never changes, so webhooks that post to it never need an update.
             if not is_space():
                 self._public_access = FixedUrl(self.settings.public_url, remembered, self._hubs)

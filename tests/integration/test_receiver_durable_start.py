@@ -2,6 +2,7 @@
 application."""
 
 import queue
+import socket
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from receiver.delivery_log import DeliveryLog, NewDelivery
-from receiver.errors import ReceiverError
+from receiver.errors import AddressUnavailable, ReceiverError
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 from tests.receiver_fixtures import SECRET, no_secret_in_the_environment  # noqa: F401
@@ -57,6 +58,15 @@ def test_a_durable_handler_may_come_late(tmp_path: Path) -> None:
     assert handled.get(timeout=10) == "acme/answers"
     server.close()
     DeliveryLog(file).close()  # the server has given the file back
+
+
+def test_a_start_that_fails_leaves_the_store_to_others(tmp_path: Path) -> None:
+    file = tmp_path / "receiver.db"
+    server = WebhooksServer(settings=ReceiverSettings(deliveries_path=file))
+    server.add_webhook("/x", durable=True)(lambda payload: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(AddressUnavailable):
+        server.launch(prevent_thread_lock=True, server_port=taken.getsockname()[1])
+    DeliveryLog(file).close()
 
 
 def test_a_late_durable_handler_is_refused_beside_another_receiver(tmp_path: Path) -> None:
