@@ -71,8 +71,9 @@ def advice_after_refusal(jobs: Sequence[Job]) -> str | None:
 
 
 def next_step(jobs: Sequence[Job], step: str) -> str:
-    """What the user can do after the last job that ended: `step`. But if another job runs or waits
-    to run, the user waits for that job, because it may train on a correction already.
+    """What the user can do after the last job that ended. If no other job runs or waits to run,
+    this is `step`. Otherwise, this is a text that tells the user to wait for the other job, because
+    the other job may already train on a correction.
 
     jobs: the newest jobs of a pipeline, newest first.
     """

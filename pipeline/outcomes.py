@@ -58,7 +58,7 @@ class Outcomes:
     def start(self) -> None:
         """If there is no readable progress file, write one that lists all ended jobs as handled.
 
-        Raises StoreError.
+        Raises StoreError, or OSError if the progress file cannot be read or written.
         """
         self._read()
 
@@ -67,7 +67,8 @@ class Outcomes:
         jobs.
 
         If a handler raises an exception, this method logs the exception. The outcome counts as
-        handled, so the handler is not called again. Raises StoreError.
+        handled, so the handler is not called again. Raises StoreError, or OSError if the progress
+        file cannot be read or written.
         """
         progress = self._read()
         # Call `first_unended` before `when_ended`. In the other order, a job that ends between the

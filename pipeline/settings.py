@@ -54,7 +54,7 @@ class PipelineSettings(BaseModel):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
     """The pipeline's name. In a request to the pipeline's completion server, the field `model` must
-    be this name or the id of the live release, or must be left out."""
+    be this name or the id of the served release, or must be left out."""
     dataset: str = Field(
         pattern=r"^([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*|\w+://[^\s-]\S*|[\w.][\w.-]*@[\w.-]+:\S+)$"
     )
