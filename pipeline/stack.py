@@ -76,6 +76,9 @@ class Stack:
         self._children: dict[str, Child] = {}
         self._stack_started_at = time.time()
         self._settings_digest = settings_digest()
+        self._has_started = False
+        """Whether `start` has returned. A stack for one job (`pipeline/by_hand.py`) starts, but is
+        never marked as ready."""
         self._is_ready = False
         self._lock: filelock.BaseFileLock | None = None
 
@@ -110,6 +113,7 @@ class Stack:
         except BaseException:
             self.stop()
             raise
+        self._has_started = True
 
     def mark_ready(self) -> None:
         """Write into `stack.json` that the stack can be used. `pipeline up --detach` waits for this
@@ -295,13 +299,13 @@ class Stack:
             time.sleep(0.02)
 
     def _record_change(self) -> None:
-        """Write the record. If the write fails while the stack is starting, this method raises
-        OSError. If the write fails when the stack is up, this method only logs a warning, because
-        the services can continue. A write fails, for example, when the disk is full."""
+        """Write the record. If the write fails before `start` has returned, this method raises
+        OSError. If the write fails later, this method only logs a warning, because the services can
+        continue. A write fails, for example, when the disk is full."""
         try:
             self._write_record()
         except OSError as error:
-            if not self._is_ready:
+            if not self._has_started:
                 raise
             logger.warning("%s cannot be written: %s", self._home.stack_file, error.strerror)
 
