@@ -35,7 +35,7 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
     no outcome is missed.
 
     With `serves_metrics`, also serve the runner's metrics, unless the setting `metrics_port` is 0.
-    Raises StoreError.
+    Raises StoreError. Raises OSError if `outcomes.json` cannot be read or written.
     """
     stop = threading.Event()
     with open_job_store(settings, home) as store:

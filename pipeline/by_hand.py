@@ -137,8 +137,8 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
 
 @contextmanager
 def _running(stack: Stack) -> Iterator[None]:
-    """Start the stack, and stop it when the `with` block ends. Meanwhile, a thread starts a child
-    that has ended again, and kills one that hangs."""
+    """Start the stack, and stop it when the `with` block ends. Until then, a thread restarts each
+    child that has ended, and kills each child that hangs."""
     stop = threading.Event()
 
     def check() -> None:
@@ -147,8 +147,9 @@ def _running(stack: Stack) -> Iterator[None]:
                 logger.warning("%s", event)
 
     stack.start()
-    # A child that this thread has started gets SIGTERM when this thread ends. `stop` sends SIGTERM
-    # to all children anyway.
+    # On Linux, a child gets SIGTERM when the thread that started it ends (`end_with_parent`). So
+    # the children that the thread below has restarted get SIGTERM when this thread ends. This does
+    # no harm, because `stack.stop` then sends SIGTERM to all children anyway.
     thread = threading.Thread(target=check, name="stack-check")
     thread.start()
     try:

@@ -22,16 +22,23 @@ class Journal:
     def __init__(self, store: JobStore) -> None:
         self._store = store
         self._seen = {job.id: job.state for job in store.list(limit=NUM_WATCHED)}
+        self._has_changed = False
 
     def news(self) -> list[str]:
-        """One line for each job whose state has changed. The line of the oldest job comes first."""
-        if not self._store.changed():
+        """One line for each job whose state has changed. The line of the oldest job comes first.
+
+        Raises StoreError. The next call then returns the lines that this call could not return.
+        """
+        # The store reports each change only once. Remember the change until `list` has succeeded.
+        self._has_changed = self._has_changed or self._store.changed()
+        if not self._has_changed:
             return []
         lines = []
         for job in reversed(self._store.list(limit=NUM_WATCHED)):
             if self._seen.get(job.id) != job.state:
                 self._seen[job.id] = job.state
                 lines.append(describe(job))
+        self._has_changed = False
         return lines
 
 
@@ -71,8 +78,9 @@ def advice_after_refusal(jobs: Sequence[Job]) -> str | None:
 
 
 def next_step(jobs: Sequence[Job], step: str) -> str:
-    """What the user can do after the last job that ended: `step`. But if another job runs or waits
-    to run, the user waits for that job, because it may train on a correction already.
+    """What the user can do after the last job that ended. If no other job runs or waits to run,
+    this is `step`. Otherwise, this is a text that tells the user to wait for the other job, because
+    the other job may already train on a correction.
 
     jobs: the newest jobs of a pipeline, newest first.
     """

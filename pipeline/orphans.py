@@ -40,8 +40,9 @@ def _end(process: ProcessIdentity) -> None:
 def end_with_parent(parent: int) -> Callable[[], None]:
     """Returns a function for `preexec_fn` of `subprocess.Popen` (Linux only). The new child calls
     the returned function before it runs its program. The returned function asks the kernel to send
-    SIGTERM to the child when the child's parent ends. Otherwise the child would run on without its
-    parent, and its port would stay in use."""
+    SIGTERM to the child when the child's parent ends, or when the thread that called `Popen` ends.
+    Without this, the child would run on after the end of its parent, and its port would stay in
+    use."""
 
     def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

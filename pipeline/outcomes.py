@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from jobs.errors import StoreError
+from jobs.errors import JobError
 from jobs.folder import write_atomically
 from jobs.job import Job
 from jobs.store import JobStore
@@ -25,6 +25,9 @@ NUM_WATCHED = 1000
 progress file) and at every newer job. This second group alone is not enough: if the database is
 lost, a new database begins again with the first id, so its jobs may have lower ids than `since`."""
 POLL_SECONDS = 0.2
+RETRY_SECONDS = 5.0
+"""After an error of the store or of the progress file, `follow` waits this long before it tries
+again."""
 
 
 class _Progress(BaseModel):
@@ -54,11 +57,14 @@ class Outcomes:
         self._store = store
         self._file = progress_file
         self._handlers = handlers
+        self._unwritten: dict[str, float] = {}
+        """Id → end time of the handled jobs that may be missing from the progress file, because a
+        write of the file failed."""
 
     def start(self) -> None:
         """If there is no readable progress file, write one that lists all ended jobs as handled.
 
-        Raises StoreError.
+        Raises StoreError, or OSError if the progress file cannot be read or written.
         """
         self._read()
 
@@ -67,14 +73,16 @@ class Outcomes:
         jobs.
 
         If a handler raises an exception, this method logs the exception. The outcome counts as
-        handled, so the handler is not called again. Raises StoreError.
+        handled, so the handler is not called again. Raises StoreError, or OSError if the progress
+        file cannot be read or written.
         """
         progress = self._read()
         # Call `first_unended` before `when_ended`. In the other order, a job that ends between the
         # two calls would be left out.
         since = self._store.first_unended()
         ended = self._store.when_ended(among=NUM_WATCHED, since=progress.since)
-        handled = {each: at for each, at in progress.ended.items() if each in ended}
+        known = {**progress.ended, **self._unwritten}
+        handled = {each: at for each, at in known.items() if each in ended}
         new = [job_id for job_id, at in ended.items() if handled.get(job_id) != at]
         for job_id in new:
             job = self._store.get(job_id)
@@ -85,23 +93,29 @@ class Outcomes:
                     logger.exception(
                         "a handler failed for the outcome of %s", job.id, extra={"job_id": job.id}
                     )
-            handled[job_id] = ended[job_id]
+            handled[job_id] = self._unwritten[job_id] = ended[job_id]
             self._write(_Progress(ended=handled, since=progress.since))
-        if new:
+        if new or self._unwritten:
             self._write(_Progress(ended=handled, since=since))
+            self._unwritten.clear()
         return len(new)
 
     def follow(self, stop: threading.Event) -> None:
-        """Call `poll` whenever the store has changed. When `stop` is set, call `poll` one last time
-        and return."""
+        """Call `poll` whenever the store has changed. If `poll` fails, log the error, and call
+        `poll` again later. When `stop` is set, call `poll` one last time and return."""
+        is_due = False
         while True:
             is_last = stop.wait(POLL_SECONDS)
             try:
-                if is_last or self._store.changed():
+                # The store reports each change only once. Remember the change until `poll` has
+                # succeeded.
+                is_due = is_due or is_last or self._store.changed()
+                if is_due:
                     self.poll()
-            except (StoreError, OSError) as error:
+                    is_due = False
+            except (JobError, OSError) as error:
                 logger.error("outcomes cannot be handled now; trying again: %s", error)
-                stop.wait(1.0)
+                stop.wait(RETRY_SECONDS)
             if is_last:
                 return
 

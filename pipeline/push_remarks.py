@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 * 1024 * 1024
 """If the README and the changed files with CHECKED_SUFFIXES have more bytes than this in total, no
-rows are checked. The limit is needed because the client waits for the hub's answer during the
-check. A README that alone has more bytes is not read."""
+rows are checked, and missing large files are not reported. The limit is needed because the client
+waits for the hub's answer during the check. A README that alone has more bytes is not read."""
 CHECKED_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 """Only rows of files with these suffixes are checked. The hub does not open compressed files: a
 small compressed file may become so large when it is unpacked that it fills the hub's memory."""

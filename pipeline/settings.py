@@ -25,6 +25,7 @@ from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
     TomlConfigSettingsSource,
 )
 
@@ -54,7 +55,7 @@ class PipelineSettings(BaseModel):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
     """The pipeline's name. In a request to the pipeline's completion server, the field `model` must
-    be this name or the id of the live release, or must be left out."""
+    be this name or the id of the served release, or must be left out."""
     dataset: str = Field(
         pattern=r"^([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*|\w+://[^\s-]\S*|[\w.][\w.-]*@[\w.-]+:\S+)$"
     )
@@ -279,8 +280,10 @@ def load_settings() -> Settings:
     file = settings_file()
     try:
         return Settings()
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PipelineError(f"{file} is not TOML: {error}") from None
+    except SettingsError as error:
+        raise PipelineError(_not_json_text(error)) from None
     except ValidationError as error:
         lines: dict[str, list[str]] = {}
         for problem in error.errors():
@@ -291,6 +294,23 @@ def load_settings() -> Settings:
         raise PipelineError(
             "; ".join(f"{source}: {'; '.join(faults)}" for source, faults in lines.items())
         ) from None
+
+
+def _not_json_text(error: SettingsError) -> str:
+    """The message about an environment variable that sets a list or a table, but is not JSON."""
+    value = getattr(error.__cause__, "doc", None)
+    names = [name for name, text in os.environ.items() if text == value and _sets_key(name)]
+    return (
+        f"{', '.join(sorted(names)) or 'an environment variable PIPELINE_…'}: write a list or a "
+        "table as JSON; to set one key of a table, write for example PIPELINE_HUB__PORT=9000"
+    )
+
+
+def _sets_key(variable: str) -> bool:
+    """Whether the environment variable sets a key of the settings. For example, `PIPELINE_HOME`
+    does not."""
+    prefix, _, rest = variable.upper().partition("_")
+    return prefix == "PIPELINE" and rest.partition("__")[0].lower() in Settings.model_fields
 
 
 def _environment_variable(location: tuple[int | str, ...]) -> str | None:

@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 PROGRESS_SECONDS = 10.0
 """While `start` waits for a service, it calls `on_wait` each time this many seconds have passed."""
 FILES_SECONDS = 5.0
-"""The seconds between two checks. Each check limits the sizes of the logs, and writes `stack.json`
-again if it is lost or damaged."""
+"""The seconds between two checks of the stack's files. Each check limits the sizes of the logs, and
+writes `stack.json` again if it is lost or damaged."""
 RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """The seconds to wait before the first restart of a child, before its second restart, and so on.
 The last number is used for all further restarts. The waits grow, because a child that ends again
@@ -76,6 +76,9 @@ class Stack:
         self._children: dict[str, Child] = {}
         self._stack_started_at = time.time()
         self._settings_digest = settings_digest()
+        self._has_started = False
+        """Whether `start` has returned. A stack for one job (`pipeline/by_hand.py`) starts, but is
+        never marked as ready."""
         self._is_ready = False
         self._lock: filelock.BaseFileLock | None = None
 
@@ -110,6 +113,7 @@ class Stack:
         except BaseException:
             self.stop()
             raise
+        self._has_started = True
 
     def mark_ready(self) -> None:
         """Write into `stack.json` that the stack can be used. `pipeline up --detach` waits for this
@@ -121,10 +125,11 @@ class Stack:
         """Kill each child that hangs, restart each child that has ended, keep the logs small, and
         write `stack.json` again if it is lost or damaged.
 
-        Call this again and again while the stack is up. A child that answered that it must be
-        restarted is killed too. Returns one line of text for each child that this call has killed
-        or started again, and for each child that has ended since the last call. If a child cannot
-        be started, this method tries again later, and returns a line only for the first try.
+        Call this again and again while the stack is up. If a child answers that it must be
+        restarted, this method kills it too. Returns one line of text for each child that this call
+        has killed or started again, and for each child that has ended since the last call. If a
+        child cannot be started, this method tries again later. It then returns a line only if the
+        reason is not the same as at the last try.
         """
         events = []
         for service in self._services:
@@ -192,7 +197,7 @@ class Stack:
         except OSError as error:
             # The child could not be started, for example because too many files are open. Raise no
             # error, because the other services must stay up. The error may also come after the
-            # process was started. Then end this process, because it is not in the record.
+            # process was started. So end this process, because it may not be in the record.
             self._processes[name].kill()
             self._processes[name].wait()
             end = f"could not be started: {error}"
@@ -294,13 +299,13 @@ class Stack:
             time.sleep(0.02)
 
     def _record_change(self) -> None:
-        """Write the record. If the write fails while the stack is starting, this method raises
-        OSError. If the write fails when the stack is up, this method only logs a warning, because
-        the services can continue. A write fails, for example, when the disk is full."""
+        """Write the record. If the write fails before `start` has returned, this method raises
+        OSError. If the write fails later, this method only logs a warning, because the services can
+        continue. A write fails, for example, when the disk is full."""
         try:
             self._write_record()
         except OSError as error:
-            if not self._is_ready:
+            if not self._has_started:
                 raise
             logger.warning("%s cannot be written: %s", self._home.stack_file, error.strerror)
 

@@ -28,8 +28,8 @@ class Tokens(BaseModel):
 
 
 def load_tokens(file: Path) -> Tokens:
-    """Read the tokens. If the file does not exist, create it first. Raises PipelineError as
-    `read_tokens` does."""
+    """Read the tokens. If the file does not exist, create it first. Raises PipelineError if the
+    content of the file or of `PIPELINE_SECRET_KEY` is wrong (see `read_tokens`)."""
     if not file.exists():
         _create(file)
     return read_tokens(file)
@@ -39,8 +39,8 @@ def read_tokens(file: Path) -> Tokens:
     """Read the tokens, and create no file.
 
     If the environment variable `PIPELINE_SECRET_KEY` is set, it replaces the key in the file.
-    Raises PipelineError if the file does not exist, or if its content or that of the variable is
-    wrong.
+    Raises PipelineError if the file does not exist, or if the content of the file or of the
+    variable is wrong.
     """
     try:
         tokens = Tokens.model_validate_json(file.read_bytes())

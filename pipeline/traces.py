@@ -48,14 +48,14 @@ class Traces:
     pipeline still has downloads. So after an interrupted removal, a second `find_traces` finds the
     rest."""
     num_downloads: int
-    """How many downloads have one of the commits. The downloads of the dataset that have none of
-    them are in `caches` too, because a token cache may hold rows of commits whose downloads are
-    gone."""
+    """How many downloads in `caches` have one of the commits. `caches` also has the downloads of
+    the dataset that have none of the commits, because a token cache may hold rows of commits whose
+    downloads are gone."""
     job_folders: tuple[Path, ...]
     """The folders of the jobs in `job_ids` that still exist, and folders of jobs of an earlier
     database. The runner renames such an old folder to `<id>.stale-<number>` if a new job has the
-    same id. `job_ids` leaves the id of a renamed folder out, because the id belongs to the new job
-    now."""
+    same id. `job_ids` does not contain the id of a renamed folder, because this id now belongs to
+    the new job."""
     job_ids: tuple[str, ...]
     """The jobs that were started for one of the commits, or that read rows of one of the commits.
     """

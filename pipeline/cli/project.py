@@ -7,8 +7,9 @@ from pipeline.paths import Home
 
 def project_home() -> Home:
     """The state folder. Unlike `Home.find`, this function raises PipelineError if the shell is in
-    no project: neither a settings file nor a state folder is there, and the environment names
-    neither. A command would otherwise report that nothing is up, while a stack is up elsewhere."""
+    no project. This is the case if there is neither a settings file nor a state folder, and neither
+    `PIPELINE_HOME` nor `PIPELINE_SETTINGS` is set. Without the error, a command would report that
+    nothing is up, although a stack may be up in another folder."""
     from pipeline.settings import no_settings_file, settings_file
 
     home = Home.find()

@@ -41,7 +41,7 @@ def up(
     ] = False,
 ) -> None:
     """Start the stack: the hub, the receiver, the job runner, and one completion server for each
-    pipeline. Run until Ctrl-C, and meanwhile restart each service that ends or hangs."""
+    pipeline. Run until Ctrl-C. Until then, restart each service that ends or hangs."""
     from pipeline.job_store import check_schemas
     from pipeline.services import services_of
     from pipeline.settings import load_settings

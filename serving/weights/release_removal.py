@@ -25,8 +25,8 @@ def prune(pipeline_dir: Path, keep: int) -> list[str]:
     """Remove all but the newest `keep` releases; returns the removed ids, oldest first.
 
     The served, the pending and the pinned releases always stay. Like `sweep`, this function also
-    removes what killed processes have left. Raises ReleaseError if `keep` is negative, or if
-    `current` or `pending` cannot be read.
+    removes what killed processes have left. Raises ReleaseError if `keep` is negative, or if the
+    content of `current`, `pending` or `pinned` is not valid.
     """
     if keep < 0:
         raise ReleaseError(f"keep must be at least 0, not {keep}")
@@ -52,14 +52,16 @@ def prune(pipeline_dir: Path, keep: int) -> list[str]:
 
 
 def remove(pipeline_dir: Path, release_id: str) -> None:
-    """Remove one release, which may be damaged. Raises ReleaseError as `check_removable` does."""
+    """Remove one release, which may be damaged. Raises ReleaseError for the same reasons as
+    `check_removable`."""
     with release_lock(pipeline_dir):
         check_removable(pipeline_dir, release_id)
         _remove_locked(pipeline_dir, release_id)
 
 
 def check_removable(pipeline_dir: Path, release_id: str) -> None:
-    """Raise ReleaseError if there is no such release, or if it is served, pending or pinned."""
+    """Raise ReleaseError if there is no such release, or if it is served, pending or pinned. Also
+    raise ReleaseError if the content of the file `pending` or `pinned` is not valid."""
     if release_id not in release_ids(pipeline_dir):
         raise ReleaseError(f"{release_id!r} is not a release in {pipeline_dir}")
     uses = {

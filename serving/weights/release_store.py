@@ -288,7 +288,8 @@ def clear_pending(pipeline_dir: Path, release_id: str) -> None:
 
 
 def pinned_releases(pipeline_dir: Path) -> list[str]:
-    """The ids of the releases that are never pruned, oldest first."""
+    """The ids of the releases that must not be removed, oldest first. Raises ReleaseError if the
+    file `pinned` contains anything other than release ids."""
     try:
         return sorted((pipeline_dir / PINNED).read_text().split(), key=release_number)
     except FileNotFoundError:

@@ -1,5 +1,6 @@
 """An outcome is told, once: to what counts it, and by `on_outcome` to whom the settings name."""
 
+import errno
 import json
 import sys
 import threading
@@ -7,6 +8,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from pipeline import on_outcome
 from pipeline.outcomes import Outcomes
 from pipeline.settings import PipelineSettings
 from tests.after_jobs_fixtures import end_one, store
+from tests.jobs_fixtures import until
 
 __all__ = ["store"]
 
@@ -139,6 +142,34 @@ def test_the_last_outcome_is_told_before_the_thread_ends(store: JobStore, tmp_pa
         job = end_one(other)
     stop.set()
     thread.join()
+    assert told == [job.id]
+
+
+def test_after_a_full_disk_the_outcome_is_recorded_but_not_told_again(
+    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.outcomes.RETRY_SECONDS", 0.01)
+    told: list[str] = []
+    file = tmp_path / "o.json"
+    outcomes = Outcomes(store, file, [lambda job: told.append(job.id)])
+    outcomes.start()
+    job = end_one(store)
+    write, failures = outcomes._write, iter([OSError(errno.ENOSPC, "No space left on device")])
+
+    def write_later(progress: Any) -> None:
+        for error in failures:
+            raise error
+        write(progress)
+
+    monkeypatch.setattr(outcomes, "_write", write_later)
+    stop = threading.Event()
+    thread = threading.Thread(target=outcomes.follow, args=(stop,))
+    thread.start()
+    try:
+        until(lambda: job.id in json.loads(file.read_text())["ended"])
+    finally:
+        stop.set()
+        thread.join()
     assert told == [job.id]
 
 

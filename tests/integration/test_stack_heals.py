@@ -1,5 +1,6 @@
 """A stack whose services hang: each is seen by its own work, killed and started again."""
 
+import errno
 import os
 import signal
 import threading
@@ -130,6 +131,30 @@ def test_a_service_that_cannot_be_started_is_tried_again_while_the_others_stay_u
         until(lambda: check() and events[-1] == "hub is up again")
         assert child(home, "hub").num_restarts == 1
         assert child(home, "runner").process == runner
+    finally:
+        stack.stop()
+
+
+def test_a_full_disk_does_not_end_the_restarts_in_a_stack_for_one_job(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def disk_is_full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pipeline.stack.RESTART_SECONDS", (0.05,))
+    stack = Stack(home, [hub_service(load_settings())])
+    stack.start()  # `mark_ready` is not called, as in `with_runner`
+    try:
+        hub, events = child(home, "hub").process, list[str]()
+        assert hub is not None
+        monkeypatch.setattr(stack, "_write_record", disk_is_full)
+        os.kill(hub.pid, signal.SIGKILL)
+
+        def is_up_again() -> bool:
+            events.extend(stack.check_services())
+            return "hub is up again" in events
+
+        until(is_up_again)
     finally:
         stack.stop()
 

@@ -137,6 +137,24 @@ def test_a_fault_of_the_environment_is_not_blamed_on_the_file(
     assert str(file) not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("PIPELINE_LOGS", "debug"), ("PIPELINE_HUB__DELIVERY_SCHEDULE_SECONDS", "1,5")],
+)
+def test_a_variable_that_must_be_json_is_named(
+    file: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(PipelineError, match=f"^{name}: write a list or a table as JSON"):
+        load_settings()
+
+
+def test_a_file_that_is_not_utf_8_is_named(file: Path) -> None:
+    file.write_bytes("# f\xfcr uns\n".encode("latin-1"))
+    with pytest.raises(PipelineError, match=f"^{re.escape(str(file))} is not TOML: "):
+        load_settings()
+
+
 def test_a_base_model_that_is_not_there_is_known_before_it_is_needed(tmp_path: Path) -> None:
     def missing(base_model: str) -> str | None:
         return FACTS.model_copy(update={"base_model": base_model}).missing_base()
