@@ -92,16 +92,24 @@ class Outcomes:
         return len(new)
 
     def follow(self, stop: threading.Event) -> None:
-        """Call `poll` whenever the store has changed. When `stop` is set, call `poll` one last time
-        and return."""
+        """Call `poll` whenever the store has changed, and again after a failure. When `stop` is
+        set, call `poll` one last time and return."""
+        is_due = False
         while True:
             is_last = stop.wait(POLL_SECONDS)
             try:
-                if is_last or self._store.changed():
+                # `changed` tells each change only once. So remember it until `poll` succeeds.
+                is_due = is_due or is_last or self._store.changed()
+                if is_due:
                     self.poll()
+                    is_due = False
             except (StoreError, OSError) as error:
                 logger.error("outcomes cannot be handled now; trying again: %s", error)
                 stop.wait(1.0)
+            except Exception:
+                # If the thread ended here, nobody would handle the later outcomes.
+                logger.exception("outcomes cannot be handled; trying again at the next change")
+                is_due = False
             if is_last:
                 return
 
