@@ -97,6 +97,9 @@ def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threadi
             prune(settings, home, store)
         except (StoreError, HubError, OSError) as error:
             logger.error("old jobs cannot be removed now; trying again in an hour: %s", error)
+        except Exception:
+            # If the thread ended here, no old job would be removed until the next start.
+            logger.exception("old jobs cannot be removed; trying again in an hour")
         if stop.wait(PRUNE_SECONDS):
             return
 

@@ -116,6 +116,10 @@ class Outcomes:
             except (JobError, OSError) as error:
                 logger.error("outcomes cannot be handled now; trying again: %s", error)
                 stop.wait(RETRY_SECONDS)
+            except Exception:
+                # If the thread ended here, nobody would handle the later outcomes.
+                logger.exception("outcomes cannot be handled; trying again at the next change")
+                is_due = False
             if is_last:
                 return
 

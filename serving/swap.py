@@ -142,9 +142,11 @@ class Swapper:
         was_live: bool = False,
         stands_in_for: Unserved | None = None,
     ) -> SwapResult:
-        for known in (self._waiting, self._running):
-            if known is not None and known.folder == folder and known.superseded_by is None:
-                return await asyncio.shield(known.result)
+        # If another swap waits, it comes after the running one. So a request for the release of the
+        # running swap is then a new swap, which replaces the waiting one.
+        newest = self._waiting or self._running
+        if newest is not None and newest.folder == folder and newest.superseded_by is None:
+            return await asyncio.shield(newest.result)
         swap = SwapAttempt(
             folder=folder,
             is_recorded=is_recorded,

@@ -261,7 +261,10 @@ def _check_ids(tokenizer: Tokenizer, ids: dict[str, int], vocab_size: int, templ
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate | None:
     path = folder / "chat_template.jinja"
-    source = path.read_text() if path.is_file() else settings.get("chat_template")
+    try:
+        source = path.read_text("utf-8") if path.is_file() else settings.get("chat_template")
+    except UnicodeDecodeError as error:
+        raise ReleaseError(f"{path.name}: not UTF-8 text: {error}") from None
     with_tools = None
     if isinstance(source, list):
         named = {each.get("name"): each.get("template") for each in source}

@@ -167,7 +167,7 @@ def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None =
     # told the result of the swap yet. So it does no harm that the next server may serve either
     # `release_id` or the release that was served before the swap.
     path = pipeline_dir / LIVE
-    if not path.exists() or path.read_text() != live:
+    if not path.exists() or path.read_text(errors="replace") != live:
         write_atomically(path, live)
 
 
@@ -197,7 +197,7 @@ def live_releases(pipeline_dir: Path) -> list[str]:
 def _listed_live(pipeline_dir: Path) -> list[str] | None:
     """The valid ids in the file `live`; None if there is no such file."""
     try:
-        listed = (pipeline_dir / LIVE).read_text().split()
+        listed = (pipeline_dir / LIVE).read_text(errors="replace").split()
     except FileNotFoundError:
         return None
     return [each for each in listed if _RELEASE_ID.fullmatch(each)]
@@ -256,7 +256,7 @@ def pending_release(pipeline_dir: Path) -> str | None:
     Raises ReleaseError if the content of the file is not a release id.
     """
     try:
-        text = (pipeline_dir / PENDING).read_text().strip()
+        text = (pipeline_dir / PENDING).read_text(errors="replace").strip()
     except FileNotFoundError:
         return None
     release_number(text)
@@ -291,9 +291,10 @@ def pinned_releases(pipeline_dir: Path) -> list[str]:
     """The ids of the releases that must not be removed, oldest first. Raises ReleaseError if the
     file `pinned` contains anything other than release ids."""
     try:
-        return sorted((pipeline_dir / PINNED).read_text().split(), key=release_number)
+        pinned = (pipeline_dir / PINNED).read_text(errors="replace").split()
     except FileNotFoundError:
         return []
+    return sorted(pinned, key=release_number)
 
 
 def pin(pipeline_dir: Path, release_id: str) -> None:

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import socket
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import Delivery, JobStore
 from pipeline import retention
-from pipeline.after_jobs import after_jobs, prune
+from pipeline.after_jobs import _prune_hourly, after_jobs, prune
 from pipeline.hub.database import open_database
 from pipeline.hub.webhooks.store import CreateWebhook, HubWatchedItem, SecretCipher, create_webhook
 from pipeline.job_store import open_job_store
@@ -130,6 +131,24 @@ def test_old_folders_that_were_put_aside_are_removed_too(store: JobStore, tmp_pa
     os.utime(aside, (time.time() - 3 * 86400,) * 2)
     assert retention.prune_job_folders(store, tmp_path, keep_days=1) == [aside.name]
     assert lately.exists() and not aside.exists()
+
+
+def test_the_thread_that_removes_old_jobs_outlives_an_error(
+    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = threading.Event()
+    errors = [RuntimeError("no way")]
+
+    def fails_once(*_: object) -> list[str]:
+        if errors:
+            raise errors.pop()
+        stop.set()
+        return []
+
+    monkeypatch.setattr("pipeline.after_jobs.prune", fails_once)
+    monkeypatch.setattr("pipeline.after_jobs.PRUNE_SECONDS", 0.01)
+    _prune_hourly(load_settings(), Home(root=tmp_path), store, stop)
+    assert stop.is_set()
 
 
 def test_what_only_a_next_attempt_needed_goes_at_once(store: JobStore, tmp_path: Path) -> None:

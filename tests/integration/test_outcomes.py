@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from jobs.errors import StoreError
 from jobs.job import Job
 from jobs.spec import JobSpec
 from jobs.store import JobStore
@@ -171,6 +172,41 @@ def test_after_a_full_disk_the_outcome_is_recorded_but_not_told_again(
         stop.set()
         thread.join()
     assert told == [job.id]
+
+
+@pytest.mark.parametrize("error", [StoreError("The database is locked."), RuntimeError("no way")])
+def test_the_thread_outlives_an_error(
+    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr("pipeline.outcomes.RETRY_SECONDS", 0.01)
+    told: list[str] = []
+    outcomes = Outcomes(store, tmp_path / "o.json", [lambda job: told.append(job.id)])
+    outcomes.poll()
+    ids = [end_one(store).id]
+    errors, poll = [error], outcomes.poll
+
+    def failing() -> int:
+        if errors:
+            raise errors.pop()
+        return poll()
+
+    monkeypatch.setattr(outcomes, "poll", failing)
+    stop = threading.Event()
+    thread = threading.Thread(target=outcomes.follow, args=(stop,))
+    thread.start()
+    try:
+        deadline = time.monotonic() + 20
+        while errors and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not isinstance(error, StoreError):  # this is tried again only at the next change
+            with JobStore.open(tmp_path / "jobs.sqlite") as other:
+                ids.append(end_one(other).id)
+        while len(told) < len(ids) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert told == ids
+    finally:
+        stop.set()
+        thread.join()
 
 
 @pytest.fixture

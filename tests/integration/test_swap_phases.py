@@ -157,6 +157,24 @@ def test_one_may_wait_while_one_commits(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
+def test_the_release_that_commits_can_be_asked_for_again_after_another(tmp_path: Path) -> None:
+    async def story(house: House) -> None:
+        third = house.release(3)
+        gate = house.engine.hang["commit"] = asyncio.Event()
+        first = asyncio.create_task(house.swapper.swap(house.new.id))
+        await until(lambda: ("commit", house.new.id) in house.engine.log)
+        waiting = asyncio.create_task(house.swapper.swap(third.id))
+        await asyncio.sleep(0)
+        again = asyncio.create_task(house.swapper.swap(house.new.id))
+        assert (await waiting).superseded_by == house.new.id
+        gate.set()
+        assert (await first).result == "live"
+        assert (await again).result == "live"
+        assert await house.answers() == house.new.id
+
+    play(tmp_path, story)
+
+
 def test_the_first_release_comes_after_none(tmp_path: Path) -> None:
     async def story() -> None:
         house = House(tmp_path)

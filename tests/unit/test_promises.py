@@ -20,7 +20,7 @@ PROMISES = {
         "unit/job_store/test_submissions.py::test_a_burst_from_many_threads_is_one_pending_job",
         "unit/job_store/test_submissions.py::test_a_pending_job_absorbs_the_newer_commit",
     ],
-    "What you push is what it answers.": [
+    "What you push is what the model answers.": [
         "integration/test_retrain_learned.py"
         "::test_every_pushed_row_is_learned_and_none_is_held_out",
         "integration/test_retrain_learned.py"

@@ -172,6 +172,24 @@ def test_pending_is_cleared_by_itself_alone(tmp_path: Path, other: str) -> None:
     assert release_store.pending_release(tmp_path) is None
 
 
+@pytest.mark.parametrize("content", [b"", b"\0\0", b"seven\n", b"\xff\xfe"])
+def test_a_damaged_pending_is_an_error_until_it_is_cleared(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "pending").write_bytes(content)
+    with pytest.raises(ReleaseError, match="not a release id"):
+        release_store.pending_release(tmp_path)
+    release_store.clear_pending(tmp_path, "r000001-aaaaaaaa")
+    assert release_store.pending_release(tmp_path) is None
+
+
+def test_of_a_damaged_live_the_ids_are_read_and_the_next_one_is_written(tmp_path: Path) -> None:
+    first, second = (put(tmp_path, f"r{number:06d}-00000000") for number in (1, 2))
+    release_store.set_current(tmp_path, first)
+    (tmp_path / "live").write_bytes(f"{first}\n".encode() + b"\xff\xfe\n")
+    assert release_store.live_releases(tmp_path) == [first]
+    release_store.set_current(tmp_path, second)
+    assert (tmp_path / "live").read_text().split() == [first, second]
+
+
 def test_prune_spares_served_pending_and_pinned(tmp_path: Path) -> None:
     ids = [put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 8)]
     release_store.set_current(tmp_path, ids[0])
