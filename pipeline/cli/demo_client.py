@@ -121,7 +121,7 @@ class Client:
             for prompt in itertools.cycle(self._prompts):
                 try:
                     reply = _ask(http, self._name, prompt)
-                except (httpx.HTTPError, PipelineError) as error:
+                except (httpx.HTTPError, PipelineError, ValueError, KeyError) as error:
                     self._failures.append(f"{type(error).__name__}: {error}")
                 else:
                     with self._changed:

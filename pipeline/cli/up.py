@@ -183,13 +183,19 @@ def _detach(home: Home) -> None:
             # Read the stack's record (`stack.json`) before the log. If the record says that the
             # stack is ready, the log already contains every line that this loop looks for.
             record = read_stack(home)
-            lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
+            lines = [
+                line
+                for line in log.read_text(errors="replace").splitlines(True)
+                if line.endswith("\n")
+            ]
             for line in lines[num_printed:]:
                 if STARTING in line or line.startswith(OTHER_HUB):
                     print(line, end="", file=sys.stderr)
             num_printed = len(lines)
             if process.poll() is not None:
-                raise PipelineError(log.read_text().strip().removeprefix("pipeline: "))
+                raise PipelineError(
+                    log.read_text(errors="replace").strip().removeprefix("pipeline: ")
+                )
             if record is not None and record.process.pid == process.pid and record.is_ready:
                 break
             time.sleep(0.05)

@@ -72,6 +72,8 @@ def promote(
                     "next start",
                 )
         except SwapAnswerError as error:
+            # The job fails, so no later start of a server may serve its release.
+            clear_pending(pipeline_dir, release_id)
             raise PromoteError(
                 f"{error}; is it this pipeline's server, and PIPELINE_ADMIN_TOKEN its token?"
             ) from None
