@@ -206,7 +206,8 @@ class Runner:
         if now < self._next_adoption:
             return
         self._next_adoption = now + self._settings.heartbeat_seconds
-        for job in self._store.adopt(self.owner, self._settings.lease_seconds):
+        lease_seconds = self._settings.lease_seconds
+        for job in self._store.adopt(self.owner, lease_seconds, held=self._leased):
             logger.warning(
                 "Job %s: its runner is gone; this runner continues the job.",
                 job.id,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from sqlalchemy import Connection, select
+from sqlalchemy import ColumnElement, Connection, select
 
 from jobs.errors import JobNotFound, OlderSchema
 from jobs.job import Delivery, Job, JobRequest, Submission, delivery_ids
@@ -251,9 +251,19 @@ class JobStore(JobReader):
                 started_at=JOBS.c.started_at + waited_seconds,
             )
 
-    def adopt(self, owner: str, lease_seconds: float) -> list[Job]:
+    def adopt(
+        self, owner: str, lease_seconds: float, *, held: Collection[str] | None = None
+    ) -> list[Job]:
         """Find the RUNNING jobs of other runners whose leases have run out or were given up, and
-        give these leases to the runner `owner`. Returns these jobs."""
+        give these leases to the runner `owner`. Returns these jobs.
+
+        `held` lists the ids of the jobs that `owner` holds. If the lease of another job of `owner`
+        has run out, `owner` adopts this job too: it never learned that it has this job, because the
+        store failed just after it had given the lease. With None, `owner` holds all its jobs.
+        """
+        may_be_adopted: ColumnElement[bool] = JOBS.c.owner.is_distinct_from(owner)
+        if held is not None:
+            may_be_adopted |= JOBS.c.number.not_in([number_of(job_id) for job_id in held])
         with writing(self._engine) as connection:
             now = self._now(connection)
             numbers = connection.scalars(
@@ -261,7 +271,7 @@ class JobStore(JobReader):
                 .where(
                     JOBS.c.state == "RUNNING",
                     JOBS.c.lease_until <= now,
-                    JOBS.c.owner.is_distinct_from(owner),
+                    may_be_adopted,
                 )
                 .order_by(JOBS.c.number)
             ).all()
