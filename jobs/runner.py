@@ -273,9 +273,10 @@ class Runner:
                 secret_key=self._secret_key,
             )
             waited = leased.waited_seconds
-            self._store.started(job.id, self.owner, leased.handle, waited_seconds=waited)
+            # Set these before the store is used: if the store fails, the attempt runs nevertheless.
             leased.deadline += waited
             leased.failed = None
+            self._store.started(job.id, self.owner, leased.handle, waited_seconds=waited)
         except (LaunchError, OSError) as error:
             outcome = failure(job, stage="launch", reason=f"{job.id} could not start: {error}")
             logger.warning("%s", outcome.reason, extra=log_fields(job))
