@@ -121,20 +121,25 @@ class DeliveryLog:
     epoch.
 
     The constructor raises `ReceiverError` and leaves the file unchanged if another process has the
-    lock, if a newer version of hotpush wrote the file, or if it is no SQLite database. If the file
-    already has the current schema, the constructor writes nothing to the file. So a receiver can
-    start while the disk is full.
+    lock, if a newer version of hotpush wrote the file, if it is no SQLite database, or if its
+    folder cannot be used. If the file already has the current schema, the constructor writes
+    nothing to the file. So a receiver can start while the disk is full.
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(f"{path}.lock")
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
         except Timeout as error:
             raise ReceiverError(
                 f"Another receiver stores its deliveries in {path}: stop that receiver, or set"
                 " `deliveries_path` to another file."
+            ) from error
+        except OSError as error:
+            raise ReceiverError(
+                f"Deliveries cannot be stored in {path}: {error.strerror or error}. Make its folder"
+                " writable, or set `deliveries_path` to another file."
             ) from error
         try:
             version = _version(path)

@@ -21,6 +21,12 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         DeliveryLog(tmp_path / "receiver.db")
 
 
+def test_a_folder_that_cannot_be_made_is_an_error_for_a_person(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ReceiverError, match="Deliveries cannot be stored in .* folder writable"):
+        DeliveryLog(tmp_path / "file" / "receiver.db")
+
+
 def test_a_file_of_a_newer_release_or_of_another_program_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "receiver.db"
     DeliveryLog(path).close()
