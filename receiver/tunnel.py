@@ -82,7 +82,11 @@ class Tunnel:
         raises `TunnelFailed` with the output of the link."""
         self._command(None)  # raises `TunnelFailed` if the user's configuration is wrong
         self._thread.start()
-        self._is_open.wait()
+        try:
+            self._is_open.wait()
+        except BaseException:
+            self.close()  # after Ctrl-C in a notebook, the thread would keep the tunnel open
+            raise
         if self._public is None:
             raise self._error or TunnelFailed("The tunnel's thread failed; the log says why.")
         return self._public
