@@ -287,7 +287,8 @@ def _as_webhook_errors(webhook_id: str | None = None) -> Iterator[None]:
         ) from error
     except httpx2.InvalidURL as error:
         raise WebhookApiError(
-            f"The hub's URL is not valid ({error}). Correct `HF_ENDPOINT`, or pass another `endpoint`."
+            f"The hub's URL is not valid ({error})."
+            " Correct `HF_ENDPOINT`, or pass another `endpoint`."
         ) from error
     except (AttributeError, KeyError, TypeError) as error:
         # huggingface_hub reads the fields of the answer without checking that they exist.

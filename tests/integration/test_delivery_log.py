@@ -23,7 +23,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_an_error_for_a_person(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ReceiverError, match="Deliveries cannot be stored in .* folder writable"):
+    with pytest.raises(ReceiverError, match=r"Deliveries cannot be stored in .* folder writable"):
         DeliveryLog(tmp_path / "file" / "receiver.db")
 
 
