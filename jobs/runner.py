@@ -273,7 +273,8 @@ class Runner:
                 secret_key=self._secret_key,
             )
             waited = leased.waited_seconds
-            # Set these before the store is used: if the store fails, the attempt runs nevertheless.
+            # Set these values before the call of the store. If the call fails, the attempt still
+            # runs.
             leased.deadline += waited
             leased.failed = None
             self._store.started(job.id, self.owner, leased.handle, waited_seconds=waited)

@@ -177,7 +177,7 @@ class JobStore(JobReader):
     def heartbeat(self, job_id: str, owner: str, lease_seconds: float) -> bool:
         """Extend the lease. Returns True if somebody asked to cancel the job. Raises LeaseLost.
 
-        A lease that has run out is extended too, if no other runner has adopted the job meanwhile.
+        A lease that has run out is extended too, unless another runner has adopted the job.
         """
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
@@ -254,12 +254,13 @@ class JobStore(JobReader):
     def adopt(
         self, owner: str, lease_seconds: float, *, held: Collection[str] | None = None
     ) -> list[Job]:
-        """Find the RUNNING jobs of other runners whose leases have run out or were given up, and
-        give these leases to the runner `owner`. Returns these jobs.
+        """Find the RUNNING jobs that no runner extends any more: their leases have run out or were
+        given up. Give these leases to the runner `owner`, and return these jobs.
 
-        `held` lists the ids of the jobs that `owner` holds. If the lease of another job of `owner`
-        has run out, `owner` adopts this job too: it never learned that it has this job, because the
-        store failed just after it had given the lease. With None, `owner` holds all its jobs.
+        `held` lists the ids of the jobs that the runner `owner` knows to be its own. `owner` does
+        not adopt these jobs. But the store may have more jobs of `owner`: if the store failed just
+        after it had stored the lease, the runner never got the job. `owner` adopts such a job too.
+        If `held` is None, `owner` adopts only jobs of other runners.
         """
         may_be_adopted: ColumnElement[bool] = JOBS.c.owner.is_distinct_from(owner)
         if held is not None:

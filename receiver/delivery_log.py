@@ -222,9 +222,9 @@ class DeliveryLog:
             return []
         is_busy = " AND (repository IS NULL OR NOT (path = ? AND repository = ?))" * len(busy)
         rows = self._connection.execute(
-            # First list the pairs of path and repository that have a delivery whose next call is
-            # not due yet. SQLite makes this list only once. The list is short, because few
-            # deliveries wait.
+            # First list the path and repository of each delivery that waits for its next call
+            # (`due_at` is in the future). SQLite makes this list only once. The list is short,
+            # because few deliveries wait.
             "WITH waiting AS MATERIALIZED (SELECT path, repository, min(rowid) AS first"
             " FROM deliveries INDEXED BY deliveries_due"
             " WHERE due_at > ? AND repository IS NOT NULL GROUP BY path, repository)"

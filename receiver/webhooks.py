@@ -150,7 +150,7 @@ def update_webhook(
     endpoint: str | None = None,
     token: str | None = None,
 ) -> WebhookRecord:
-    """Change the properties that are given. A property whose argument is None does not change."""
+    """Change the properties that are given. A property does not change if its argument is None."""
     _check_target(url, job_id, secrets)
     # If `watched` is None, send the present list. For None, huggingface_hub would send an empty
     # list, and a hub might then remove all watched items.
