@@ -258,7 +258,11 @@ def _as_dicts(items: Sequence[WatchedItem]) -> list[Any]:
 @contextmanager
 def _as_webhook_errors(webhook_id: str | None = None) -> Iterator[None]:
     import httpx2
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
+    )
 
     try:
         yield
@@ -285,6 +289,8 @@ def _as_webhook_errors(webhook_id: str | None = None) -> Iterator[None]:
             f"The hub at {url.scheme}://{url.netloc.decode()} cannot be reached ({error})."
             " Start the hub, or pass another `endpoint`."
         ) from error
+    except OfflineModeIsEnabled as error:  # `HF_HUB_OFFLINE` is set, and the message says so
+        raise WebhookApiError(str(error)) from error
     except httpx2.InvalidURL as error:
         raise WebhookApiError(
             f"The hub's URL is not valid ({error})."

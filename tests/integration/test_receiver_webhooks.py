@@ -164,6 +164,12 @@ def test_a_url_that_is_none() -> None:
         webhooks.list_webhooks(endpoint="http://127.0.0.1:port", token="t")
 
 
+def test_offline_mode(at: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: True)
+    with pytest.raises(WebhookApiError, match="HF_HUB_OFFLINE"):
+        webhooks.list_webhooks(**at)
+
+
 def test_a_hub_that_is_down() -> None:
     with pytest.raises(WebhookApiError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
         webhooks.list_webhooks(endpoint="http://127.0.0.1:9", token="t")
