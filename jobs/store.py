@@ -43,8 +43,9 @@ class JobStore(JobReader):
     call `changed`. Every method raises StoreError if the database fails.
 
     A method that fails has changed nothing, because each method is one transaction. There are two
-    exceptions: `forget` and `replace_reasons` use several transactions, so they may have done a
-    part of their work when they fail.
+    exceptions. `forget` and `replace_reasons` use several transactions, so they may have done a
+    part of their work when they fail. And if the connection to Postgres breaks during a commit, the
+    method raises StoreError, but the change may be stored.
     """
 
     @classmethod
