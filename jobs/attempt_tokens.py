@@ -17,7 +17,8 @@ PREFIX = "hpj_"
 """Every attempt token begins with this text, so that a service can distinguish attempt tokens from
 other tokens."""
 
-_TOKEN = re.compile(rf"{PREFIX}(j\d+)_(\d+)_([0-9a-f]{{64}})", re.ASCII)
+# Limit the digits of the attempt, because `int` raises ValueError for thousands of digits.
+_TOKEN = re.compile(rf"{PREFIX}(j\d+)_(\d{{1,9}})_([0-9a-f]{{64}})", re.ASCII)
 
 
 def attempt_token(job: Job, key: bytes) -> str:

@@ -53,7 +53,7 @@ class Counts(BaseModel):
     """Rows that have the same question as another row, but a different answer. `changed` and
     `known` do not count these rows."""
     permuted: int = 0
-    """Edited rows whose new answer is the former answer of another edited row. The usual cause is a
+    """Edited rows that now have the former answer of another edited row. The usual cause is a
     column that somebody shuffled."""
     text_loss: float | None = None
     """Loss of the new weights on the changed rows of plain text, in nats per token. None if there

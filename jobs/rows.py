@@ -235,8 +235,8 @@ def insert_ignored(connection: Connection, delivery: Delivery, now: float, reaso
 
 
 def is_claimable() -> Any:
-    """The SQL condition for the pending jobs whose pipeline has no running job. The condition does
-    not check whether the time `run_after` has come."""
+    """The SQL condition for the pending jobs that no running job of the same pipeline blocks. The
+    condition does not check whether the time `run_after` has come."""
     running = JOBS.alias("running")
     blocked = (
         select(running.c.number)

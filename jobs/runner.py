@@ -206,7 +206,8 @@ class Runner:
         if now < self._next_adoption:
             return
         self._next_adoption = now + self._settings.heartbeat_seconds
-        for job in self._store.adopt(self.owner, self._settings.lease_seconds):
+        lease_seconds = self._settings.lease_seconds
+        for job in self._store.adopt(self.owner, lease_seconds, held=self._leased):
             logger.warning(
                 "Job %s: its runner is gone; this runner continues the job.",
                 job.id,
@@ -272,9 +273,11 @@ class Runner:
                 secret_key=self._secret_key,
             )
             waited = leased.waited_seconds
-            self._store.started(job.id, self.owner, leased.handle, waited_seconds=waited)
+            # Set these values before the call of the store. If the call fails, the attempt still
+            # runs.
             leased.deadline += waited
             leased.failed = None
+            self._store.started(job.id, self.owner, leased.handle, waited_seconds=waited)
         except (LaunchError, OSError) as error:
             outcome = failure(job, stage="launch", reason=f"{job.id} could not start: {error}")
             logger.warning("%s", outcome.reason, extra=log_fields(job))

@@ -210,8 +210,9 @@ def _use_wal(cursor: sqlite3.Cursor) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # A transaction that writes takes the write lock at BEGIN. Otherwise it would take the lock at
-    # its first write, and would fail if another transaction had written since its first read.
+    # A transaction that writes takes the write lock at BEGIN. If it took the lock only at its first
+    # write, it would fail when another transaction has written between its first read and its first
+    # write.
     writes = connection.get_execution_options().get("writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
@@ -297,7 +298,7 @@ class ChangeDetector:
             self._connection.close()
             self._connection = None
             # Forget the number, because on SQLite each connection has its own `data_version`. The
-            # next connection may return the same number although somebody has written meanwhile.
+            # next connection may return the same number although somebody has written since then.
             self._seen = None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from sqlalchemy import Connection, select
+from sqlalchemy import ColumnElement, Connection, select
 
 from jobs.errors import JobNotFound, OlderSchema
 from jobs.job import Delivery, Job, JobRequest, Submission, delivery_ids
@@ -43,8 +43,9 @@ class JobStore(JobReader):
     call `changed`. Every method raises StoreError if the database fails.
 
     A method that fails has changed nothing, because each method is one transaction. There are two
-    exceptions: `forget` and `replace_reasons` use several transactions, so they may have done a
-    part of their work when they fail.
+    exceptions. `forget` and `replace_reasons` use several transactions, so they may have done a
+    part of their work when they fail. And if the connection to Postgres breaks during a commit, the
+    method raises StoreError, but the change may be stored.
     """
 
     @classmethod
@@ -177,7 +178,7 @@ class JobStore(JobReader):
     def heartbeat(self, job_id: str, owner: str, lease_seconds: float) -> bool:
         """Extend the lease. Returns True if somebody asked to cancel the job. Raises LeaseLost.
 
-        A lease that has run out is extended too, if no other runner has adopted the job meanwhile.
+        A lease that has run out is extended too, unless another runner has adopted the job.
         """
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
@@ -251,9 +252,20 @@ class JobStore(JobReader):
                 started_at=JOBS.c.started_at + waited_seconds,
             )
 
-    def adopt(self, owner: str, lease_seconds: float) -> list[Job]:
-        """Find the RUNNING jobs of other runners whose leases have run out or were given up, and
-        give these leases to the runner `owner`. Returns these jobs."""
+    def adopt(
+        self, owner: str, lease_seconds: float, *, held: Collection[str] | None = None
+    ) -> list[Job]:
+        """Find the RUNNING jobs that no runner extends any more: their leases have run out or were
+        given up. Give these leases to the runner `owner`, and return these jobs.
+
+        `held` lists the ids of the jobs that the runner `owner` knows to be its own. `owner` does
+        not adopt these jobs. But the store may have more jobs of `owner`: if the store failed just
+        after it had stored the lease, the runner never got the job. `owner` adopts such a job too.
+        If `held` is None, `owner` adopts only jobs of other runners.
+        """
+        may_be_adopted: ColumnElement[bool] = JOBS.c.owner.is_distinct_from(owner)
+        if held is not None:
+            may_be_adopted |= JOBS.c.number.not_in([number_of(job_id) for job_id in held])
         with writing(self._engine) as connection:
             now = self._now(connection)
             numbers = connection.scalars(
@@ -261,7 +273,7 @@ class JobStore(JobReader):
                 .where(
                     JOBS.c.state == "RUNNING",
                     JOBS.c.lease_until <= now,
-                    JOBS.c.owner.is_distinct_from(owner),
+                    may_be_adopted,
                 )
                 .order_by(JOBS.c.number)
             ).all()

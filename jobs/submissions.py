@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import Connection, Select, insert, select, update
 
 from jobs.errors import JobNotFound, PendingJob
-from jobs.job import Delivery, Job, JobRequest, JobState, Submission
+from jobs.job import OPEN_STATES, Delivery, Job, JobRequest, JobState, Submission
 from jobs.rows import (
     DeliveryLink,
     due_at,
@@ -228,8 +228,9 @@ class _Batch:
                 JOBS.c.pipeline == job.spec.pipeline,
                 JOBS.c.number > number,
                 JOBS.c.by_hand.is_(False),
-                JOBS.c.state.not_in(_FAILED_OR_CANCELLED),
-                JOBS.c.cancel_requested.is_(False),
+                # The same rule as in `_failed_or_cancelled`.
+                (JOBS.c.state == "COMPLETED")
+                | JOBS.c.state.in_(OPEN_STATES) & JOBS.c.cancel_requested.is_(False),
             )
             .order_by(JOBS.c.number.desc())
             .limit(1)

@@ -36,8 +36,10 @@ _PROOF_HEADERS = {
     "cookie",
     "svix-signature",
     "webhook-signature",
+    "x-forgejo-signature",
     "x-gitea-signature",
     "x-gitlab-token",
+    "x-gogs-signature",
     "x-hub-signature",
     "x-hub-signature-256",
     "x-webhook-secret",
@@ -121,20 +123,25 @@ class DeliveryLog:
     epoch.
 
     The constructor raises `ReceiverError` and leaves the file unchanged if another process has the
-    lock, if a newer version of hotpush wrote the file, or if it is no SQLite database. If the file
-    already has the current schema, the constructor writes nothing to the file. So a receiver can
-    start while the disk is full.
+    lock, if a newer version of hotpush wrote the file, if it is no SQLite database, or if its
+    folder cannot be used. If the file already has the current schema, the constructor writes
+    nothing to the file. So a receiver can start while the disk is full.
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(f"{path}.lock")
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
         except Timeout as error:
             raise ReceiverError(
                 f"Another receiver stores its deliveries in {path}: stop that receiver, or set"
                 " `deliveries_path` to another file."
+            ) from error
+        except OSError as error:
+            raise ReceiverError(
+                f"Deliveries cannot be stored in {path}: {error.strerror or error}. Make its folder"
+                " writable, or set `deliveries_path` to another file."
             ) from error
         try:
             version = _version(path)
@@ -217,9 +224,9 @@ class DeliveryLog:
             return []
         is_busy = " AND (repository IS NULL OR NOT (path = ? AND repository = ?))" * len(busy)
         rows = self._connection.execute(
-            # First list the pairs of path and repository that have a delivery whose next call is
-            # not due yet. SQLite makes this list only once. The list is short, because few
-            # deliveries wait.
+            # First list the path and repository of each delivery that waits for its next call
+            # (`due_at` is in the future). SQLite makes this list only once. The list is short,
+            # because few deliveries wait.
             "WITH waiting AS MATERIALIZED (SELECT path, repository, min(rowid) AS first"
             " FROM deliveries INDEXED BY deliveries_due"
             " WHERE due_at > ? AND repository IS NOT NULL GROUP BY path, repository)"

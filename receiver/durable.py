@@ -79,7 +79,7 @@ class DurableDeliveries:
         self._results: list[HandlerResult] = []
         """The results of calls that are not stored yet."""
         self._unstored_failures: dict[tuple[str, str], QueueKey] = {}
-        """The deliveries whose failed call is not stored yet: path and id → queue. Until the
+        """The deliveries with a failed call that is not stored yet: path and id → queue. Until the
         failure is stored, the queue stays busy, so no later delivery overtakes the failed one."""
 
     def add_handler(self, path: str, handler: ASGIApp) -> None:
@@ -276,8 +276,8 @@ class DurableDeliveries:
                 failure = f"answered {status}"
         except (Exception, asyncio.CancelledError) as error:
             # A handler is the user's code and may raise anything, also the `CancelledError` of a
-            # task of its own. Only a stop of the server cancels this task. The traceback is only in
-            # the log.
+            # task of its own. Only a stop of the server cancels this task. Write the traceback to
+            # the log, because the stored failure has only the name and the text of the error.
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise

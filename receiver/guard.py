@@ -108,8 +108,8 @@ class RequestGuard:
                 status = 422
                 raise
             # The hub is probably newer than this receiver, and has sent a value that this receiver
-            # does not know. Ignore the event, but answer 200, because the hub suspends a webhook
-            # whose events are refused many times.
+            # does not know. Ignore the event, but answer 200. If the events of a webhook are
+            # refused many times, the hub suspends the webhook.
             status = 200
             return JSONResponse({"ignored": f"{unknown} is unknown to this receiver"})
         except HTTPException as refusal:

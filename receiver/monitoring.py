@@ -2,10 +2,12 @@
 for `pipeline up`."""
 
 import time
+from collections.abc import Sequence
 
 from fastapi import FastAPI, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jobs.errors import StoreError
@@ -36,7 +38,7 @@ def measure(app: FastAPI) -> None:
     def metrics() -> Response:
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
-    app.add_middleware(_Measured, requests=requests, seconds=seconds)
+    app.add_middleware(_Measured, routes=app.routes, requests=requests, seconds=seconds)
 
 
 def add_live_route(app: FastAPI, store: JobStore) -> None:
@@ -58,8 +60,11 @@ def add_live_route(app: FastAPI, store: JobStore) -> None:
 
 
 class _Measured:
-    def __init__(self, app: ASGIApp, requests: Counter, seconds: Histogram) -> None:
+    def __init__(
+        self, app: ASGIApp, routes: Sequence[BaseRoute], requests: Counter, seconds: Histogram
+    ) -> None:
         self._app = app
+        self._routes = routes
         self._requests = requests
         self._seconds = seconds
 
@@ -80,6 +85,8 @@ class _Measured:
         finally:
             # Count all unknown paths under one name. Each path is a time series in Prometheus. If
             # unknown paths were counted one by one, a stranger could create any number of series.
-            path = scope["path"] if status != 404 else "other"
+            # Do not rely on the status: the answer to an unknown path is 404 or 403.
+            is_known = any(getattr(route, "path", None) == scope["path"] for route in self._routes)
+            path = scope["path"] if is_known else "other"
             self._requests.labels(path, status).inc()
             self._seconds.labels(path).observe(time.perf_counter() - began)

@@ -130,9 +130,9 @@ _LITERALS: dict[tuple[str, ...], type] = {
 
 
 def unknown_value(errors: Iterable[Mapping[str, Any]]) -> str | None:
-    """The name and the value of a field whose value is unknown to this receiver, such as a new
-    `event.action`. A payload with such a field probably comes from a newer hub. Returns None if no
-    field has an unknown value; the payload is then malformed.
+    """Find a field with a value that this receiver does not know, such as a new `event.action`. A
+    payload with such a field probably comes from a newer hub. Returns the name and the value of the
+    field. Returns None if no field has an unknown value; the payload is then malformed.
 
     `errors` are the validation errors of the request. If a field has an unknown value, the other
     errors are ignored, because a newer hub may also have changed other fields.

@@ -39,8 +39,8 @@ class RepositoryQueues:
         return any(queue not in self._busy for queue in self._waiting)
 
     def take(self) -> StoredDelivery | None:
-        """Remove and return a delivery whose queue is not busy, and make the queue busy. Returns
-        None if all queues with deliveries are busy."""
+        """Remove and return a delivery of a queue that is not busy, and make this queue busy.
+        Returns None if all queues with deliveries are busy."""
         queue = next((queue for queue in self._waiting if queue not in self._busy), None)
         if queue is None:
             return None

@@ -26,8 +26,8 @@ START_SECONDS = 30.0
 """If a link has not printed its URL after this time, the tunnel ends the link."""
 STEADY_SECONDS = 60.0
 """If a link breaks after it has lasted longer than this, the next link is started at once. If a
-link breaks earlier, the tunnel waits before it starts the next link: 1 s at first, and then twice
-as long each time."""
+link breaks earlier, the tunnel waits before it starts the next link: 1 s at first. Each further
+wait is twice the last wait, up to `LONGEST_PAUSE_SECONDS`."""
 LONGEST_PAUSE_SECONDS = 60.0
 """The longest pause between two tries to open a link, and between two calls of `on_url`."""
 RENEWED_EARLY = 1 / 24
@@ -82,7 +82,11 @@ class Tunnel:
         raises `TunnelFailed` with the output of the link."""
         self._command(None)  # raises `TunnelFailed` if the user's configuration is wrong
         self._thread.start()
-        self._is_open.wait()
+        try:
+            self._is_open.wait()
+        except BaseException:
+            self.close()  # after Ctrl-C in a notebook, the thread would keep the tunnel open
+            raise
         if self._public is None:
             raise self._error or TunnelFailed("The tunnel's thread failed; the log says why.")
         return self._public

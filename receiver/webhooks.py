@@ -125,13 +125,17 @@ def create_webhook(
 def list_webhooks(
     *, endpoint: str | None = None, token: str | None = None
 ) -> tuple[WebhookRecord, ...]:
-    return tuple(_webhook(data) for data in _read("", endpoint, token))
+    answer = _read("", endpoint, token)
+    if not isinstance(answer, list):
+        raise WebhookApiError("The hub's answer is not a list of webhooks.")
+    return tuple(_webhook(data) for data in answer)
 
 
 def get_webhook(
     webhook_id: str, *, endpoint: str | None = None, token: str | None = None
 ) -> WebhookRecord:
-    return _webhook(_read(f"/{webhook_id}", endpoint, token, webhook_id)["webhook"])
+    answer = _read(f"/{webhook_id}", endpoint, token, webhook_id)
+    return _webhook(answer.get("webhook") if isinstance(answer, Mapping) else None)
 
 
 def update_webhook(
@@ -146,7 +150,7 @@ def update_webhook(
     endpoint: str | None = None,
     token: str | None = None,
 ) -> WebhookRecord:
-    """Change the properties that are given. A property whose argument is None does not change."""
+    """Change the properties that are given. A property does not change if its argument is None."""
     _check_target(url, job_id, secrets)
     # If `watched` is None, send the present list. For None, huggingface_hub would send an empty
     # list, and a hub might then remove all watched items.
@@ -223,7 +227,9 @@ def _read(path: str, endpoint: str | None, token: str | None, webhook_id: str | 
         return response.json()
 
 
-def _webhook(data: Mapping[str, Any]) -> WebhookRecord:
+def _webhook(data: Any) -> WebhookRecord:
+    if not isinstance(data, Mapping):
+        raise WebhookApiError("The hub's answer is not a webhook.")
     status = data.get("status") or ("disabled" if data.get("disabled") else "enabled")
     try:
         return WebhookRecord.model_validate({**data, "status": status, "secret": None})
@@ -252,7 +258,11 @@ def _as_dicts(items: Sequence[WatchedItem]) -> list[Any]:
 @contextmanager
 def _as_webhook_errors(webhook_id: str | None = None) -> Iterator[None]:
     import httpx2
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
+    )
 
     try:
         yield
@@ -279,6 +289,16 @@ def _as_webhook_errors(webhook_id: str | None = None) -> Iterator[None]:
             f"The hub at {url.scheme}://{url.netloc.decode()} cannot be reached ({error})."
             " Start the hub, or pass another `endpoint`."
         ) from error
+    except OfflineModeIsEnabled as error:  # `HF_HUB_OFFLINE` is set, and the message says so
+        raise WebhookApiError(str(error)) from error
+    except httpx2.InvalidURL as error:
+        raise WebhookApiError(
+            f"The hub's URL is not valid ({error})."
+            " Correct `HF_ENDPOINT`, or pass another `endpoint`."
+        ) from error
+    except (AttributeError, KeyError, TypeError) as error:
+        # huggingface_hub reads the fields of the answer without checking that they exist.
+        raise WebhookApiError(f"The hub's answer is not a webhook: {error!r}") from error
     except ValueError as error:
         # The functions check their arguments before they call the hub. So this error comes from the
         # hub's answer.

@@ -75,10 +75,15 @@ class LocalLauncher:
             niceness=launch.niceness,
         )
         starting = self._starting[handle] = _PendingStart(request=request, since=time.monotonic())
-        if self._warm is not None and launch.command[:2] == (sys.executable, "-m"):
-            self._send_to_warm_parent(self._warm, starting)
-        else:
-            self._start_cold(starting)
+        try:
+            if self._warm is not None and launch.command[:2] == (sys.executable, "-m"):
+                self._send_to_warm_parent(self._warm, starting)
+            else:
+                self._start_cold(starting)
+        except LaunchError:
+            # The caller counts the attempt as failed. So `poll_processes` must not start it later.
+            del self._starting[handle]
+            raise
         return handle
 
     def poll(self, handle: str) -> Status:

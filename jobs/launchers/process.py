@@ -137,7 +137,9 @@ def _stat(pid: int) -> _Stat | None:
     so this function counts the fields from the last closing bracket.
     """
     try:
-        line = Path(f"/proc/{pid}/stat").read_text()
+        # The name may contain any bytes. The kernel also cuts it, perhaps in the middle of a
+        # character. So replace the bytes that cannot be decoded.
+        line = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = line.rpartition(")")[2].split()

@@ -58,7 +58,7 @@ def other_threads() -> list[str]:
         ]
     except FileNotFoundError:
         return [thread.name for thread in threading.enumerate()[1:]]
-    return [(task / "comm").read_text().strip() for task in tasks]
+    return [(task / "comm").read_text(errors="replace").strip() for task in tasks]
 
 
 def _reap(*_: object) -> None:

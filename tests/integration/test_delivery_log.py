@@ -21,6 +21,12 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         DeliveryLog(tmp_path / "receiver.db")
 
 
+def test_a_folder_that_cannot_be_made_is_an_error_for_a_person(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ReceiverError, match=r"Deliveries cannot be stored in .* folder writable"):
+        DeliveryLog(tmp_path / "file" / "receiver.db")
+
+
 def test_a_file_of_a_newer_release_or_of_another_program_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "receiver.db"
     DeliveryLog(path).close()
@@ -193,7 +199,9 @@ def test_opening_a_file_that_is_begun_writes_nothing(tmp_path: Path) -> None:
 def test_the_log_keeps_no_proof_and_forgets_what_was_handled(tmp_path: Path) -> None:
     path = tmp_path / "receiver.db"
     with contextlib.closing(DeliveryLog(path)) as log:
-        headers = {"x-webhook-secret": "s3cret", "webhook-id": "d1"}
+        # Gitea and Forgejo send their signature under several names.
+        signatures = dict.fromkeys(("x-forgejo-signature", "x-gogs-signature"), "s3cret")
+        headers = {"x-webhook-secret": "s3cret", "webhook-id": "d1", **signatures}
         delivery = NewDelivery(path="/x", id="d1", headers=headers, body=b"private")
         assert log.add([delivery, delivery], now=1000.0) == [True, False]
         (delivery,) = log.due(1000.0, ["/x"])

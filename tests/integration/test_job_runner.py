@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, text
 
+from jobs.errors import StoreError
 from jobs.folder import LOG
 from jobs.logs import follow_log, read_log
 from jobs.runner import Runner
 from jobs.spec import JobSpec, Resources
-from jobs.store import Delivery
+from jobs.store import Delivery, JobStore
 from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, House, house, program
 from tests.jobs_fixtures import is_gone, pids_in, revisions, until
 
@@ -229,6 +230,22 @@ def test_a_runner_waits_for_a_store_that_fails_and_comes_back(
         connection.execute(text("ALTER TABLE elsewhere RENAME TO jobs"))
     engine.dispose()
     assert house.ended(house.store.submit(JobSpec(command=("true",))).job).state == "COMPLETED"
+
+
+def test_a_job_whose_claim_was_stored_but_not_answered_is_run(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = JobStore.claim
+
+    def lose_the_answer(store: JobStore, owner: str, lease_seconds: float) -> None:
+        monkeypatch.undo()
+        claim(store, owner, lease_seconds)
+        raise StoreError("The connection was lost.")
+
+    monkeypatch.setattr(JobStore, "claim", lose_the_answer)
+    job = house.store.submit(JobSpec(command=("true",))).job
+    house.run()
+    assert house.ended(job).state == "COMPLETED"
 
 
 def test_run_until_idle_returns_when_nothing_is_left(house: House) -> None:

@@ -4,6 +4,8 @@ import fcntl
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from jobs.folder import COMPUTING, EXIT, LOCK, PROCESS
 from jobs.launcher import Status
+from jobs.launchers.process import IS_LINUX, identify
 from tests.jobs_fixtures import is_gone, until
 from tests.local_launcher_fixtures import ENVIRONMENT, Bench
 
@@ -214,6 +217,18 @@ def test_a_pid_that_is_anothers_now_is_not_the_job(bench: Bench) -> None:
     (bench.job_dir / PROCESS).write_text(json.dumps(record))
     assert bench.launcher.poll(handle).phase == "vanished"
     bench.launcher.stop(handle, force=True)  # this very test would not survive a kill
+
+
+@pytest.mark.skipif(not IS_LINUX, reason="/proc is Linux's")
+def test_a_process_with_a_name_that_is_not_utf_8_is_found() -> None:
+    code = (
+        "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'caf\\xc3) R'); print(flush=True);"
+        " sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as odd:
+        assert odd.stdout is not None and odd.stdout.readline()
+        assert identify(odd.pid) is not None
 
 
 @pytest.mark.parametrize("content", ["", "{", "\0" * 40])

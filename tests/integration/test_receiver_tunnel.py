@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from receiver.moved_webhooks import HubCredentials, move_webhooks
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 from receiver.share import remembered_urls
+from receiver.tunnel import Tunnel
+from receiver.tunnel_command import TunnelCommand
 from receiver.webhooks import create_webhook, get_webhook
 from tests.hub_fixtures import RunningHub, wait_until
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
@@ -336,6 +339,20 @@ def test_no_public_url_without_a_secret(tmp_path: Path, relay: str) -> None:
     public.add_webhook("/open")(lambda payload: None)
     with pytest.raises(OpenToEveryone, match="Everyone can reach a public URL"):
         public.launch(prevent_thread_lock=True)
+
+
+class Interrupted(threading.Event):
+    def wait(self, timeout: float | None = None) -> bool:
+        raise KeyboardInterrupt
+
+
+def test_a_tunnel_whose_opening_was_interrupted_is_closed() -> None:
+    command = TunnelCommand(arguments=("sleep", "600"), url_in=lambda line: None)
+    tunnel = Tunnel(lambda former: command, lifetime_seconds=60, on_url=lambda url: True)
+    tunnel._is_open = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        tunnel.open()
+    assert not tunnel._thread.is_alive()
 
 
 def test_a_shared_server_takes_no_open_handler(

@@ -30,6 +30,8 @@ def stub_hub() -> FastAPI:
         id = request.url.path.removeprefix(root).strip("/").partition("/")[0]
         if id == "broken":
             return PlainTextResponse("<html>")
+        if id == "odd":
+            return JSONResponse({"ok": True})
         if id and id not in hooks:
             return JSONResponse({"error": "Not found"}, status_code=404)
         return await call_next(request)
@@ -147,6 +149,25 @@ def test_what_the_hub_refuses_is_passed_on(at: dict[str, str]) -> None:
 def test_an_answer_that_is_none(at: dict[str, str]) -> None:
     with pytest.raises(WebhookApiError, match="not JSON"):
         webhooks.get_webhook("broken", **at)
+
+
+def test_an_answer_that_is_json_of_something_else(at: dict[str, str]) -> None:
+    for call in (webhooks.get_webhook, webhooks.enable_webhook):
+        with pytest.raises(WebhookApiError, match="not a webhook"):
+            call("odd", **at)
+    with pytest.raises(WebhookApiError, match="not a list of webhooks"):
+        webhooks.list_webhooks(endpoint=f"{at['endpoint']}/odd", token="hub-token")
+
+
+def test_a_url_that_is_none() -> None:
+    with pytest.raises(WebhookApiError, match="URL is not valid"):
+        webhooks.list_webhooks(endpoint="http://127.0.0.1:port", token="t")
+
+
+def test_offline_mode(at: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: True)
+    with pytest.raises(WebhookApiError, match="HF_HUB_OFFLINE"):
+        webhooks.list_webhooks(**at)
 
 
 def test_a_hub_that_is_down() -> None:

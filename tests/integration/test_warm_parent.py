@@ -1,5 +1,6 @@
 """The warm parent that jobs are forked from: its end, its return, and doing without it."""
 
+import errno
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs.errors import LaunchError
 from jobs.launcher import Status
 from tests.jobs_fixtures import until
 from tests.local_launcher_fixtures import Bench
@@ -78,6 +80,22 @@ def test_a_warm_parent_that_cannot_be_started_again_is_done_without(
     assert warm.ended(handle).exit_code == 0
     assert json.loads(warm.log.read_text())["warm"] is False
     assert parent.state == "off"
+
+
+def test_a_cold_start_that_failed_is_not_made_up_for_later(
+    warm: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until(lambda: warm.launcher.poll_processes() or warm.launcher._warm.state == "ready")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr("jobs.launchers.local.subprocess.Popen", refuse)
+    with pytest.raises(LaunchError, match="no more processes"):
+        warm.launcher.start(warm.launch(command=("true",)))
+    monkeypatch.undo()
+    warm.launcher.poll_processes()
+    assert warm.launcher.poll("local:j000001:1").phase == "vanished"
 
 
 def test_the_warm_parent_ends_when_its_runner_is_killed(warm: Bench) -> None:

@@ -45,7 +45,9 @@ class Expected:
 
     @property
     def is_free_again(self) -> bool:
-        return self.state in ("ERROR", "CANCELED") or self.cancel_requested
+        return self.state in ("ERROR", "CANCELED") or (
+            self.cancel_requested and self.state != "COMPLETED"
+        )
 
 
 @dataclass

@@ -48,6 +48,7 @@ def test_a_token_of_another_key_or_with_another_number_is_refused(store: JobStor
         token[:-1] + ("0" if token[-1] != "0" else "1"),
         token.removeprefix("hpj_"),
         token + "\n",
+        token.replace("_1_", f"_{'1' * 5000}_"),
     ):
         assert job_of_token(forged, store, KEY) is None, forged
 

@@ -179,6 +179,19 @@ def test_a_runner_that_slept_keeps_a_job_that_nobody_took(store: JobStore, clock
     assert store.adopt("other", 10) == []
 
 
+def test_a_runner_adopts_a_job_of_its_own_that_it_does_not_know(
+    store: JobStore, clock: Clock
+) -> None:
+    store.submit(spec())
+    job = store.claim("me", 10)
+    assert job is not None
+    assert store.adopt("me", 10, held=()) == []
+    clock.now += 10
+    assert store.adopt("me", 10, held=(job.id,)) == []
+    (adopted,) = store.adopt("me", 10, held=())
+    assert (adopted.id, adopted.owner) == (job.id, "me")
+
+
 def test_a_released_job_is_adopted_at_once(store: JobStore) -> None:
     store.submit(spec())
     job = store.claim("me", 10)

@@ -114,6 +114,21 @@ def test_a_command_that_failed_is_repeated_although_other_commands_came_later(
     assert other.job.id == "j000002"
 
 
+def test_a_later_job_that_completed_before_its_cancel_answers_an_old_delivery(
+    store: JobStore,
+) -> None:
+    store.submit(spec("b", "a"), delivery=delivery("d1"))
+    failed = store.claim("me", 60)
+    assert failed is not None
+    store.finish(failed.id, "me", FAILED)
+    later = store.submit(spec("c", "b"), delivery=delivery("d2")).job
+    assert store.claim("me", 60) is not None
+    store.cancel(later.id)
+    assert store.finish(later.id, "me", DONE).state == "COMPLETED"
+    repeated = store.submit(spec("b", "a"), delivery=delivery("d1"))
+    assert (repeated.how, repeated.job.id) == ("duplicate", later.id)
+
+
 def test_going_back_and_forth_ends_with_what_came_last(store: JobStore) -> None:
     store.submit(spec(new="b" * 40, old="a" * 40))
     job = store.submit(spec(new="a" * 40, old="b" * 40)).job
