@@ -191,7 +191,11 @@ def _tracked(folder: Path) -> Sequence[str]:
 
 def _git(*arguments: str, folder: Path = Path()) -> str | None:
     done = subprocess.run(
-        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False
+        ["git", "-C", str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        errors="surrogateescape",  # the name of a file may have any bytes
+        check=False,
     )
     return done.stdout if done.returncode == 0 else None
 
