@@ -192,8 +192,9 @@ def test_a_fault_is_one_line_on_the_terminal(file: Path) -> None:
     assert done.stderr.startswith("pipeline: ") and done.stderr.count("\n") == 1
 
 
-def test_an_address_of_ipv6_stands_in_brackets() -> None:
-    settings = Settings.model_validate({"serving": {"host": "::1"}, "hub": {"host": "::1"}})
+def test_an_address_of_ipv6_stands_in_brackets(file: Path) -> None:
+    file.write_text('[serving]\nhost = "::1"\n[hub]\nhost = "::1"\n')
+    settings = load_settings()
     pipeline = PipelineSettings(name="a", dataset="o/d", port=8000)
     assert settings.server_url(pipeline) == "http://[::1]:8000"
     assert settings.hub_url == "http://[::1]:8070"
