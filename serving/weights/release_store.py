@@ -6,12 +6,12 @@ A pipeline's folder is `<home>/releases/<pipeline>`. This module calls it `pipel
     r000042-1f3ac9d2/   a release, immutable
     current             a link to the served release: the release that answers new requests
     previous            a link to a release that was served earlier; `set_current` says which one
-    live                the ids of the releases that were served, one per line, oldest first,
-                        without the releases from which somebody has rolled back. The last id is the
-                        release that should be served
+    live                the ids of the releases that were served, oldest first, without those from
+                        which somebody has rolled back. The last id should be served
     pending             the id of a release; when a server starts next, it swaps this release in
     pinned              the ids of the releases that must not be removed, one per line
     counter             the number of the newest release; a number is never used twice
+    .converted/         copies of folders with `.bin` shards, see `serving/preflight.py`
     .lock               the lock of the folder, see `release_lock`
 
 To swap a release in means to make it the served release. Only the server writes `current`,
@@ -44,6 +44,7 @@ LIVE = "live"
 PENDING = "pending"
 PINNED = "pinned"
 COUNTER = "counter"
+CONVERTED = ".converted"
 UNFINISHED = ".unfinished-"
 """Prefix of the names of release folders that are being written or removed.
 
