@@ -32,7 +32,10 @@ def verify_release(folder: Path, release: Release | None = None) -> tuple[str, .
         release = release or load_release(folder)
     except ReleaseError as error:
         return error.reasons
-    return verify_layout(folder, release) or verify_shards(folder, release)
+    try:
+        return verify_layout(folder, release) or verify_shards(folder, release)
+    except OSError as error:  # for example, a part of the disk is damaged
+        return (f"{error.filename or folder}: cannot be read: {error.strerror or error}",)
 
 
 def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
