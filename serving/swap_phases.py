@@ -32,14 +32,13 @@ from typing import TypeVar
 from serving.admission import Admission, LiveRelease
 from serving.engine import Engine, StageError
 from serving.errors import ReleaseError
+from serving.preflight import read_folder
 from serving.probe import measure_probe
 from serving.settings import ServingSettings
 from serving.swap_attempt import SwapAttempt, SwapStopped, bounded
 from serving.tokenizer import ReleaseTokenizer, load_tokenizer, tokenizer_files
 from serving.weights import release_store
-from serving.weights.checkpoint_folder import manifest_of_folder
-from serving.weights.release import RELEASE_FILE, Release
-from serving.weights.verify import verify_layout, verify_release
+from serving.weights.release import Release
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +114,7 @@ class SwapPhases:
     async def _preflight(self, swap: SwapAttempt) -> LiveRelease:
         with swap.timed("preflight"):
             try:
-                release, tokenizer = await bounded(
+                release, engine_folder, tokenizer = await bounded(
                     asyncio.to_thread(self._read, swap.folder, self._admission.live),
                     self._settings.phase_seconds,
                 )
@@ -131,46 +130,23 @@ class SwapPhases:
         return LiveRelease(
             release=release,
             folder=swap.folder,
+            engine_folder=engine_folder,
             tokenizer=tokenizer,
             live_since=int(time.time()),
             stands_in_for=swap.stands_in_for,
         )
 
-    def _read(self, folder: Path, live: LiveRelease | None) -> tuple[Release, ReleaseTokenizer]:
-        release = self._check(folder)
+    def _read(
+        self, folder: Path, live: LiveRelease | None
+    ) -> tuple[Release, Path, ReleaseTokenizer]:
+        release, engine_folder = read_folder(
+            folder, self._engine, self._releases_dir, self._pipeline
+        )
         # Use the live tokenizer if its files have not changed, as in most releases. While a
         # tokenizer is being loaded, no other thread can run, so all streams pause.
         if live is not None and tokenizer_files(release) == tokenizer_files(live.release):
-            return release, live.tokenizer
-        return release, load_tokenizer(folder)
-
-    def _check(self, folder: Path) -> Release:
-        is_inside = folder.resolve().is_relative_to(self._releases_dir.resolve())
-        if not is_inside and not (folder / RELEASE_FILE).exists():
-            return manifest_of_folder(folder, self._pipeline)
-        try:
-            release = release_store.load_release(folder)
-        except ReleaseError as error:
-            advice = (
-                f"without a valid {RELEASE_FILE}, the release cannot be checked; run "
-                "`pipeline releases repair`"
-            )
-            raise ReleaseError(*error.reasons, advice) from None
-        verify = verify_layout if self._engine.checks_digests else verify_release
-        reasons = list(verify(folder, release))
-        if folder.parent == self._releases_dir and folder.name != release.id:
-            reasons.append(
-                f"{RELEASE_FILE}: its id is {release.id}, but its folder is {folder.name}"
-            )
-        dtype = self._engine.dtype_of(release)
-        if release.probe is not None and dtype not in release.probe.bounds:
-            reasons.append(
-                f"{RELEASE_FILE}: its probe has no bound for {dtype}, the dtype of this server; it "
-                f"has bounds only for {', '.join(release.probe.bounds) or 'nothing'}"
-            )
-        if reasons:
-            raise ReleaseError(*reasons)
-        return release
+            return release, engine_folder, live.tokenizer
+        return release, engine_folder, load_tokenizer(folder)
 
     async def _stage(self, swap: SwapAttempt, candidate: LiveRelease) -> None:
         if candidate.id in self._retiring and self._admission.is_used(candidate.id):
@@ -193,7 +169,9 @@ class SwapPhases:
             try:
                 await self._ask_engine(
                     "stage",
-                    self._engine.stage(candidate.release, candidate.folder),
+                    self._engine.stage(
+                        candidate.release, candidate.engine_folder or candidate.folder
+                    ),
                     self._settings.phase_seconds,
                 )
             except SwapStopped as stopped:

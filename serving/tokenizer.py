@@ -113,7 +113,7 @@ def tokenizer_files(release: Release) -> dict[str, FileEntry]:
     return {
         name: entry
         for name, entry in release.files.items()
-        if not (is_shard_name(name) or name in INDEX_FILES.values() or name.endswith(".md"))
+        if not (is_shard_name(name) or name in INDEX_FILES or name.endswith(".md"))
     }
 
 

@@ -84,7 +84,7 @@ class Served:
 
 
 def vllm_release(home: Path, seed: int, *, tied: bool, **options: Any) -> Release:
-    return torch_release(home, seed, tied=tied, **{"format": "safetensors", **SHAPE, **options})
+    return torch_release(home, seed, tied=tied, **{**SHAPE, **options})
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -156,10 +156,7 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
 def publish(
     folder: Annotated[Path, typer.Argument(help="A checkpoint folder, from any trainer.")],
     pipeline: PipelineOption = None,
-    format: Annotated[
-        Literal["safetensors", "bin"] | None,
-        typer.Option(help="Convert the weights to this format. Default: do not convert them."),
-    ] = None,
+    format: Annotated[str, typer.Option(hidden=True)] = "safetensors",
     parent: Annotated[
         str | None,
         typer.Option(
@@ -177,7 +174,8 @@ def publish(
     as_json: JsonOption = False,
 ) -> None:
     """Make a release from a checkpoint folder: check the folder, copy its files, and write a
-    manifest. The release is not served yet; to serve it, run `releases swap`.
+    manifest. Weights in `.bin` shards are converted to safetensors. The release is not served yet;
+    to serve it, run `releases swap`.
 
     If the engine is `torch` (the settings say so, or `auto` chooses it on this machine), this
     command refuses a network that the engine cannot serve.
@@ -191,6 +189,11 @@ def publish(
     from serving.weights.publish import publish_folder
     from serving.weights.release_store import served_release
 
+    # Earlier versions had this option. Scripts that ask for safetensors still work.
+    if format != "safetensors":
+        raise PipelineError(
+            f"--format {format}: releases are always safetensors; leave this option out"
+        )
     context = job_context(os.environ)
     configured = _configured(pipeline or context.pipeline)
     context = context.for_ref(branch_ref(configured))
@@ -205,7 +208,7 @@ def publish(
         from serving.engines.torch_engine.servable import check_servable
 
         check_servable(folder)
-    release = publish_folder(target, folder, lineage=origin, format=format)
+    release = publish_folder(target, folder, lineage=origin)
     path = str(target / release.id)
     print(json.dumps({"id": release.id, "path": path}) if as_json else f"{release.id}  {path}")
 

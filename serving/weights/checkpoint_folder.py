@@ -7,18 +7,22 @@ This module imports torch only if the folder has `.bin` shards.
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 from serving.errors import ReleaseError
 from serving.weights.headers import DTYPE_BYTES, digest_file, digest_shard, read_header
 from serving.weights.index import (
+    BIN_INDEX_FILE,
+    INDEX_FILE,
     INDEX_FILES,
     IndexMetadata,
     StoredWeights,
     WeightsIndex,
+    has_bin,
     read_index,
+    wrong_names,
 )
 from serving.weights.release import RELEASE_FILE, FileEntry, Release, TensorEntry
 
@@ -27,8 +31,11 @@ _NOT_COMPANIONS = {
     RELEASE_FILE,
     "trainer_state.json",
     "checkpoint.json",
-    *INDEX_FILES.values(),
+    *INDEX_FILES,
 }
+_SOURCES = ((INDEX_FILE, "model.safetensors"), (BIN_INDEX_FILE, "pytorch_model.bin"))
+"""Where weights may be, in the order in which they are looked for: the index of several shards, and
+the name of a single shard. If a folder has both formats, no pickle is read."""
 
 
 def checkpoint_weight_map(source: Path) -> dict[str, str]:
@@ -40,48 +47,54 @@ def checkpoint_weight_map(source: Path) -> dict[str, str]:
     """
     if not source.is_dir():
         raise ReleaseError(f"{source} is not a folder")
-    index = read_index(source)
-    if index is not None:
-        missing = [shard for shard in index.shards if not (source / shard).is_file()]
-        if missing:
-            raise ReleaseError(
-                *(f"{shard}: missing, although the index names it" for shard in missing)
-            )
-        return index.weight_map
-    single = source / "model.safetensors"
-    if single.is_file():
-        return dict.fromkeys(read_header(single), single.name)
-    single = source / "pytorch_model.bin"
-    if single.is_file():
-        from serving.weights.shards import names_in_bin
-
-        return dict.fromkeys(names_in_bin(single), single.name)
+    for index_file, single in _SOURCES:
+        index = read_index(source, index_file)
+        if index is not None:
+            missing = [shard for shard in index.shards if not (source / shard).is_file()]
+            if missing:
+                raise ReleaseError(
+                    *(f"{shard}: missing, although the index names it" for shard in missing)
+                )
+            return index.weight_map
+        if (source / single).is_file():
+            return dict.fromkeys(_names(source / single), single)
     raise ReleaseError(
-        f"{source} holds no weights; it needs one of {', '.join(INDEX_FILES.values())}, "
+        f"{source} holds no weights; it needs one of {', '.join(INDEX_FILES)}, "
         "model.safetensors and pytorch_model.bin"
     )
+
+
+def _names(shard: Path) -> Collection[str]:
+    if not has_bin([shard.name]):
+        return read_header(shard)
+    from serving.weights.shards import read_bin
+
+    return read_bin(shard)
 
 
 def manifest_of_folder(source: Path, pipeline: str) -> Release:
     """Makes a manifest for a checkpoint folder that is served without being published.
 
-    The manifest is not written to disk, and its release number is 0. Raises ReleaseError.
+    The manifest is not written to disk, and its release number is 0. If the folder has `.bin`
+    shards, the manifest lists no tensors. Raises ReleaseError.
     """
     weight_map = checkpoint_weight_map(source)
-    weights = digest_weights(source, weight_map)
-    files = dict(weights.files)
-    for path in companions(source):
-        files[path.name] = digest_file(path)
-    for name in INDEX_FILES.values():
-        if (source / name).is_file():
-            files[name] = digest_file(source / name)
+    files: dict[str, FileEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
+    names = {*INDEX_FILES, *(path.name for path in companions(source))}
+    if has_bin(weight_map.values()):
+        names |= set(weight_map.values())
+    else:
+        weights = digest_weights(source, weight_map)
+        files, tensors = weights.files, weights.tensors
+    files |= {name: digest_file(source / name) for name in names if (source / name).is_file()}
     return Release(
         id=f"r000000-{files_digest(files)}",
         pipeline=pipeline,
         created_at=utc_now(),
         files=files,
-        tensors=weights.tensors,
-        tied=tied_head(source, weights.tensors),
+        tensors=tensors,
+        tied=tied_head(source, tensors),
     )
 
 
@@ -111,7 +124,7 @@ def companions(folder: Path) -> list[Path]:
 
 
 def digest_weights(folder: Path, weight_map: dict[str, str]) -> StoredWeights:
-    """Computes the size and sha256 of each shard, and the digest of each tensor.
+    """Computes the size and sha256 of each safetensors shard, and the digest of each tensor.
 
     `tied` in the result is empty, because a shard does not say which names share a tensor. Raises
     ReleaseError if the shards lack a tensor that `weight_map` names, or hold a tensor that
@@ -121,21 +134,8 @@ def digest_weights(folder: Path, weight_map: dict[str, str]) -> StoredWeights:
     tensors: dict[str, TensorEntry] = {}
     reasons: list[str] = []
     for shard in sorted(set(weight_map.values())):
-        if shard.endswith(".bin"):
-            from serving.weights.shards import digest_bin
-
-            files[shard], found = digest_file(folder / shard), digest_bin(folder / shard)
-        else:
-            files[shard], found = digest_shard(folder / shard)
-        expected = {name for name, file in weight_map.items() if file == shard}
-        reasons += [
-            f"{shard}: tensor {name}: in the index, not in the shard"
-            for name in sorted(expected - found.keys())
-        ]
-        reasons += [
-            f"{shard}: tensor {name}: in the shard, not in the index"
-            for name in sorted(found.keys() - expected)
-        ]
+        files[shard], found = digest_shard(folder / shard)
+        reasons += wrong_names(shard, found, weight_map)
         tensors |= found
     if reasons:
         raise ReleaseError(*reasons)

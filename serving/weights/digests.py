@@ -10,7 +10,7 @@ fsync at the same time.
 import hashlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 from blake3 import blake3
 
@@ -85,29 +85,3 @@ class ShardDigests:
         sha256 = self._of_file.submit(self._file.hexdigest).result()
         tensors = {name: digest.result() for name, digest in self._tensors.items()}
         return FileEntry(size=self._size, sha256=sha256), tensors
-
-
-class HashingFile:
-    """A file object for `torch.save`. It hashes each piece of content that it gets, and writes the
-    piece to the file `raw`.
-
-    `write` hashes the piece before it returns, because `torch.save` may free the piece after that.
-    The background threads of `ShardDigests` would read the piece too late.
-    """
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw = raw
-        self._hash = hashlib.sha256()
-        self._size = 0
-
-    def write(self, content: bytes | memoryview) -> int:
-        self._hash.update(content)
-        self._size += memoryview(content).nbytes
-        return self._raw.write(content)
-
-    def flush(self) -> None:
-        self._raw.flush()
-
-    def entry(self) -> FileEntry:
-        """Size and sha256 of everything that was written."""
-        return FileEntry(size=self._size, sha256=self._hash.hexdigest())

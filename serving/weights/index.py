@@ -3,22 +3,20 @@
 
 import json
 import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from serving.errors import ReleaseError
 from serving.weights.release import FileEntry, TensorEntry
 
-WeightsFormat = Literal["safetensors", "bin"]
-
-INDEX_FILES: dict[WeightsFormat, str] = {
-    "safetensors": "model.safetensors.index.json",
-    "bin": "pytorch_model.bin.index.json",
-}
-SHARD_STEMS: dict[WeightsFormat, str] = {"safetensors": "model", "bin": "pytorch_model"}
+INDEX_FILE = "model.safetensors.index.json"
+BIN_INDEX_FILE = "pytorch_model.bin.index.json"
+"""The index of a checkpoint with `.bin` shards."""
+INDEX_FILES = (INDEX_FILE, BIN_INDEX_FILE)
 
 MAX_INDEX_BYTES = 64 * 2**20
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|bin)")
@@ -33,8 +31,7 @@ class IndexMetadata(BaseModel):
 
 
 class WeightsIndex(BaseModel):
-    """The content of `model.safetensors.index.json`, or of `pytorch_model.bin.index.json` for
-    `.bin` shards.
+    """The content of `model.safetensors.index.json` or `pytorch_model.bin.index.json`.
 
     Only the files that `weight_map` names are opened as shards.
     """
@@ -65,11 +62,6 @@ class WeightsIndex(BaseModel):
         return weight_map
 
     @property
-    def format(self) -> WeightsFormat:
-        shard = next(iter(self.weight_map.values()))
-        return "safetensors" if shard.endswith(".safetensors") else "bin"
-
-    @property
     def shards(self) -> list[str]:
         return sorted(set(self.weight_map.values()))
 
@@ -96,9 +88,31 @@ def is_shard_name(name: str) -> bool:
     return _SHARD.fullmatch(name) is not None and ".." not in name
 
 
-def shard_name(number: int, total: int, format: WeightsFormat) -> str:
+def has_bin(files: Iterable[str]) -> bool:
+    """Whether a `.bin` shard is among these files. Such a shard is a pickle. No engine reads it, so
+    it must be converted."""
+    return any(file.endswith(".bin") for file in files)
+
+
+def shard_name(number: int, total: int) -> str:
     """`model-00001-of-00003.safetensors` for number 1 of 3."""
-    return f"{SHARD_STEMS[format]}-{number:05d}-of-{total:05d}.{format}"
+    return f"model-{number:05d}-of-{total:05d}.safetensors"
+
+
+def wrong_names(shard: str, names: Collection[str], weight_map: Mapping[str, str]) -> list[str]:
+    """The tensors in which a shard and the index disagree, one sentence each. `names` are the
+    tensors that the shard holds."""
+    expected = {name for name, file in weight_map.items() if file == shard}
+    return [
+        *(
+            f"{shard}: tensor {name}: in the index, not in the shard"
+            for name in sorted(expected.difference(names))
+        ),
+        *(
+            f"{shard}: tensor {name}: in the shard, not in the index"
+            for name in sorted(set(names) - expected)
+        ),
+    ]
 
 
 def parse_index(text: str | bytes, name: str) -> WeightsIndex:
@@ -117,19 +131,15 @@ def parse_index(text: str | bytes, name: str) -> WeightsIndex:
         raise ReleaseError(f"{name}: {error}") from None
 
 
-def read_index(folder: Path) -> WeightsIndex | None:
-    """The index of a release or checkpoint folder; None if the folder has no index.
-
-    If the folder has an index for safetensors and one for `.bin`, the index for safetensors is
-    read. Raises ReleaseError if the index is not valid.
-    """
-    for name in INDEX_FILES.values():
-        path = folder / name
-        if path.is_file():
-            if path.stat().st_size > MAX_INDEX_BYTES:
-                raise ReleaseError(f"{name}: larger than the limit of {MAX_INDEX_BYTES} bytes")
-            return parse_index(path.read_bytes(), name)
-    return None
+def read_index(folder: Path, name: str = INDEX_FILE) -> WeightsIndex | None:
+    """The index with this file name in a release or checkpoint folder; None if there is no such
+    file. Raises ReleaseError if the index is not valid."""
+    path = folder / name
+    if not path.is_file():
+        return None
+    if path.stat().st_size > MAX_INDEX_BYTES:
+        raise ReleaseError(f"{name}: larger than the limit of {MAX_INDEX_BYTES} bytes")
+    return parse_index(path.read_bytes(), name)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from serving.weights.checkpoint_folder import (
     utc_now,
 )
 from serving.weights.headers import digest_file
-from serving.weights.index import INDEX_FILES, StoredWeights, WeightsFormat, shard_name
+from serving.weights.index import INDEX_FILE, StoredWeights, has_bin, shard_name
 from serving.weights.release import RELEASE_FILE, FileEntry, Lineage, Probe, Release
 from serving.weights.release_removal import sweep_locked
 from serving.weights.release_store import UNFINISHED, next_number, release_lock
@@ -55,18 +55,19 @@ def publish_state_dict(
     evaluation: dict[str, Any] | None = None,
     probe: Probe | None = None,
     max_shard_bytes: int | None = None,
-    format: WeightsFormat = "safetensors",
+    checks_network: bool = True,
 ) -> Release:
     """Publish weights from memory, together with the config and tokenizer files of `files_dir`.
 
     `pipeline_dir` is `<home>/releases/<pipeline>`; it is created if it does not exist. The release
     is written to `pipeline_dir / release.id`. `max_shard_bytes` limits the size of a shard; None
-    means 2 GB.
+    means 2 GB. If `checks_network` is false, the tensors are not compared with the network that the
+    config describes.
 
-    Tensors that are not contiguous or not on the CPU are copied before they are written; with the
-    format `bin`, all tensors are copied. At any time, memory holds the copies for at most one
-    shard. Raises ReleaseError if the weights cannot be published, and NotEnoughSpace if the disk
-    has too little space for them. After an error, the unfinished folder is removed.
+    Tensors that are not contiguous or not on the CPU are copied before they are written. At any
+    time, memory holds the copies for at most one shard. Raises ReleaseError if the weights cannot
+    be published, and NotEnoughSpace if the disk has too little space for them. After an error, the
+    unfinished folder is removed.
     """
     from serving.weights import shards
 
@@ -74,13 +75,12 @@ def publish_state_dict(
 
     def write(folder: Path) -> StoredWeights:
         return shards.write_shards(
-            tensors,
-            folder,
-            max_shard_bytes=max_shard_bytes or shards.MAX_SHARD_BYTES,
-            format=format,
+            tensors, folder, max_shard_bytes=max_shard_bytes or shards.MAX_SHARD_BYTES
         )
 
-    return _publish(pipeline_dir, files_dir, num_bytes, write, lineage, evaluation, probe)
+    return _publish(
+        pipeline_dir, files_dir, num_bytes, write, lineage, evaluation, probe, checks_network
+    )
 
 
 def publish_folder(
@@ -91,40 +91,41 @@ def publish_folder(
     evaluation: dict[str, Any] | None = None,
     probe: Probe | None = None,
     max_shard_bytes: int | None = None,
-    format: WeightsFormat | None = None,
+    checks_network: bool = True,
 ) -> Release:
     """Publish a checkpoint folder that `save_pretrained` wrote, with `.safetensors` or `.bin`
     shards.
 
-    If `max_shard_bytes` or `format` is given, the tensors are written to new shards. If neither is
-    given, the shards are copied unchanged. Raises ReleaseError if the folder cannot be published,
-    and NotEnoughSpace if the disk has too little space for it. After an error, the unfinished
-    folder is removed.
+    Safetensors shards are copied unchanged, unless `max_shard_bytes` is given. The tensors of
+    `.bin` shards are written to new safetensors shards, because no engine reads `.bin` shards. See
+    `publish_state_dict` for `checks_network`. Raises ReleaseError if the folder cannot be
+    published, and NotEnoughSpace if the disk has too little space for it. After an error, the
+    unfinished folder is removed.
     """
     weight_map = checkpoint_weight_map(source)
-    num_bytes = sum((source / shard).stat().st_size for shard in set(weight_map.values()))
-    if max_shard_bytes is not None or format is not None:
+    is_bin = has_bin(weight_map.values())
+    if is_bin or max_shard_bytes is not None:
         from serving.weights import shards
 
-        tensors = shards.read_tensors(source, weight_map)
-        own_format: WeightsFormat = (
-            "bin" if next(iter(weight_map.values())).endswith(".bin") else "safetensors"
-        )
+        read = shards.read_bin_shards if is_bin else shards.read_tensors
         return publish_state_dict(
             pipeline_dir,
-            tensors,
+            read(source, weight_map),
             files_dir=source,
             lineage=lineage,
             evaluation=evaluation,
             probe=probe,
             max_shard_bytes=max_shard_bytes,
-            format=format or own_format,
+            checks_network=checks_network,
         )
+    num_bytes = sum((source / shard).stat().st_size for shard in set(weight_map.values()))
 
     def write(folder: Path) -> StoredWeights:
         return _copy_weights(source, weight_map, folder)
 
-    return _publish(pipeline_dir, source, num_bytes, write, lineage, evaluation, probe)
+    return _publish(
+        pipeline_dir, source, num_bytes, write, lineage, evaluation, probe, checks_network
+    )
 
 
 def _publish(
@@ -135,6 +136,7 @@ def _publish(
     lineage: Lineage | None,
     evaluation: dict[str, Any] | None,
     probe: Probe | None,
+    checks_network: bool,
 ) -> Release:
     companion_files = companions(files_dir)
     if not any(path.name == "config.json" for path in companion_files):
@@ -158,8 +160,7 @@ def _publish(
             files = dict(weights.files)
             for path in companion_files:
                 files[path.name] = _copy(path, folder / path.name)
-            index_file = INDEX_FILES[weights.index.format]
-            files[index_file] = _write(folder / index_file, weights.index.to_json())
+            files[INDEX_FILE] = _write(folder / INDEX_FILE, weights.index.to_json())
             number = next_number(pipeline_dir)
             release = Release(
                 id=f"r{number:06d}-{files_digest(files)}",
@@ -172,7 +173,7 @@ def _publish(
                 tied=weights.tied or tied_head(folder, weights.tensors),
                 probe=probe,
             )
-            if reasons := check_network(folder, release):
+            if checks_network and (reasons := check_network(folder, release)):
                 raise ReleaseError(*reasons)
             _write(folder / RELEASE_FILE, release.model_dump_json(indent=2) + "\n")
             fsync_dir(folder)
@@ -198,11 +199,9 @@ def _unfinished_folder(pipeline_dir: Path) -> Iterator[Path]:
 
 
 def _copy_weights(source: Path, weight_map: dict[str, str], folder: Path) -> StoredWeights:
-    sources = sorted(set(weight_map.values()))
-    renamed = dict(zip(sources, sources, strict=True))
-    if sources == ["model.safetensors"] or sources == ["pytorch_model.bin"]:
-        format: WeightsFormat = "bin" if sources[0].endswith(".bin") else "safetensors"
-        renamed[sources[0]] = shard_name(1, 1, format)
+    renamed = {shard: shard for shard in weight_map.values()}
+    if renamed.keys() == {"model.safetensors"}:
+        renamed["model.safetensors"] = shard_name(1, 1)
     for shard, name in renamed.items():
         _copy_bytes(source / shard, folder / name)
     return digest_weights(folder, {name: renamed[shard] for name, shard in weight_map.items()})

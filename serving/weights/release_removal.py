@@ -10,6 +10,7 @@ from filelock import Timeout
 from serving.errors import ReleaseError
 from serving.weights.atomic_file import is_abandoned
 from serving.weights.release_store import (
+    CONVERTED,
     UNFINISHED,
     live_releases,
     pending_release,
@@ -78,6 +79,10 @@ def check_removable(pipeline_dir: Path, release_id: str) -> None:
 
 
 def _remove_locked(pipeline_dir: Path, release_id: str) -> None:
+    # Remove the copy of an old release first. If this fails, the release is still there, and the
+    # command can be repeated.
+    if (copy := pipeline_dir / CONVERTED / release_id).is_dir():
+        shutil.rmtree(copy)
     # Rename the folder first, so that no reader ever sees a release with some files missing.
     renamed = pipeline_dir / f"{UNFINISHED}{release_id}"
     os.rename(pipeline_dir / release_id, renamed)

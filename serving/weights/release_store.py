@@ -12,6 +12,7 @@ A pipeline's folder is `<home>/releases/<pipeline>`. This module calls it `pipel
     pending             the id of a release; the next server that starts swaps this release in
     pinned              the ids of the releases that must not be removed, one per line
     counter             the last number that was taken for a release; no number is used twice
+    .converted/         copies of folders with `.bin` shards, see `serving/preflight.py`
     .lock               the lock of the folder, see `release_lock`
 
 To swap a release in means to make it the served release. Only the server writes `current`,
@@ -44,6 +45,7 @@ LIVE = "live"
 PENDING = "pending"
 PINNED = "pinned"
 COUNTER = "counter"
+CONVERTED = ".converted"
 UNFINISHED = ".unfinished-"
 """Prefix of the names of release folders that are being written or removed.
 

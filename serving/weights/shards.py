@@ -1,11 +1,10 @@
-"""Writes tensors to shards (files that each hold a part of the weights), and reads tensors from
-shards, with torch.
+"""Writes tensors to safetensors shards (files that each hold a part of the weights), and reads
+tensors from shards, with torch. `.bin` shards are read only when they are converted.
 
-This module does not use the safetensors library to write safetensors shards, because the library
-cannot hash what it writes. If the library (version 0.8) writes the shards and they are hashed
-afterwards, publishing takes 1.25 times as long as with this module. If a thread hashes the tensors
-while the library writes them, it takes 1.07 times as long. `headers.py` describes the format of
-safetensors shards.
+This module does not use the safetensors library to write shards, because the library cannot hash
+what it writes. If the library (version 0.8) writes the shards and they are hashed afterwards,
+publishing takes 1.25 times as long as with this module. If a thread hashes the tensors while the
+library writes them, it takes 1.07 times as long. `headers.py` describes the format of these shards.
 """
 
 import json
@@ -13,21 +12,20 @@ import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from serving.errors import ReleaseError
-from serving.weights.digests import HashingFile, ShardDigests, tensor_digest
+from serving.weights.digests import ShardDigests
 from serving.weights.index import (
     IndexMetadata,
     StoredWeights,
-    WeightsFormat,
     WeightsIndex,
     shard_name,
+    wrong_names,
 )
 from serving.weights.release import FileEntry, Release, TensorEntry
 
@@ -66,11 +64,7 @@ def find_tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def write_shards(
-    tensors: Mapping[str, torch.Tensor],
-    folder: Path,
-    *,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    format: WeightsFormat = "safetensors",
+    tensors: Mapping[str, torch.Tensor], folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> StoredWeights:
     """Write a state dict as shards into `folder`, and fsync each shard.
 
@@ -94,21 +88,20 @@ def write_shards(
     groups = list(_split(stored, max_shard_bytes))
     files: dict[str, FileEntry] = {}
     entries: dict[str, TensorEntry] = {}
-    write = _write_safetensors if format == "safetensors" else _write_bin
 
     def write_shard(number: int) -> tuple[FileEntry, dict[str, str]]:
         shard = {name: stored[name].detach() for name in groups[number - 1]}
-        with (folder / shard_name(number, len(groups), format)).open("wb") as out:
-            return write(shard, out)
+        with (folder / shard_name(number, len(groups))).open("wb") as out:
+            return _write_shard(shard, out)
 
     # Write several shards at the same time, so that one shard can be hashed while another one is
     # written to disk. But if tensors must be copied, write one shard after another, so that memory
     # holds only the copies of one shard's tensors.
-    is_copied = format == "bin" or not all(map(_needs_no_copy, stored.values()))
+    is_copied = not all(map(_needs_no_copy, stored.values()))
     with ThreadPoolExecutor(max_workers=1 if is_copied else _SHARDS_AT_ONCE) as pool:
         written = list(pool.map(write_shard, range(1, len(groups) + 1)))
     for number, (names, (entry, digests)) in enumerate(zip(groups, written, strict=True), start=1):
-        file = shard_name(number, len(groups), format)
+        file = shard_name(number, len(groups))
         files[file] = entry
         for name in names:
             entries[name] = TensorEntry(
@@ -127,11 +120,11 @@ def write_shards(
 def read_tensors(
     folder: Path, weight_map: Mapping[str, str], names: Iterable[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors called `names` (default: all of `weight_map`), memory-mapped, on the CPU.
+    """The tensors called `names` (default: all of `weight_map`) from safetensors shards,
+    memory-mapped, on the CPU.
 
-    The mappings are private: a write to a tensor never changes the file. Code that is pickled in a
-    `.bin` shard does not run. Raises ReleaseError, which names the file or the tensor, if a tensor
-    is missing or a shard cannot be read.
+    The mappings are private: a write to a tensor never changes the file. Raises ReleaseError, which
+    names the file or the tensor, if a tensor is missing or a shard cannot be read.
     """
     wanted = list(weight_map) if names is None else list(names)
     by_shard: dict[str, list[str]] = {}
@@ -140,14 +133,61 @@ def read_tensors(
             raise ReleaseError(f"tensor {name}: not in the index")
         by_shard.setdefault(weight_map[name], []).append(name)
     found: dict[str, torch.Tensor] = {}
-    with ExitStack() as stack:
-        for file, in_file in by_shard.items():
-            shard = _open_shard(folder / file, stack)
+    for file, in_file in by_shard.items():
+        with _open_shard(folder / file) as shard:
+            held = set(shard.keys())
             for name in in_file:
-                if name not in shard:
+                if name not in held:
                     raise ReleaseError(f"{file}: tensor {name}: missing from the shard")
-                found[name] = shard[name]
+                found[name] = shard.get_tensor(name)
     return {name: found[name] for name in wanted}
+
+
+def read_bin_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """All tensors of the `.bin` shards that `weight_map` names, memory-mapped, on the CPU.
+
+    The tensors have the order of the shards, not that of `weight_map`. If a shard stores the head
+    and the embedding as one tensor with two names, only the first name is kept (`find_tied`). In a
+    shard this is the embedding, as in the network. In `weight_map` it may be the head, because many
+    indexes are sorted by name, and some engines would then find no embedding.
+
+    Raises ReleaseError as `read_bin` does, and if the shards do not hold exactly the tensors of
+    `weight_map`.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    reasons: list[str] = []
+    for shard in sorted(set(weight_map.values())):
+        found = read_bin(folder / shard)
+        reasons += wrong_names(shard, found, weight_map)
+        tensors |= found
+    if reasons:
+        raise ReleaseError(*reasons)
+    return tensors
+
+
+def read_bin(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of one `.bin` shard, memory-mapped, on the CPU. A write to a tensor never changes
+    the file, and code in the pickle does not run. Raises ReleaseError if the file cannot be read,
+    or if it holds anything but tensors."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise ReleaseError(
+            f"{path.name}: refused ({_first_line(error)}); the file holds Python objects that are "
+            "not tensors, and loading such objects could run code; save the weights as safetensors"
+        ) from None
+    # torch raises one of these errors if the file is not a checkpoint.
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
+        raise ReleaseError(f"{path.name}: cannot be read: {_first_line(error)}") from None
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) and tensor.dtype in DTYPES
+        for name, tensor in content.items()
+    ):
+        raise ReleaseError(
+            f"{path.name}: not a dict of tensor names and tensors, or it has a dtype that cannot "
+            "be stored; save the weights as safetensors"
+        )
+    return content
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -186,26 +226,6 @@ def _needs_no_copy(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
-def names_in_bin(path: Path) -> list[str]:
-    """The names of the tensors in a `.bin` shard. Raises ReleaseError."""
-    with ExitStack() as stack:
-        return list(_open_shard(path, stack))
-
-
-def digest_bin(path: Path) -> dict[str, TensorEntry]:
-    """The manifest entries of the tensors in a `.bin` shard. Raises ReleaseError."""
-    with ExitStack() as stack:
-        return {
-            name: TensorEntry(
-                file=path.name,
-                dtype=DTYPES[tensor.dtype],
-                shape=tuple(tensor.shape),
-                digest=tensor_digest(tensor_bytes(tensor)),
-            )
-            for name, tensor in _open_shard(path, stack).items()
-        }
-
-
 def _split(tensors: Mapping[str, torch.Tensor], max_bytes: int) -> Iterator[list[str]]:
     names: list[str] = []
     size = 0
@@ -218,7 +238,7 @@ def _split(tensors: Mapping[str, torch.Tensor], max_bytes: int) -> Iterator[list
     yield names
 
 
-def _write_safetensors(
+def _write_shard(
     tensors: dict[str, torch.Tensor], out: BinaryIO
 ) -> tuple[FileEntry, dict[str, str]]:
     # Begin with the tensors whose elements have the most bytes. Then the offset of each tensor is a
@@ -244,73 +264,19 @@ def _write_safetensors(
             content = tensor_bytes(tensors[name])
             digests.add_tensor(name, content)
             out.write(content)
-        _fsync(out)
+        out.flush()
+        os.fsync(out.fileno())
         return digests.finish()
 
 
-def _write_bin(tensors: dict[str, torch.Tensor], out: BinaryIO) -> tuple[FileEntry, dict[str, str]]:
-    # Copy each tensor first. If a tensor is a view of a larger storage, torch.save would write all
-    # of this storage.
-    copies = {
-        name: tensor.cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
-    hashing = HashingFile(out)
-    torch.save(copies, cast(IO[bytes], hashing))
-    _fsync(out)
-    return hashing.entry(), {
-        name: tensor_digest(tensor_bytes(tensor)) for name, tensor in copies.items()
-    }
-
-
-def _fsync(out: BinaryIO) -> None:
-    out.flush()
-    os.fsync(out.fileno())
-
-
-def _open_shard(path: Path, stack: ExitStack) -> Mapping[str, torch.Tensor]:
+def _open_shard(path: Path) -> Any:
     try:
-        if path.suffix == ".safetensors":
-            return _SafetensorsShard(stack.enter_context(safe_open(path, framework="pt")))
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return safe_open(path, framework="pt")
     except FileNotFoundError:
         raise ReleaseError(f"{path.name}: missing") from None
-    except pickle.UnpicklingError as error:
-        raise ReleaseError(
-            f"{path.name}: refused ({_first_line(error)}); the file holds Python objects that are "
-            "not tensors, and loading such objects could run code; save the weights as safetensors"
-        ) from None
-    # torch and safetensors raise one of these errors if the file is not a checkpoint.
-    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
+    except (SafetensorError, OSError) as error:
         raise ReleaseError(f"{path.name}: cannot be read: {_first_line(error)}") from None
-    if not isinstance(content, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) and tensor.dtype in DTYPES
-        for name, tensor in content.items()
-    ):
-        raise ReleaseError(
-            f"{path.name}: not a dict of tensor names and tensors, or it has a dtype that cannot "
-            "be stored; save the weights as safetensors"
-        )
-    return content
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
-
-
-class _SafetensorsShard(Mapping[str, torch.Tensor]):
-    def __init__(self, opened: safe_open) -> None:
-        self._opened = opened
-        self._names = set(opened.keys())  # type: ignore[no-untyped-call]
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        tensor: torch.Tensor = self._opened.get_tensor(name)  # type: ignore[no-untyped-call]
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)

@@ -10,7 +10,7 @@ from serving.weights import network
 from serving.weights.checkpoint_folder import files_digest
 from serving.weights.digests import tensor_digest
 from serving.weights.headers import DTYPE_BYTES, digest_file, mapped_shard, read_header
-from serving.weights.index import INDEX_FILES, is_shard_name, read_index
+from serving.weights.index import INDEX_FILE, has_bin, is_shard_name, read_index
 from serving.weights.release import RELEASE_FILE, Release, read_json
 from serving.weights.release_store import load_release
 
@@ -32,7 +32,10 @@ def verify_release(folder: Path, release: Release | None = None) -> tuple[str, .
         release = release or load_release(folder)
     except ReleaseError as error:
         return error.reasons
-    return verify_layout(folder, release) or verify_shards(folder, release)
+    try:
+        return verify_layout(folder, release) or verify_shards(folder, release)
+    except OSError as error:  # for example, a part of the disk is damaged
+        return (f"{error.filename or folder}: cannot be read: {error.strerror or error}",)
 
 
 def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
@@ -47,19 +50,20 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
     - the index and the headers of the shards agree with the manifest;
     - the head is equal to the embedding, if the config ties the two.
 
+    Earlier versions published releases with `.bin` shards. Of such a release, the index and the
+    shards are compared when the shards are converted, because only torch can read them.
+
     If the id or a file has a fault, the index and the headers are not checked. The head is checked
     only if no other check has found a fault. The shapes of the tensors are not compared with the
     config: `check_network` did so before the release was published, and engines do so when they
     load the release.
 
     An engine is the part of the server that computes tokens. Some engines check the digest of each
-    tensor themselves when they read the tensor. For such an engine, this function is enough,
-    and `verify_shards` need not run. But an engine can check the tensors of a `.bin` shard only
-    after it has unpickled the shard, and it is not safe to unpickle unknown bytes. So this function
-    checks the sha256 of `.bin` shards first.
+    tensor themselves when they read the tensor. For such an engine, this function is enough, and
+    `verify_shards` need not run.
     """
     reasons = [*_check_id(release), *_check_files(folder, release)]
-    if not reasons:
+    if not reasons and not has_bin(release.files):
         reasons = [*_check_index(folder, release), *_check_headers(folder, release)]
     if not reasons:
         try:
@@ -162,29 +166,24 @@ def _tensors_in(release: Release, file: str) -> str:
 
 
 def _check_index(folder: Path, release: Release) -> list[str]:
-    if not any(name in release.files for name in INDEX_FILES.values()):
-        # The folder may be a checkpoint folder that is served without being published. If such a
-        # folder has only one shard, it needs no index.
-        if len({entry.file for entry in release.tensors.values()}) == 1:
-            return []
-        return [f"{INDEX_FILES['safetensors']}: missing"]
+    if INDEX_FILE not in release.files:
+        return [f"{INDEX_FILE}: missing"]
     try:
         index = read_index(folder)
     except ReleaseError as error:
         return list(error.reasons)
     assert index is not None
-    name = INDEX_FILES[index.format]
     reasons = [
-        f"{name}: tensor {tensor}: in the index, not in {RELEASE_FILE}"
+        f"{INDEX_FILE}: tensor {tensor}: in the index, not in {RELEASE_FILE}"
         for tensor in sorted(index.weight_map.keys() - release.tensors.keys())
     ]
     for tensor, entry in sorted(release.tensors.items()):
         shard = index.weight_map.get(tensor)
         if shard is None:
-            reasons.append(f"{name}: tensor {tensor}: missing from the index")
+            reasons.append(f"{INDEX_FILE}: tensor {tensor}: missing from the index")
         elif shard != entry.file:
             reasons.append(
-                f"{name}: tensor {tensor}: the index says {shard}, "
+                f"{INDEX_FILE}: tensor {tensor}: the index says {shard}, "
                 f"but {RELEASE_FILE} says {entry.file}"
             )
     return reasons
@@ -193,9 +192,6 @@ def _check_index(folder: Path, release: Release) -> list[str]:
 def _check_headers(folder: Path, release: Release) -> list[str]:
     reasons: list[str] = []
     for shard in sorted({entry.file for entry in release.tensors.values()}):
-        if not shard.endswith(".safetensors"):
-            # Only torch can open a .bin shard. `_check_files` has already checked its sha256.
-            continue
         try:
             header = read_header(folder / shard)
         except ReleaseError as error:

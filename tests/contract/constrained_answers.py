@@ -53,7 +53,7 @@ def constrained_release(home: Path, **shape: Any) -> Release:
     (files / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"})
     )
-    settings = {"tied": False, "format": "safetensors", "context": 2048, **shape}
+    settings = {"tied": False, "context": 2048, **shape}
     return torch_release(home, 1, **settings)
 
 

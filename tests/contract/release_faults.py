@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from serving.weights import publish
 from serving.weights.checkpoint_folder import files_digest
 from serving.weights.headers import digest_file, read_header
-from serving.weights.index import INDEX_FILES
+from serving.weights.index import INDEX_FILE
+from serving.weights.publish import publish_state_dict
 from serving.weights.release import RELEASE_FILE, Release
 from serving.weights.release_store import load_release, next_number
 from serving.weights.shards import read_tensors
@@ -49,24 +48,23 @@ def flip_a_bit(pipeline_dir: Path, good: Release) -> BadRelease:
     file, name = _place(good)
     folder = _copied(pipeline_dir, good)
     content = bytearray((folder / file).read_bytes())
-    is_bin = file.endswith(".bin")
-    content[len(content) // 2 if is_bin else read_header(folder / file)[name].begin] ^= 1
+    content[read_header(folder / file)[name].begin] ^= 1
     (folder / file).write_bytes(content)
-    return BadRelease(release_id=folder.name, named=(file, name, "sha256" if is_bin else "digest"))
+    return BadRelease(release_id=folder.name, named=(file, name, "digest"))
 
 
 def leave_a_tensor_out_of_the_index(pipeline_dir: Path, good: Release) -> BadRelease:
     _, name = _place(good)
-    index, folder = _index(good), _copied(pipeline_dir, good)
-    _edit(folder / index, lambda content: content["weight_map"].pop(name))
-    return BadRelease(release_id=_sealed(folder), named=(index, name))
+    folder = _copied(pipeline_dir, good)
+    _edit(folder / INDEX_FILE, lambda content: content["weight_map"].pop(name))
+    return BadRelease(release_id=_sealed(folder), named=(INDEX_FILE, name))
 
 
 def add_a_tensor_to_the_index(pipeline_dir: Path, good: Release) -> BadRelease:
     file, _ = _place(good)
-    index, folder = _index(good), _copied(pipeline_dir, good)
-    _edit(folder / index, lambda content: content["weight_map"].update({"surplus.weight": file}))
-    return BadRelease(release_id=_sealed(folder), named=(index, "surplus.weight"))
+    folder, surplus = _copied(pipeline_dir, good), {"surplus.weight": file}
+    _edit(folder / INDEX_FILE, lambda content: content["weight_map"].update(surplus))
+    return BadRelease(release_id=_sealed(folder), named=(INDEX_FILE, "surplus.weight"))
 
 
 def add_a_token(pipeline_dir: Path, good: Release) -> BadRelease:
@@ -125,11 +123,6 @@ def _place(good: Release) -> tuple[str, str]:
     return file, next(name for name, entry in good.tensors.items() if entry.file == file)
 
 
-def _index(good: Release) -> str:
-    (index,) = (name for name in INDEX_FILES.values() if name in good.files)
-    return index
-
-
 def _edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     content = json.loads(path.read_bytes())
     change(content)
@@ -161,15 +154,13 @@ def _with_other_weights(
     *said: str,
 ) -> BadRelease:
     folder = pipeline_dir / good.id
-    file, name = _place(good)
+    _, name = _place(good)
     tensors = read_tensors(folder, {each: entry.file for each, entry in good.tensors.items()})
     # Publishing refuses some of these; but an earlier version may have published them.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(publish, "check_network", lambda folder, release: ())
-        release = publish.publish_state_dict(
-            pipeline_dir,
-            tensors | {name: change(tensors[name])},
-            files_dir=folder,
-            format="bin" if file.endswith(".bin") else "safetensors",
-        )
+    release = publish_state_dict(
+        pipeline_dir,
+        tensors | {name: change(tensors[name])},
+        files_dir=folder,
+        checks_network=False,
+    )
     return BadRelease(release_id=release.id, named=(release.tensors[name].file, name, *said))

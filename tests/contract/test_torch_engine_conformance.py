@@ -21,7 +21,6 @@ def torch_release(
     seed: int,
     *,
     tied: bool,
-    format: str,
     max_shard_bytes: int = 60_000,
     context: int = CONTEXT,
     **shape: int,
@@ -46,19 +45,16 @@ def torch_release(
         logprobs = found[range(len(token_ids) - 1), token_ids[1:]].tolist()
         texts.append(ProbeText(token_ids=token_ids, logprobs=tuple(logprobs)))
     probe = Probe(dtype="float32", texts=tuple(texts), bounds={"float32": 1e-3})
-    return publish(
-        network, home, probe=probe, format=format, max_shard_bytes=max_shard_bytes
-    ).release
+    return publish(network, home, probe=probe, max_shard_bytes=max_shard_bytes).release
 
 
 class TestTorchEngine(EngineConformance):
-    @pytest.fixture(params=["tied", "untied", pytest.param("bin", marks=pytest.mark.slow)])
+    @pytest.fixture(params=["tied", "untied"])
     def bench(self, request: pytest.FixtureRequest, tmp_path: Path) -> EngineBench:
         tied = request.param == "tied"
-        format = "bin" if request.param == "bin" else "safetensors"
         # The second is cut into other shards.
         first, second = (
-            torch_release(tmp_path, seed, tied=tied, format=format, max_shard_bytes=max_shard_bytes)
+            torch_release(tmp_path, seed, tied=tied, max_shard_bytes=max_shard_bytes)
             for seed, max_shard_bytes in ((1, 60_000), (2, 25_000))
         )
         return EngineBench(

@@ -23,7 +23,7 @@ NUM_PROMPTS, INPUT_TOKENS, OUTPUT_TOKENS = 8, 20, 16
 
 
 def test_the_benchmark_of_vllm_is_answered(tmp_path: Path) -> None:
-    release = torch_release(tmp_path, 1, tied=True, format="safetensors")
+    release = torch_release(tmp_path, 1, tied=True)
     set_current(tmp_path / "releases", release.id)
     PreTrainedTokenizerFast(
         tokenizer_object=byte_tokenizer(), eos_token="<eos>", clean_up_tokenization_spaces=False

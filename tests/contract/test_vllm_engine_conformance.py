@@ -278,12 +278,12 @@ class TestTied(_VllmConformance):
 
 
 class TestUntied(_VllmConformance):
-    """Where the second release is `.bin`, and cut into other shards."""
+    """Where the second release is cut into other shards."""
 
     @pytest.fixture(scope="class")
     def running_vllm(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         home = tmp_path_factory.mktemp("untied")
         first = vllm_release(home, 1, tied=False)
-        second = vllm_release(home, 2, tied=False, format="bin", max_shard_bytes=33_000)
+        second = vllm_release(home, 2, tied=False, max_shard_bytes=33_000)
         with served(home, first, second) as running:
             yield running

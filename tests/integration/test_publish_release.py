@@ -11,10 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from serving.errors import NotEnoughSpace, ReleaseError
-from serving.weights import publish, shards
-from serving.weights.checkpoint_folder import manifest_of_folder
-from serving.weights.digests import tensor_digest
-from serving.weights.index import WeightsFormat, read_index
+from serving.weights import publish
+from serving.weights.index import read_index
 from serving.weights.publish import publish_folder, publish_state_dict
 from serving.weights.release import Lineage, Release
 from serving.weights.release_store import list_releases, load_release
@@ -22,9 +20,7 @@ from serving.weights.verify import check_network, verify_release
 from tests.serving_fixtures import save_config, tiny_llama
 
 
-def published(
-    tmp_path: Path, *, tied: bool = True, format: WeightsFormat = "safetensors", seed: int = 0
-) -> tuple[Path, Release]:
+def published(tmp_path: Path, *, tied: bool = True, seed: int = 0) -> tuple[Path, Release]:
     model = tiny_llama(tied=tied, seed=seed)
     release = publish_state_dict(
         tmp_path / "releases" / "answers",
@@ -32,17 +28,13 @@ def published(
         files_dir=save_config(model, tmp_path / "files"),
         lineage=Lineage(dataset="me/facts", job_id="j1"),
         max_shard_bytes=8_000,
-        format=format,
     )
     return tmp_path / "releases" / "answers" / release.id, release
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("format", ["safetensors", "bin"])
-def test_transformers_loads_what_was_published(
-    tmp_path: Path, tied: bool, format: WeightsFormat
-) -> None:
-    folder, release = published(tmp_path, tied=tied, format=format)
+def test_transformers_loads_what_was_published(tmp_path: Path, tied: bool) -> None:
+    folder, release = published(tmp_path, tied=tied)
     original = tiny_llama(tied=tied)
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     tokens = torch.arange(12)[None]
@@ -59,16 +51,18 @@ def test_transformers_loads_what_was_published(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("format", [None, "bin", "safetensors"])
+@pytest.mark.parametrize("max_shard_bytes", [None, 10_000])
 def test_a_save_pretrained_folder_is_published(
-    tmp_path: Path, tied: bool, format: WeightsFormat | None
+    tmp_path: Path, tied: bool, max_shard_bytes: int | None
 ) -> None:
     model = tiny_llama(tied=tied)
     source = tmp_path / "checkpoint"
     model.save_pretrained(source, max_shard_size="8KB")
     (source / "training_args.bin").write_bytes(b"a pickle that nobody asked for")
     (source / "modeling.py").write_text("raise SystemExit")
-    release = publish_folder(tmp_path / "releases" / "answers", source, format=format)
+    release = publish_folder(
+        tmp_path / "releases" / "answers", source, max_shard_bytes=max_shard_bytes
+    )
     folder = tmp_path / "releases" / "answers" / release.id
     assert {path.name for path in folder.iterdir()} == {*release.files, "release.json"}
     assert "training_args.bin" not in release.files and "modeling.py" not in release.files
@@ -78,68 +72,30 @@ def test_a_save_pretrained_folder_is_published(
         assert torch.equal(loaded.state_dict()[name], tensor)
 
 
-@pytest.mark.parametrize("format", ["safetensors", "bin"])
-def test_a_single_shard_gets_an_index_too(tmp_path: Path, format: WeightsFormat) -> None:
-    model = tiny_llama()
-    source = save_config(model, tmp_path / "checkpoint")
-    state = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
-    if format == "bin":
-        torch.save(state, source / "pytorch_model.bin")
-    else:
-        model.save_pretrained(source)
+def test_a_single_shard_gets_an_index_too(tmp_path: Path) -> None:
+    source = tmp_path / "checkpoint"
+    tiny_llama().save_pretrained(source)
     release = publish_folder(tmp_path / "releases" / "answers", source)
     folder = tmp_path / "releases" / "answers" / release.id
     index = read_index(folder)
-    assert index is not None and index.format == format
-    assert [shard.split("-", 1)[1] for shard in index.shards] == [f"00001-of-00001.{format}"]
+    assert index is not None and index.shards == ["model-00001-of-00001.safetensors"]
     AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_a_single_bin_shard_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = save_config(tiny_llama(), tmp_path / "checkpoint")
-    state = {"a": torch.ones(2), "b": torch.zeros(3)}
-    torch.save(state, source / "pytorch_model.bin")
-    hashed: list[int] = []
-
-    def count(content: memoryview) -> str:
-        hashed.append(len(content))
-        return tensor_digest(content)
-
-    monkeypatch.setattr(shards, "tensor_digest", count)
-    assert manifest_of_folder(source, "answers").tensors.keys() == state.keys()
-    assert hashed == [8, 12]
-
-
-def test_digests_of_equal_tensors_are_equal_whatever_the_form(tmp_path: Path) -> None:
-    _, first = published(tmp_path, format="safetensors")
-    _, second = published(tmp_path, format="bin")
-    third = publish_folder(
+def test_digests_of_equal_tensors_are_equal_whatever_the_shards(tmp_path: Path) -> None:
+    _, first = published(tmp_path)
+    second = publish_folder(
         tmp_path / "releases" / "answers",
         tmp_path / "releases" / "answers" / first.id,
         max_shard_bytes=10**6,
     )
-    for other in (second, third):
-        assert {n: e.digest for n, e in other.tensors.items()} == {
-            n: e.digest for n, e in first.tensors.items()
-        }
+    assert {n: e.digest for n, e in second.tensors.items()} == {
+        n: e.digest for n, e in first.tensors.items()
+    }
     assert [each.id[:7] for each in list_releases(tmp_path / "releases" / "answers")] == [
         "r000001",
         "r000002",
-        "r000003",
     ]
-
-
-def test_a_pickle_in_a_bin_shard_does_not_run(tmp_path: Path) -> None:
-    class Trap:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
-            return os.mkdir, (str(tmp_path / "trap"),)
-
-    source = save_config(tiny_llama(), tmp_path / "checkpoint")
-    torch.save({"model.embed_tokens.weight": Trap()}, source / "pytorch_model.bin")
-    with pytest.raises(ReleaseError, match=r"pytorch_model\.bin: refused"):
-        publish_folder(tmp_path / "releases" / "answers", source)
-    assert not (tmp_path / "trap").exists()
-    assert list_releases(tmp_path / "releases" / "answers") == []
 
 
 def truncate(path: Path) -> None:
@@ -160,20 +116,18 @@ def flip_a_byte(path: Path) -> None:
         (flip_a_byte, " is "),
     ],
 )
-@pytest.mark.parametrize("format", ["safetensors", "bin"])
 def test_damage_is_named_with_its_file_and_its_tensors(
-    tmp_path: Path, damage: object, reason: str, format: WeightsFormat
+    tmp_path: Path, damage: object, reason: str
 ) -> None:
-    folder, release = published(tmp_path, format=format)
+    folder, release = published(tmp_path)
     shard = release.tensors["model.norm.weight"].file
     damage(folder / shard)  # type: ignore[operator]
     (found,) = verify_release(folder)
     held = [name for name, entry in release.tensors.items() if entry.file == shard]
     assert found.startswith(f"{shard}: ") and reason in found
-    if damage is flip_a_byte and format == "safetensors":
+    if damage is flip_a_byte:
         assert any(f"tensor {name}: digest is" in found for name in held)
     else:
-        assert damage is not flip_a_byte or f"{shard}: sha256 is" in found
         assert f"; it holds tensor {', '.join(held[:4])}" in found
 
 

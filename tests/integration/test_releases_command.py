@@ -380,15 +380,19 @@ def test_verify_prune_and_show_print_json(configure: Configure) -> None:
     assert damaged["id"] == ids[2] and "tokenizer.json" in damaged["faults"][0]
 
 
-def test_bin_shards_are_written_on_request(configure: Configure, tmp_path: Path) -> None:
+def test_the_option_of_earlier_versions_still_means_safetensors(
+    configure: Configure, tmp_path: Path
+) -> None:
     folder = configure(1)
     source = tmp_path / "elsewhere" / echo_release(tmp_path / "elsewhere", 1).id
-    published = json.loads(
-        pipeline("releases", "publish", str(source), "--format", "bin", "--json").output
-    )
-    release = release_store.load_release(folder / published["id"])
-    assert "pytorch_model.bin.index.json" in release.files
-    assert verify_release(folder / release.id) == ()
+    publish = ("releases", "publish", str(source), "--json", "--format")
+    published = json.loads(pipeline(*publish, "safetensors").output)
+    assert verify_release(folder / published["id"]) == ()
+    result = pipeline(*publish, "bin")
+    assert isinstance(result.exception, PipelineError)
+    assert "releases are always safetensors" in str(result.exception)
+    assert release_store.release_ids(folder) == [published["id"]]
+    assert "--format" not in pipeline("releases", "publish", "--help").output
 
 
 def test_status_says_what_the_server_says_and_else_what_was_served_last(

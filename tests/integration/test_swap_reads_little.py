@@ -26,9 +26,7 @@ CHANGED = (
 
 @pytest.mark.skipif(not counts_reads, reason="the kernel does not count what a process reads")
 def test_a_tenth_of_the_tensors_is_read_with_little_besides(tmp_path: Path) -> None:
-    first = torch_release(
-        tmp_path, 1, tied=False, format="safetensors", max_shard_bytes=400_000, **LARGE
-    )
+    first = torch_release(tmp_path, 1, tied=False, max_shard_bytes=400_000, **LARGE)
     pipeline_dir = tmp_path / "releases"
     assert 0.1 <= len(CHANGED) / len(first.tensors) < 0.11
     second, changed = with_changed(pipeline_dir, first, CHANGED)

@@ -114,9 +114,7 @@ def address(server: subprocess.Popen[str]) -> str:
 
 @pytest.mark.parametrize("phase", [pytest.param("stage", marks=pytest.mark.slow), "commit"])
 def test_a_server_killed_in_a_swap_serves_the_old_release_again(tmp_path: Path, phase: str) -> None:
-    first, second = (
-        torch_release(tmp_path, seed, tied=True, format="safetensors") for seed in (1, 2)
-    )
+    first, second = (torch_release(tmp_path, seed, tied=True) for seed in (1, 2))
     pipeline_dir = tmp_path / "releases"
     set_current(pipeline_dir, first.id)
     body = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}

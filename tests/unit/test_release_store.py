@@ -1,5 +1,6 @@
 """What lies in a pipeline's folder beside the weights: current, pending, counter, leftovers."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from serving.errors import ReleaseError
-from serving.weights import release_removal, release_store
+from serving.weights import release_removal, release_store, verify
 from serving.weights.release import FileEntry, Release
 
 
@@ -246,6 +247,20 @@ def test_a_damaged_counter_is_counted_from_the_releases(tmp_path: Path, content:
     (tmp_path / "counter").write_bytes(content)
     assert release_store.next_number(tmp_path) == 8
     assert release_store.next_number(tmp_path) == 9
+
+
+def test_a_file_that_the_disk_cannot_read_is_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / put(tmp_path, "r000001-aaaaaaaa")
+    (folder / "config.json").touch()
+
+    def unreadable(path: Path) -> FileEntry:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(verify, "digest_file", unreadable)
+    expected = f"{folder}/config.json: cannot be read: Input/output error"
+    assert verify.verify_release(folder) == (expected,)
 
 
 def test_leftovers_are_swept_unless_a_publisher_is_at_work(tmp_path: Path) -> None:

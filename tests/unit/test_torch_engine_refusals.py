@@ -135,12 +135,13 @@ TIED = {
 
 
 def saved_by_torch(network: Any, home: Path) -> Published:
-    """As people save one: a tied head stands in the state dict beside its embedding."""
+    """As some programs save one: beside its embedding, the head has a tensor of its own."""
     source = home / "checkpoint"
     source.mkdir(parents=True)
     network.config.architectures = [type(network).__name__]
     network.config.save_pretrained(source)
-    torch.save(network.state_dict(), source / "pytorch_model.bin")
+    state = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    torch.save(state, source / "pytorch_model.bin")
     release = publish_folder(home / "releases", source)
     return Published(network=network, release=release, folder=home / "releases" / release.id)
 
@@ -167,7 +168,7 @@ def test_a_stored_head_that_is_not_what_it_is_tied_to_is_refused(name: str, tmp_
     async def scenario() -> None:
         async with engine_with() as engine:
             with pytest.raises(
-                StageError, match=r"\.bin: tensor .*: differs from .*config\.json ties"
+                StageError, match=r"\.safetensors: tensor .*: differs from .*config\.json ties"
             ):
                 await engine.stage(bad.release, bad.folder)
 

@@ -199,13 +199,3 @@ def test_units_of_one_part_search_for_no_part(
             assert engine.resident_releases()[published.id].shared_bytes == 0
 
     asyncio.run(scenario())
-
-
-def test_bin_shards_are_read(tmp_path: Path) -> None:
-    published = publish(build(llama_config()), tmp_path, format="bin", max_shard_bytes=50_000)
-
-    async def scenario() -> list[int]:
-        async with engine_with(published) as engine:
-            return tokens(await ask(engine, published.id, greedy(prompt(9))))
-
-    assert asyncio.run(scenario()) == expected(published.network, prompt(9))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from serving.errors import ReleaseError
-from serving.weights.index import parse_index, read_index, shard_name
+from serving.weights.index import BIN_INDEX_FILE, has_bin, parse_index, read_index, shard_name
 
 SPECIFIED = {
     "metadata": {"total_size": 13476839424},
@@ -22,9 +22,10 @@ SPECIFIED = {
 
 def test_the_bin_form_of_the_specification_is_read(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(SPECIFIED))
-    index = read_index(tmp_path)
+    assert read_index(tmp_path) is None
+    index = read_index(tmp_path, BIN_INDEX_FILE)
     assert index is not None
-    assert index.format == "bin"
+    assert has_bin(index.shards)
     assert index.metadata.total_size == 13476839424
     assert index.shards == ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
     assert index.weight_map == SPECIFIED["weight_map"]
@@ -36,8 +37,7 @@ def test_a_folder_without_an_index_has_none(tmp_path: Path) -> None:
 
 
 def test_shard_names_count_from_one() -> None:
-    assert shard_name(1, 3, "bin") == "pytorch_model-00001-of-00003.bin"
-    assert shard_name(2, 3, "safetensors") == "model-00002-of-00003.safetensors"
+    assert shard_name(2, 3) == "model-00002-of-00003.safetensors"
 
 
 @pytest.mark.parametrize(
