@@ -19,7 +19,7 @@ APP = "app.py"
 README = "README.md"
 REQUIREMENTS = "requirements.txt"
 PACKAGES = ("receiver/**", "jobs/**", "serving/**")
-"""Patterns of the paths that the packages of hotpush have in the Space. The packages are sent
+"""Patterns that match the files of hotpush's packages in the Space. The packages are sent
 together with the app, because no package index has them. A file of the Space that matches a pattern
 and is no longer sent is deleted."""
 NOT_UPLOADED = (".*", "__pycache__", "*.pyc", "node_modules")

@@ -22,7 +22,7 @@ _HOW_TO_SET_ADDRESS = (
 
 def refuse_beyond_loopback(host: str, unproven: Sequence[str]) -> None:
     """Raise `OpenToEveryone` if other machines can reach `host`. `unproven` lists the paths of the
-    handlers without a secret, for the message."""
+    handlers that have no secret; the error message names these paths."""
     try:
         is_closed = is_only_loopback(host)
     except OSError as error:
@@ -39,8 +39,8 @@ def bind(host: str, port: int, *, how_to_set_address: str = _HOW_TO_SET_ADDRESS)
     """A socket that already listens (`serving/http/listening.py`).
 
     Raises `AddressUnavailable` if the port is in use, or if `host` is not an address of this
-    machine. `how_to_set_address` is the end of the error message: it says where the user can set
-    another address.
+    machine. `how_to_set_address` says where the user can set another address. It is the end of the
+    error message, unless `host` is not a valid name.
     """
     try:
         return listening_socket(host, port)

@@ -12,6 +12,7 @@ before the fork. A module that reads variables during its import has read the va
 parent.
 """
 
+import logging
 import subprocess
 import sys
 import time
@@ -26,6 +27,8 @@ from jobs.launcher import Launch, Status
 from jobs.launchers.process import ProcessIdentity, is_alive, signal_session
 from jobs.launchers.supervise import Request
 from jobs.launchers.warm_parent import WarmParent, environment_for_jobs_package
+
+logger = logging.getLogger(__name__)
 
 _START_SECONDS = 60.0
 """If a process has not recorded its start within this time, its attempt counts as lost. The time in
@@ -124,9 +127,14 @@ class LocalLauncher:
         if self._warm is None:
             return
         self._warm.poll_processes()
-        for starting in self._starting.values():
+        for handle, starting in list(self._starting.items()):
             if starting.cold_process is None and starting.generation != self._warm.generation:
-                self._send_to_warm_parent(self._warm, starting)
+                try:
+                    self._send_to_warm_parent(self._warm, starting)
+                except LaunchError as error:
+                    # Only this attempt is lost: `poll` now says that its process has vanished.
+                    logger.error("%s", error)
+                    del self._starting[handle]
 
     def close(self) -> None:
         if self._warm is not None:

@@ -154,9 +154,10 @@ def _pipeline_of_command(
     If there is a `name`, this is the pipeline with this name. Raises PipelineError if no pipeline
     has this name.
 
-    If there is no `name`, and exactly one pipeline is configured, this is that pipeline. If no
-    pipeline or several pipelines are configured, this is None. But if there is also a `revision`,
-    this raises PipelineError, because nobody knows which pipeline's dataset has this commit.
+    If there is no `name`, and exactly one pipeline is configured, this is that pipeline. If there
+    is no `name`, and no pipeline or several pipelines are configured, this is None. But if the
+    caller gave a `revision` in that case, this raises PipelineError, because nobody knows which
+    dataset has this commit.
     """
     if name is None and revision is None and len(settings.pipelines) != 1:
         return None

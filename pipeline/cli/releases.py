@@ -115,9 +115,10 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
     """Serve an older release again.
 
     The command chooses among the releases that still exist and are older than the served release.
-    Its first choice is the previous release: the one that was served just before the served
-    release. Its second choice is the parent of the served release (the release from which the
-    training of the served release started). Its third choice is the newest of the older releases.
+    Its first choice is the previous release: normally the one that was served just before the
+    served release. Its second choice is the parent of the served release (the release from which
+    the training of the served release started). Its third choice is the newest of the older
+    releases.
     """
     from serving.errors import ReleaseError
     from serving.weights.release_store import (

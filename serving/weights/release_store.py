@@ -75,6 +75,8 @@ def load_release(folder: Path) -> Release:
         return Release.model_validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise ReleaseError(f"{folder} is not a release: it has no {RELEASE_FILE}") from None
+    except OSError as error:  # for example, a part of the disk is damaged
+        raise ReleaseError(f"{path}: cannot be read: {error.strerror or error}") from None
     except ValidationError as error:
         raise ReleaseError(
             *(
@@ -141,8 +143,8 @@ def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None =
     changes atomically. There are two cases:
 
     - `stands_in_for` is None. `release_id` becomes the last id in `live`, and `previous` changes to
-      the release that was served until now. But `previous` stays unchanged if that release is
-      `release_id` itself, or if `previous` already names `release_id`.
+      the release that was served until now. But `previous` stays unchanged in two cases: the
+      server already served `release_id`, or `previous` already names `release_id`.
     - `release_id` is only a substitute, and `stands_in_for` is the id of the release that the
       server could not serve. Nobody asked for a rollback. So `stands_in_for` stays the last id in
       `live`, and `previous` does not change.

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,6 +97,21 @@ def test_a_cold_start_that_failed_is_not_made_up_for_later(
     monkeypatch.undo()
     warm.launcher.poll_processes()
     assert warm.launcher.poll("local:j000001:1").phase == "vanished"
+
+
+def test_a_start_that_the_system_refuses_is_lost_alone(
+    warm: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until(lambda: warm.launcher.poll_processes() or warm.launcher._warm.state == "ready")
+    os.kill(warm_pid(warm), signal.SIGSTOP)
+    handle = warm.start("show_process")
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    os.kill(warm_pid(warm), signal.SIGKILL)
+    until(lambda: warm.launcher.poll_processes() or warm.launcher.poll(handle).phase == "vanished")
 
 
 def test_the_warm_parent_ends_when_its_runner_is_killed(warm: Bench) -> None:

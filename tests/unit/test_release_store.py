@@ -263,6 +263,14 @@ def test_a_file_that_the_disk_cannot_read_is_a_reason(
     assert verify.verify_release(folder) == (expected,)
 
 
+def test_a_manifest_that_the_disk_cannot_read_is_a_reason(tmp_path: Path) -> None:
+    folder = tmp_path / "r000001-aaaaaaaa"
+    (folder / "release.json").mkdir(parents=True)
+    [reason] = verify.verify_release(folder)
+    assert reason == f"{folder}/release.json: cannot be read: Is a directory"
+    assert release_store.list_releases(tmp_path) == []
+
+
 def test_leftovers_are_swept_unless_a_publisher_is_at_work(tmp_path: Path) -> None:
     put(tmp_path, "r000001-00000000")
     (tmp_path / ".unfinished-1").mkdir()
