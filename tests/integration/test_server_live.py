@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from pipeline.liveness import http_probe
 from serving.engine import EngineError
 from serving.engines.echo_engine import EchoEngine
 from serving.engines.torch_engine import engine as torch_engine
@@ -39,6 +40,16 @@ def test_a_server_whose_engine_is_gone_is_neither_alive_nor_ready(tmp_path: Path
         for path in ("live", "health"):
             answer = httpx.get(f"{url}/{path}")
             assert (answer.status_code, answer.json()["reason"]) == (503, "out of order")
+
+
+def test_up_is_told_that_a_server_works_and_that_its_engine_is_gone(tmp_path: Path) -> None:
+    engine = EchoEngine()
+    with running(echo_app(tmp_path, engine)) as url:
+        probe = http_probe(url)
+        assert probe(10) == "works"
+        engine.fail["turn"] = EngineError("out of order")
+        assert probe(10) == "dead"
+    assert probe(10) == "silent"
 
 
 def test_a_server_whose_engine_hangs_does_not_say_that_it_is_alive(tmp_path: Path) -> None:
