@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from sqlalchemy import text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DatabaseError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -270,7 +270,7 @@ async def alive(request: Request) -> Response:
         try:
             with hub.database.read() as connection:
                 connection.execute(text("SELECT 1 FROM webhooks LIMIT 1"))
-        except OperationalError as error:
+        except DatabaseError as error:
             return str(error.orig)
         return None
 

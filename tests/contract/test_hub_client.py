@@ -1,8 +1,10 @@
 """The hub seen by the unmodified `huggingface_hub` client."""
 
 import os
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -309,6 +311,27 @@ def test_health_needs_no_token_and_metrics_count(hub: RunningHub, pushed: str) -
     text = hub.request("GET", "/metrics").text
     assert 'hub_pushes_total{result="ok"} 1.0' in text
     assert 'hub_events_total{scope="repo.content"} 1.0' in text
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        ("DROP TABLE webhooks", "no such table: webhooks"),
+        ("UPDATE sqlite_schema SET sql = 'x' WHERE name = 'webhooks'", "malformed database schema"),
+    ],
+)
+def test_a_hub_that_cannot_read_its_database_says_so_and_counts_as_alive(
+    hub: RunningHub, damage: str, fault: str
+) -> None:
+    with closing(sqlite3.connect(hub.root / "hub.sqlite")) as database, database:
+        database.execute("PRAGMA writable_schema = ON")
+        database.execute(damage)
+        # The hub's connections read the schema anew when this has changed.
+        (version,) = database.execute("PRAGMA schema_version").fetchone()
+        database.execute(f"PRAGMA schema_version = {version + 1}")
+    answer = httpx.get(f"{hub.url}/live")
+    assert answer.status_code == 200  # a new start would not help
+    assert fault in answer.json()["database"]
 
 
 def test_a_change_of_a_repository_itself_is_told(
