@@ -45,6 +45,19 @@ def test_a_failure_that_does_not_pass_ends_the_job_after_its_last_attempt(house:
     assert job.outcome.stage == "snapshot"
 
 
+def test_each_wait_is_four_times_the_one_before(house: House) -> None:
+    with JobStore.open(house.url, clock=lambda: 1000.0) as store:
+        jobs = [
+            store.submit(
+                JobSpec(command=("sh", "-c", "exit 75"), pipeline=pipeline, max_attempts=attempts)
+            ).job
+            for pipeline, attempts in (("faq", 2), ("other", 3))
+        ]
+        Runner(store, house.jobs_dir, SOON, ENVIRONMENT).run_until_idle(threading.Event())
+        waits = [store.get(job.id).run_after - 1000.0 for job in jobs]
+    assert waits == pytest.approx([SOON.retry_seconds, 4 * SOON.retry_seconds])
+
+
 @pytest.mark.parametrize(
     ("code", "attempts"), [(75, 2), (1, 1)], ids=["temporary failure", "any other"]
 )
