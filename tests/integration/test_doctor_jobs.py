@@ -109,6 +109,19 @@ def test_a_taken_metrics_port(home: Home, tmp_path: Path) -> None:
             thread.join()
 
 
+def test_a_disk_that_is_nearly_full(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> list[tuple[str, str]]:
+        told = doctor._check_state_folder(home, load_settings())
+        return wrong(each for each in told if each.check == "disk")
+
+    monkeypatch.setattr(doctor, "SPARE_BYTES", 0)
+    assert found() == []
+    monkeypatch.setattr(doctor, "SPARE_BYTES", 1 << 62)  # as if the disk had almost no room left
+    [(message, step)] = found()
+    assert message.endswith(f"GiB free on the disk of {home.root}")
+    assert "pipeline releases prune" in step
+
+
 def test_after_a_failed_job_the_next_step_is_to_wait_for_the_job_that_follows(home: Home) -> None:
     (home.root.parent / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
 
