@@ -74,6 +74,24 @@ def wrong() -> list[tuple[str, str]]:
     return [(each["message"], each["next_step"]) for each in found if each["level"] == "wrong"]
 
 
+def clone(hub: RunningHub, folder: Path) -> Path:
+    remote, worktree = hub.create_dataset("local/facts"), folder / "facts"
+    hub.git("clone", "--quiet", remote, str(worktree), cwd=folder)
+    return worktree
+
+
+def push(hub: RunningHub, worktree: Path) -> str:
+    """Pushes a commit that changes no row. Returns its sha."""
+    hub.git("commit", "--quiet", "--allow-empty", "-m", "words", cwd=worktree)
+    hub.git("push", "--quiet", "origin", "HEAD:main", cwd=worktree)
+    return hub.git("rev-parse", "HEAD", cwd=worktree)
+
+
+def training_on(commit: str) -> JobSpec:
+    range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=commit)
+    return JobSpec(command=("true",), pipeline="facts", revisions=range)
+
+
 def test_a_dataset_that_was_moved_is_loud_and_no_new_one_takes_its_name(
     hub: RunningHub, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,39 +200,50 @@ def test_another_shell_finds_the_stack_that_runs_not_the_ports_of_the_file(
 
 
 def test_a_commit_that_changes_no_row_is_told_from_one_that_waits(
-    hub: RunningHub, receiver: Receiver, tmp_path: Path
+    hub: RunningHub, tmp_path: Path
 ) -> None:
-    remote, worktree = hub.create_dataset("local/facts"), tmp_path / "facts"
-    home = Home.find()
-    home.hub_dir.symlink_to(tmp_path / "hub")
-    hub.git("clone", "--quiet", remote, str(worktree), cwd=tmp_path)
-    (worktree / "README.md").write_text("about the rows\n")
-    hub.git("add", ".", cwd=worktree)
-    hub.git("commit", "--quiet", "-m", "words", cwd=worktree)
-    hub.git("push", "--quiet", "origin", "HEAD:main", cwd=worktree)
-    head = hub.git("rev-parse", "HEAD", cwd=worktree).strip()
-    folder = home.releases_dir / "facts"
+    worktree = clone(hub, tmp_path)
+    head = push(hub, worktree)
+    folder = Home.find().releases_dir / "facts"
     release_store.set_current(folder, echo_release(folder, 1).id)
 
     assert f"; the newest commit is {head[:12]}\n" in pipeline("status")
-    lost = f"facts: the job of the newest commit of main, {head[:12]}, is lost"
-    assert lost not in dict(wrong()), "no webhook has delivered this commit"
-    receiver.body = b'{"job":"job-9"}'
-    hub.api.create_webhook(url=receiver.url, watched=[{"type": "dataset", "name": "local/facts"}])
-    hub.git("commit", "--quiet", "--allow-empty", "-m", "nothing", cwd=worktree)
-    hub.git("push", "--quiet", "origin", "HEAD:main", cwd=worktree)
-    head = hub.git("rev-parse", "HEAD", cwd=worktree).strip()
-    lost = f"facts: the job of the newest commit of main, {head[:12]}, is lost"
-    wait_until(lambda: got_job(home, head))
-    assert (lost, "pipeline jobs run --pipeline facts") in wrong()
-    range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=head)
     with open_job_store(load_settings(), Home.find()) as store:
-        store.submit(JobSpec(command=("true",), pipeline="facts", revisions=range))
+        store.submit(training_on(head))
         job = store.claim("me", 60)
         assert job is not None
         store.finish(job.id, "me", JobOutcome(result="unchanged"))
     assert f"; the newest commit is {head[:12]}, which changes no row\n" in pipeline("status")
-    assert lost not in dict(wrong())
+
+
+def test_a_commit_whose_job_was_lost_with_the_database_is_named_and_trained_on(
+    hub: RunningHub, receiver: Receiver, tmp_path: Path
+) -> None:
+    worktree, home = clone(hub, tmp_path), Home.find()
+    home.hub_dir.symlink_to(tmp_path / "hub")
+
+    def step_of_lost_job(commit: str) -> str | None:
+        message = f"facts: the job of the newest commit of main, {commit[:12]}, is lost"
+        return dict(wrong()).get(message)
+
+    assert step_of_lost_job(push(hub, worktree)) is None, "no webhook has delivered this commit"
+    receiver.body = b'{"job":"j000001"}'
+    hub.api.create_webhook(url=receiver.url, watched=[{"type": "dataset", "name": "local/facts"}])
+    head = push(hub, worktree)
+    wait_until(lambda: got_job(home, head))
+    with open_job_store(load_settings(), home) as store:
+        assert store.submit(training_on(head)).job.id == "j000001"
+    assert step_of_lost_job(head) is None
+    for file in home.jobs_dir.glob("jobs.sqlite*"):
+        file.unlink()
+
+    step = step_of_lost_job(head)
+    assert step == "pipeline jobs run --pipeline facts"
+    told = json.loads(pipeline(*step.split()[1:], "--detach", "--json"))
+    with open_job_store(load_settings(), home) as store:
+        job = store.get(told["job"])
+    assert job.spec.revisions is not None and job.spec.revisions.new_sha == head
+    assert step_of_lost_job(head) is None
 
 
 @pytest.mark.parametrize("content", [None, "{}"])
@@ -232,8 +261,7 @@ def test_the_doctor_of_a_stack_without_its_tokens_makes_no_others(
 
 
 def test_a_repository_with_a_lost_object_is_named(hub: RunningHub, tmp_path: Path) -> None:
-    remote, worktree = hub.create_dataset("local/facts"), tmp_path / "facts"
-    hub.git("clone", "--quiet", remote, str(worktree), cwd=tmp_path)
+    worktree = clone(hub, tmp_path)
     (worktree / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     hub.git("add", ".", cwd=worktree)
     hub.git("commit", "--quiet", "-m", "rows", cwd=worktree)
@@ -299,11 +327,7 @@ def test_a_revision_that_is_not_there_is_told_from_a_dataset_that_is_empty(
 def test_a_job_by_hand_trains_with_the_settings_of_its_command(
     hub: RunningHub, tmp_path: Path
 ) -> None:
-    remote, worktree = hub.create_dataset("local/facts"), tmp_path / "facts"
-    hub.git("clone", "--quiet", remote, str(worktree), cwd=tmp_path)
-    hub.git("commit", "--quiet", "--allow-empty", "-m", "words", cwd=worktree)
-    hub.git("push", "--quiet", "origin", "HEAD:main", cwd=worktree)
-    head = hub.git("rev-parse", "HEAD", cwd=worktree).strip()
+    head = push(hub, clone(hub, tmp_path))
 
     def submitted(*options: str) -> JobSpec:
         told = json.loads(pipeline("jobs", "run", "--detach", "--json", *options))
