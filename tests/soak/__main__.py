@@ -20,6 +20,8 @@ from tests.stack_fixtures import workplace_in
 
 ENOUGH_KILLS = 50
 """For some of them to meet a training behind a checkpoint."""
+ENOUGH_ROUNDS = 50
+"""For some of them to fill the disk, and for some to have clients that stall."""
 
 
 def main() -> int:
@@ -51,9 +53,9 @@ def soak(
     """Play the plans on a stack in `folder`, until so many processes were killed or time is up.
     Returns what befell the stack.
 
-    Raises AssertionError where a promise is broken, or where so many kills met no training behind
-    a checkpoint that they prove nothing of it; the folder is left as it is then, with its disk
-    mounted.
+    Raises AssertionError where a promise is broken, and where so many kills met no training behind
+    a checkpoint, or so many rounds no full disk or no client that stalled, that they prove nothing
+    of it. Where a promise is broken, the folder is left as it is, with its disk mounted.
     """
     deadline = time.monotonic() + 60 * minutes
     stack = StackUnderFire(workplace_in(folder))
@@ -87,6 +89,9 @@ def soak(
         disk.unmount(stack.home)
     if soaked["kills"] >= ENOUGH_KILLS:
         assert soaked["resumed trainings"], f"no kill met a training behind a checkpoint: {soaked}"
+    if soaked["rounds"] >= ENOUGH_ROUNDS:
+        assert soaked["stalled clients"], f"no client stalled: {soaked}"
+        assert why_not or soaked["full disks"], f"no disk was filled: {soaked}"
     return soaked
 
 

@@ -176,6 +176,8 @@ def _push_under_fire(
             if stack.home.is_mount():
                 disk.fill(stack.home)
                 stack.counts["full disks"] += 1
+            else:
+                stack.counts["disks not filled"] += 1
             continue
         stack.kill(shot.victim)
         if shot.victim in ("up", "all"):

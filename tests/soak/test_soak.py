@@ -38,6 +38,9 @@ def test_nothing_is_lost_when_processes_are_killed(folder: Path) -> None:
     shots = [shot for plan in SMALL for shot in plan.shots if shot.victim != FULL_DISK]
     assert soaked["kills"] + soaked["stops"] == len(shots) + num_damages
     assert soaked["damages"] == num_damages
+    assert soaked["stalled clients"]
+    num_fills = sum(shot.victim == FULL_DISK for plan in SMALL for shot in plan.shots)
+    assert soaked["full disks"] == (0 if soaked["disks not filled"] else num_fills)
     assert soaked["resumed trainings"]
     assert soaked["answers"] and soaked["suspensions"]
 
