@@ -18,6 +18,7 @@ from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.hub.app import create_app
 from pipeline.hub.routes import transfers
+from pipeline.hub.routes.dispatch import VERBS
 from pipeline.hub.settings import HubSettings
 from tests.hub_fixtures import SECRET_KEY, TOKEN, RunningHub, running_hub
 
@@ -108,7 +109,10 @@ BY_HAND = [
     ("GET", "/api/spaces/local/app/variables"),
     ("DELETE", "/api/datasets/{owner}/{name}/branch/{revision}"),
     ("DELETE", "/api/datasets/{owner}/{name}/tag/{revision}"),
-    ("GET", "/datasets/{owner}/{name}/resolve/{revision}/{path}"),
+    *(
+        ("GET", f"/datasets/{{owner}}/{{name}}/{verb}/{{revision}}/{{path}}")
+        for verb in ("resolve", "raw")
+    ),
     *(
         ("POST", f"/datasets/{{owner}}/{{name}}.git/info/lfs/{rest}")
         for rest in ("objects/batch", "locks", "locks/verify")
@@ -166,15 +170,23 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
         yield hub
 
 
+def test_no_route_is_missing_from_the_description(tmp_path: Path) -> None:
+    found = routes(tmp_path)
+    assert len(found) > 40
+    signed = ("PUT", "/api/lfs/{repository_id}/objects/{oid}")
+    assert {("GET", "/health"), ("GET", "/settings/webhooks"), signed} <= found
+    below_repository = re.compile(r"/api/(?:datasets|spaces)/[^/]+/[^/]+/([^/]+)")
+    verbs = {match[1] for _, path in BY_HAND if (match := below_repository.match(path))}
+    assert verbs == VERBS
+
+
 @pytest.mark.parametrize("num_examples", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_each_route_stands_answers_and_asks_for_the_token(
     hub: RunningHub, tmp_path: Path, num_examples: int
 ) -> None:
     schema = schemathesis.openapi.from_dict(described(routes(tmp_path / "other")))
     schema.config.update(base_url=hub.url)
-    operations = [result.ok() for result in schema.get_all_operations()]
-    assert len(operations) > 40
-    for operation in operations:
+    for operation in (result.ok() for result in schema.get_all_operations()):
 
         def check(case: Case) -> None:
             if case.path not in OPEN:
