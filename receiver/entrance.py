@@ -9,6 +9,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from serving.http.cross_site import other_host
 
 
+def not_found() -> JSONResponse:
+    """The answer to a stranger who may reach only the handlers. It is the same as for an unknown
+    path, so that the stranger does not learn which paths exist."""
+    return JSONResponse({"error": "Not Found"}, status_code=404)
+
+
 class TunnelEntrance:
     """An application in front of `app`, for a receiver that has opened a tunnel.
 
@@ -46,9 +52,7 @@ class TunnelEntrance:
         ):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            # Give the same answer as for an unknown path, so that a stranger does not learn which
-            # paths exist.
-            await JSONResponse({"error": "Not Found"}, status_code=404)(scope, receive, send)
+            await not_found()(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
 

@@ -45,7 +45,7 @@ from receiver.tunnel import Tunnel
 from receiver.ui import application_of
 from receiver.verify import Proof, ProofScheme
 from serving.http.bodies import BodiesInFlight
-from serving.http.cross_site import host_name
+from serving.http.cross_site import host_name, is_loopback_name
 from serving.http.server import Server, http_config
 
 if TYPE_CHECKING:
@@ -100,7 +100,10 @@ class WebhooksServer:
         """The ASGI application. If another application mounts this one, the other application must
         enter `lifespan`."""
         self.app.add_middleware(
-            OnlyOwnNames, names=self._own_names, handlers=self.registered_webhooks
+            OnlyOwnNames,
+            names=self._own_names,
+            public_name=self._public_name,
+            handlers=self.registered_webhooks,
         )
         self.app.exception_handler(RequestValidationError)(refuse_unreadable)
         self.app.exception_handler(HTTPException)(refuse)
@@ -252,11 +255,12 @@ class WebhooksServer:
             self._durable.close()
             raise
         page = listen.url_of(sockets[0], host)
-        if tunnel is None and self.settings.public_url is not None:
-            # The URL of a Space never changes, so webhooks that post to it never need an update.
-            if not is_space():
-                self._public_access = FixedUrl(self.settings.public_url, remembered, self._hubs)
+        if is_space():
+            # The page is public in a Space only. The URL of a Space never changes, so webhooks that
+            # post to it never need an update.
             page = self._public_url() or page
+        elif tunnel is None and self.settings.public_url is not None:
+            self._public_access = FixedUrl(self.settings.public_url, remembered, self._hubs)
         url = self._public_url() or page
         public = None if self._public_access is None else self._public_access.public
         print(greeting(url, self.registered_webhooks, unproven, public, page=page), flush=True)
@@ -337,8 +341,17 @@ class WebhooksServer:
 
     def _own_names(self) -> set[str]:
         """The host names of this server, in lower case."""
-        local = {(self._host or "").lower(), self.settings.host.lower()}
-        return {*local, host_name(self._public_url() or "")}
+        return {*self._local_names(), host_name(self._public_url() or "")}
+
+    def _local_names(self) -> set[str]:
+        return {(self._host or "").lower(), self.settings.host.lower()}
+
+    def _public_name(self) -> str | None:
+        """The host name that only strangers use. None in a Space, whose page is public, and if the
+        public URL has a name that is used on this machine too."""
+        name = host_name(self._public_url() or "")
+        is_local = is_space() or name in self._local_names() or is_loopback_name(name)
+        return None if name == "" or is_local else name
 
     def _close_public_access(self) -> None:
         if self._public_access is not None:

@@ -42,11 +42,20 @@ def other_host(
     """
     if server is None or not _is_loopback(server[0]):
         return None
-    host = _host(headers)
-    name = host_name(f"//{host}").removesuffix(".")
+    host, name = _host(headers), named_host(headers)
+    is_known = is_loopback_name(name) or (name != "" and name in names)
+    return None if host == "" or is_known else host
+
+
+def named_host(headers: Mapping[str, str]) -> str:
+    """The host name in the header `Host`, in lower case. Empty if there is none."""
+    return host_name(f"//{_host(headers)}").removesuffix(".")
+
+
+def is_loopback_name(name: str) -> bool:
+    """Whether a browser takes `name`, in lower case, for a name of its own machine."""
     # Browsers resolve `localhost` and names that end in `.localhost` to loopback (RFC 6761, 6.3).
-    is_loopback = name == "localhost" or name.endswith(".localhost") or _is_loopback(name)
-    return None if host == "" or is_loopback or (name != "" and name in names) else host
+    return name == "localhost" or name.endswith(".localhost") or _is_loopback(name)
 
 
 def host_name(url: str) -> str:

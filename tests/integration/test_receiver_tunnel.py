@@ -188,7 +188,10 @@ def test_when_the_url_changes_webhooks_are_moved(
 
 
 def test_a_public_url_that_is_kept_up_elsewhere_moves_webhooks_too(
-    hub: RunningHub, tmp_path: Path, closing: list[WebhooksServer]
+    hub: RunningHub,
+    tmp_path: Path,
+    closing: list[WebhooksServer],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     at = {"endpoint": hub.url, "token": hub.token}
     ours = create_webhook(url="https://a.example/webhooks/hello", watched=["user:local"], **at)
@@ -197,6 +200,8 @@ def test_a_public_url_that_is_kept_up_elsewhere_moves_webhooks_too(
         closing.append(server)
         assert server.launch(prevent_thread_lock=True) == public_url.rstrip("/")
         expected = f"{public_url.rstrip('/')}/webhooks/hello"
+        printed = capsys.readouterr().out
+        assert f"POST {expected}" in printed and "Open http://127.0.0.1:" in printed
         wait_until(lambda: get_webhook(ours.id, **at).url == expected)  # noqa: B023
         server.close()
 

@@ -177,26 +177,60 @@ def test_without_a_secret_pages_of_other_sites_reach_no_handler(
     assert proven.status_code == 200, "the secret is proof enough"
 
 
+PATHS = ("/", "/health", "/docs", "/openapi.json", "/metrics")
+
+
+def measured(public_url: str) -> WebhooksServer:
+    settings = ReceiverSettings(public_url=public_url)
+    server = WebhooksServer(webhook_secret="s3cret", settings=settings)
+    server.add_webhook("/proven")(lambda payload: "called")
+    measure(server.app)
+    return server
+
+
 def test_a_page_that_leads_its_own_name_here_reads_nothing(
     serve: Callable[[ASGIApp], str],
 ) -> None:
-    server = WebhooksServer(
-        webhook_secret="s3cret", settings=ReceiverSettings(public_url="https://hooks.example")
-    )
-    server.add_webhook("/proven")(lambda payload: "called")
-    measure(server.app)
+    server = measured("https://hooks.example")
     outer = FastAPI(lifespan=server.lifespan)
     outer.mount("/inner", server.app)
     for url in (serve(server.app), f"{serve(outer)}/inner"):
-        for path in ("/", "/health", "/docs", "/openapi.json", "/metrics"):
+        for path in PATHS:
             foreign = httpx.get(f"{url}{path}", headers={"Host": "evil.example:7860"})
             assert (foreign.status_code, "public_url" in foreign.text) == (403, True), path
-            for host in ("localhost:7860", "hooks.example"):
-                own = httpx.get(f"{url}{path}", headers={"Host": host})
-                assert own.status_code == 200, path
+            own = httpx.get(f"{url}{path}", headers={"Host": "localhost:7860"})
+            assert own.status_code == 200, path
         headers = SECRET | {"Host": "evil.example"}
         proven = httpx.post(f"{url}/webhooks/proven", json=dataset_update(), headers=headers)
         assert proven.json() == "called", "the secret is proof enough"
+
+
+def test_who_uses_the_public_name_reaches_the_handlers_only(
+    serve: Callable[[ASGIApp], str],
+) -> None:
+    server = measured("https://Hooks.example:8443/here")
+    outer = FastAPI(lifespan=server.lifespan)
+    outer.mount("/inner", server.app)
+    for url in (serve(server.app), f"{serve(outer)}/inner"):
+        for host in ("hooks.example:8443", "hooks.example", "HOOKS.example."):
+            with httpx.Client(base_url=url, headers=SECRET | {"Host": host}) as stranger:
+                for path in (*PATHS, "/webhooks/proven", "/webhooks/no-such"):
+                    shown = stranger.get(path)
+                    assert (shown.status_code, shown.json()) == (404, {"error": "Not Found"}), path
+                called = stranger.post("/webhooks/proven", json=dataset_update())
+                assert called.json() == "called"
+
+
+def test_the_page_stays_where_the_public_name_is_of_this_machine_or_of_a_space(
+    serve: Callable[[ASGIApp], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_home = serve(measured("http://localhost:7860").app)
+    assert httpx.get(at_home, headers={"Host": "localhost:7860"}).status_code == 200
+    in_space = serve(measured("https://ada-hooks.hf.space").app)
+    shown = {"Host": "ada-hooks.hf.space"}
+    assert httpx.get(in_space, headers=shown).status_code == 404
+    monkeypatch.setenv("SPACE_ID", "ada/hooks")
+    assert httpx.get(in_space, headers=shown).status_code == 200
 
 
 @pytest.mark.parametrize("wrong", [{"port": 70000}, {"prot": 1}, {"public_url": "hooks.example"}])
