@@ -1,5 +1,6 @@
 """Runs the app of a Space on this machine, in the environment that a Space would give it."""
 
+import math
 import os
 import signal
 import socket
@@ -15,6 +16,9 @@ from pipeline.orphans import end_with_parent
 from pipeline.space_files import APP, README, subdomain
 
 HOST = "127.0.0.1"
+KILL_AFTER_SECONDS = 15.0
+"""An app that still runs so long after SIGTERM is killed. A receiver needs less time: it waits for
+its running handlers for 10 s (`shutdown_seconds`)."""
 _NOT_PASSED_TO_APP = ("HF_TOKEN", "HF_ENDPOINT", "WEBHOOK_SECRET", "HUGGING_FACE_HUB_TOKEN")
 """Variables of this process that the app does not get, because a Space does not have them. If the
 settings of the Space set one of these names, the app gets the value from these settings."""
@@ -67,8 +71,8 @@ def environment(
 def run_app(
     file: Path, variables: Mapping[str, str], port: int, on_ready: Callable[[], None]
 ) -> int:
-    """Run the script until it ends, or until this process gets SIGINT or SIGTERM. Calls `on_ready`
-    once, as soon as the app listens.
+    """Run the script until it ends, or until this process gets SIGINT or SIGTERM. Then the app gets
+    SIGTERM, and `KILL_AFTER_SECONDS` to end. Calls `on_ready` once, as soon as the app listens.
 
     Returns the exit code of the script, or 0 if this process got one of the two signals. Raises
     PipelineError if the port is in use.
@@ -96,8 +100,10 @@ def run_app(
         )
         if stopped_by:  # the signal came before `stop` knew the app
             app.terminate()
-        is_ready = False
-        while app.poll() is None:
+        is_ready, kill_at = False, math.inf
+        while app.poll() is None and time.monotonic() < kill_at:
+            if stopped_by and kill_at == math.inf:
+                kill_at = time.monotonic() + KILL_AFTER_SECONDS
             if not is_ready and _listens(port):
                 is_ready = True
                 on_ready()

@@ -200,6 +200,25 @@ def test_a_signal_that_comes_while_the_app_is_started_stops_it(
     assert code == 0
 
 
+def test_an_app_that_ignores_the_signal_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    (tmp_path / "app.py").write_text(
+        "import pathlib, signal, socket, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"with socket.create_server(('127.0.0.1', {port})):\n"
+        "    time.sleep(30)\n"
+        "pathlib.Path('has-ended-by-itself').touch()\n"
+    )
+    monkeypatch.setattr(space_run, "KILL_AFTER_SECONDS", 0.2)
+    code = space_run.run_app(
+        tmp_path / "app.py", os.environ, port, lambda: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    assert code == 0
+    assert not (tmp_path / "has-ended-by-itself").exists()
+
+
 def test_a_folder_runs_with_the_secret_of_a_file(stack: Stack, tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(APP)
     (tmp_path / "secrets").write_text("WEBHOOK_SECRET=s3cret\n")
