@@ -131,7 +131,9 @@ def lower_priority(niceness: int) -> None:
 
 
 def _stat(pid: int) -> _Stat | None:
-    """Some fields of the file /proc/<pid>/stat (see proc(5)). None if there is no such process.
+    """Some fields of the file /proc/<pid>/stat (see proc(5)). None if there is no such process, or
+    if the system hides it: with the mount option `hidepid`, a user cannot read about processes of
+    other users. These are none of ours.
 
     The file shows the program's name in brackets. The name itself may contain spaces and brackets,
     so this function counts the fields from the last closing bracket.
@@ -140,7 +142,7 @@ def _stat(pid: int) -> _Stat | None:
         # The name may contain any bytes. The kernel also cuts it, perhaps in the middle of a
         # character. So replace the bytes that cannot be decoded.
         line = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     fields = line.rpartition(")")[2].split()
     return _Stat(state=fields[0], session=int(fields[3]), start_ticks=fields[19])

@@ -1,5 +1,7 @@
 """The local launcher with real processes and signals, forked from the warm parent and cold."""
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -8,12 +10,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jobs.folder import COMPUTING, EXIT, LOCK, PROCESS
 from jobs.launcher import Status
-from jobs.launchers.process import IS_LINUX, identify
+from jobs.launchers.process import IS_LINUX, identify, signal_session
 from tests.jobs_fixtures import is_gone, until
 from tests.local_launcher_fixtures import ENVIRONMENT, Bench
 
@@ -229,6 +232,30 @@ def test_a_process_with_a_name_that_is_not_utf_8_is_found() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as odd:
         assert odd.stdout is not None and odd.stdout.readline()
         assert identify(odd.pid) is not None
+
+
+@pytest.mark.skipif(not IS_LINUX, reason="/proc is Linux's")
+def test_a_process_that_the_system_hides_is_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_text = Path.read_text
+
+    def read_all_but_one(path: Path, **options: Any) -> str:
+        if path == Path("/proc/1/stat"):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        return read_text(path, **options)
+
+    command = ["sh", "-c", "sleep 600 & echo; wait"]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as shell:
+        assert shell.stdout is not None and shell.stdout.readline()
+        leader = identify(shell.pid)
+        assert leader is not None
+        monkeypatch.setattr(Path, "read_text", read_all_but_one)
+        try:
+            assert identify(1) is None
+            signal_session(leader, signal.SIGKILL)
+            assert shell.wait(30) == 0, "the leader, which gets no signal, waited for the other one"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(leader.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("content", ["", "{", "\0" * 40])
