@@ -3,6 +3,7 @@ processes have left in this folder."""
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 from filelock import Timeout
@@ -11,6 +12,8 @@ from serving.errors import ReleaseError
 from serving.weights.atomic_file import is_abandoned
 from serving.weights.release_store import (
     CONVERTED,
+    CURRENT,
+    PREVIOUS,
     UNFINISHED,
     live_releases,
     pending_release,
@@ -21,13 +24,21 @@ from serving.weights.release_store import (
     served_release_id,
 )
 
+_REPLACED = tuple(f"{link}.replaced-" for link in (CURRENT, PREVIOUS))
+"""The names of folders that stood in the place of a link begin with one of these. `link_atomically`
+renames such a folder."""
+_REPLACED_KEPT_SECONDS = 7 * 24 * 3600.0
+"""So long, such a folder is kept: it may hold files that a person wants to have back."""
+
 
 def prune(pipeline_dir: Path, keep: int) -> list[str]:
     """Remove all but the newest `keep` releases; returns the removed ids, oldest first.
 
     The served, the pending and the pinned releases always stay. Like `sweep`, this function also
-    removes what killed processes have left. Raises ReleaseError if `keep` is negative, or if the
-    content of `current`, `pending` or `pinned` is not valid.
+    removes what killed processes have left. It also removes folders that stood in the place of the
+    links `current` and `previous`, a week after `link_atomically` has renamed them. Raises
+    ReleaseError if `keep` is negative, or if the content of `current`, `pending` or `pinned` is not
+    valid.
     """
     if keep < 0:
         raise ReleaseError(f"keep must be at least 0, not {keep}")
@@ -35,6 +46,7 @@ def prune(pipeline_dir: Path, keep: int) -> list[str]:
         return []
     with release_lock(pipeline_dir):
         sweep_locked(pipeline_dir)
+        _remove_replaced(pipeline_dir)
         ids = release_ids(pipeline_dir)
         served = served_release(pipeline_dir)
         kept = {
@@ -87,6 +99,15 @@ def _remove_locked(pipeline_dir: Path, release_id: str) -> None:
     renamed = pipeline_dir / f"{UNFINISHED}{release_id}"
     os.rename(pipeline_dir / release_id, renamed)
     shutil.rmtree(renamed)
+
+
+def _remove_replaced(pipeline_dir: Path) -> None:
+    for entry in pipeline_dir.iterdir():
+        # The rename has set the time of the last change.
+        is_old = time.time() - entry.lstat().st_ctime > _REPLACED_KEPT_SECONDS
+        if entry.name.startswith(_REPLACED) and is_old:
+            # Another user may have made the copy. If it cannot be removed, no job may fail for it.
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def sweep(pipeline_dir: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -210,6 +211,21 @@ def test_prune_ends_what_a_killed_one_began(tmp_path: Path) -> None:
     (tmp_path / ids[0]).rename(half)
     assert release_removal.prune(tmp_path, keep=2) == []
     assert not half.exists() and release_store.release_ids(tmp_path) == ids[1:]
+
+
+def test_prune_removes_what_stood_in_the_place_of_a_link_after_some_days(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release_id = put(tmp_path, "r000001-00000000")
+    shutil.copytree(tmp_path / release_id, tmp_path / "current")
+    release_store.set_current(tmp_path, release_id)
+    [copy] = tmp_path.glob("current.replaced-*")
+    release_removal.prune(tmp_path, keep=1)
+    assert copy.is_dir()
+    monkeypatch.setattr(release_removal, "_REPLACED_KEPT_SECONDS", -1.0)
+    release_removal.prune(tmp_path, keep=1)
+    assert not copy.exists()
+    assert release_store.served_release(tmp_path) == tmp_path / release_id
 
 
 def test_only_a_release_can_be_pinned_and_only_a_pinned_one_unpinned(tmp_path: Path) -> None:
