@@ -7,6 +7,7 @@ from typing import Self
 
 from sqlalchemy import Connection, Engine, func, select, text
 
+from jobs.errors import StoreReplaced
 from jobs.job import OPEN_STATES, Job, JobState
 from jobs.rows import (
     fetch_job,
@@ -15,7 +16,7 @@ from jobs.rows import (
     number_of,
     select_jobs,
 )
-from jobs.schema import JOB_DELIVERIES, JOBS, ChangeDetector, reading
+from jobs.schema import JOB_DELIVERIES, JOBS, ChangeDetector, file_of, reading
 
 
 class JobReader:
@@ -30,6 +31,7 @@ class JobReader:
         self._engine = engine
         self._clock = clock
         self._changes = ChangeDetector(engine)
+        self._file = file_of(engine)
 
     def close(self) -> None:
         self._changes.close()
@@ -130,6 +132,16 @@ class JobReader:
         This method is cheap enough to call many times a second. Only one thread may call it.
         """
         return self._changes.changed()
+
+    def check_file(self) -> None:
+        """Raise StoreReplaced if the SQLite file is no longer the one that was opened. All other
+        methods then use the new file."""
+        if file_of(self._engine) != self._file:
+            raise StoreReplaced(
+                f"The job store {self._engine.url.database} was replaced or deleted while it was "
+                "open. Jobs that are not in the new file are lost; `pipeline doctor` names commits "
+                "that have lost their job."
+            )
 
     def now(self) -> float:
         """The present time by the store's clock, in seconds since the epoch."""

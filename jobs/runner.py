@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jobs.errors import DamagedRecord, LaunchError, LeaseLost, StoreError
+from jobs.errors import DamagedRecord, LaunchError, LeaseLost, StoreError, StoreReplaced
 from jobs.folder import OUTCOME
 from jobs.job import Job, delivery_ids, failure, log_fields
 from jobs.launcher import Launcher, Status
@@ -124,6 +124,8 @@ class Runner:
 
         If the store fails, the runner tries again until the store works. Raises StoreError if the
         store fails after `stop` was set, and LaunchError if `jobs_dir` cannot be used. Raises
+        StoreReplaced if the store's file was replaced or deleted, because this runner does not know
+        the jobs that run according to the new file. Raises
         OSError or DamagedRecord if a file in a job's folder cannot be used for a temporary cause,
         such as a full disk. The next runner then adopts the running jobs.
         """
@@ -143,7 +145,7 @@ class Runner:
                     self._step(launcher, is_stopping=stop.is_set())
                     idle = until_idle and not self._leased and self._store.seconds_to_next() is None
                 except StoreError as error:
-                    if stop.is_set():
+                    if stop.is_set() or isinstance(error, StoreReplaced):
                         raise  # do not try again, because the next runner adopts the running jobs
                     # A failed step can safely be repeated, so try again.
                     logger.error("%s Trying again.", error)
@@ -185,6 +187,7 @@ class Runner:
 
     def _step(self, launcher: Launcher, *, is_stopping: bool) -> None:
         now = time.monotonic()
+        self._store.check_file()
         launcher.poll_processes()
         changed = self._store.changed()
         if not is_stopping:

@@ -6,6 +6,7 @@ by a person (`by_hand`). Two partial unique indexes enforce this limit, so even 
 more jobs.
 """
 
+import os
 import re
 import sqlite3
 import time
@@ -34,7 +35,13 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DisconnectionError,
+    NoSuchModuleError,
+    SQLAlchemyError,
+)
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from jobs.errors import StoreError
 
@@ -171,7 +178,34 @@ def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _set_busy_timeout if only_reads else _set_up_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
+        _follow_file(engine)
     return engine
+
+
+def file_of(engine: Engine) -> tuple[int, int] | None:
+    """The device and the inode of the SQLite file that the path names now. None for Postgres, and
+    if there is no such file."""
+    if engine.dialect.name != "sqlite" or engine.url.database is None:
+        return None
+    try:
+        found = os.stat(engine.url.database)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _follow_file(engine: Engine) -> None:
+    """Make the pool connect again if the path names another file now. An old connection would go on
+    with a file that other processes do not see any more."""
+
+    @event.listens_for(engine, "connect")
+    def note(_connection: object, record: ConnectionPoolEntry) -> None:
+        record.info["file"] = file_of(engine)
+
+    @event.listens_for(engine, "checkout")
+    def compare(_connection: object, record: ConnectionPoolEntry, _proxy: object) -> None:
+        if record.info["file"] != file_of(engine):
+            raise DisconnectionError("The file of the database was replaced.")
 
 
 def _url_start(url: str) -> str:
@@ -267,6 +301,7 @@ class ChangeDetector:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._connection: Any = None
+        self._file: object = None
         self._seen: object = None
         if engine.dialect.name == "sqlite":
             self._query = "PRAGMA data_version"
@@ -278,6 +313,9 @@ class ChangeDetector:
         StoreError if the database fails."""
         try:
             with _as_store_error(self._engine):
+                if self._file != (file := file_of(self._engine)):
+                    self.close()
+                    self._file = file
                 if self._connection is None:
                     proxy = self._engine.raw_connection()
                     proxy.detach()

@@ -12,6 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from jobs.spec import JobSpec
+from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.liveness import Answer, ChildWatch
 from pipeline.log_files import MAX_BYTES
@@ -131,6 +133,35 @@ def test_a_service_that_cannot_be_started_is_tried_again_while_the_others_stay_u
         until(lambda: check() and events[-1] == "hub is up again")
         assert child(home, "hub").num_restarts == 1
         assert child(home, "runner").process == runner
+    finally:
+        stack.stop()
+
+
+def test_a_job_that_is_stored_in_a_new_database_runs_without_a_person(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.stack.RESTART_SECONDS", (0.05,))
+    stack = Stack(home, [RUNNER])
+    stack.start()
+
+    def run_a_job() -> None:
+        """Store it in the file that is there now, and wait until it has ended."""
+        with JobStore.open(home.jobs_database) as store:
+            job = store.submit(JobSpec(command=("true",))).job
+
+            def has_ended() -> bool:
+                stack.check_services()
+                return store.get(job.id).has_ended
+
+            until(has_ended)
+
+    try:
+        run_a_job()
+        for file in home.jobs_dir.glob("jobs.sqlite*"):
+            file.unlink()
+        run_a_job()
+        assert child(home, "runner").num_restarts == 1
+        assert "was replaced or deleted" in home.log_file("runner").read_text()
     finally:
         stack.stop()
 

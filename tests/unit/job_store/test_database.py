@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, event, inspect, text
 
-from jobs.errors import NewerSchema, StoreError
+from jobs.errors import NewerSchema, StoreError, StoreReplaced
 from jobs.job import delivery_ids as delivery_ids_of
 from jobs.migrations import HEAD, upgrade
 from jobs.schema import METADATA
@@ -170,6 +170,26 @@ def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"notes\.txt.*not a database"):
         JobStore.open(path)
     assert path.read_bytes() == before
+
+
+def test_a_store_follows_its_path_to_the_file_that_replaced_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    with JobStore.open(path) as store:
+        assert store.changed() and not store.changed()
+        store.submit(spec(pipeline="lost"))
+        store.check_file()
+        for file in tmp_path.iterdir():
+            file.unlink()
+        with pytest.raises(StoreReplaced, match=r"jobs\.sqlite was replaced or deleted"):
+            store.check_file()
+        with JobStore.open(path) as other:
+            there = other.submit(spec(pipeline="faq")).job
+            assert store.changed() and store.list() == [there]
+            here = store.submit(spec(pipeline="other")).job
+            assert store.changed(), "by the pool's connection"
+            assert other.list() == [here, there]
+        with pytest.raises(StoreReplaced):
+            store.check_file()
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
