@@ -30,7 +30,7 @@ from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.garbage import release_all_unneeded
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repositories, Repository
-from pipeline.hub.routes import access, dispatch, git_http, lfs, transfers, xet
+from pipeline.hub.routes import access, dispatch, git_http, lfs, login, transfers, xet
 from pipeline.hub.routes.dispatch import VERBS
 from pipeline.hub.routes.git_http import GitHttp
 from pipeline.hub.service import Hub, Remarks, hub_of
@@ -91,6 +91,7 @@ def create_app(
             "hub a token."
         )
     cipher = SecretCipher(secret_key)
+    browser_login = login.BrowserLogin(secret_key)
     launcher = None if jobs_store is None else JobLauncher(jobs_store, secret_key)
     # The lifespan makes the same checks. They are also made here, because the server shows an
     # error of the lifespan as a traceback. An error that is raised here is shown as one line.
@@ -180,6 +181,7 @@ def create_app(
             Route("/live", alive),
             Route("/metrics", render_metrics),
             Route("/api/agent-harnesses", agent_harnesses),
+            browser_login.route(),
             *dispatch.routes(),
         ],
         exception_handlers=http_json.EXCEPTION_HANDLERS,
@@ -204,13 +206,14 @@ def create_app(
             if scope["path"].startswith((transfers.PREFIX, xet.PREFIX)):
                 await signed(scope, receive, send)
                 return
-            if scope["path"] not in _OPEN_PATHS:
+            if scope["path"] not in _OPEN_PATHS and not login.is_login(scope):
+                sent, scope = scope, browser_login.with_token(scope)
                 try:
                     identity = await api.state.guard.check(scope)
                     auth.check_site(scope)
                     await access.check(api.state.hub, identity, scope, VERBS)
                 except RequestError as error:
-                    refusal = lfs.refusal_by_guard(scope, error)
+                    refusal = lfs.refusal_by_guard(scope, error) or login.form_instead(sent, error)
                     if refusal is None:
                         refusal = http_json.error_response(_missing(scope, error) or error)
                     await refusal(scope, receive, send)

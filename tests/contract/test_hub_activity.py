@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from pipeline.hub.routes import login
 from tests.hub_fixtures import Receiver, RunningHub, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]
@@ -193,11 +194,74 @@ def test_a_page_of_another_site_changes_nothing_with_the_browsers_login(
 
 
 def test_the_pages_need_the_token(hub: RunningHub, told: str) -> None:
-    for path in ("/settings/webhooks", f"/settings/webhooks/{told}"):
+    for path in ("/settings/webhooks", f"/settings/webhooks/{told}", "/settings/login"):
         answer = httpx.get(f"{hub.url}{path}", verify=False)
         assert answer.status_code == 401
-        assert answer.headers["www-authenticate"].startswith("Basic")
+        assert answer.headers["www-authenticate"] == "Bearer", "no browser asks for a login itself"
+        assert 'action="/settings/login"' in answer.text
         assert browse(hub, "GET", path, "wrong").status_code == 401
+
+
+def log_in(hub: RunningHub, token: str, **headers: str) -> httpx.Response:
+    form = {"token": token}
+    return httpx.post(f"{hub.url}/settings/login", data=form, headers=headers, verify=False)
+
+
+def test_a_browser_logs_in_with_a_form(hub: RunningHub, receiver: Receiver, told: str) -> None:
+    with httpx.Client(base_url=hub.url, follow_redirects=True, verify=False) as browser:
+        wrong = browser.post("/settings/login", data={"token": "wrong"})
+        assert (wrong.status_code, len(browser.cookies)) == (401, 0)
+        assert "does not accept this token" in wrong.text
+        shown = browser.post("/settings/login", data={"token": hub.token})
+        assert shown.url.path == "/settings/webhooks" and told in shown.text
+        page = browser.get(f"/settings/webhooks/{told}")
+        form = {
+            "token": re.findall(r'name="token" value="([^"]+)"', page.text)[0],
+            "delivery": hub.deliveries(told)[0]["id"],
+        }
+        assert browser.post(f"/settings/webhooks/{told}/replay", data=form).status_code == 200
+    receiver.wait_for(2)
+
+
+def test_the_cookie_counts_for_the_pages_and_only_as_long_as_its_token(
+    hub: RunningHub, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = "/api/settings/tokens/page"
+    token = hub.request("POST", tokens, params={"role": "read"}).json()["token"]
+    cookie, *flags = log_in(hub, token).headers["set-cookie"].split("; ")
+    assert set(flags) == {"HttpOnly", "Path=/settings/webhooks", "SameSite=strict"}
+    assert token not in cookie
+
+    def status(path: str) -> int:
+        headers = {"Cookie": cookie}
+        return httpx.get(f"{hub.url}{path}", headers=headers, verify=False).status_code
+
+    pages = ("/settings/webhooks", f"/settings/webhooks/{told}")
+    assert [status(page) for page in pages] == [200, 200]
+    facts = "/datasets/local/facts.git/info/refs?service=git-upload-pack"
+    for path in ("/api/settings/webhooks", "/api/whoami-v2", "/metrics", facts):
+        assert status(path) == 401, path
+    with monkeypatch.context() as late:
+        late.setattr(login, "SESSION_SECONDS", -1)
+        assert status(pages[0]) == 401
+    hub.request("DELETE", tokens).raise_for_status()
+    assert status(pages[0]) == 401
+
+
+def test_a_form_of_another_site_does_nothing_with_the_cookie(
+    hub: RunningHub, receiver: Receiver, told: str
+) -> None:
+    foreign = {"Origin": "https://evil.example"}
+    refused = log_in(hub, hub.token, **foreign)
+    assert (refused.status_code, "set-cookie" in refused.headers) == (403, False)
+    path, [delivery] = f"{hub.url}/settings/webhooks/{told}", hub.deliveries(told)
+    with httpx.Client(headers={"Cookie": log_in(hub, hub.token).headers["set-cookie"]}) as browser:
+        [token] = re.findall(r'name="token" value="([^"]+)"', browser.get(path).text)
+        good = {"token": token, "delivery": delivery["id"]}
+        for headers, form in ((foreign, good), ({}, {**good, "token": "guessed"})):
+            sent = browser.post(f"{path}/replay", headers=headers, data=form)
+            assert sent.status_code == 403
+    assert len(receiver.received) == 1
 
 
 def test_the_page_escapes_what_others_wrote(

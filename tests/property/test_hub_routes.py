@@ -30,6 +30,7 @@ TEMPLATES = (
     "/api/settings/deliveries",
     "/api/settings/deliveries/{}",
     "/api/settings/deliveries/{}/replay",
+    "/settings/login",
     "/settings/webhooks",
     "/settings/webhooks/{}",
     "/settings/webhooks/{}/replay",

@@ -1,9 +1,10 @@
 """HTML pages for a person: the list of webhooks, and for each webhook its deliveries, with a button
 that sends a delivery again.
 
-A browser sends the hub's token by Basic authentication, with any user name. The browser also adds
-the token to a form that a page of another site posts to the hub. So each form of these pages has a
-second token, which no other site knows.
+A browser shows with a cookie that a person has logged in (`login.py`). A person may also have given
+the browser the token by Basic authentication. The browser then adds it to a form that a page of
+another site posts to the hub. So each form of these pages has a second token, which no other site
+knows.
 """
 
 import json
@@ -25,9 +26,10 @@ from pipeline.hub.service import hub_of
 from pipeline.hub.webhooks.activity import OutboxDelivery, list_deliveries
 from pipeline.hub.webhooks.store import StoredWebhook, get_webhook, list_webhooks
 
+PAGES = "/settings/webhooks"
 NUM_SHOWN = 50
 
-_HEADERS = {
+HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
         "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'"
@@ -39,9 +41,9 @@ _form_token = secrets.token_urlsafe(32)
 
 def routes() -> list[Route]:
     return [
-        Route("/settings/webhooks", show_all, methods=["GET"]),
-        Route("/settings/webhooks/{id}", show, methods=["GET"]),
-        Route("/settings/webhooks/{id}/replay", send_again, methods=["POST"]),
+        Route(PAGES, show_all, methods=["GET"]),
+        Route(f"{PAGES}/{{id}}", show, methods=["GET"]),
+        Route(f"{PAGES}/{{id}}/replay", send_again, methods=["POST"]),
     ]
 
 
@@ -53,7 +55,7 @@ async def show_all(request: Request) -> Response:
             return list_webhooks(connection)
 
     found = await run_in_threadpool(read)
-    return HTMLResponse(_template().render(webhooks=found), headers=_HEADERS)
+    return HTMLResponse(_template().render(webhooks=found), headers=HEADERS)
 
 
 async def show(request: Request) -> Response:
@@ -67,7 +69,7 @@ async def show(request: Request) -> Response:
 
     webhook, deliveries = await run_in_threadpool(read)
     page = _template().render(webhook=webhook, deliveries=deliveries, form_token=_form_token)
-    return HTMLResponse(page, headers=_HEADERS)
+    return HTMLResponse(page, headers=HEADERS)
 
 
 async def send_again(request: Request) -> Response:
