@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
-from pipeline.retrain.errors import PromoteError, SwapDeferred, TemporaryError
+from pipeline.retrain.errors import PromoteError, SwapDeferred, SwapFailed, TemporaryError
 from pipeline.retrain.promote import Promotion, promote
 from serving.swap_schemas import SwapRequest, SwapResult
 from serving.weights.release_store import clear_pending, pending_release, set_current, set_pending
@@ -105,6 +105,17 @@ def test_a_deferred_swap_is_asked_for_again(tmp_path: Path) -> None:
     with pytest.raises(SwapDeferred, match="pipeline releases swap") as caught:
         asked(tmp_path, (503, deferred))
     assert isinstance(caught.value, TemporaryError), "the job gets another attempt"
+
+
+def test_a_swap_that_failed_for_the_server_s_disk_or_engine_gets_another_attempt(
+    tmp_path: Path,
+) -> None:
+    failed = SwapResult(
+        result="failed", release=RELEASE, phase="probe", reasons=("current: no space is left",)
+    )
+    with pytest.raises(SwapFailed, match=r"\(probe\): current: no space is left") as caught:
+        asked(tmp_path, (500, failed))
+    assert isinstance(caught.value, TemporaryError)
 
 
 @pytest.mark.parametrize("is_served", [True, False])
