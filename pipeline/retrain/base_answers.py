@@ -96,8 +96,8 @@ def base_answers(
     max_measured_tokens: int,
 ) -> tuple[tuple[AnchorTarget, ...], tuple[AnchorTarget, ...]]:
     """The base model's answers to `anchors`, as two tuples: answers to train on, and answers that
-    are only measured. The second tuple ends after about `max_measured_tokens` tokens. The answers
-    are read from `folder` if an earlier job has made them.
+    are only measured. The second tuple has at most `max_measured_tokens` tokens, but at least one
+    answer. The answers are read from `folder` if an earlier job has made them.
 
     base: a text that identifies the base model. load: loads the base model. It is called only if
     the answers must be made.
@@ -120,12 +120,14 @@ def base_answers(
         write_record(path, answers)
     trained: list[AnchorTarget] = []
     measured: list[AnchorTarget] = []
+    left = max_measured_tokens
     for answer, target in zip(answers.answers, _targets(answers, load_file(tensors)), strict=True):
         if not answer.measured:
             trained.append(target)
-        elif max_measured_tokens > 0 or not measured:
+            continue
+        left -= len(target.sequence.token_ids)
+        if left >= 0 or not measured:
             measured.append(target)
-            max_measured_tokens -= len(target.sequence.token_ids)
     return tuple(trained), tuple(measured)
 
 

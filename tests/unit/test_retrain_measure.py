@@ -71,7 +71,7 @@ def anchors(count: int, *, measured: bool) -> Sequence[Anchor]:
     ]
 
 
-@pytest.mark.parametrize(("max_tokens", "num_measured"), [(1, 1), (60, 2), (10_000, 5)])
+@pytest.mark.parametrize(("max_tokens", "num_measured"), [(1, 1), (80, 2), (10_000, 5)])
 def test_of_the_base_models_answers_no_more_are_measured_than_the_gate_allows(
     tmp_path: Path, max_tokens: int, num_measured: int
 ) -> None:
@@ -87,4 +87,4 @@ def test_of_the_base_models_answers_no_more_are_measured_than_the_gate_allows(
     assert len(trained) == 3, "answers to train on are not bounded"
     sizes = [len(each.sequence.token_ids) for each in measured]
     assert len(sizes) == num_measured
-    assert sum(sizes[:-1]) < max_tokens
+    assert num_measured == 1 or sum(sizes) <= max_tokens
