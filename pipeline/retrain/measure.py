@@ -32,6 +32,8 @@ class MeasuredRows:
     held_out_new: tuple[Row, ...]
     held_out_known: tuple[Row, ...]
     golden: tuple[Row, ...]
+    unmeasured: tuple[Row, ...]
+    """The changed rows that have an answer, and are not in the sample `changed`."""
 
     @classmethod
     def choose(
@@ -42,18 +44,24 @@ class MeasuredRows:
         gate: GateSettings,
     ) -> "MeasuredRows":
         def sample(rows: Sequence[Row]) -> tuple[Row, ...]:
-            return _sample(rows, tokenizer, gate.max_tokens)
+            return _sample(rows, tokenizer, gate.max_tokens)[0]
 
         contradicting = {
             data.rows[index].digest for group in data.contradictions for index in group
         }
+        changed, unmeasured = _sample(
+            [row for row in data.new if row.digest not in contradicting],
+            tokenizer,
+            gate.max_tokens,
+        )
         return cls(
-            changed=sample([row for row in data.new if row.digest not in contradicting]),
+            changed=changed,
             known=sample([row for row in data.known if row.digest not in contradicting]),
             deleted=sample([row for row in data.deleted if row.is_counted]),
             held_out_new=sample(data.held_out_new),
             held_out_known=sample(data.held_out_known),
             golden=tuple(golden),
+            unmeasured=tuple(row for row in unmeasured if row.is_counted),
         )
 
 
@@ -119,11 +127,11 @@ def measure(
 
 def _sample(
     rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_tokens: int
-) -> tuple[Row, ...]:
-    """A random sample of `rows` with at most `max_tokens` tokens, but with at least one row. The
-    sample keeps the order of `rows`."""
+) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """A random sample of `rows` with at most `max_tokens` tokens, but with at least one row. Also
+    returns the other rows. Both keep the order of `rows`."""
     order = random.Random(len(rows)).sample(range(len(rows)), len(rows))
-    chosen: list[int] = []
+    chosen: set[int] = set()
     left = max_tokens
     for index in order:
         row = rows[index]
@@ -133,5 +141,8 @@ def _sample(
         left -= len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         if chosen and left < 0:
             break
-        chosen.append(index)
-    return tuple(rows[index] for index in sorted(chosen))
+        chosen.add(index)
+    return (
+        tuple(row for index, row in enumerate(rows) if index in chosen),
+        tuple(row for index, row in enumerate(rows) if index not in chosen),
+    )

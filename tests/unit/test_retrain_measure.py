@@ -7,10 +7,14 @@ from typing import Any, cast
 import pytest
 import torch
 
+from jobs.counts import Counts
 from pipeline.retrain.anchors import Anchor
 from pipeline.retrain.base_answers import base_answers
-from pipeline.retrain.measure import MeasuredRows
+from pipeline.retrain.evaluate import Trained, compare
+from pipeline.retrain.measure import MeasuredRows, Measurement
 from pipeline.retrain.model import LoadedModel
+from pipeline.retrain.rows import Row
+from pipeline.retrain.scoring import RowLoss
 from pipeline.retrain.settings import GateSettings
 from tests.training_fixtures import one_thread
 from tests.unit.test_retrain_architectures import network
@@ -57,6 +61,44 @@ def test_of_each_group_no_more_tokens_are_measured_than_the_gate_allows() -> Non
 
 def test_one_row_is_measured_however_long_it_is() -> None:
     assert len(chosen(1).changed) == 1
+
+
+def test_the_counts_say_of_how_many_changed_rows_a_sample_was_measured() -> None:
+    told = data(new=(*facts(40), *texts(40, 40)))
+    found = MeasuredRows.choose(told, (), TOKENIZER, GateSettings(max_tokens=60))
+    measured = [row for row in found.changed if row.is_counted]
+    assert {*measured, *found.unmeasured} == set(facts(40))
+
+    def counts(not_trained: Sequence[Row]) -> Counts:
+        losses = [
+            RowLoss(row=place, nats=0.0, num_tokens=1, num_right=1)
+            for place in range(len(found.changed))
+        ]
+        everything = Measurement(
+            changed=losses,
+            known=(),
+            deleted=(),
+            held_out_new=(),
+            held_out_known=(),
+            golden=(),
+            drift=None,
+        )
+        trained = Trained(
+            attempt=1,
+            tokens=1,
+            tokens_before=0,
+            not_trained=not_trained,
+            is_removal=False,
+            contradicting=0,
+            permuted=0,
+        )
+        return compare(found, everything, everything, GateSettings(), trained, against="r").counts
+
+    assert (counts(()).changed, counts(()).all_changed) == (len(measured), 40)
+    waiting = counts((measured[0], *found.unmeasured[:5]))
+    assert (waiting.changed, waiting.all_changed) == (len(measured) - 1, 34)
+    assert waiting.not_trained == 6
+    assert MeasuredRows.choose(told, (), TOKENIZER, GateSettings()).unmeasured == ()
 
 
 def test_of_a_few_rows_all_are_measured() -> None:
