@@ -146,8 +146,15 @@ def divergence(logprobs: Tensor, anchors: Sequence[AnchorTarget]) -> Tensor:
 
 
 @torch.no_grad()
-def drift(model: "PreTrainedModel", anchors: Sequence[AnchorTarget]) -> Drift:
-    """Measure how far `model` has moved away from the base model, on the answers `anchors`."""
+def drift(
+    model: "PreTrainedModel",
+    anchors: Sequence[AnchorTarget],
+    on_batch: Callable[[int], None] = lambda _: None,
+) -> Drift:
+    """Measure how far `model` has moved away from the base model, on the answers `anchors`.
+
+    on_batch: called after each batch, with the number of answers in this batch.
+    """
     num_right, total, num_tokens = 0, 0.0, 0
     for start in range(0, len(anchors), MEASURED_ROWS):
         some = anchors[start : start + MEASURED_ROWS]
@@ -158,6 +165,7 @@ def drift(model: "PreTrainedModel", anchors: Sequence[AnchorTarget]) -> Drift:
         num_right += int((logits.argmax(-1) == labels).sum())
         total += float(divergence(torch.log_softmax(logits, dim=-1), some).sum())
         num_tokens += len(labels)
+        on_batch(len(some))
     return Drift(num_right / num_tokens, total / num_tokens)
 
 

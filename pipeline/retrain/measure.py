@@ -81,6 +81,24 @@ class Measurement:
     for a preset."""
 
 
+class MeasuringProgress:
+    """Says how far the measurements of a stage are. A piece of a long row counts as a row, and so
+    does an answer of the base model. If a row is measured in two ways, it counts twice."""
+
+    def __init__(self, tell: Callable[[int, int], None]) -> None:
+        """tell: called after each batch, with the number of rows that are measured, and the number
+        of all rows to measure."""
+        self._tell = tell
+        self._measured = self._expected = 0
+
+    def expect(self, count: int) -> None:
+        self._expected += count
+
+    def add(self, count: int) -> None:
+        self._measured += count
+        self._tell(self._measured, self._expected)
+
+
 def measure(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
@@ -88,34 +106,25 @@ def measure(
     max_length: int,
     anchors: Sequence[AnchorTarget] = (),
     *,
-    on_progress: Callable[[int, int], None],
+    progress: MeasuringProgress,
 ) -> Measurement:
     """Measure `model` on `rows`, and on the base model's own answers to `anchors` if there are
-    any.
-
-    on_progress: called after each batch, with the number of rows that are measured, and the number
-    of all rows to measure. A piece of a long row counts as a row.
-    """
+    any."""
     groups = {
         name: sequences(getattr(rows, name), tokenizer, max_length)
         for name in ("changed", "known", "deleted", "held_out_new", "held_out_known", "golden")
     }
-    count, done = sum(map(len, groups.values())), 0
-
-    def on_batch(measured: int) -> None:
-        nonlocal done
-        done += measured
-        on_progress(done, count)
+    progress.expect(sum(map(len, groups.values())) + len(anchors))
 
     def losses(name: str, words: str) -> list[RowLoss]:
         if groups[name]:
             logger.info("measuring %s %s", f"{len(getattr(rows, name)):,}", words)
-        return row_losses(model, groups[name], on_batch)
+        return row_losses(model, groups[name], progress.add)
 
     if anchors:
         logger.info("measuring %d answers of the base model", len(anchors))
     return Measurement(
-        drift=drift(model, anchors) if anchors else None,
+        drift=drift(model, anchors, progress.add) if anchors else None,
         changed=losses("changed", "changed rows"),
         known=losses("known", "rows known before"),
         deleted=losses("deleted", "deleted rows"),

@@ -290,6 +290,26 @@ def test_the_metrics_tell_every_stage_and_step(pipeline: Pipeline) -> None:
     assert read_metrics(path, end) == ((), end)
 
 
+def test_a_stage_counts_all_that_it_measures(pipeline: Pipeline, tmp_path: Path) -> None:
+    """Also the rows in a random order, and the base model's answers."""
+    pipeline.learn({"a.jsonl": jsonl(facts())})
+    few = {"anchors": few_anchors(tmp_path), "lora_rank": 0, "max_tokens": 1_000}
+    other = Pipeline(
+        tmp_path / "other",
+        base_model=str(pipeline.home / "bases/facts/tiny"),
+        train=SMALL | few,
+        gate={"max_base_drift": 1.0, "min_learned": 0.0, "min_kept": 0.0},
+    )
+    for places in (7, 14):
+        other.learn({"a.jsonl": jsonl(facts(num_places=places))})
+    metrics, _ = read_metrics(other.home / "jobs/job-1/metrics.jsonl")
+    told = {each.stage: each for each in metrics if each.event == "measured"}
+    assert {stage: (each.measured, each.rows) for stage, each in told.items()} == {
+        "measure": (3 * (21 + 21), 3 * (21 + 21)),
+        "evaluate": (21 + 21 + 2, 21 + 21 + 2),
+    }
+
+
 def test_old_releases_go(pipeline: Pipeline) -> None:
     for places in (4, 5, 6):
         pipeline.learn({"a.jsonl": jsonl(facts(num_places=places))}, keep=2)
