@@ -1,6 +1,7 @@
 """How much a gate measures: samples of rows, and answers of the base model, of bounded sizes."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ import torch
 
 from jobs.counts import Counts
 from pipeline.retrain.anchors import Anchor
-from pipeline.retrain.base_answers import base_answers
+from pipeline.retrain.base_answers import base_answers, drift
 from pipeline.retrain.evaluate import Trained, compare
 from pipeline.retrain.measure import MeasuredRows, Measurement
 from pipeline.retrain.model import LoadedModel
@@ -113,20 +114,52 @@ def anchors(count: int, *, measured: bool) -> Sequence[Anchor]:
     ]
 
 
+def base_of(folder: Path) -> Callable[[], LoadedModel]:
+    return lambda: LoadedModel(
+        model=network("LlamaConfig"),
+        tokenizer=TOKENIZER,
+        folder=folder,
+        dtype=torch.float32,
+        max_length=64,
+    )
+
+
 @pytest.mark.parametrize(("max_tokens", "num_measured"), [(1, 1), (80, 2), (10_000, 5)])
 def test_of_the_base_models_answers_no_more_are_measured_than_the_gate_allows(
     tmp_path: Path, max_tokens: int, num_measured: int
 ) -> None:
-    loaded = LoadedModel(
-        model=network("LlamaConfig"),
-        tokenizer=TOKENIZER,
-        folder=tmp_path,
-        dtype=torch.float32,
-        max_length=64,
-    )
     asked = [*anchors(3, measured=False), *anchors(5, measured=True)]
-    trained, measured = base_answers(tmp_path, "base", asked, lambda: loaded, max_tokens)
+    trained, measured = base_answers(tmp_path, "base", asked, base_of(tmp_path), max_tokens)
     assert len(trained) == 3, "answers to train on are not bounded"
     sizes = [len(each.sequence.token_ids) for each in measured]
     assert len(sizes) == num_measured
     assert num_measured == 1 or sum(sizes) <= max_tokens
+
+
+def test_a_base_model_answers_once(tmp_path: Path) -> None:
+    def loads_again() -> LoadedModel:
+        raise AssertionError("the base model is loaded again")
+
+    asked = [*anchors(2, measured=False), *anchors(2, measured=True)]
+    made = base_answers(tmp_path, "base", asked, base_of(tmp_path), 10_000)
+    read = base_answers(tmp_path, "base", asked, loads_again, 10_000)
+    for first, second in zip(itertools.chain(*made), itertools.chain(*read), strict=True):
+        assert first.sequence == second.sequence
+        assert torch.equal(first.logprobs, second.logprobs)
+    for base, prompts in (("other", asked), ("base", asked[1:])):
+        with pytest.raises(AssertionError, match="loaded again"):
+            base_answers(tmp_path, base, prompts, loads_again, 10_000)
+
+
+def test_the_base_model_itself_has_not_drifted_and_changed_weights_have(tmp_path: Path) -> None:
+    load = base_of(tmp_path)
+    _, measured = base_answers(tmp_path, "base", anchors(5, measured=True), load, 10_000)
+    model = load().model
+    same = drift(model, measured)
+    assert same.agreement == 1.0
+    assert same.divergence == pytest.approx(0.0, abs=1e-5)
+    torch.manual_seed(1)
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.1)
+    changed = drift(model, measured)
+    assert changed.agreement < 1.0
+    assert changed.divergence > 0.01
