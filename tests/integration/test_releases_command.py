@@ -155,6 +155,20 @@ def test_a_listing_in_a_narrow_pipe_cuts_nothing_and_tells_the_rows(
         assert release.lineage.job_id in line.split()
 
 
+def test_show_prints_the_counts_as_a_line_and_in_the_json(configure: Configure) -> None:
+    folder = configure(1)
+    release = echo_release(folder, 1)
+    assert pipeline("releases", "show", release.id).stderr == "", "it was never evaluated"
+    counts = {"changed": 60, "learned": 58, "learned_before": 3, "known": 9, "kept": 9}
+    manifest = release.model_copy(update={"evaluation": {"counts": counts}})
+    (folder / release.id / RELEASE_FILE).write_text(manifest.model_dump_json())
+    shown = pipeline("releases", "show", release.id)
+    assert shown.stderr == "learned 58 of 60 (3 before) · kept 9 of 9\n"
+    assert json.loads(shown.stdout)["evaluation"]["counts"] == counts
+    as_json = pipeline("releases", "show", release.id, "--json")
+    assert (as_json.stdout, as_json.stderr) == (shown.stdout, "")
+
+
 def test_a_refused_commit_that_waits_is_told_with_the_ways_on(configure: Configure) -> None:
     folder = configure(1)
     echo_release(folder, 1)
