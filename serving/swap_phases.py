@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from serving.admission import Admission, LiveRelease
+from serving.converted import ConvertedCopies
 from serving.engine import Engine, StageError
 from serving.errors import ReleaseError
 from serving.preflight import read_folder
@@ -62,6 +63,7 @@ class SwapPhases:
         self._settings = settings
         self._releases_dir = releases_dir
         self._pipeline = pipeline
+        self._copies = ConvertedCopies(releases_dir)
         self._link_writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="current-link")
         """Writes the link `current` on disk, which names the served release. This one thread does
         all writes in the order of the calls, so the last call decides what `current` is."""
@@ -76,6 +78,7 @@ class SwapPhases:
             task.cancel()
         await asyncio.gather(*retiring, return_exceptions=True)
         self._link_writer.shutdown(wait=False)
+        self._copies.close()
 
     async def perform(self, swap: SwapAttempt) -> LiveRelease | None:
         """Make the release of `swap` live. Returns the release that was live before, which may be
@@ -140,7 +143,7 @@ class SwapPhases:
         self, folder: Path, live: LiveRelease | None
     ) -> tuple[Release, Path, ReleaseTokenizer]:
         release, engine_folder = read_folder(
-            folder, self._engine, self._releases_dir, self._pipeline
+            folder, self._engine, self._copies, self._releases_dir, self._pipeline
         )
         # Use the live tokenizer if its files have not changed, as in most releases. While a
         # tokenizer is being loaded, no other thread can run, so all streams pause.

@@ -14,10 +14,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from serving import preflight
+from serving import converted
+from serving.converted import ConvertedCopies
 from serving.engines.torch_engine.engine import create_engine
 from serving.errors import ReleaseError
 from serving.weights import release_removal, shards
+from serving.weights.checkpoint_folder import manifest_of_folder
 from serving.weights.index import BIN_INDEX_FILE, INDEX_FILE
 from serving.weights.publish import publish_folder
 from serving.weights.release import Release
@@ -65,7 +67,7 @@ def no_conversion(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("converted again")
 
-    return lambda: monkeypatch.setattr(preflight, "publish_folder", refuse)
+    return lambda: monkeypatch.setattr(converted, "publish_folder", refuse)
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
@@ -269,6 +271,37 @@ def test_two_servers_that_start_at_once_make_one_copy(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(copies(pipeline_dir)) == 1
+
+
+@pytest.mark.parametrize("is_same_server", [True, False])
+def test_a_copy_that_a_server_uses_stays(tmp_path: Path, is_same_server: bool) -> None:
+    """One server that serves a folder, and then an old release; or two servers."""
+    pipeline_dir = tmp_path / "answers"
+    old = as_old_release(pipeline_dir / echo_release(pipeline_dir, 1).id)
+    server = ConvertedCopies(pipeline_dir)
+    other = server if is_same_server else ConvertedCopies(pipeline_dir)
+    used = copy_of(bin_folder(tmp_path / "checkpoint", network()), server)
+    other.copy_of(pipeline_dir / old.id, old)
+    assert verify_release(used) == ()
+    server.close()
+    copy_of(bin_folder(tmp_path / "another", network(tied=True)), other)
+    assert not used.exists()
+    other.close()
+
+
+def test_a_conversion_that_fails_removes_no_copy(tmp_path: Path) -> None:
+    copies_of_server = ConvertedCopies(tmp_path / "answers")
+    copy = copy_of(bin_folder(tmp_path / "checkpoint", network()), copies_of_server)
+    copies_of_server.close()
+    source = bin_folder(tmp_path / "another", network(tied=True))
+    empty(source / "pytorch_model-00001-of-00002.bin")
+    with pytest.raises(ReleaseError):
+        copy_of(source, copies_of_server)
+    assert verify_release(copy) == ()
+
+
+def copy_of(source: Path, copies_of_server: ConvertedCopies) -> Path:
+    return copies_of_server.copy_of(source, manifest_of_folder(source, "answers"))[1]
 
 
 @pytest.mark.parametrize("tied", [True, False])
