@@ -13,13 +13,20 @@ another copy has been made, but not while a server uses it.
 import fcntl
 import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
+from serving.errors import ReleaseError
 from serving.weights import release_store
-from serving.weights.publish import publish_folder
+from serving.weights.checkpoint_folder import checkpoint_weight_map
+from serving.weights.digests import tensor_digest
+from serving.weights.publish import publish_state_dict
 from serving.weights.release import Release
-from serving.weights.verify import verify_release
+from serving.weights.verify import verify_release, wrong_digest
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +58,7 @@ class ConvertedCopies:
             if not whole:
                 _remove_unless_used(target)
                 logger.info("%s has .bin shards; they are converted once, into %s", folder, target)
-                # The engine compares the tensors with the network when it loads them. An engine may
-                # know networks that `check_network` does not know.
-                whole = [publish_folder(target, folder, checks_network=False)]
+                whole = [_convert(folder, release, target)]
                 for each in self._copies.iterdir():
                     if each != target and not (self._releases_dir / each.name).is_dir():
                         _remove_unless_used(each)
@@ -62,13 +67,49 @@ class ConvertedCopies:
                 fcntl.flock(file, fcntl.LOCK_SH)
                 self._used[target] = file
         copy = whole[-1]
-        update = {"files": copy.files, "tensors": copy.tensors, "tied": copy.tied}
+        # In the copy, a name of an old alias may itself be an alias.
+        tied = {alias: copy.tied.get(name, name) for alias, name in release.tied.items()}
+        update = {"files": copy.files, "tensors": copy.tensors, "tied": {**tied, **copy.tied}}
         return release.model_copy(update=update), target / copy.id
 
     def close(self) -> None:
         """Other servers may remove the copies from now on."""
         while self._used:
             self._used.popitem()[1].close()
+
+
+def _convert(folder: Path, release: Release, target: Path) -> Release:
+    """Publish a copy of `folder` in the folder `target`. Returns the manifest of the copy.
+
+    If the manifest `release` lists tensors, exactly these are converted, and each must be as the
+    manifest says. The folder may also hold other weights, which nobody has checked.
+    """
+    from serving.weights import shards  # torch, which is slow to import
+
+    weight_map = {name: entry.file for name, entry in release.tensors.items()}
+    tensors = shards.read_bin_shards(folder, weight_map or checkpoint_weight_map(folder))
+    if reasons := _wrong_tensors(release, tensors):
+        raise ReleaseError(*reasons)
+    # The engine compares the tensors with the network when it loads them. An engine may know
+    # networks that `check_network` does not know.
+    return publish_state_dict(target, tensors, files_dir=folder, checks_network=False)
+
+
+def _wrong_tensors(release: Release, tensors: "Mapping[str, torch.Tensor]") -> list[str]:
+    from serving.weights import shards
+
+    reasons = []
+    for name, entry in release.tensors.items():
+        dtype, shape = shards.DTYPES[tensors[name].dtype], tuple(tensors[name].shape)
+        digest = tensor_digest(shards.tensor_bytes(tensors[name]), like=entry.digest)
+        if (dtype, shape) != (entry.dtype, entry.shape):
+            reasons.append(
+                f"{entry.file}: tensor {name}: {dtype} {list(shape)} instead of "
+                f"{entry.dtype} {list(entry.shape)}"
+            )
+        elif digest != entry.digest:
+            reasons.append(wrong_digest(entry.file, name, found=digest, expected=entry.digest))
+    return reasons
 
 
 def _remove_unless_used(copies: Path) -> None:

@@ -5,13 +5,14 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from serving import converted
@@ -20,8 +21,9 @@ from serving.engines.torch_engine.engine import create_engine
 from serving.errors import ReleaseError
 from serving.weights import release_removal, shards
 from serving.weights.checkpoint_folder import manifest_of_folder
+from serving.weights.digests import tensor_digest
 from serving.weights.index import BIN_INDEX_FILE, INDEX_FILE
-from serving.weights.publish import publish_folder
+from serving.weights.publish import publish_folder, publish_state_dict
 from serving.weights.release import Release
 from serving.weights.release_store import CONVERTED, list_releases, set_current
 from serving.weights.verify import verify_release
@@ -67,7 +69,7 @@ def no_conversion(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("converted again")
 
-    return lambda: monkeypatch.setattr(converted, "publish_folder", refuse)
+    return lambda: monkeypatch.setattr(converted, "publish_state_dict", refuse)
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
@@ -328,6 +330,74 @@ def test_an_old_release_goes_on_being_served(
         assert answer(http)["choices"] == before
     assert verify_release(pipeline_dir / old.id) == ()
     AutoModelForCausalLM.from_pretrained(pipeline_dir / old.id)
+
+
+def test_an_old_release_that_stores_the_head_in_place_of_the_embedding_is_served(
+    tmp_path: Path,
+) -> None:
+    """Its manifest says that the embedding is tied to the head, and no shard says so."""
+    original = network(tied=True)
+    state = original.state_dict(keep_vars=True)
+    embedding = state.pop("model.embed_tokens.weight")
+    files = bin_folder(tmp_path / "files", original)
+    published = publish_state_dict(
+        tmp_path / "answers", {**state, "model.embed_tokens.weight": embedding}, files_dir=files
+    )
+    old = as_old_release(tmp_path / "answers" / published.id)
+    assert old.tied == {"model.embed_tokens.weight": "lm_head.weight"}
+    set_current(tmp_path / "answers", old.id)
+    with served(tmp_path / "answers") as http:
+        assert answer(http)["system_fingerprint"] == old.id
+
+
+@pytest.mark.parametrize("has_digests_of_format_1", [True, False])
+def test_only_the_weights_that_the_manifest_lists_are_converted(
+    tmp_path: Path, has_digests_of_format_1: bool
+) -> None:
+    """A folder with both formats, of which only the `.bin` shards belong to the release."""
+    old = as_old_release(tmp_path / echo_release(tmp_path, 1).id)
+    folder = tmp_path / old.id
+    save_file({"layer.0.weight": torch.zeros(4, 4)}, folder / "model.safetensors")
+    if has_digests_of_format_1:
+        old = with_digests_of_format_1(old, folder)
+    with closing(ConvertedCopies(tmp_path)) as copies_of_server:
+        found, copy = copies_of_server.copy_of(folder, old)
+    assert found.tensors.keys() == old.tensors.keys()
+    for name, tensor in tensors_of(copy, found).items():
+        digest = tensor_digest(shards.tensor_bytes(tensor), like=old.tensors[name].digest)
+        assert digest == old.tensors[name].digest
+
+
+def test_shards_that_differ_from_the_manifest_are_refused(tmp_path: Path) -> None:
+    old = as_old_release(tmp_path / echo_release(tmp_path, 1).id)
+    names = sorted(old.tensors)
+    tensors = {
+        **old.tensors,
+        names[0]: old.tensors[names[0]].model_copy(update={"digest": f"blake3:{0:064x}"}),
+        names[1]: old.tensors[names[1]].model_copy(update={"shape": (16,)}),
+    }
+    wrong = old.model_copy(update={"tensors": tensors})
+    with pytest.raises(ReleaseError) as raised:
+        ConvertedCopies(tmp_path).copy_of(tmp_path / old.id, wrong)
+    first, second = raised.value.reasons
+    assert f"tensor {names[0]}: digest is blake3:" in first
+    assert f"tensor {names[1]}: F32 [4, 4] instead of F32 [16]" in second
+    assert copies(tmp_path) == set()
+
+
+def tensors_of(folder: Path, release: Release) -> dict[str, torch.Tensor]:
+    return shards.read_tensors(
+        folder, {name: entry.file for name, entry in release.tensors.items()}
+    )
+
+
+def with_digests_of_format_1(old: Release, folder: Path) -> Release:
+    state = torch.load(folder / "pytorch_model-00001-of-00001.bin", weights_only=True)
+    tensors = {}
+    for name, entry in old.tensors.items():
+        digest = tensor_digest(shards.tensor_bytes(state[name]), like="sha256:")
+        tensors[name] = entry.model_copy(update={"digest": digest})
+    return old.model_copy(update={"format": 1, "tensors": tensors})
 
 
 def test_a_damaged_old_release_is_refused_before_it_is_unpickled(
