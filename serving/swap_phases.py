@@ -32,7 +32,7 @@ from typing import TypeVar
 from serving.admission import Admission, LiveRelease
 from serving.converted import ConvertedCopies
 from serving.engine import Engine, StageError
-from serving.errors import ReleaseError
+from serving.errors import ReleaseError, is_temporary
 from serving.preflight import read_folder
 from serving.probe import measure_probe
 from serving.settings import ServingSettings
@@ -125,10 +125,16 @@ class SwapPhases:
                 raise SwapStopped(
                     "failed", f"preflight took more than {self._settings.phase_seconds:g} s"
                 ) from None
-            except ReleaseError as error:
-                raise SwapStopped("refused", *error.reasons) from None
-            except OSError as error:
-                raise SwapStopped("refused", f"{swap.folder}: {error}") from None
+            except (ReleaseError, OSError) as error:
+                # After a temporary error, an older release must not become a substitute.
+                raise SwapStopped(
+                    "failed" if is_temporary(error) else "refused",
+                    *(
+                        error.reasons
+                        if isinstance(error, ReleaseError)
+                        else (f"{swap.folder}: {error}",)
+                    ),
+                ) from None
         swap.stop_if_superseded()
         return LiveRelease(
             release=release,
