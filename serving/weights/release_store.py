@@ -76,7 +76,7 @@ def load_release(folder: Path) -> Release:
     except (FileNotFoundError, NotADirectoryError):
         raise ReleaseError(f"{folder} is not a release: it has no {RELEASE_FILE}") from None
     except OSError as error:  # for example, a part of the disk is damaged
-        raise ReleaseError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise ReleaseError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValidationError as error:
         raise ReleaseError(
             *(
