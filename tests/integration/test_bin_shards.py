@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -107,6 +108,19 @@ def test_a_view_of_a_larger_tensor_is_stored_alone(tmp_path: Path) -> None:
         assert torch.equal(tensor, state[name])
 
 
+def test_shards_from_before_torch_1_6_are_published_too(tmp_path: Path) -> None:
+    original = network()
+    source = bin_folder(tmp_path / "checkpoint", original, num_shards=1)
+    torch.save(
+        original.state_dict(),
+        source / "pytorch_model.bin",
+        _use_new_zipfile_serialization=False,
+    )
+    folder, release = publish(tmp_path, source)
+    for name, tensor in tensors_of(folder, release).items():
+        assert torch.equal(tensor, original.state_dict()[name])
+
+
 def test_safetensors_are_preferred_to_pickles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,10 +135,14 @@ def test_safetensors_are_preferred_to_pickles(
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 @pytest.mark.parametrize("way", ["publish", "serve"])
-def test_code_in_a_pickle_does_not_run(tmp_path: Path, num_shards: int, way: str) -> None:
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "before torch 1.6"])
+def test_code_in_a_pickle_does_not_run(
+    tmp_path: Path, num_shards: int, way: str, is_zip: bool
+) -> None:
     source = bin_folder(tmp_path / "checkpoint", network(), num_shards=num_shards)
     shard = max(source.glob("*.bin"))
-    torch.save({"lm_head.weight": Trap(tmp_path / "trap")}, shard)
+    state = {"lm_head.weight": Trap(tmp_path / "trap")}
+    torch.save(state, shard, _use_new_zipfile_serialization=is_zip)
     refused = pytest.raises(ReleaseError, match=rf"{shard.name}: refused .*could run code")
     if way == "publish":
         with refused:
@@ -172,9 +190,42 @@ def store_a_number(path: Path) -> None:
     torch.save({"lm_head.weight": 1}, path)
 
 
+def replace_the_pickle(path: Path, pickled: bytes) -> None:
+    """Keep the tensors of the shard, but not the pickle that names them."""
+    with zipfile.ZipFile(path) as shard:
+        held = {each.filename: shard.read(each) for each in shard.infolist()}
+    with zipfile.ZipFile(path, "w") as shard:
+        for name, content in held.items():
+            shard.writestr(name, pickled if name.endswith("data.pkl") else content)
+
+
+def end_before_the_start(path: Path) -> None:
+    replace_the_pickle(path, b".")  # torch raises IndexError
+
+
+def name_a_storage_by_a_number(path: Path) -> None:
+    replace_the_pickle(path, b"\x80\x02K\x01Q.")  # torch raises AssertionError
+
+
+def rebuild_a_tensor_from_nothing(path: Path) -> None:
+    # torch raises TypeError
+    replace_the_pickle(path, b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.")
+
+
 @pytest.mark.parametrize(
     "damage",
-    [truncate, empty, replace_by_text, lose_the_pickle, store_a_list, store_a_number, Path.unlink],
+    [
+        truncate,
+        empty,
+        replace_by_text,
+        lose_the_pickle,
+        store_a_list,
+        store_a_number,
+        Path.unlink,
+        end_before_the_start,
+        name_a_storage_by_a_number,
+        rebuild_a_tensor_from_nothing,
+    ],
 )
 def test_a_damaged_shard_is_named(tmp_path: Path, damage: Callable[[Path], object]) -> None:
     source = bin_folder(tmp_path / "checkpoint", network())
