@@ -12,7 +12,7 @@ A pipeline's folder is `<home>/releases/<pipeline>`. This module calls it `pipel
     pending             the id of a release; the next server that starts swaps this release in
     pinned              the ids of the releases that must not be removed, one per line
     counter             the last number that was taken for a release; no number is used twice
-    .converted/         copies of folders with `.bin` shards, see `serving/preflight.py`
+    .converted/         copies of folders with `.bin` shards, see `serving/converted.py`
     .lock               the lock of the folder, see `release_lock`
 
 To swap a release in means to make it the served release. Only the server writes `current`,
@@ -76,7 +76,7 @@ def load_release(folder: Path) -> Release:
     except (FileNotFoundError, NotADirectoryError):
         raise ReleaseError(f"{folder} is not a release: it has no {RELEASE_FILE}") from None
     except OSError as error:  # for example, a part of the disk is damaged
-        raise ReleaseError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise ReleaseError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValidationError as error:
         raise ReleaseError(
             *(
