@@ -183,9 +183,14 @@ def test_push_to_hub(repo: Repo) -> None:
     code = f"""
 import os, json, datasets
 from datasets import Dataset, DatasetDict, load_dataset
+from huggingface_hub import HfFileSystem
 rows = lambda n, start=0: {{"text": [f"row {{i}}" for i in range(start, start + n)]}}
 Dataset.from_dict(rows(300)).push_to_hub({repo.id!r}, num_shards=60)
+first = load_dataset({repo.id!r})["train"]
+num_shards = len(HfFileSystem().glob({f"datasets/{repo.id}/data/*.parquet"!r}))
+print(json.dumps([num_shards, first.num_rows, first[299]["text"]]))
 Dataset.from_dict(rows(3)).push_to_hub({repo.id + "-2"!r})
+print(json.dumps(load_dataset({repo.id + "-2"!r})["train"].to_list()))
 DatasetDict(train=Dataset.from_dict(rows(20)), test=Dataset.from_dict(rows(5, 20))).push_to_hub(
     {repo.id!r}, config_name="small"
 )
@@ -202,7 +207,9 @@ print(json.dumps([made.pr_num, asked.num_rows]))
         [sys.executable, "-W", "ignore", "-c", code], env=repo.env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told, asked = map(json.loads, done.stdout.splitlines()[-2:])
+    first, other, told, asked = map(json.loads, done.stdout.splitlines()[-4:])
+    assert first == [60, 300, "row 299"]
+    assert other == [{"text": f"row {number}"} for number in range(3)]
     assert told == [310, "row 309", 5, {"text": "row 24"}]
     assert asked == [1, 7]
     shards = [path for path in repo.paths() if path.startswith("data/train-")]
