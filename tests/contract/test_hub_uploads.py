@@ -256,19 +256,38 @@ print(json.dumps([made.pr_num, asked.num_rows]))
     assert "small/test-00000-of-00001.parquet" in repo.large()
 
 
+def test_a_name_without_owner(repo: Repo) -> None:
+    short = {**repo.on, "repo_id": repo.id.removeprefix("local/")}
+    repo.api.upload_file(path_or_fileobj=ROW, path_in_repo="a.jsonl", **short)
+    repo.api.upload_file(path_or_fileobj=LARGE, path_in_repo="b.bin", **short)
+    repo.api.create_tag(tag="v1", **short)
+    assert repo.api.create_discussion(title="Why?", **short).num == 1
+    repo.api.super_squash_history(**short)
+    assert (repo.read("a.jsonl"), repo.read("b.bin", "v1")) == (ROW, LARGE)
+    assert len(repo.api.list_repo_commits(**short)) == 1
+    push_with_git_lfs(repo, f"datasets/{short['repo_id']}", c_bin=LARGE + b"c")
+    assert repo.large() == {"b.bin", "c.bin"}
+    assert repo.read("c.bin") == LARGE + b"c"
+
+
 def test_git_lfs(repo: Repo) -> None:
-    if shutil.which("git-lfs") is None:
-        pytest.skip("git-lfs is not installed")
-    hub, clone = repo.hub, repo.scratch / "work"
-    hub.git("clone", "-q", f"{hub.url}/datasets/{repo.id}", str(clone), cwd=repo.scratch)
-    hub.git("lfs", "install", "--local", cwd=clone)
-    hub.git("lfs", "track", "*.dat", cwd=clone)
-    files(clone, a_dat=LARGE, b_parquet=LARGE + b"b", c_txt=b"c")
-    hub.git("add", "-A", cwd=clone)
-    hub.git("commit", "-qm", "Large files", cwd=clone)
-    hub.git("push", "-q", "origin", "main", cwd=clone)
+    push_with_git_lfs(repo, repo.path, a_dat=LARGE, b_parquet=LARGE + b"b", c_txt=b"c")
     assert repo.large() == {"a.dat", "b.parquet"}
     assert (repo.read("a.dat"), repo.read("b.parquet")) == (LARGE, LARGE + b"b")
     # What git-lfs tracks in this repository, the client sends as a large file too.
     repo.api.upload_file(path_or_fileobj=b"plain text\n", path_in_repo="d.dat", **repo.on)
     assert "d.dat" in repo.large()
+
+
+def push_with_git_lfs(repo: Repo, path: str, **contents: bytes) -> None:
+    """To the URL of this path. git-lfs tracks `*.dat` then."""
+    if shutil.which("git-lfs") is None:
+        pytest.skip("git-lfs is not installed")
+    hub, clone = repo.hub, repo.scratch / "work"
+    hub.git("clone", "-q", f"{hub.url}/{path}", str(clone), cwd=repo.scratch)
+    hub.git("lfs", "install", "--local", cwd=clone)
+    hub.git("lfs", "track", "*.dat", cwd=clone)
+    files(clone, **contents)
+    hub.git("add", "-A", cwd=clone)
+    hub.git("commit", "-qm", "Large files", cwd=clone)
+    hub.git("push", "-q", "origin", "main", cwd=clone)
