@@ -155,7 +155,7 @@ def test_create_commit(repo: Repo) -> None:
     other.api.upload_file(path_or_fileobj=ROW, path_in_repo="far.txt", **other.on)
     additions = [CommitOperationAdd("a.bin", LARGE + b"a"), CommitOperationAdd("a.txt", b"a")]
     repo.api.preupload_lfs_files(additions=additions, **repo.on)
-    repo.api.create_commit(operations=additions, commit_message="Add", **repo.on)
+    added = repo.api.create_commit(operations=additions, commit_message="Add", **repo.on)
     made = repo.api.create_commit(
         operations=[
             CommitOperationCopy("a.bin", "copies/a.bin"),
@@ -175,6 +175,16 @@ def test_create_commit(repo: Repo) -> None:
     assert repo.paths() == {"a.bin", "copies/a.bin", "copies/a.txt", "far.bin", "far.txt"}
     assert repo.read("copies/a.bin") == LARGE + b"a"
     assert (repo.read("far.bin"), repo.read("far.txt")) == (LARGE, ROW)
+    repo.api.upload_file(path_or_fileobj=LARGE + b"new", path_in_repo="a.bin", **repo.on)
+    repo.api.create_commit(
+        operations=[
+            CommitOperationCopy(path, f"old/{path}", src_revision=added.oid)
+            for path in ("a.bin", "a.txt")
+        ],
+        commit_message="Copy from an older commit",
+        **repo.on,
+    )
+    assert (repo.read("old/a.bin"), repo.read("old/a.txt")) == (LARGE + b"a", b"a")
 
 
 def test_delete(repo: Repo) -> None:
