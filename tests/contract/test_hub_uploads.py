@@ -18,6 +18,7 @@ from huggingface_hub import (
     HfFileSystem,
     constants,
 )
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -264,6 +265,26 @@ print(json.dumps([made.pr_num, asked.num_rows]))
     shards = [path for path in repo.paths() if path.startswith("data/train-")]
     assert len(shards) == 3
     assert "small/test-00000-of-00001.parquet" in repo.large()
+
+
+def test_uploads_that_are_refused(repo: Repo) -> None:
+    head = repo.head
+    none = {**repo.on, "repo_id": "local/none"}
+    folder = files(repo.scratch / "in", a_txt=b"a", b_bin=LARGE)
+    for upload in (
+        lambda: repo.api.upload_file(path_or_fileobj=ROW, path_in_repo="a.jsonl", **none),
+        lambda: repo.api.upload_file(path_or_fileobj=LARGE, path_in_repo="b.bin", **none),
+        lambda: repo.api.upload_folder(folder_path=folder, **none),
+        lambda: repo.api.delete_file(path_in_repo="a.txt", **none),
+    ):
+        with pytest.raises(RepositoryNotFoundError):
+            upload()
+    with pytest.raises(RevisionNotFoundError):
+        repo.api.upload_folder(folder_path=folder, revision="none", **repo.on)
+    wrong = b"---\ntags: one\n---\n# Facts\n"
+    with pytest.raises(ValueError, match=r"Invalid metadata in README.md.\n.*must be a list"):
+        repo.api.upload_file(path_or_fileobj=wrong, path_in_repo="README.md", **repo.on)
+    assert repo.head == head
 
 
 def test_a_name_without_owner(repo: Repo) -> None:
