@@ -199,6 +199,7 @@ def test_a_pull_request_from_its_draft_to_its_merge(talk: Talk, tmp_path: Path) 
 
 def test_each_kind_of_upload_opens_a_pull_request(talk: Talk, tmp_path: Path) -> None:
     api, on = talk.api, talk.on
+    api.upload_file(path_or_fileobj=b"b", path_in_repo="folder/b.txt", **on)
     head = api.dataset_info(talk.id).sha
     (tmp_path / "x.txt").write_text("x\n")
     made = [
@@ -213,8 +214,10 @@ def test_each_kind_of_upload_opens_a_pull_request(talk: Talk, tmp_path: Path) ->
             **on,
         ),
         api.delete_file(path_in_repo="a.txt", create_pr=True, **on),
+        api.delete_folder(path_in_repo="folder", create_pr=True, **on),
+        api.delete_files(delete_patterns=["a.*"], create_pr=True, **on),
     ]
-    assert [one.pr_num for one in made] == [1, 2, 3, 4]
+    assert [one.pr_num for one in made] == [1, 2, 3, 4, 5, 6]
     assert made[0].pr_url == f"{talk.hub.url}/datasets/{talk.id}/discussions/1"
     assert api.dataset_info(talk.id).sha == head
     for one in made:
