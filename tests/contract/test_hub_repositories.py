@@ -354,6 +354,8 @@ PUSH_A_CARD = """
 from huggingface_hub import DatasetCard, metadata_update
 DatasetCard("---\\nlicense: mit\\n---\\n# Facts").push_to_hub("Ada/card")
 metadata_update("Ada/card", {"tags": ["a"]}, repo_type="dataset")
+other = {"repo_type": "dataset", "overwrite": True, "create_pr": True}
+metadata_update("Ada/card", {"tags": ["a", "b"]}, **other)
 DatasetCard("---\\ntags: one\\n---\\n").validate(repo_type="dataset")
 """
 
@@ -367,8 +369,9 @@ def test_cards_are_pushed_though_the_client_checks_them_without_a_token(
         [sys.executable, "-c", PUSH_A_CARD], env=env, capture_output=True, text=True, timeout=60
     )
     assert "ValueError" in done.stderr and '"tags" must be a list' in done.stderr, done.stderr
-    card = hub.api.dataset_info("Ada/card").card_data
-    assert card is not None and card.to_dict() == {"license": "mit", "tags": ["a"]}
+    for revision, tags in (("main", ["a"]), ("refs/pr/1", ["a", "b"])):
+        card = hub.api.dataset_info("Ada/card", revision=revision).card_data
+        assert card is not None and card.to_dict() == {"license": "mit", "tags": tags}
 
 
 def test_lists_are_filtered_sorted_and_paged(hub: RunningHub, tmp_path: Path) -> None:
