@@ -23,6 +23,7 @@ from tests.hub_fixtures import Receiver, RunningHub, recording_receiver, running
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
     with running_hub(tmp_path_factory.mktemp("hub")) as hub:
         yield hub
+        hub.fsck()
 
 
 @pytest.fixture(scope="module")

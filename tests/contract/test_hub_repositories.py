@@ -36,6 +36,7 @@ DATASET: dict[str, Any] = {"repo_type": "dataset"}
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
     with running_hub(tmp_path_factory.mktemp("hub"), owner="Ada", orgs=("Team", "lab")) as hub:
         yield hub
+        hub.fsck()
 
 
 def pushed(hub: RunningHub, id: str, folder: Path, **files: str) -> str:
