@@ -491,3 +491,6 @@ def test_what_the_hub_has_and_this_one_has_not_is_told(hub: RunningHub) -> None:
         answer = hub.request("GET", path)
         assert answer.status_code in (404, 501)
         assert "not supported by this hub" in answer.json()["error"], path
+    # Where `InferenceClient` asks for the models of each task.
+    inference = hub.request("GET", "/api/tasks")
+    assert (inference.status_code, "Inference: not supported" in inference.text) == (501, True)
