@@ -213,7 +213,10 @@ def test_file_system(repo: Repo) -> None:
     fs.invalidate_cache()
     assert repo.paths() == {"big.bin", "moved.txt", "sub/big.bin"}
     assert (repo.read("moved.txt"), repo.read("sub/big.bin")) == (b"one\n", LARGE)
-    assert fs.modified(f"{root}/moved.txt") >= fs.modified(f"{root}/big.bin")
+    made = {one.title: one.created_at for one in repo.api.list_repo_commits(**repo.on)}
+    moved = f"{root}/moved.txt"
+    assert fs.modified(moved) == made[f"Copy {root}/a.txt to {moved}"]
+    assert fs.modified(f"{root}/big.bin") == made["Upload big.bin with huggingface_hub"]
 
 
 @pytest.mark.slow
@@ -225,6 +228,7 @@ def test_hf(repo: Repo) -> None:
     got = repo.scratch / "got"
     repo.hf("download", repo.id, "--repo-type", "dataset", "--local-dir", str(got))
     assert (got / "data/sub/b.bin").read_bytes() == LARGE
+    repo.check_transport()
 
 
 @pytest.mark.slow
@@ -265,6 +269,7 @@ print(json.dumps([made.pr_num, asked.num_rows]))
     shards = [path for path in repo.paths() if path.startswith("data/train-")]
     assert len(shards) == 3
     assert "small/test-00000-of-00001.parquet" in repo.large()
+    repo.check_transport()
 
 
 def test_uploads_that_are_refused(repo: Repo) -> None:
