@@ -134,7 +134,8 @@ def _unreadable_rows(
     repository: Repository, change: RefChange, pipeline: PipelineSettings
 ) -> Iterator[str]:
     """Remarks on the changed files: rows that a job of the pipeline could not read, and large files
-    whose content is missing. No remarks if the files have more than MAX_BYTES in total."""
+    whose content is missing. If the files have more than MAX_BYTES in total, the only remark is
+    that nothing was checked."""
     assert change.new_sha is not None
     files = changed_files(repository, change.old_sha, change.new_sha)
     wanted = [
@@ -152,6 +153,11 @@ def _unreadable_rows(
         for file in (*wanted, *find_paths(repository, change.new_sha, [CARD])):
             num_bytes += file.size_bytes
             if num_bytes > MAX_BYTES:
+                yield (
+                    "The hub checked no rows of this push: README.md and the changed text files "
+                    f"have more than {MAX_BYTES // 1024**2} MiB together. The job of "
+                    f"{pipeline.name} will check all rows."
+                )
                 return
             content = read_file(repository, file)
             pointer = Pointer.parse(content)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.push_remarks import PushRemarks
+from pipeline.push_remarks import MAX_BYTES, PushRemarks
 from pipeline.settings import PipelineSettings
 from tests.hub_fixtures import RunningHub, running_hub
 
@@ -72,6 +72,14 @@ def test_a_row_that_cannot_be_read_is_told_with_file_and_line(hub: RunningHub, c
 def test_a_compressed_file_is_not_opened(hub: RunningHub, clone: Path) -> None:
     (clone / "bomb.jsonl.gz").write_bytes(gzip.compress(b"{no json\n"))
     assert push(hub, clone, {"good4.jsonl": GOOD}) == []
+
+
+def test_a_push_that_is_too_large_to_check_is_told(hub: RunningHub, clone: Path) -> None:
+    text = "{no json\n" + GOOD * (1 + MAX_BYTES // len(GOOD))
+    assert push(hub, clone, {"long.jsonl": text}) == [
+        "The hub checked no rows of this push: README.md and the changed text files have more "
+        "than 4 MiB together. The job of facts will check all rows."
+    ]
 
 
 def test_a_large_file_that_was_not_uploaded_is_told(hub: RunningHub, clone: Path) -> None:
