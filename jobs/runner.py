@@ -130,9 +130,11 @@ class Runner:
         self._run(stop, until_idle=False)
 
     def run_until_idle(self, stop: threading.Event) -> None:
-        """Run jobs until this runner has no job, and no job is pending. A pending job does not
-        count while another runner runs a job of the same pipeline. Return earlier if `stop` is
-        set."""
+        """Run jobs until every job of the store has ended. Return earlier if `stop` is set.
+
+        This runner also waits for the jobs of other runners: if such a runner is dead, this runner
+        adopts its jobs as soon as their leases have run out.
+        """
         self._run(stop, until_idle=True)
 
     def _run(self, stop: threading.Event, *, until_idle: bool) -> None:
@@ -141,7 +143,7 @@ class Runner:
             while True:
                 try:
                     self._step(launcher, is_stopping=stop.is_set())
-                    idle = until_idle and not self._leased and self._store.seconds_to_next() is None
+                    idle = until_idle and not self._leased and not self._store.has_open_jobs()
                 except StoreError as error:
                     if stop.is_set():
                         raise  # do not try again, because the next runner adopts the running jobs

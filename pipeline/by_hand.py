@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from jobs.attempt_tokens import attempt_token
-from jobs.job import OPEN_STATES, Job
+from jobs.job import Job
 from jobs.settings import JobsSettings
 from pipeline import settings_copy
 from pipeline.after_jobs import after_jobs
@@ -196,7 +196,7 @@ def _wait_until_idle(home: Home, settings: Settings) -> None:
     """Wait until every job has ended, not only the job that was submitted in the `with` block: in
     the meantime, another `pipeline jobs run` may have submitted a second job to this runner."""
     with open_job_store(settings, home) as store:
-        while any(store.list(state=state, limit=1) for state in OPEN_STATES):
+        while store.has_open_jobs():
             time.sleep(0.1)
 
 
