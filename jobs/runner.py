@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jobs.errors import DamagedRecord, LaunchError, LeaseLost, StoreError
+from jobs.errors import DamagedRecord, JobNotFound, LaunchError, LeaseLost, StoreError
 from jobs.folder import OUTCOME
 from jobs.job import Job, delivery_ids, failure, log_fields
 from jobs.launcher import Launcher, Status
@@ -201,6 +201,8 @@ class Runner:
             except LeaseLost as error:
                 logger.warning("%s", error)
                 del self._leased[leased.job.id]
+            except JobNotFound:
+                self._forget(leased, launcher)
 
     # Getting jobs
 
@@ -440,6 +442,26 @@ class Runner:
         outcome = failure(job, stage="lost", reason=reason)
         logger.warning("%s", outcome.reason, extra=log_fields(job))
         self._after_result(leased, self._store.finish(job.id, self.owner, outcome))
+
+    def _forget(self, leased: _LeasedJob, launcher: Launcher) -> None:
+        """Kill the processes of a job that the store no longer has, and forget the job. Other jobs
+        go on."""
+        job = leased.job
+        logger.warning(
+            "Job %s is not in the store any more, perhaps because the store was restored from a "
+            "backup. Its processes are killed. `pipeline doctor` says whether a push needs a new "
+            "job.",
+            job.id,
+            extra=log_fields(job),
+        )
+        if leased.handle is not None:
+            try:
+                launcher.stop(leased.handle, force=True)
+            except (DamagedRecord, OSError) as error:
+                logger.warning(
+                    "Processes of job %s may still run: %s", job.id, error, extra=log_fields(job)
+                )
+        del self._leased[job.id]
 
     def _after_result(self, leased: _LeasedJob, job: Job) -> None:
         """Act on the result of an attempt. `job` is the job as the store has recorded it after the

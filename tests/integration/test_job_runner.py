@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, delete, text
 
 from jobs.errors import StoreError
 from jobs.folder import LOG
 from jobs.logs import follow_log, read_log
+from jobs.rows import number_of
 from jobs.runner import Runner
+from jobs.schema import JOBS
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec, Resources
 from jobs.store import Delivery, JobStore
@@ -235,6 +237,19 @@ def test_a_runner_waits_for_a_store_that_fails_and_comes_back(
         connection.execute(text("ALTER TABLE elsewhere RENAME TO jobs"))
     engine.dispose()
     assert house.ended(house.store.submit(JobSpec(command=("true",))).job).state == "COMPLETED"
+
+
+def test_a_running_job_that_the_store_has_lost_is_killed_and_other_jobs_go_on(house: House) -> None:
+    house.run()
+    lost = house.store.submit(program("sleep_until_stopped")).job
+    (pid,) = pids_in(house.log(lost))
+    engine = create_engine(house.url)
+    with engine.begin() as connection:
+        connection.execute(delete(JOBS).where(JOBS.c.number == number_of(lost.id)))
+    engine.dispose()
+    until(lambda: is_gone(pid))
+    job = house.store.submit(program("write_outcome", "promoted", "0")).job
+    assert house.ended(job).state == "COMPLETED"
 
 
 @pytest.mark.parametrize("until_idle", [False, True])
