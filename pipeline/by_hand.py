@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from jobs.attempt_tokens import attempt_token
@@ -23,7 +23,7 @@ from pipeline.job_store import check_schemas, open_job_store
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
 from pipeline.retrain.own_token import OWN_TOKEN
-from pipeline.services import RUNNER, hub_service
+from pipeline.services import RUNNER, Service, hub_service
 from pipeline.settings import Settings, load_settings, settings_file
 from pipeline.stack import Stack
 from pipeline.stack_record import at_running_stack, read_stack
@@ -81,7 +81,7 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
     os.environ["PIPELINE_JOBS__METRICS_PORT"] = "0"
     settings = load_settings()
     hub = hub_service(settings)
-    with _running(Stack(home, [hub] if detach else [hub, RUNNER])):
+    with _running([hub] if detach else [hub, RUNNER], home, settings):
         yield settings.hub_url
         if not detach:
             _wait_until_idle(home, settings)
@@ -109,7 +109,7 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     with (
-        _running(Stack(home, [hub_service(settings)])) if with_hub else nullcontext(),
+        _running([hub_service(settings)], home, settings) if with_hub else nullcontext(),
         open_job_store(settings, home) as store,
         after_jobs(settings, home, serves_metrics=not (with_hub or until_idle)),
     ):
@@ -136,9 +136,10 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
 
 
 @contextmanager
-def _running(stack: Stack) -> Iterator[None]:
-    """Start the stack, and stop it when the `with` block ends. Until then, a thread restarts each
-    child that has ended, and kills each child that hangs."""
+def _running(services: Sequence[Service], home: Home, settings: Settings) -> Iterator[None]:
+    """Start a stack of these services, and stop it when the `with` block ends. Until then, a thread
+    restarts each child that has ended, and kills each child that hangs."""
+    stack = Stack(home, services, hang_seconds=settings.stack.hang_seconds)
     stop = threading.Event()
 
     def check() -> None:

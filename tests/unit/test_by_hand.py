@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from pipeline.by_hand import with_runner
 from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
 from pipeline.paths import Home
-from pipeline.settings import PipelineSettings, Settings, load_settings
+from pipeline.services import Service
+from pipeline.settings import HANG_SECONDS, PipelineSettings, Settings, load_settings
 from pipeline.stack_record import Child, StackRecord
 from pipeline.submit import submit_retraining
 from pipeline.tokens import Tokens
@@ -118,6 +120,49 @@ def test_a_job_sees_none_of_the_services_secrets(
     seen = (home.jobs_dir / job.id / "seen").read_text()
     assert "COLOR=blue" in seen
     assert [name for name, value in hidden.items() if name in seen or value in seen] == []
+
+
+class RecordedStack:
+    """Starts nothing."""
+
+    def __init__(
+        self, home: Home, services: Sequence[Service], *, hang_seconds: float = HANG_SECONDS
+    ) -> None:
+        self.hang_seconds = hang_seconds
+
+    def start(self) -> None:
+        pass
+
+    def check_services(self) -> list[str]:
+        return []
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_detached", [False, True])
+def test_the_services_of_one_job_may_be_silent_for_as_long_as_the_setting_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_detached: bool
+) -> None:
+    home, stacks = Home(tmp_path), list[RecordedStack]()
+
+    def record(*arguments: Any, **options: Any) -> RecordedStack:
+        stacks.append(RecordedStack(*arguments, **options))
+        return stacks[-1]
+
+    for name in ("HUB__PORT", "JOBS__METRICS_PORT"):
+        # `with_runner` sets these variables too. So the monkeypatch takes them back at the end.
+        monkeypatch.setenv(f"PIPELINE_{name}", "1")
+    monkeypatch.setenv("PIPELINE_STACK__HANG_SECONDS", "7")
+    monkeypatch.setattr(by_hand, "Stack", record)
+    monkeypatch.setattr(by_hand.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(by_hand, "log_to_stderr", lambda *_: None)
+    if is_detached:
+        by_hand.run_jobs(home, until_idle=True, with_hub=True)
+    else:
+        with with_runner(home, load_settings(), detach=False):
+            pass
+    assert [stack.hang_seconds for stack in stacks] == [7.0]
 
 
 def test_every_module_to_preload_exists() -> None:
