@@ -32,6 +32,9 @@ from pipeline.tokens import Tokens, load_tokens
 logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 0.2
+SECONDS_AFTER_ERROR = 5.0
+"""If the services cannot be checked because of an unexpected error, the next check comes after this
+time."""
 PRELOAD = (
     "torch",
     "transformers.models.llama.modeling_llama",
@@ -143,21 +146,29 @@ def _running(services: Sequence[Service], home: Home, settings: Settings) -> Ite
     stop = threading.Event()
 
     def check() -> None:
-        while not stop.wait(CHECK_SECONDS):
-            for event in stack.check_services():
-                logger.warning("%s", event)
+        wait = CHECK_SECONDS
+        while not stop.wait(wait):
+            try:
+                for event in stack.check_services():
+                    logger.warning("%s", event)
+                wait = CHECK_SECONDS
+            except Exception:
+                # If the thread ended here, no child would be restarted any more.
+                wait = SECONDS_AFTER_ERROR
+                logger.exception("the services cannot be checked; trying again in %g s", wait)
 
-    stack.start()
     # On Linux, a child gets SIGTERM when the thread that started it ends (`end_with_parent`). So
     # the children that the thread below has restarted get SIGTERM when this thread ends. This does
     # no harm, because `stack.stop` then sends SIGTERM to all children anyway.
     thread = threading.Thread(target=check, name="stack-check")
-    thread.start()
     try:
+        stack.start()
+        thread.start()
         yield
     finally:
         stop.set()
-        thread.join()
+        if thread.is_alive():  # an error, or Ctrl-C, may have come before the thread was started
+            thread.join()
         stack.stop()
 
 
