@@ -113,6 +113,8 @@ class Runner:
         self._alive_file = alive_file
         self._next_touch = 0.0
         self._leased: dict[str, _LeasedJob] = {}
+        self._has_unseen_changes = False
+        """Whether the store has changed since the last step that did not fail."""
         self._next_claim = 0.0
         self._next_adoption = 0.0
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
@@ -188,7 +190,9 @@ class Runner:
     def _step(self, launcher: Launcher, *, is_stopping: bool) -> None:
         now = time.monotonic()
         launcher.poll_processes()
-        changed = self._store.changed()
+        # If the store fails during this step, the next step must read the jobs again.
+        self._has_unseen_changes |= self._store.changed()
+        changed = self._has_unseen_changes
         if not is_stopping:
             self._adopt(now)
             self._claim(now, changed)
@@ -203,6 +207,7 @@ class Runner:
                 del self._leased[leased.job.id]
             except JobNotFound:
                 self._forget(leased, launcher)
+        self._has_unseen_changes = False
 
     # Getting jobs
 
@@ -306,7 +311,7 @@ class Runner:
             # Delete the outcome only after the store has recorded the retry. If the outcome were
             # deleted first and this runner then died, the next runner would find a process that has
             # exited without an outcome, and would end the job as failed.
-            (self._jobs_dir / job.id / OUTCOME).unlink(missing_ok=True)
+            self._remove_outcome(job)
             logger.warning(
                 "Job %s is tried again in %g s: %s",
                 job.id,
@@ -316,6 +321,10 @@ class Runner:
             )
             self._schedule_attempt(leased, failed, seconds)
         return job
+
+    def _remove_outcome(self, job: Job) -> None:
+        """Remove the outcome of the last attempt, before the next attempt is launched."""
+        (self._jobs_dir / job.id / OUTCOME).unlink(missing_ok=True)
 
     def _may_launch_again(self, leased: _LeasedJob, failed: JobOutcome, changed: bool) -> bool:
         """Whether to launch the next attempt of a waiting job now. `failed` is the outcome of the
@@ -352,9 +361,16 @@ class Runner:
                 leased.job.id, self.owner, self._settings.lease_seconds
             )
         if changed:
-            leased.job = self._store.get(leased.job.id)
-            if leased.job.owner != self.owner:
-                raise LeaseLost(leased.job.id, self.owner)
+            job = self._store.get(leased.job.id)
+            if job.owner != self.owner:
+                raise LeaseLost(job.id, self.owner)
+            if job.attempt > leased.job.attempt:
+                # The store failed just after it had stored the retry of the last attempt. So do not
+                # retry this attempt again, because it would count twice.
+                self._remove_outcome(job)
+                self._track(job)
+                return
+            leased.job = job
         if leased.handle is None:
             if is_stopping:
                 self._release(leased)
