@@ -13,6 +13,7 @@ from pipeline.errors import PipelineError
 from pipeline.hub.contents.trees import changed_files, find_paths, list_paths, read_file
 from pipeline.hub.git.process import PULL_REQUEST_PREFIX
 from pipeline.hub.large_files.store import LargeFiles
+from pipeline.hub.repositories.objects import read_blobs
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repository
 from pipeline.moved_datasets import moved_message, moved_next_step
@@ -150,7 +151,8 @@ def _unreadable_rows(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         paths = []
-        for file in (*wanted, *find_paths(repository, change.new_sha, [CARD])):
+        read = (*wanted, *find_paths(repository, change.new_sha, [CARD]))
+        for file in read:
             num_bytes += file.size_bytes
             if num_bytes > MAX_BYTES:
                 yield (
@@ -159,7 +161,12 @@ def _unreadable_rows(
                     f"{pipeline.name} will check all rows."
                 )
                 return
-            content = read_file(repository, file)
+        # Use few git processes, because there may be tens of thousands of small files, and the
+        # client waits.
+        contents = dict(read_blobs(repository, [file.oid for file in read]))
+        for file in read:
+            if (content := contents.get(file.oid)) is None:
+                continue  # the blob is lost, and `pipeline doctor` says so
             pointer = Pointer.parse(content)
             if pointer is None:
                 if file.path == CARD or _has_checked_rows(file.path):

@@ -50,7 +50,7 @@ def promote(
     stays chosen.
     """
     before = _chosen(pipeline_dir)
-    set_pending(pipeline_dir, release_id)
+    earlier = set_pending(pipeline_dir, release_id)
     if server_url is None:
         return Promotion(
             result="published", reason="no server is configured; the next server to start serves it"
@@ -74,7 +74,7 @@ def promote(
                 )
         except SwapAnswerError as error:
             # The job fails, so no later start of a server may serve its release.
-            clear_pending(pipeline_dir, release_id)
+            clear_pending(pipeline_dir, release_id, earlier=earlier)
             raise PromoteError(
                 f"{error}; is it this pipeline's server, and PIPELINE_ADMIN_TOKEN its token?"
             ) from None

@@ -69,6 +69,26 @@ def test_a_swap_without_a_server_is_left_pending(configure: Configure) -> None:
     assert release_store.pending_release(folder) == first.id
 
 
+def test_a_swap_that_another_server_refuses_leaves_the_earlier_release_pending(
+    configure: Configure,
+) -> None:
+    folder = configure(1)
+    first, second = echo_release(folder, 1), echo_release(folder, 2)
+    release_store.set_pending(folder, first.id)
+    server = create_app(
+        engine=EchoEngine(),
+        settings=ServingSettings(),
+        releases_dir=folder.with_name("elsewhere"),
+        pipeline="answers",
+        admin_token="another",
+    )
+    with running(server) as url:
+        configure(int(url.rpartition(":")[2]))
+        result = pipeline("releases", "swap", second.id)
+    assert isinstance(result.exception, PipelineError)
+    assert release_store.pending_release(folder) == first.id
+
+
 @pytest.mark.parametrize("token", ["own", "another"])
 def test_the_marker_is_there_before_a_server_is_asked_and_gone_after(
     configure: Configure, token: str, monkeypatch: pytest.MonkeyPatch

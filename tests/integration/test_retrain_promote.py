@@ -146,6 +146,19 @@ def test_any_other_answer_fails_and_says_what_came(tmp_path: Path, status: int, 
         asked(tmp_path, (status, body))
 
 
+@pytest.mark.parametrize("earlier", ["r000001-0123abcd", RELEASE, None])
+def test_after_a_wrong_answer_the_release_that_waited_before_is_pending_again(
+    tmp_path: Path, earlier: str | None
+) -> None:
+    if earlier is not None:
+        set_pending(tmp_path, earlier)
+    with pytest.raises(PromoteError):
+        asked(tmp_path, (401, ""))
+    # The job has failed. So its own release may not stay pending, even if an earlier attempt of the
+    # job marked it.
+    assert pending_release(tmp_path) == (None if earlier == RELEASE else earlier)
+
+
 def test_no_server_leaves_the_release_pending(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
