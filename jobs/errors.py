@@ -9,7 +9,6 @@ JobError                   the base class; the message is for a person
 ├── LaunchError            a launcher could not start the command
 │   └── SealBroken         the encrypted variables of the job cannot be decrypted
 └── StoreError             the database cannot be used
-    ├── StoreReplaced      the file of the database was replaced or deleted
     ├── NewerSchema        a newer version of hotpush wrote the database
     └── OlderSchema        an older version of hotpush wrote the database; upgrade the database
 
@@ -73,11 +72,6 @@ class SealBroken(LaunchError):
 
 class StoreError(JobError):
     """The database of jobs cannot be read or written."""
-
-
-class StoreReplaced(StoreError):
-    """The SQLite file that this process has opened was replaced or deleted. The jobs of this
-    process may not be in the new file."""
 
 
 class NewerSchema(StoreError):

@@ -7,7 +7,6 @@ from typing import Self
 
 from sqlalchemy import Connection, Engine, func, select, text
 
-from jobs.errors import StoreReplaced
 from jobs.job import OPEN_STATES, Job, JobState
 from jobs.rows import (
     fetch_job,
@@ -32,6 +31,7 @@ class JobReader:
         self._clock = clock
         self._changes = ChangeDetector(engine)
         self._file = file_of(engine)
+        """The file whose tables were checked last."""
 
     def close(self) -> None:
         self._changes.close()
@@ -72,6 +72,12 @@ class JobReader:
             if first is None:
                 first = (connection.scalar(select(func.max(JOBS.c.number))) or 0) + 1
         return job_id_of(first)
+
+    def has_open_jobs(self) -> bool:
+        """Whether any job has not ended."""
+        unended = select(JOBS.c.number).where(JOBS.c.state.in_(OPEN_STATES)).limit(1)
+        with reading(self._engine) as connection:
+            return connection.scalar(unended) is not None
 
     def ids_ended_before(self, moment: float) -> list[str]:
         """The ids of the jobs that ended before `moment`, in the order of their creation."""
@@ -132,16 +138,6 @@ class JobReader:
         This method is cheap enough to call many times a second. Only one thread may call it.
         """
         return self._changes.changed()
-
-    def check_file(self) -> None:
-        """Raise StoreReplaced if the SQLite file is no longer the one that was opened. All other
-        methods then use the new file."""
-        if file_of(self._engine) != self._file:
-            raise StoreReplaced(
-                f"The job store {self._engine.url.database} was replaced or deleted while it was "
-                "open. Jobs that are not in the new file are lost; `pipeline doctor` names commits "
-                "that have lost their job."
-            )
 
     def now(self) -> float:
         """The present time by the store's clock, in seconds since the epoch."""

@@ -31,7 +31,7 @@ from jobs.rows import (
     number_of,
     update_job,
 )
-from jobs.schema import JOBS, connect, writing
+from jobs.schema import JOBS, connect, file_of, writing
 from jobs.spec import JobSpec
 from jobs.submissions import submit_all
 
@@ -138,6 +138,16 @@ class JobStore(JobReader):
             insert_ignored(connection, delivery, self._now(connection), reason)
 
     # What a runner does
+
+    def follow_file(self) -> bool:
+        """Whether the SQLite file was replaced or deleted since it was opened, or since the last
+        call. All methods use the file that is there now. This method creates or upgrades its tables
+        if necessary, as `open` does."""
+        if file_of(self._engine) == self._file:
+            return False
+        migrate(self._engine)
+        self._file = file_of(self._engine)
+        return True
 
     def claim(self, owner: str, lease_seconds: float) -> Job | None:
         """Choose the pending job that has been due for the longest time, and give its lease to the

@@ -4,6 +4,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -21,6 +22,12 @@ from huggingface_hub.errors import (
 from tests.hub_fixtures import Receiver, RunningHub, commit_file, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]
+
+
+@pytest.fixture(autouse=True)
+def sound(hub: RunningHub) -> Iterator[None]:
+    yield
+    hub.fsck()
 
 
 @pytest.fixture
