@@ -29,7 +29,7 @@ _REPLACED = tuple(f"{link}.replaced-" for link in (CURRENT, PREVIOUS))
 """The names of folders that stood in the place of a link begin with one of these. `link_atomically`
 renames such a folder."""
 _REPLACED_KEPT_SECONDS = 7 * 24 * 3600.0
-"""So long, such a folder is kept: it may hold files that a person wants to have back."""
+"""Such a folder is kept so long, because it may hold files that a person wants to have back."""
 
 
 def prune(pipeline_dir: Path, keep: int) -> list[str]:
@@ -102,9 +102,10 @@ def _remove_locked(pipeline_dir: Path, release_id: str) -> None:
 
 def _remove_replaced(pipeline_dir: Path) -> None:
     for entry in pipeline_dir.iterdir():
+        if not entry.name.startswith(_REPLACED):
+            continue
         # The rename has set the time of the last change.
-        is_old = time.time() - entry.lstat().st_ctime > _REPLACED_KEPT_SECONDS
-        if entry.name.startswith(_REPLACED) and is_old:
+        if time.time() - entry.lstat().st_ctime > _REPLACED_KEPT_SECONDS:
             # Another user may have made the copy. If it cannot be removed, no job may fail for it.
             shutil.rmtree(entry, ignore_errors=True)
 
