@@ -23,6 +23,9 @@ class Counts(BaseModel):
     """Rows that were added or edited. Rows of plain text, rows that contradict each other, and the
     rows of `not_trained` are not counted. If there are many changed, unchanged or deleted rows,
     only a sample of each group is measured and counted."""
+    all_changed: int = 0
+    """The number of rows of `changed` if all of them were measured, and not only a sample. 0 if an
+    older version of hotpush counted."""
     learned: int = 0
     """The number of rows of `changed` for which the new weights say the answer."""
     learned_before: int = 0
@@ -62,12 +65,23 @@ class Counts(BaseModel):
     """Loss of the old weights on the changed rows of plain text, in nats per token. None if there
     are no such rows."""
 
+    @property
+    def is_sampled(self) -> bool:
+        """Whether only a sample of the changed rows was measured."""
+        return self.all_changed > self.changed
+
     def __str__(self) -> str:
         """One line, such as `learned 58 of 60 (3 before) · kept 1,187 of 1,200 · base 97 %`."""
         parts = []
         if self.changed:
-            before = f" ({self.learned_before:,} before)" if self.learned_before else ""
-            parts.append(f"learned {self.learned:,} of {self.changed:,}{before}")
+            notes = []
+            if self.learned_before:
+                notes.append(f"{self.learned_before:,} before")
+            if self.is_sampled:
+                notes.append(f"{self.all_changed:,} changed")
+            measured = " measured" if self.is_sampled else ""
+            note = f" ({', '.join(notes)})" if notes else ""
+            parts.append(f"learned {self.learned:,} of {self.changed:,}{measured}{note}")
         if self.text_loss is not None and self.text_loss_before is not None:
             parts.append(f"text {self.text_loss_before:.2f} → {self.text_loss:.2f} nats")
         if self.known:

@@ -71,6 +71,12 @@ class JobReader:
                 first = (connection.scalar(select(func.max(JOBS.c.number))) or 0) + 1
         return job_id_of(first)
 
+    def has_open_jobs(self) -> bool:
+        """Whether any job has not ended."""
+        unended = select(JOBS.c.number).where(JOBS.c.state.in_(OPEN_STATES)).limit(1)
+        with reading(self._engine) as connection:
+            return connection.scalar(unended) is not None
+
     def ids_ended_before(self, moment: float) -> list[str]:
         """The ids of the jobs that ended before `moment`, in the order of their creation."""
         query = select(JOBS.c.number).where(JOBS.c.ended_at < moment).order_by(JOBS.c.number)

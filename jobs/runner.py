@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jobs.errors import DamagedRecord, LaunchError, LeaseLost, StoreError
+from jobs.errors import DamagedRecord, JobNotFound, LaunchError, LeaseLost, StoreError
 from jobs.folder import OUTCOME
 from jobs.job import Job, delivery_ids, failure, log_fields
 from jobs.launcher import Launcher, Status
@@ -113,6 +113,8 @@ class Runner:
         self._alive_file = alive_file
         self._next_touch = 0.0
         self._leased: dict[str, _LeasedJob] = {}
+        self._has_unseen_changes = False
+        """Whether the store has changed since the last step that did not fail."""
         self._next_claim = 0.0
         self._next_adoption = 0.0
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
@@ -130,9 +132,11 @@ class Runner:
         self._run(stop, until_idle=False)
 
     def run_until_idle(self, stop: threading.Event) -> None:
-        """Run jobs until this runner has no job, and no job is pending. A pending job does not
-        count while another runner runs a job of the same pipeline. Return earlier if `stop` is
-        set."""
+        """Run jobs until every job of the store has ended. Return earlier if `stop` is set.
+
+        This runner also waits for the jobs of other runners: if such a runner is dead, this runner
+        adopts its jobs as soon as their leases have run out.
+        """
         self._run(stop, until_idle=True)
 
     def _run(self, stop: threading.Event, *, until_idle: bool) -> None:
@@ -141,7 +145,7 @@ class Runner:
             while True:
                 try:
                     self._step(launcher, is_stopping=stop.is_set())
-                    idle = until_idle and not self._leased and self._store.seconds_to_next() is None
+                    idle = until_idle and not self._leased and not self._store.has_open_jobs()
                 except StoreError as error:
                     if stop.is_set():
                         raise  # do not try again, because the next runner adopts the running jobs
@@ -186,7 +190,9 @@ class Runner:
     def _step(self, launcher: Launcher, *, is_stopping: bool) -> None:
         now = time.monotonic()
         launcher.poll_processes()
-        changed = self._store.changed()
+        # If the store fails during this step, the next step must read the jobs again.
+        self._has_unseen_changes |= self._store.changed()
+        changed = self._has_unseen_changes
         if not is_stopping:
             self._adopt(now)
             self._claim(now, changed)
@@ -199,6 +205,9 @@ class Runner:
             except LeaseLost as error:
                 logger.warning("%s", error)
                 del self._leased[leased.job.id]
+            except JobNotFound:
+                self._forget(leased, launcher)
+        self._has_unseen_changes = False
 
     # Getting jobs
 
@@ -302,7 +311,7 @@ class Runner:
             # Delete the outcome only after the store has recorded the retry. If the outcome were
             # deleted first and this runner then died, the next runner would find a process that has
             # exited without an outcome, and would end the job as failed.
-            (self._jobs_dir / job.id / OUTCOME).unlink(missing_ok=True)
+            self._remove_outcome(job)
             logger.warning(
                 "Job %s is tried again in %g s: %s",
                 job.id,
@@ -312,6 +321,10 @@ class Runner:
             )
             self._schedule_attempt(leased, failed, seconds)
         return job
+
+    def _remove_outcome(self, job: Job) -> None:
+        """Remove the outcome of the last attempt, before the next attempt is launched."""
+        (self._jobs_dir / job.id / OUTCOME).unlink(missing_ok=True)
 
     def _may_launch_again(self, leased: _LeasedJob, failed: JobOutcome, changed: bool) -> bool:
         """Whether to launch the next attempt of a waiting job now. `failed` is the outcome of the
@@ -348,9 +361,16 @@ class Runner:
                 leased.job.id, self.owner, self._settings.lease_seconds
             )
         if changed:
-            leased.job = self._store.get(leased.job.id)
-            if leased.job.owner != self.owner:
-                raise LeaseLost(leased.job.id, self.owner)
+            job = self._store.get(leased.job.id)
+            if job.owner != self.owner:
+                raise LeaseLost(job.id, self.owner)
+            if job.attempt > leased.job.attempt:
+                # The store failed just after it had stored the retry of the last attempt. So do not
+                # retry this attempt again, because it would count twice.
+                self._remove_outcome(job)
+                self._track(job)
+                return
+            leased.job = job
         if leased.handle is None:
             if is_stopping:
                 self._release(leased)
@@ -438,6 +458,26 @@ class Runner:
         outcome = failure(job, stage="lost", reason=reason)
         logger.warning("%s", outcome.reason, extra=log_fields(job))
         self._after_result(leased, self._store.finish(job.id, self.owner, outcome))
+
+    def _forget(self, leased: _LeasedJob, launcher: Launcher) -> None:
+        """Kill the processes of a job that the store no longer has, and forget the job. Other jobs
+        go on."""
+        job = leased.job
+        logger.warning(
+            "Job %s is not in the store any more, perhaps because the store was restored from a "
+            "backup. Its processes are killed. `pipeline doctor` says whether a push needs a new "
+            "job.",
+            job.id,
+            extra=log_fields(job),
+        )
+        if leased.handle is not None:
+            try:
+                launcher.stop(leased.handle, force=True)
+            except (DamagedRecord, OSError) as error:
+                logger.warning(
+                    "Processes of job %s may still run: %s", job.id, error, extra=log_fields(job)
+                )
+        del self._leased[job.id]
 
     def _after_result(self, leased: _LeasedJob, job: Job) -> None:
         """Act on the result of an attempt. `job` is the job as the store has recorded it after the

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from jobs.errors import StoreError
 from jobs.job import Job
@@ -21,7 +22,8 @@ from pipeline.outcomes import Outcomes
 from pipeline.paths import Home
 from pipeline.runner_metrics import RunnerMetrics
 from pipeline.settings import Settings
-from serving.weights.release_store import list_releases
+from serving.errors import ReleaseError
+from serving.weights.release_store import load_release, release_ids
 
 logger = logging.getLogger(__name__)
 
@@ -107,15 +109,31 @@ def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threadi
 def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
     """Remove the folders of old jobs, and delete very old jobs from the job store. But if a release
     that a job made still exists, this job and its folder stay. Returns the names of the removed
-    folders."""
+    folders.
+
+    Raises OSError if the manifest of a release cannot be read. The job that made the release is
+    then not known, so nothing is removed.
+    """
     kept = {
-        release.lineage.job_id
+        job_id
         for folder in home.releases_dir.glob("*/")
-        for release in list_releases(folder)
-        if release.lineage.job_id is not None
+        for release_id in release_ids(folder)
+        if (job_id := _job_of(folder / release_id)) is not None
     }
     removed = retention.prune_job_folders(
         store, home.jobs_dir, keep_days=settings.jobs.keep_days, kept=kept
     )
     retention.forget_jobs(store, settings, home, kept=kept)
     return removed
+
+
+def _job_of(release: Path) -> str | None:
+    """The id of the job that made the release. None if no job made it, or if its manifest is
+    damaged or gone. Raises OSError if the manifest cannot be read."""
+    try:
+        return load_release(release).lineage.job_id
+    except ReleaseError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        logger.warning("the job of a damaged release is not known: %s", error)
+        return None

@@ -11,11 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from jobs.attempt_tokens import attempt_token
-from jobs.job import OPEN_STATES, Job
+from jobs.job import Job
 from jobs.settings import JobsSettings
 from pipeline import settings_copy
 from pipeline.after_jobs import after_jobs
@@ -23,7 +23,7 @@ from pipeline.job_store import check_schemas, open_job_store
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
 from pipeline.retrain.own_token import OWN_TOKEN
-from pipeline.services import RUNNER, hub_service
+from pipeline.services import RUNNER, Service, hub_service
 from pipeline.settings import Settings, load_settings, settings_file
 from pipeline.stack import Stack
 from pipeline.stack_record import at_running_stack, read_stack
@@ -32,6 +32,9 @@ from pipeline.tokens import Tokens, load_tokens
 logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 0.2
+SECONDS_AFTER_ERROR = 5.0
+"""If the services cannot be checked because of an unexpected error, the next check comes after this
+time."""
 PRELOAD = (
     "torch",
     "transformers.models.llama.modeling_llama",
@@ -81,7 +84,7 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
     os.environ["PIPELINE_JOBS__METRICS_PORT"] = "0"
     settings = load_settings()
     hub = hub_service(settings)
-    with _running(Stack(home, [hub] if detach else [hub, RUNNER])):
+    with _running([hub] if detach else [hub, RUNNER], home, settings):
         yield settings.hub_url
         if not detach:
             _wait_until_idle(home, settings)
@@ -109,7 +112,7 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     with (
-        _running(Stack(home, [hub_service(settings)])) if with_hub else nullcontext(),
+        _running([hub_service(settings)], home, settings) if with_hub else nullcontext(),
         open_job_store(settings, home) as store,
         after_jobs(settings, home, serves_metrics=not (with_hub or until_idle)),
     ):
@@ -136,27 +139,36 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
 
 
 @contextmanager
-def _running(stack: Stack) -> Iterator[None]:
-    """Start the stack, and stop it when the `with` block ends. Until then, a thread restarts each
-    child that has ended, and kills each child that hangs."""
+def _running(services: Sequence[Service], home: Home, settings: Settings) -> Iterator[None]:
+    """Start a stack of these services, and stop it when the `with` block ends. Until then, a thread
+    restarts each child that has ended, and kills each child that hangs."""
+    stack = Stack(home, services, hang_seconds=settings.stack.hang_seconds)
     stop = threading.Event()
 
     def check() -> None:
-        while not stop.wait(CHECK_SECONDS):
-            for event in stack.check_services():
-                logger.warning("%s", event)
+        wait = CHECK_SECONDS
+        while not stop.wait(wait):
+            try:
+                for event in stack.check_services():
+                    logger.warning("%s", event)
+                wait = CHECK_SECONDS
+            except Exception:
+                # If the thread ended here, no child would be restarted any more.
+                wait = SECONDS_AFTER_ERROR
+                logger.exception("the services cannot be checked; trying again in %g s", wait)
 
-    stack.start()
     # On Linux, a child gets SIGTERM when the thread that started it ends (`end_with_parent`). So
     # the children that the thread below has restarted get SIGTERM when this thread ends. This does
     # no harm, because `stack.stop` then sends SIGTERM to all children anyway.
     thread = threading.Thread(target=check, name="stack-check")
-    thread.start()
     try:
+        stack.start()
+        thread.start()
         yield
     finally:
         stop.set()
-        thread.join()
+        if thread.is_alive():  # an error, or Ctrl-C, may have come before the thread was started
+            thread.join()
         stack.stop()
 
 
@@ -196,7 +208,7 @@ def _wait_until_idle(home: Home, settings: Settings) -> None:
     """Wait until every job has ended, not only the job that was submitted in the `with` block: in
     the meantime, another `pipeline jobs run` may have submitted a second job to this runner."""
     with open_job_store(settings, home) as store:
-        while any(store.list(state=state, limit=1) for state in OPEN_STATES):
+        while store.has_open_jobs():
             time.sleep(0.1)
 
 

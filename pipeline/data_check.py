@@ -66,11 +66,21 @@ def check_data(
     bad: list[DataError] = []
     with _files(folder, home, settings, pipeline) as (root, files, links):
         bad += [
-            DataError.at(link, None, "it is a symbolic link; put the file itself in its place")
+            DataError.at(
+                _shown(link), None, "it is a symbolic link; put the file itself in its place"
+            )
             for link in links
             if why_no_data(link) is None
         ]
-        dataset = read_dataset(root, files, reading, bad.append)
+        # The report names the files, and JSON cannot hold a name that is not UTF-8. So do not read
+        # files with such names.
+        readable = [file for file in files if _shown(file) == file]
+        bad += [
+            DataError.at(_shown(file), None, "its name is not UTF-8; rename the file")
+            for file in sorted(set(files) - set(readable))
+            if why_no_data(file) is None
+        ]
+        dataset = read_dataset(root, readable, reading, bad.append)
     # If rows are bad, do not also report that the dataset has no rows: the dataset may be empty
     # only because the bad rows were left out.
     if not bad:
@@ -187,6 +197,11 @@ def _tracked(folder: Path) -> Sequence[str]:
         return [file for file in listed.split("\0") if file and _is_entry(folder / file)]
     files = (path for path in folder.rglob("*") if _is_entry(path))
     return [path.relative_to(folder).as_posix() for path in files]
+
+
+def _shown(path: str) -> str:
+    """The path with a `?` in the place of each byte that is not UTF-8."""
+    return path.encode(errors="replace").decode()
 
 
 def _git(*arguments: str, folder: Path = Path()) -> str | None:

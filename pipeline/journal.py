@@ -4,6 +4,7 @@ do after the gate has rejected a job."""
 from collections.abc import Sequence
 
 from jobs.job import Job
+from jobs.outcome import JobOutcome
 from jobs.store import JobStore
 
 NUM_WATCHED = 100
@@ -13,6 +14,9 @@ WAYS_ON = (
     "push a correction; or accept the rows as they are with: pipeline jobs run --force --reason WHY"
 )
 """What the user can do after the gate has rejected a job."""
+DECIDED_NOTHING = frozenset({"failed", "cancelled", "superseded"})
+"""Results of jobs that leave the rows of an earlier rejected job as they are: the rows still wait
+for the next job."""
 
 
 class Journal:
@@ -63,14 +67,16 @@ def describe(job: Job) -> str:
 
 def advice_after_refusal(jobs: Sequence[Job]) -> str | None:
     """What the user can do if the gate (the checks of the new rows and of the new weights) rejected
-    the last job that ended. None if the gate did not reject this job.
+    the last job that ended. None if the gate did not reject this job. Jobs that failed, were
+    cancelled or were superseded are passed over, because the rejected rows wait after them too.
 
     jobs: the newest jobs of a pipeline, newest first.
     """
-    last = next((job for job in jobs if job.has_ended), None)
-    if last is None or last.outcome is None or last.outcome.result != "rejected":
+    outcomes = (job.outcome for job in jobs if job.has_ended)
+    last = next((each for each in outcomes if _has_decided(each)), None)
+    if last is None or last.result != "rejected":
         return None
-    revision = (last.outcome.dataset_revision or "unknown")[:12]
+    revision = (last.dataset_revision or "unknown")[:12]
     return (
         f"the gate rejected {revision}, and the job of the next commit trains on the rows of "
         f"{revision} again; {next_step(jobs, WAYS_ON)}"
@@ -89,3 +95,7 @@ def next_step(jobs: Sequence[Job], step: str) -> str:
         return step
     state = "running" if current.state == "RUNNING" else "pending"
     return f"wait for job {current.id}, which is {state}: pipeline jobs wait {current.id}"
+
+
+def _has_decided(outcome: JobOutcome | None) -> bool:
+    return outcome is None or outcome.result not in DECIDED_NOTHING

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 
 from jobs.job import Job
+from pipeline import settings_copy
 from pipeline.settings import PipelineSettings
 
 logger = logging.getLogger(__name__)
@@ -71,11 +72,14 @@ def _post(url: str, body: str, job_id: str) -> None:
 
 def _run(command: Sequence[str], body: str, job: Job, job_dir: Path) -> None:
     assert job.outcome is not None
+    # Without the stack's copy of the settings file, so that a `pipeline` command in the user's
+    # command reads the settings file that PIPELINE_SETTINGS names.
+    of_runner = {name: each for name, each in os.environ.items() if name != settings_copy.VARIABLE}
     done = subprocess.run(
         command,
         input=body.encode(),
         env={
-            **os.environ,
+            **of_runner,
             "JOB_ID": job.id,
             "JOB_DIR": str(job_dir),
             "PIPELINE_OUTCOME": job.outcome.result,

@@ -13,6 +13,7 @@ from pipeline.errors import PipelineError
 from pipeline.hub.contents.trees import changed_files, find_paths, list_paths, read_file
 from pipeline.hub.git.process import PULL_REQUEST_PREFIX
 from pipeline.hub.large_files.store import LargeFiles
+from pipeline.hub.repositories.objects import read_blobs
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repository
 from pipeline.moved_datasets import moved_message, moved_next_step
@@ -134,7 +135,8 @@ def _unreadable_rows(
     repository: Repository, change: RefChange, pipeline: PipelineSettings
 ) -> Iterator[str]:
     """Remarks on the changed files: rows that a job of the pipeline could not read, and large files
-    whose content is missing. No remarks if the files have more than MAX_BYTES in total."""
+    whose content is missing. If the files have more than MAX_BYTES in total, the only remark is
+    that nothing was checked."""
     assert change.new_sha is not None
     files = changed_files(repository, change.old_sha, change.new_sha)
     wanted = [
@@ -149,11 +151,22 @@ def _unreadable_rows(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         paths = []
-        for file in (*wanted, *find_paths(repository, change.new_sha, [CARD])):
+        read = (*wanted, *find_paths(repository, change.new_sha, [CARD]))
+        for file in read:
             num_bytes += file.size_bytes
             if num_bytes > MAX_BYTES:
+                yield (
+                    "The hub checked no rows of this push: README.md and the changed text files "
+                    f"have more than {MAX_BYTES // 1024**2} MiB together. The job of "
+                    f"{pipeline.name} will check all rows."
+                )
                 return
-            content = read_file(repository, file)
+        # Use few git processes, because there may be tens of thousands of small files, and the
+        # client waits.
+        contents = dict(read_blobs(repository, [file.oid for file in read]))
+        for file in read:
+            if (content := contents.get(file.oid)) is None:
+                continue  # the blob is lost, and `pipeline doctor` says so
             pointer = Pointer.parse(content)
             if pointer is None:
                 if file.path == CARD or _has_checked_rows(file.path):

@@ -15,7 +15,16 @@ from jobs.store import JobStore
 _SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 14400)
 
 
-ROW_COUNTS = ("changed", "learned", "known", "kept", "deleted", "unlearned", "not_trained")
+ROW_COUNTS = (
+    "changed",
+    "all_changed",
+    "learned",
+    "known",
+    "kept",
+    "deleted",
+    "unlearned",
+    "not_trained",
+)
 
 
 class RunnerMetrics:

@@ -148,8 +148,8 @@ class StackSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     hang_seconds: float = Field(default=HANG_SECONDS, gt=0)
-    """If a service does not answer for this many seconds, `pipeline up` kills the service and
-    starts it again."""
+    """If a service does not answer for this many seconds, `pipeline up` or `pipeline jobs run`,
+    whichever started the service, kills it and starts it again."""
 
 
 class Settings(BaseSettings):

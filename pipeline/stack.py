@@ -338,7 +338,12 @@ def lock_stack(home: Home) -> filelock.BaseFileLock:
 
 
 def _describe_exit(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # most real-time signals have no name
+        return f"signal {-code}"
 
 
 def _tail(log: Path, num_lines: int = 15) -> str:

@@ -119,6 +119,8 @@ class Tunnel:
                 if self._public is None:
                     self._error = error
                     break
+                if self._is_closing:
+                    break
                 _logger.warning(
                     "The tunnel cannot be opened; next try in %.0f s. %s", *(pause, error)
                 )
@@ -156,14 +158,19 @@ class Tunnel:
         fails, ask for any URL, because the provider may still reserve `former` for the broken link.
         Raises `TunnelFailed`."""
         if former is not None:
-            with contextlib.suppress(TunnelFailed):
+            try:
                 return self._start_link(former)
+            except TunnelFailed:
+                if self._is_closing:
+                    raise
         return self._start_link(None)
 
     def _start_link(self, url: str | None) -> "_Link":
         try:
             link = _Link(self._command(url), self._wake)
-        except OSError as error:  # for example, the machine has no room for another process
+        # For example, the machine has no room for another process (OSError) or for another thread
+        # (RuntimeError).
+        except (OSError, RuntimeError) as error:
             raise TunnelFailed(f"The command of the tunnel cannot be started: {error}.") from error
         if self._url_of(link) is None:
             link.end()
@@ -236,7 +243,12 @@ class _Link:
         )
         self._reader = threading.Thread(target=self._read, name="tunnel-output", daemon=True)
         self._has_ended = False
-        self._reader.start()
+        try:
+            self._reader.start()
+        except RuntimeError:
+            with self._process:  # waits for the process, and closes its output
+                self._process.kill()
+            raise
 
     @property
     def is_alive(self) -> bool:

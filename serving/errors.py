@@ -7,6 +7,19 @@ ServingError                the command line prints its message in one line
 └── PortBusy                another program listens on the port
 """
 
+import errno
+
+_TEMPORARY_ERRNOS = frozenset(
+    (
+        errno.ENOSPC,  # a full disk
+        errno.EDQUOT,  # the user's share of the disk is used up
+        errno.EAGAIN,  # too many processes
+        errno.ENOMEM,
+        errno.EMFILE,  # too many open files in this process
+        errno.ENFILE,  # too many open files on the machine
+    )
+)
+
 
 class ServingError(Exception):
     """Serving or publishing is not possible. The message is for the person at the terminal."""
@@ -40,3 +53,17 @@ class PortBusy(ServingError):
             f"{host}:{port} is used by another program; "
             "choose another port with --port or [serving] port"
         )
+
+
+def is_temporary(error: BaseException) -> bool:
+    """Whether the error says nothing about the files of a release: disk space or memory was used
+    up, or there were too many processes or open files. This function also checks the errors that
+    led to `error`."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, NotEnoughSpace | MemoryError):
+            return True
+        if isinstance(cause, OSError) and cause.errno in _TEMPORARY_ERRNOS:
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False

@@ -31,13 +31,18 @@ def end_of_sequence_ids(
     As in vLLM, the tokenizer's token is added to the others. A base model that was trained on
     conversations often keeps its config, and then only the tokenizer names the token that ends a
     message. Ids for which the network has no embedding, such as -1, are left out, because the
-    network cannot generate these tokens.
+    network cannot generate these tokens. Raises ReleaseError for a value that is no id.
     """
-    named = generation.get("eos_token_id")
+    file, named = "generation_config.json", generation.get("eos_token_id")
     if named is None:
-        named = config.get("eos_token_id")
+        file, named = "config.json", config.get("eos_token_id")
     found = [of_tokenizer, *(named if isinstance(named, list) else [named])]
-    ids = dict.fromkeys(int(each) for each in found if each is not None)
+    try:
+        ids = dict.fromkeys(int(each) for each in found if each is not None)
+    except (TypeError, ValueError, OverflowError):
+        raise ReleaseError(
+            f"{file}: eos_token_id is {named!r}, which is neither a token id nor a list of such ids"
+        ) from None
     return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
 
 

@@ -2,7 +2,8 @@
 
 A swap makes another release live: this release then answers all new requests. One swap runs at a
 time, and one more may wait. A newer swap replaces the waiting swap. It also replaces the running
-swap if the engine has not begun to use that swap's weights. `swap_phases.py` performs a swap.
+swap if the engine has not begun to use that swap's weights. But if the newest request is again for
+the release of the running swap, the running swap goes on. `swap_phases.py` performs a swap.
 """
 
 import asyncio
@@ -147,6 +148,11 @@ class Swapper:
         newest = self._waiting or self._running
         if newest is not None and newest.folder == folder and newest.superseded_by is None:
             return await asyncio.shield(newest.result)
+        if (running := self._running) is not None and _can_go_on(running, folder):
+            running.superseded_by = None
+            overtaken, self._waiting = self._waiting, None
+            await self._supersede(overtaken, running.release_id)
+            return await asyncio.shield(running.result)
         swap = SwapAttempt(
             folder=folder,
             is_recorded=is_recorded,
@@ -163,12 +169,16 @@ class Swapper:
             self._running, self._waiting = swap, None
         elif not self._running.is_committing:
             self._running.superseded_by = swap.release_id
-        if overtaken is not None:
-            overtaken.superseded_by = swap.release_id
-            await self._clear_pending(overtaken)
-            late = SwapStopped("superseded", f"a swap to {swap.release_id} was requested later")
-            self._finish(overtaken, overtaken.stopped(late, self._live_id()))
+        await self._supersede(overtaken, swap.release_id)
         return await asyncio.shield(swap.result)
+
+    async def _supersede(self, overtaken: SwapAttempt | None, release_id: str) -> None:
+        """End the swap that waited until a swap to `release_id` was requested, if there is one."""
+        if overtaken is not None:
+            overtaken.superseded_by = release_id
+            await self._clear_pending(overtaken)
+            late = SwapStopped("superseded", f"a swap to {release_id} was requested later")
+            self._finish(overtaken, overtaken.stopped(late, self._live_id()))
 
     async def _work(self) -> None:
         while self._running is not None:
@@ -232,3 +242,9 @@ class Swapper:
 
     def _live_id(self) -> str | None:
         return self._admission.live.id if self._admission.live else None
+
+
+def _can_go_on(running: SwapAttempt, folder: Path) -> bool:
+    """Whether the running swap is to `folder`, and would soon give way to a newer swap."""
+    is_superseded = running.superseded_by is not None and not running.has_given_way
+    return is_superseded and running.folder == folder

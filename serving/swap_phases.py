@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from serving.admission import Admission, LiveRelease
+from serving.converted import ConvertedCopies
 from serving.engine import Engine, StageError
-from serving.errors import ReleaseError
+from serving.errors import ReleaseError, is_temporary
 from serving.preflight import read_folder
 from serving.probe import measure_probe
 from serving.settings import ServingSettings
@@ -62,6 +63,7 @@ class SwapPhases:
         self._settings = settings
         self._releases_dir = releases_dir
         self._pipeline = pipeline
+        self._copies = ConvertedCopies(releases_dir)
         self._link_writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="current-link")
         """Writes the link `current` on disk, which names the served release. This one thread does
         all writes in the order of the calls, so the last call decides what `current` is."""
@@ -76,6 +78,7 @@ class SwapPhases:
             task.cancel()
         await asyncio.gather(*retiring, return_exceptions=True)
         self._link_writer.shutdown(wait=False)
+        self._copies.close()
 
     async def perform(self, swap: SwapAttempt) -> LiveRelease | None:
         """Make the release of `swap` live. Returns the release that was live before, which may be
@@ -122,10 +125,16 @@ class SwapPhases:
                 raise SwapStopped(
                     "failed", f"preflight took more than {self._settings.phase_seconds:g} s"
                 ) from None
-            except ReleaseError as error:
-                raise SwapStopped("refused", *error.reasons) from None
-            except OSError as error:
-                raise SwapStopped("refused", f"{swap.folder}: {error}") from None
+            except (ReleaseError, OSError) as error:
+                # After a temporary error, an older release must not become a substitute.
+                raise SwapStopped(
+                    "failed" if is_temporary(error) else "refused",
+                    *(
+                        error.reasons
+                        if isinstance(error, ReleaseError)
+                        else (f"{swap.folder}: {error}",)
+                    ),
+                ) from None
         swap.stop_if_superseded()
         return LiveRelease(
             release=release,
@@ -140,7 +149,7 @@ class SwapPhases:
         self, folder: Path, live: LiveRelease | None
     ) -> tuple[Release, Path, ReleaseTokenizer]:
         release, engine_folder = read_folder(
-            folder, self._engine, self._releases_dir, self._pipeline
+            folder, self._engine, self._copies, self._releases_dir, self._pipeline
         )
         # Use the live tokenizer if its files have not changed, as in most releases. While a
         # tokenizer is being loaded, no other thread can run, so all streams pause.

@@ -267,7 +267,7 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate | Non
         raise ReleaseError(f"{path.name}: not UTF-8 text: {error}") from None
     with_tools = None
     if isinstance(source, list):
-        named = {each.get("name"): each.get("template") for each in source}
+        named = _named_templates(source)
         source, with_tools = named.get("default"), named.get("tool_use")
     if not isinstance(source, str):
         return None
@@ -279,6 +279,20 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate | Non
     template = ChatTemplate(source, special, with_tools)
     template.check()
     return template
+
+
+def _named_templates(templates: list[Any]) -> dict[str, str]:
+    named = {}
+    for each in templates:
+        match each:
+            case {"name": str(name), "template": str(template)}:
+                named[name] = template
+            case _:
+                raise ReleaseError(
+                    f"tokenizer_config.json: chat_template holds {str(each)[:100]!r}, which is not "
+                    "an object with the texts name and template"
+                )
+    return named
 
 
 def _token_name(value: object) -> str | None:

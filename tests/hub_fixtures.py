@@ -7,6 +7,7 @@ and ask for `hub`, `receiver`, `worktree`, `webhook`; or use `running_hub(...)` 
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import threading
@@ -61,6 +62,14 @@ class RunningHub:
         """Its git URL. It has no commit, so that a test can push a history of its own."""
         create_empty(self.url, name)
         return f"{self.url}/datasets/{name}"
+
+    def fsck(self) -> None:
+        """git and git-lfs find nothing wrong with any repository."""
+        for folder in self.root.glob("repos/*/*/*.git"):
+            git = f"--git-dir={folder}"
+            run_git(git, "fsck", "--strict", "--full", cwd=folder, env=self.git_env)
+            if shutil.which("git-lfs") is not None and (folder / "lfs" / "objects").exists():
+                run_git(git, "lfs", "fsck", cwd=folder, env=self.git_env)
 
     def deliveries(self, webhook_id: str) -> list[dict[str, Any]]:
         answer = self.request("GET", f"/api/settings/webhooks/{webhook_id}/deliveries")

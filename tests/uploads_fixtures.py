@@ -78,6 +78,11 @@ class Repo:
         found = self.api.list_repo_tree(**self.on, revision=revision, recursive=True)
         return {each.path for each in found if getattr(each, "lfs", None) is not None}
 
+    def check_transport(self) -> None:
+        """That large files came through Xet, or none if it is switched off."""
+        came = list((self.folder / "lfs" / "xet").glob("*/*"))
+        assert bool(came) == (not constants.HF_HUB_DISABLE_XET)
+
     def check(self) -> None:
         """By git and, in a clone that has all large files, by git-lfs."""
         git = ["git", f"--git-dir={self.folder}"]

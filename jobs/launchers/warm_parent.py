@@ -29,7 +29,7 @@ started."""
 class WarmParent:
     """Starts and replaces the warm parent, and sends requests to it. The caller must call
     `poll_processes` many times a second. `close` kills the warm parent and waits until its process
-    is gone."""
+    is gone. Raises OSError if the file `log` cannot be written."""
 
     state: Literal["importing", "ready", "off"]
     """`off` means that there is no warm parent and none will be started. There are five possible
@@ -55,21 +55,31 @@ class WarmParent:
         self.generation = 0
         self._process: subprocess.Popen[bytes] | None = None
         self.state = "off"
+        # If the log cannot be written, no job can run in this folder either. So raise the OSError.
+        log.open("ab").close()
         self._start()
 
     def _start(self) -> None:
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                env=self._environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,  # so that Ctrl-C in the terminal reaches only the runner
-            )
+        """Start a warm parent. If the operating system cannot start one, turn the warm parent
+        off."""
+        # If a former warm parent has died, it may have lost requests. The higher number says so.
+        self.generation += 1
+        try:
+            with self._log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    self._command,
+                    env=self._environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    # A session of its own, so that Ctrl-C in the terminal reaches only the runner.
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._turn_off(f"the warm parent cannot be started: {error}")
+            return
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
-        self.generation += 1
         self.state = "importing"
 
     def poll_processes(self) -> None:
@@ -91,12 +101,7 @@ class WarmParent:
             )
             return
         logger.warning("The warm parent exited with %s; another one is started.", code)
-        try:
-            self._start()
-        except OSError as error:
-            # The dead warm parent may have lost requests. The higher number says so.
-            self.generation += 1
-            self._turn_off(f"the warm parent cannot be started again: {error}")
+        self._start()
 
     def _read_answer(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None

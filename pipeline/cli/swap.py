@@ -36,7 +36,7 @@ def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> Non
     folder = home.releases_dir / pipeline.name
     # Mark the release as pending before the request. If the request finds no server, a server may
     # start right after the request. The new server then finds the mark and serves the release.
-    set_pending(folder, release)
+    earlier = set_pending(folder, release)
     try:
         result = request_swap(url, release, admin_token=load_tokens(home.tokens_file).admin)
     except httpx.ConnectError:
@@ -50,7 +50,7 @@ def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> Non
             f"{url} gave no answer ({error!r}); the server will serve {release} at its next start"
         ) from None
     except SwapAnswerError as error:
-        clear_pending(folder, release)
+        clear_pending(folder, release, earlier=earlier)
         raise PipelineError(
             f"the server on {url} is not the server of this state folder: {error}"
         ) from None

@@ -96,8 +96,8 @@ def base_answers(
     max_measured_tokens: int,
 ) -> tuple[tuple[AnchorTarget, ...], tuple[AnchorTarget, ...]]:
     """The base model's answers to `anchors`, as two tuples: answers to train on, and answers that
-    are only measured. The second tuple ends after about `max_measured_tokens` tokens. The answers
-    are read from `folder` if an earlier job has made them.
+    are only measured. The second tuple has at most `max_measured_tokens` tokens, but at least one
+    answer. The answers are read from `folder` if an earlier job has made them.
 
     base: a text that identifies the base model. load: loads the base model. It is called only if
     the answers must be made.
@@ -120,12 +120,14 @@ def base_answers(
         write_record(path, answers)
     trained: list[AnchorTarget] = []
     measured: list[AnchorTarget] = []
+    left = max_measured_tokens
     for answer, target in zip(answers.answers, _targets(answers, load_file(tensors)), strict=True):
         if not answer.measured:
             trained.append(target)
-        elif max_measured_tokens > 0 or not measured:
+            continue
+        left -= len(target.sequence.token_ids)
+        if left >= 0 or not measured:
             measured.append(target)
-            max_measured_tokens -= len(target.sequence.token_ids)
     return tuple(trained), tuple(measured)
 
 
@@ -144,8 +146,15 @@ def divergence(logprobs: Tensor, anchors: Sequence[AnchorTarget]) -> Tensor:
 
 
 @torch.no_grad()
-def drift(model: "PreTrainedModel", anchors: Sequence[AnchorTarget]) -> Drift:
-    """Measure how far `model` has moved away from the base model, on the answers `anchors`."""
+def drift(
+    model: "PreTrainedModel",
+    anchors: Sequence[AnchorTarget],
+    on_batch: Callable[[int], None] = lambda _: None,
+) -> Drift:
+    """Measure how far `model` has moved away from the base model, on the answers `anchors`.
+
+    on_batch: called after each batch, with the number of answers in this batch.
+    """
     num_right, total, num_tokens = 0, 0.0, 0
     for start in range(0, len(anchors), MEASURED_ROWS):
         some = anchors[start : start + MEASURED_ROWS]
@@ -156,6 +165,7 @@ def drift(model: "PreTrainedModel", anchors: Sequence[AnchorTarget]) -> Drift:
         num_right += int((logits.argmax(-1) == labels).sum())
         total += float(divergence(torch.log_softmax(logits, dim=-1), some).sum())
         num_tokens += len(labels)
+        on_batch(len(some))
     return Drift(num_right / num_tokens, total / num_tokens)
 
 

@@ -86,7 +86,10 @@ def compare_revisions(
     check_not_empty(dataset)
     base = before.train if before is not None else ()
     change = difference(base, dataset.train)
-    share = _share(dataset, before, change, settings)
+    # A first job may have recorded its held-out rows and failed. Or the pipeline may have followed
+    # another dataset before.
+    is_first = parent is None or parent.lineage.dataset != snapshot.dataset
+    share = _share(dataset, before, change, settings, is_first=is_first)
     rows = tuple(row for row in dataset.train if row.digest not in share)
     held_out = (*dataset.held_out, *(row for row in dataset.train if row.digest in share))
     # Do not unlearn rows that were held out, because the model was never trained on them. Do not
@@ -129,7 +132,12 @@ def compare_revisions(
 
 
 def _share(
-    dataset: Dataset, before: Dataset | None, change: Difference, settings: RetrainSettings
+    dataset: Dataset,
+    before: Dataset | None,
+    change: Difference,
+    settings: RetrainSettings,
+    *,
+    is_first: bool,
 ) -> frozenset[str]:
     """Digests of the rows that are held out although they are in the train split. They are rows of
     the new revision and of the revision before."""
@@ -144,6 +152,7 @@ def _share(
         before.train if before is not None else None,
         dataset.train,
         change.added,
+        is_first=is_first,
     )
 
 

@@ -135,6 +135,7 @@ def compare(
     text = Comparison.of(changed_text)
     counts = Counts(
         changed=len(changed),
+        all_changed=len(changed) + sum(row.digest not in not_trained for row in rows.unmeasured),
         learned=sum(after.is_learned for _, _, after in changed),
         learned_before=sum(before.is_learned for _, before, _ in changed),
         known=len(known),

@@ -134,8 +134,9 @@ def count_refusals(
     """
     found = []
     if counts.learned < settings.min_learned * counts.changed:
+        which = "changed rows that were measured" if counts.is_sampled else "changed rows"
         found.append(
-            f"only {counts.learned:,} of {counts.changed:,} changed rows were learned, where "
+            f"only {counts.learned:,} of {counts.changed:,} {which} were learned, where "
             f"`gate.min_learned` asks for {settings.min_learned:.0%}; not learned: {_named(missed)}"
         )
     if counts.unlearned < settings.min_learned * counts.deleted and not is_removal:

@@ -58,23 +58,31 @@ def held_out_now(folder: Path | None, dataset: Dataset, settings: DataSettings) 
 
 
 def held_out_text(
-    folder: Path, before: Sequence[Row] | None, rows: Sequence[Row], added: Iterable[Row]
+    folder: Path,
+    before: Sequence[Row] | None,
+    rows: Sequence[Row],
+    added: Iterable[Row],
+    *,
+    is_first: bool,
 ) -> frozenset[str]:
     """The digests of the rows among `rows` to hold out. Also records these digests in `folder`.
 
     before: the rows of the revision that the parent release was trained on. None if there is no
-    such revision; the held-out rows are then chosen anew. added: the rows that the commit adds or
-    edits.
+    such revision, or if it cannot be read any more. added: the rows that the commit adds or edits.
+    is_first: whether there is no release that was trained on this dataset.
     """
     path = folder / FILE
     recorded = job_folder.read_record(path, HeldOut)
-    if before is None:
-        digests = draw(rows)
-    elif recorded is None:
-        # The parent release is older than the record. In its training, the rows with the lowest
-        # digests were held out, and at least as many as `draw` chooses. So it was trained on none
-        # of the chosen rows.
-        digests = draw(before)
+    if recorded is None:
+        # If there is a parent release, it is older than the record. In its training, the rows with
+        # the lowest digests were held out, and at least as many as `draw` chooses. So it was
+        # trained on none of the chosen rows.
+        digests = draw(rows if before is None else before)
+    elif before is None:
+        # Nobody knows which rows the commit adds. But none of them is in the record.
+        digests = recorded.digests.intersection(row.digest for row in rows)
+        if is_first and not digests:
+            digests = draw(rows)
     else:
         digests = recorded.digests
     if before is not None:

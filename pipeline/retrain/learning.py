@@ -3,6 +3,7 @@ measures the new weights on the same rows, and publishes them as a release."""
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,7 @@ from pipeline.retrain.golden import load_golden_questions
 from pipeline.retrain.group import rank
 from pipeline.retrain.job import RetrainJob
 from pipeline.retrain.lowrank import low_rank
-from pipeline.retrain.measure import MeasuredRows, Measurement, measure
+from pipeline.retrain.measure import MeasuredRows, Measurement, MeasuringProgress, measure
 from pipeline.retrain.model import LoadedModel, load_model, usual_rank
 from pipeline.retrain.noise import count_noise
 from pipeline.retrain.parent import Parent
@@ -31,7 +32,7 @@ from pipeline.retrain.processes import train_in_processes
 from pipeline.retrain.reporters import open_reporters
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import row_losses
-from pipeline.retrain.tokens import sequences
+from pipeline.retrain.tokens import TokenSequence, sequences
 from pipeline.retrain.train import train
 from pipeline.retrain.trunk import frozen_trunk
 from serving.weights.release import Lineage, Release
@@ -57,6 +58,10 @@ class Learning:
     measured_anchors: tuple[AnchorTarget, ...]
     """The base model's own answers that are only measured."""
     rows: MeasuredRows
+    compared: tuple[Sequence[TokenSequence], Sequence[TokenSequence]]
+    """Changed and unchanged rows, in which noise is counted. Both empty if it is not counted."""
+    progress: MeasuringProgress
+    """How far the measurements before training are."""
     before: Measurement
     """The measurement of the served weights."""
     is_fresh: bool = True
@@ -87,13 +92,10 @@ class Learning:
         if settings.gate.golden is not None:
             golden = load_golden_questions(settings.gate.golden, settings.data.max_row_bytes)
         rows = MeasuredRows.choose(data, golden, loaded.tokenizer, settings.gate)
-        before = measure(
-            loaded.model,
-            loaded.tokenizer,
-            rows,
-            loaded.max_length,
-            on_progress=job.record_measured,
-        )
+        compared = _compared_for_noise(parent, rows, loaded)
+        progress = MeasuringProgress(job.record_measured)
+        progress.expect(2 * sum(map(len, compared)))
+        before = measure(loaded.model, loaded.tokenizer, rows, loaded.max_length, progress=progress)
         return cls(
             job=job,
             data=data,
@@ -103,6 +105,8 @@ class Learning:
             anchors=anchors,
             measured_anchors=measured,
             rows=rows,
+            compared=compared,
+            progress=progress,
             before=before,
         )
 
@@ -111,18 +115,11 @@ class Learning:
         weights that were never trained on the dataset cannot judge its rows."""
         if self.parent is None:
             return ()
-        loaded = self.loaded
-        known = self.rows.held_out_known or self.rows.known
-        groups = [
-            sequences(rows, loaded.tokenizer, loaded.max_length)
-            for rows in (self.rows.changed, known)
+        beside = [*self.compared[0], *self.compared[1]]
+        noise = [
+            count_noise(self.loaded.model, group, beside, self.progress.add)
+            for group in self.compared
         ]
-        # Look for noise only if the served weights were trained on all rows, and if there are
-        # enough rows to compare.
-        if self.parent.evaluation.get("not_trained") or min(map(len, groups)) < MIN_ROWS:
-            groups = [[], []]
-        beside = [*groups[0], *groups[1]]
-        noise = [count_noise(loaded.model, group, beside) for group in groups]
         gate = self.job.settings.gate
         return data_refusals(self.data.num_lost, self.data.num_before, noise[0], noise[1], gate)
 
@@ -205,7 +202,7 @@ class Learning:
             self.rows,
             loaded.max_length,
             self.measured_anchors,
-            on_progress=self.job.record_measured,
+            progress=MeasuringProgress(self.job.record_measured),
         )
         is_delta = self.data.mode == "delta"
         learned = self.data.new if is_delta else self.data.rows
@@ -308,6 +305,20 @@ class Learning:
             row_losses(self.loaded.model, sample)
             seconds = time.monotonic() - started
         return TRAINING_COST * seconds / sum(len(each.token_ids) for each in sample)
+
+
+def _compared_for_noise(
+    parent: Parent | None, rows: MeasuredRows, loaded: LoadedModel
+) -> tuple[Sequence[TokenSequence], Sequence[TokenSequence]]:
+    """The changed rows, and the unchanged rows with which their noise is compared. Both empty if
+    the served weights were not trained on all rows, or if there are too few rows to compare."""
+    if parent is None or parent.evaluation.get("not_trained"):
+        return (), ()
+    changed, known = (
+        sequences(group, loaded.tokenizer, loaded.max_length)
+        for group in (rows.changed, rows.held_out_known or rows.known)
+    )
+    return (changed, known) if min(len(changed), len(known)) >= MIN_ROWS else ((), ())
 
 
 def _base(job: RetrainJob, data: TrainingData, parent: Parent | None) -> Base:

@@ -32,6 +32,8 @@ class MeasuredRows:
     held_out_new: tuple[Row, ...]
     held_out_known: tuple[Row, ...]
     golden: tuple[Row, ...]
+    unmeasured: tuple[Row, ...]
+    """The changed rows that have an answer, and are not in the sample `changed`."""
 
     @classmethod
     def choose(
@@ -42,18 +44,24 @@ class MeasuredRows:
         gate: GateSettings,
     ) -> "MeasuredRows":
         def sample(rows: Sequence[Row]) -> tuple[Row, ...]:
-            return _sample(rows, tokenizer, gate.max_tokens)
+            return _sample(rows, tokenizer, gate.max_tokens)[0]
 
         contradicting = {
             data.rows[index].digest for group in data.contradictions for index in group
         }
+        changed, unmeasured = _sample(
+            [row for row in data.new if row.digest not in contradicting],
+            tokenizer,
+            gate.max_tokens,
+        )
         return cls(
-            changed=sample([row for row in data.new if row.digest not in contradicting]),
+            changed=changed,
             known=sample([row for row in data.known if row.digest not in contradicting]),
             deleted=sample([row for row in data.deleted if row.is_counted]),
             held_out_new=sample(data.held_out_new),
             held_out_known=sample(data.held_out_known),
             golden=tuple(golden),
+            unmeasured=tuple(row for row in unmeasured if row.is_counted),
         )
 
 
@@ -73,6 +81,24 @@ class Measurement:
     for a preset."""
 
 
+class MeasuringProgress:
+    """Says how far the measurements of a stage are. A piece of a long row counts as a row, and so
+    does an answer of the base model. If a row is measured in two ways, it counts twice."""
+
+    def __init__(self, tell: Callable[[int, int], None]) -> None:
+        """tell: called after each batch, with the number of rows that are measured, and the number
+        of all rows to measure."""
+        self._tell = tell
+        self._measured = self._expected = 0
+
+    def expect(self, count: int) -> None:
+        self._expected += count
+
+    def add(self, count: int) -> None:
+        self._measured += count
+        self._tell(self._measured, self._expected)
+
+
 def measure(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
@@ -80,34 +106,25 @@ def measure(
     max_length: int,
     anchors: Sequence[AnchorTarget] = (),
     *,
-    on_progress: Callable[[int, int], None],
+    progress: MeasuringProgress,
 ) -> Measurement:
     """Measure `model` on `rows`, and on the base model's own answers to `anchors` if there are
-    any.
-
-    on_progress: called after each batch, with the number of rows that are measured, and the number
-    of all rows to measure. A piece of a long row counts as a row.
-    """
+    any."""
     groups = {
         name: sequences(getattr(rows, name), tokenizer, max_length)
         for name in ("changed", "known", "deleted", "held_out_new", "held_out_known", "golden")
     }
-    count, done = sum(map(len, groups.values())), 0
-
-    def on_batch(measured: int) -> None:
-        nonlocal done
-        done += measured
-        on_progress(done, count)
+    progress.expect(sum(map(len, groups.values())) + len(anchors))
 
     def losses(name: str, words: str) -> list[RowLoss]:
         if groups[name]:
             logger.info("measuring %s %s", f"{len(getattr(rows, name)):,}", words)
-        return row_losses(model, groups[name], on_batch)
+        return row_losses(model, groups[name], progress.add)
 
     if anchors:
         logger.info("measuring %d answers of the base model", len(anchors))
     return Measurement(
-        drift=drift(model, anchors) if anchors else None,
+        drift=drift(model, anchors, progress.add) if anchors else None,
         changed=losses("changed", "changed rows"),
         known=losses("known", "rows known before"),
         deleted=losses("deleted", "deleted rows"),
@@ -119,11 +136,11 @@ def measure(
 
 def _sample(
     rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_tokens: int
-) -> tuple[Row, ...]:
-    """A random sample of `rows` with at most `max_tokens` tokens, but with at least one row. The
-    sample keeps the order of `rows`."""
+) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """A random sample of `rows` with at most `max_tokens` tokens, but with at least one row. Also
+    returns the other rows. Both keep the order of `rows`."""
     order = random.Random(len(rows)).sample(range(len(rows)), len(rows))
-    chosen: list[int] = []
+    chosen: set[int] = set()
     left = max_tokens
     for index in order:
         row = rows[index]
@@ -133,5 +150,8 @@ def _sample(
         left -= len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         if chosen and left < 0:
             break
-        chosen.append(index)
-    return tuple(rows[index] for index in sorted(chosen))
+        chosen.add(index)
+    return (
+        tuple(row for index, row in enumerate(rows) if index in chosen),
+        tuple(row for index, row in enumerate(rows) if index not in chosen),
+    )

@@ -33,9 +33,11 @@ class Metric(BaseModel):
     right: int | None = None
     rows: int | None = None
     """For an evaluation during training: the rows that were measured. `right` counts those of them
-    whose answer the model gives. In the event `measured`: all rows that the stage measures."""
+    whose answer the model gives. In the event `measured`: all rows that the stage measures,
+    together with the base model's answers. A row that is also compared with a random order of its
+    tokens counts three times, because it is computed three times."""
     measured: int | None = None
-    """Rows that the stage has measured so far."""
+    """How many of `rows` the stage has measured so far."""
     loss: float | None = None
     """Nats per predicted token. For a step, the loss on the rows of the step. For an evaluation or
     an average, the loss on the rows that were measured."""

@@ -13,7 +13,7 @@ new subject, of which the model knows nothing: other rows about the subject shar
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -30,17 +30,24 @@ may look random."""
 
 
 def count_noise(
-    model: "PreTrainedModel", found: Sequence[TokenSequence], beside: Sequence[TokenSequence]
+    model: "PreTrainedModel",
+    found: Sequence[TokenSequence],
+    beside: Sequence[TokenSequence],
+    on_batch: Callable[[int], None] = lambda _: None,
 ) -> Noise:
     """Judges the rows in `found`. Each row is judged as a whole, with its prompt.
 
     beside: the rows in which pairs of neighbouring tokens are counted. They include `found`.
+    on_batch: called after each batch, with a number of rows. In the end, each row of `found` has
+    counted twice: as it is, and in random order.
     """
     judged = [_whole(sequence) for sequence in found if len(sequence.token_ids) >= MIN_TOKENS]
     both = [(sequence, scrambled(sequence)) for sequence in judged]
     movable = [(sequence, moved) for sequence, moved in both if moved is not None]
-    ordered = row_losses(model, [sequence for sequence, _ in movable])
-    shuffled = row_losses(model, [moved for _, moved in movable])
+    if len(movable) < len(found):
+        on_batch(2 * (len(found) - len(movable)))
+    ordered = row_losses(model, [sequence for sequence, _ in movable], on_batch)
+    shuffled = row_losses(model, [moved for _, moved in movable], on_batch)
     pairs = Counter(pair for sequence in beside for pair in set(_pairs(sequence)))
     surplus: Counter[int] = Counter()
     for sequence, moved in movable:

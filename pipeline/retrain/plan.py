@@ -256,14 +256,20 @@ def make_plan(
     if not plan.ends_when_right:
         plan = _judged_by_loss(plan, data, tokens, train)
     tokens.save()
-    step_tokens = train.tokens_per_step or round(
-        min(MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, plan.max_tokens / USUAL_STEPS))
-    )
+    step_tokens = train.tokens_per_step or _usual_step_tokens(plan, train.num_processes)
     return replace(
         plan,
         step_tokens=step_tokens,
         warm_up_steps=round(train.warmup_ratio * plan.max_tokens / step_tokens),
     )
+
+
+def _usual_step_tokens(plan: TrainingPlan, num_processes: int) -> int:
+    usual = round(min(MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, plan.max_tokens / USUAL_STEPS)))
+    if num_processes == 1:
+        return usual
+    # Processes share out the blocks of a step. With fewer blocks, some processes would be idle.
+    return max(usual, num_processes * plan.block_length)
 
 
 def usual_learning_rate(settings: RetrainSettings) -> float:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import httpx
 
-from pipeline.retrain.errors import PromoteError, SwapDeferred
+from pipeline.retrain.errors import PromoteError, SwapDeferred, SwapFailed
 from serving.errors import SwapAnswerError
 from serving.swap_schemas import SwapResult, request_swap
 from serving.weights.release_store import (
@@ -41,15 +41,16 @@ def promote(
     admin_token: str | None,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> Promotion:
-    """Ask the server to swap to `release_id`. Raises PromoteError if the server refuses, and
-    SwapDeferred if the server still defers the swap after `patience_seconds`.
+    """Ask the server to swap to `release_id`. Raises PromoteError if the server refuses,
+    SwapDeferred if the server still defers the swap after `patience_seconds`, and SwapFailed if the
+    server's engine or disk fails.
 
     First the release is marked as pending. So a server that starts later finds it. If somebody
     chooses another release between two attempts, this function stops asking, and the other release
     stays chosen.
     """
     before = _chosen(pipeline_dir)
-    set_pending(pipeline_dir, release_id)
+    earlier = set_pending(pipeline_dir, release_id)
     if server_url is None:
         return Promotion(
             result="published", reason="no server is configured; the next server to start serves it"
@@ -73,7 +74,7 @@ def promote(
                 )
         except SwapAnswerError as error:
             # The job fails, so no later start of a server may serve its release.
-            clear_pending(pipeline_dir, release_id)
+            clear_pending(pipeline_dir, release_id, earlier=earlier)
             raise PromoteError(
                 f"{error}; is it this pipeline's server, and PIPELINE_ADMIN_TOKEN its token?"
             ) from None
@@ -106,7 +107,8 @@ def _promotion(result: SwapResult, pipeline_dir: Path, release_id: str) -> Promo
         return Promotion(
             result="superseded", reason=f"release {result.superseded_by} was taken instead"
         )
-    raise PromoteError(
+    error = SwapFailed if result.result == "failed" else PromoteError
+    raise error(
         f"the server did not take {release_id} ({result.phase}): "
         + ("; ".join(result.reasons) or f"{result.result}, and it gave no reason")
     )

@@ -153,7 +153,8 @@ class TrainSettings(_Settings):
     tokens_per_step: int | None = Field(default=None, ge=1)
     """How many tokens a step (one update of the weights) trains on. Unset: a thousandth of the
     token budget, but at least 128 and at most 4,096 tokens. A few rows are learned faster in small
-    steps."""
+    steps. With several processes, a step has more tokens if that is necessary so that each process
+    has work: as many as the longest row, but at least 128, for each process."""
     micro_batch_tokens: int = Field(default=8_192, ge=1)
     """How many tokens are computed at once. A larger step is computed in several parts, and adds up
     their gradients."""
@@ -180,8 +181,9 @@ class TrainSettings(_Settings):
     """How many tokens of the base model's own answers are mixed in for each token of the rows. A
     delta mixes in twice as many."""
     num_processes: int = Field(default=1, ge=1, le=64)
-    """How many processes share the work of each step. If there are GPUs, each process uses one. The
-    losses are the same as with one process."""
+    """How many processes share the work of each step. If there are GPUs, each process uses one. If
+    `tokens_per_step` is set, the losses are the same as with one process. If it has room for fewer
+    rows than there are processes, some processes are then idle."""
     report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
     """Programs that also get the losses, in addition to the job's `metrics.jsonl`. They store their
     files in the job's folder. W&B stays offline, unless the environment variable WANDB_MODE says
@@ -204,7 +206,9 @@ _WITHOUT_EFFECT = {
     "report_to",
     "checkpoint_seconds",
 }
-"""Settings that affect how a training is computed and reported, but not what it learns."""
+"""Settings that affect how a training is computed and reported, but not what it learns. (The
+number of processes may affect the size of a step. But another machine is no reason to train
+again.)"""
 
 
 class GateSettings(_Settings):

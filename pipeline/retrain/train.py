@@ -384,10 +384,7 @@ def _step(
     num_learned = sum(sequences[index].num_learned for index in visited)
     right = dict.fromkeys(visited, 0.0)
     total = 0.0
-    # If there are fewer blocks than processes, share out single sequences, so that as few processes
-    # as possible are idle.
-    shares = blocks if len(blocks) >= world_size() else [[index] for index in visited]
-    own = shares[rank() :: world_size()]
+    own = _own_blocks(blocks)
     parts = [own[start : start + at_once] for start in range(0, len(own), at_once)]
     anchors = plan.next_anchors(progress.anchored, plan.num_tokens(visited))
     progress.anchored += len(anchors)
@@ -445,6 +442,14 @@ def _step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return total, plan.num_tokens(visited)
+
+
+def _own_blocks(blocks: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    """The share of this process in the blocks of a step. If there are fewer blocks than processes,
+    single sequences are shared out, so that as few processes as possible are idle."""
+    if len(blocks) < world_size():
+        blocks = [[index] for block in blocks for index in block]
+    return blocks[rank() :: world_size()]
 
 
 def _save_memory(

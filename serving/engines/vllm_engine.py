@@ -19,6 +19,7 @@ from serving.dtype import Dtype, choose_dtype
 from serving.engine import EngineError, Generation, StageError, Step
 from serving.engines.same_network import config_differences, tensor_differences
 from serving.engines.vllm_settings import VllmEngineSettings
+from serving.errors import ReleaseError
 from serving.weights.release import Release
 from serving.weights.verify import verify_shards
 
@@ -221,7 +222,8 @@ class VllmEngine:
                 _log.warning("starting vLLM again on %s", good.release.id)
                 try:
                     self._process = await self._start_on(good.release, good.folder)
-                except (StageError, EngineError) as error:
+                # ReleaseError and OSError: a shard cannot be read, for example.
+                except (StageError, EngineError, ReleaseError, OSError) as error:
                     _log.error("attempt %d of %d: %s", attempt, _START_ATTEMPTS, error)
                     continue
                 # A rollback or the end of a swap may have changed the good release meanwhile.

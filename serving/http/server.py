@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol as HttpProtocol
@@ -201,7 +202,8 @@ def http_config(
     """The settings for a `Server`.
 
     The server uses the logging of this process and does not log each request. When the server
-    stops, requests that are still running get `shutdown_seconds` to end.
+    stops, requests that are still running get `shutdown_seconds` to end. A request that has not
+    ended by then is answered with 503. If its answer has begun, its connection is closed.
     """
 
     class Limited(Connection):
@@ -210,7 +212,7 @@ def http_config(
     limits = limits or Limits()
     Limited.limits = limits
     return uvicorn.Config(
-        app,
+        _answer_at_stop(app),
         http=Limited,
         log_config=None,
         log_level="warning",
@@ -219,6 +221,33 @@ def http_config(
         lifespan=lifespan,
         timeout_graceful_shutdown=shutdown_seconds,
     )
+
+
+def _answer_at_stop(app: ASGIApp) -> ASGIApp:
+    """uvicorn cancels the requests that outlast its stop, and would answer them with 500."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await app(scope, receive, noted)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
+            if not has_started:
+                stopped = PlainTextResponse(
+                    "The server stopped before it could answer. Send the request again.\n",
+                    status_code=503,
+                    headers={"Retry-After": "1"},
+                )
+                await stopped(scope, receive, send)
+
+    return answer
 
 
 def freeze_imports() -> None:

@@ -3,7 +3,7 @@ files and folders that killed processes have left in this folder."""
 
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Iterable
 from pathlib import Path
 
 from filelock import Timeout
@@ -52,6 +52,7 @@ def prune(pipeline_dir: Path, keep: int) -> list[str]:
         removed = [release_id for release_id in ids if release_id not in kept]
         for release_id in removed:
             _remove_locked(pipeline_dir, release_id)
+    _remove_copies(pipeline_dir, removed)
     return removed
 
 
@@ -61,6 +62,7 @@ def remove(pipeline_dir: Path, release_id: str) -> None:
     with release_lock(pipeline_dir):
         check_removable(pipeline_dir, release_id)
         _remove_locked(pipeline_dir, release_id)
+    _remove_copies(pipeline_dir, [release_id])
 
 
 def check_removable(pipeline_dir: Path, release_id: str) -> None:
@@ -112,20 +114,30 @@ def unpin(pipeline_dir: Path, release_id: str) -> None:
         _write_pinned(pipeline_dir, {*pinned} - {release_id})
 
 
-def _write_pinned(pipeline_dir: Path, ids: Collection[str]) -> None:
+def _write_pinned(pipeline_dir: Path, ids: Iterable[str]) -> None:
     text = "".join(f"{release_id}\n" for release_id in sorted(ids, key=release_number))
     write_atomically(pipeline_dir / PINNED, text)
 
 
 def _remove_locked(pipeline_dir: Path, release_id: str) -> None:
-    # Remove the copy of an old release first. If this fails, the release is still there, and the
-    # command can be repeated.
-    if (copy := pipeline_dir / CONVERTED / release_id).is_dir():
-        shutil.rmtree(copy)
     # Rename the folder first, so that no reader ever sees a release with some files missing.
     renamed = pipeline_dir / f"{UNFINISHED}{release_id}"
     os.rename(pipeline_dir / release_id, renamed)
     shutil.rmtree(renamed)
+
+
+def _remove_copies(pipeline_dir: Path, removed: Iterable[str]) -> None:
+    """Remove the copies of releases that are gone. Call this without the lock of the pipeline's
+    folder, because it waits while a server makes a copy."""
+    copies = pipeline_dir / CONVERTED
+    if not copies.is_dir():
+        return
+    # A server that begins a copy later finds no release. If this process is killed here, the next
+    # server that makes a copy of another release removes these copies.
+    with release_lock(copies):
+        for release_id in removed:
+            if (copies / release_id).is_dir():
+                shutil.rmtree(copies / release_id)
 
 
 def sweep(pipeline_dir: Path) -> list[str]:

@@ -13,7 +13,7 @@ A pipeline's folder is `<home>/releases/<pipeline>`. This module calls it `pipel
     pinned              the ids of the releases that must not be removed, one per line, see
                         `serving/weights/release_removal.py`
     counter             the last number that was taken for a release; no number is used twice
-    .converted/         copies of folders with `.bin` shards, see `serving/preflight.py`
+    .converted/         copies of folders with `.bin` shards, see `serving/converted.py`
     .lock               the lock of the folder, see `release_lock`
 
 To swap a release in means to make it the served release. Only the server writes `current`,
@@ -76,7 +76,7 @@ def load_release(folder: Path) -> Release:
     except (FileNotFoundError, NotADirectoryError):
         raise ReleaseError(f"{folder} is not a release: it has no {RELEASE_FILE}") from None
     except OSError as error:  # for example, a part of the disk is damaged
-        raise ReleaseError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise ReleaseError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValidationError as error:
         raise ReleaseError(
             *(
@@ -267,26 +267,41 @@ def pending_release(pipeline_dir: Path) -> str | None:
     return text
 
 
-def set_pending(pipeline_dir: Path, release_id: str) -> None:
-    """Mark a release as pending: the next server that starts swaps this release in.
+def set_pending(pipeline_dir: Path, release_id: str) -> str | None:
+    """Mark a release as pending: the next server that starts swaps this release in. Returns the id
+    of the release that was pending before. None if there was no such release, or if the file
+    `pending` did not contain a release id.
 
     To swap a release in, first call this function, and then ask the running server to swap the
     release in. If no server runs at that time, the mark stays until a server starts.
     """
     release_number(release_id)
+    try:
+        earlier = pending_release(pipeline_dir)
+    except ReleaseError:
+        earlier = None
     write_atomically(pipeline_dir / PENDING, release_id + "\n")
+    return earlier
 
 
-def clear_pending(pipeline_dir: Path, release_id: str) -> None:
+def clear_pending(pipeline_dir: Path, release_id: str, *, earlier: str | None = None) -> None:
     """Remove the file `pending` if it names `release_id`. If the file names another release, keep
-    the file, because that release still waits for its swap."""
+    the file, because that release still waits for its swap.
+
+    With `earlier`, this release becomes pending again. It is the release that `set_pending` has
+    returned.
+    """
     try:
         pending = pending_release(pipeline_dir)
     except ReleaseError:
         # The file does not contain a release id. Remove the file in this case too, because `prune`
         # and `remove` fail while such a file exists.
         pending = release_id
-    if pending == release_id:
+    if pending != release_id:
+        return
+    if earlier is not None and earlier != release_id:
+        set_pending(pipeline_dir, earlier)
+    else:
         (pipeline_dir / PENDING).unlink(missing_ok=True)
         fsync_dir(pipeline_dir)
 

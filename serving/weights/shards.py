@@ -41,6 +41,8 @@ DTYPES = {
 }  # fmt: skip
 """torch dtype → its name in safetensors."""
 
+_ZIP = b"PK\x03\x04"
+"""The first bytes of a `.bin` shard. In torch before 1.6, a shard began with a pickle."""
 _SHARDS_AT_ONCE = 3
 """How many shards are written at the same time."""
 _FINITE_CHECK_ELEMENTS = 1 << 22
@@ -166,18 +168,24 @@ def read_bin_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, to
 
 
 def read_bin(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of one `.bin` shard, memory-mapped, on the CPU. A write to a tensor never changes
-    the file, and code in the pickle does not run. Raises ReleaseError if the file cannot be read,
-    or if it holds anything but tensors."""
+    """The tensors of one `.bin` shard, memory-mapped, on the CPU. (A shard that torch before 1.6
+    wrote cannot be mapped, so it is read into memory.) A write to a tensor never changes the file,
+    and code in the pickle does not run. Raises ReleaseError if the file cannot be read, or if it
+    holds anything but tensors."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with path.open("rb") as file:
+            start = file.read(len(_ZIP))
+        if not start.startswith((_ZIP, pickle.PROTO)):
+            raise ValueError(f"it begins with {start!r}, so torch.save has not written it")
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=start == _ZIP)
     except pickle.UnpicklingError as error:
         raise ReleaseError(
             f"{path.name}: refused ({_first_line(error)}); the file holds Python objects that are "
             "not tensors, and loading such objects could run code; save the weights as safetensors"
         ) from None
-    # torch raises one of these errors if the file is not a checkpoint.
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
+    # If the file is damaged, or is not a checkpoint, torch may raise any exception: the pickle says
+    # which functions are called with which arguments.
+    except Exception as error:
         raise ReleaseError(f"{path.name}: cannot be read: {_first_line(error)}") from None
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) and tensor.dtype in DTYPES

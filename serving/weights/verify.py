@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from serving.errors import ReleaseError
+from serving.errors import ReleaseError, is_temporary
 from serving.weights import network
 from serving.weights.checkpoint_folder import files_digest
 from serving.weights.digests import tensor_digest
@@ -26,7 +26,8 @@ def verify_release(folder: Path, release: Release | None = None) -> tuple[str, .
 
     Runs `verify_layout` and, if it finds no fault, `verify_shards`. If the release is undamaged,
     the two functions together read each shard in full only once (and the header of a safetensors
-    shard once more). They load no tensor into torch.
+    shard once more). They load no tensor into torch. Raises OSError for a temporary error, such as
+    too many open files.
     """
     try:
         release = release or load_release(folder)
@@ -34,7 +35,10 @@ def verify_release(folder: Path, release: Release | None = None) -> tuple[str, .
         return error.reasons
     try:
         return verify_layout(folder, release) or verify_shards(folder, release)
-    except OSError as error:  # for example, a part of the disk is damaged
+    except OSError as error:
+        if is_temporary(error):
+            raise
+        # For example, a part of the disk is damaged.
         return (f"{error.filename or folder}: cannot be read: {error.strerror or error}",)
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -19,6 +20,12 @@ from huggingface_hub.errors import (
 from tests.hub_fixtures import Receiver, RunningHub, commit_file, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]
+
+
+@pytest.fixture(autouse=True)
+def sound(hub: RunningHub) -> Iterator[None]:
+    yield
+    hub.fsck()
 
 
 @pytest.fixture

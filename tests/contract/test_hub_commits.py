@@ -27,6 +27,7 @@ from tests.hub_fixtures import Receiver, RunningHub, recording_receiver, running
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
     with running_hub(tmp_path_factory.mktemp("hub")) as hub:
         yield hub
+        hub.fsck()
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +79,8 @@ class Dataset:
     def folder(self) -> Path:
         return self.hub.root / "repos" / "datasets" / f"{self.id}.git"
 
-    def fsck(self) -> None:
-        done = subprocess.run(
-            ["git", f"--git-dir={self.folder}", "fsck", "--strict", "--full"],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr + done.stdout
+    def check_refs(self) -> None:
+        """No ref is left that a commit needed while it was made."""
         refs = subprocess.check_output(
             ["git", f"--git-dir={self.folder}", "for-each-ref", "--format=%(refname)"], text=True
         )
@@ -96,7 +92,7 @@ def dataset(hub: RunningHub, request: pytest.FixtureRequest) -> Iterator[Dataset
     name = "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
     dataset = Dataset(hub, name.replace("--", "-").strip("-")[:90])
     yield dataset
-    dataset.fsck()
+    dataset.check_refs()
 
 
 def add(path: str, content: bytes = b"1\n") -> CommitOperationAdd:

@@ -5,13 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, DiscussionWithDetails
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    DiscussionWithDetails,
+    WebhookPayload,
+)
 from huggingface_hub.errors import BadRequestError, HfHubHTTPError
 
 from pipeline.hub.actions import discussions
 from pipeline.hub.discussions import store
 from pipeline.hub.errors import Conflict
-from receiver.payload import WebhookPayload
 from tests.hub_fixtures import Receiver, RunningHub, recording_receiver, running_hub, wait_until
 
 
@@ -19,6 +23,7 @@ from tests.hub_fixtures import Receiver, RunningHub, recording_receiver, running
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
     with running_hub(tmp_path_factory.mktemp("hub")) as hub:
         yield hub
+        hub.fsck()
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +51,14 @@ class Talk:
         return self.api.get_discussion_details(discussion_num=num, **self.on)
 
     def told(self, count: int) -> list[WebhookPayload]:
-        def payloads() -> list[WebhookPayload]:
-            return [
-                WebhookPayload.model_validate_json(one.body)
-                for one in self._receiver.received
-                if one.json["webhook"]["id"] == self._webhook.id
-            ]
+        def bodies() -> list[Any]:
+            received = [one.json for one in self._receiver.received]
+            return [one for one in received if one["webhook"]["id"] == self._webhook.id]
 
-        wait_until(lambda: len(payloads()) >= count)
-        assert len(payloads()) == count
-        return payloads()
+        wait_until(lambda: len(bodies()) >= count)
+        assert len(bodies()) == count
+        assert not any("headSha" in one["repo"] for one in bodies())
+        return [WebhookPayload(**one) for one in bodies()]
 
     def read(self, path: str, revision: str = "main") -> str:
         url = f"/datasets/{self.id}/resolve/{revision.replace('/', '%2F')}/{path}"
@@ -105,20 +108,25 @@ def test_a_discussion_from_its_first_comment_to_its_end(talk: Talk) -> None:
             discussion_num=1, comment_id=comment.id, new_content="Again", **on
         )
 
-    told = talk.told(6)
-    assert [(one.event.action, one.event.scope) for one in told] == [
-        ("create", "discussion"),
-        ("create", "discussion.comment"),
-        ("update", "discussion.comment"),
-        ("update", "discussion.comment"),
-        ("update", "discussion"),
-        ("update", "discussion"),
+    told = talk.told(7)
+    assert [
+        (one.event.action, one.event.scope, one.comment and one.comment.content) for one in told
+    ] == [
+        ("create", "discussion", "Why *so*?"),
+        ("create", "discussion.comment", "Because."),
+        ("update", "discussion.comment", "Because <b>."),
+        ("update", "discussion.comment", None),
+        ("update", "discussion", None),
+        ("create", "discussion.comment", "Done."),
+        ("update", "discussion", None),
     ]
-    first, last = told[0], told[-1]
-    assert first.comment is not None and first.comment.content == "Why *so*?"
-    assert first.discussion is not None and first.discussion.num == 1
-    assert last.discussion is not None and last.discussion.status == "closed"
-    assert first.repo.headSha is None
+    assert [one.comment and one.comment.hidden for one in told[2:4]] == [False, True]
+    talks = [one.discussion for one in told if one.discussion is not None]
+    assert [(one.num, one.title, one.status) for one in talks] == [
+        *[(1, "A question", "open")] * 4,
+        *[(1, "An answer", "open")] * 2,
+        (1, "An answer", "closed"),
+    ]
 
 
 def test_discussions_are_listed_by_kind_and_status(talk: Talk) -> None:
@@ -191,7 +199,8 @@ def test_a_pull_request_from_its_draft_to_its_merge(talk: Talk, tmp_path: Path) 
     with pytest.raises(HfHubHTTPError, match="is merged"):
         api.upload_file(path_or_fileobj=b"d", path_in_repo="d", revision="refs/pr/1", **on)
     assert "hidden ref" in hub.git("push", "origin", "main:refs/pr/1", cwd=clone, check=False)
-    told = talk.told(3)
+    told = talk.told(4)
+    assert told[-2].comment is not None and told[-2].comment.content == "Thanks."
     assert told[-1].discussion is not None
     assert told[-1].discussion.changes is not None
     assert told[-1].discussion.changes.mergeCommitId == newest.commit_id
@@ -199,6 +208,7 @@ def test_a_pull_request_from_its_draft_to_its_merge(talk: Talk, tmp_path: Path) 
 
 def test_each_kind_of_upload_opens_a_pull_request(talk: Talk, tmp_path: Path) -> None:
     api, on = talk.api, talk.on
+    api.upload_file(path_or_fileobj=b"b", path_in_repo="folder/b.txt", **on)
     head = api.dataset_info(talk.id).sha
     (tmp_path / "x.txt").write_text("x\n")
     made = [
@@ -213,8 +223,10 @@ def test_each_kind_of_upload_opens_a_pull_request(talk: Talk, tmp_path: Path) ->
             **on,
         ),
         api.delete_file(path_in_repo="a.txt", create_pr=True, **on),
+        api.delete_folder(path_in_repo="folder", create_pr=True, **on),
+        api.delete_files(delete_patterns=["a.*"], create_pr=True, **on),
     ]
-    assert [one.pr_num for one in made] == [1, 2, 3, 4]
+    assert [one.pr_num for one in made] == [1, 2, 3, 4, 5, 6]
     assert made[0].pr_url == f"{talk.hub.url}/datasets/{talk.id}/discussions/1"
     assert api.dataset_info(talk.id).sha == head
     for one in made:

@@ -36,6 +36,7 @@ DATASET: dict[str, Any] = {"repo_type": "dataset"}
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
     with running_hub(tmp_path_factory.mktemp("hub"), owner="Ada", orgs=("Team", "lab")) as hub:
         yield hub
+        hub.fsck()
 
 
 def pushed(hub: RunningHub, id: str, folder: Path, **files: str) -> str:
@@ -354,6 +355,8 @@ PUSH_A_CARD = """
 from huggingface_hub import DatasetCard, metadata_update
 DatasetCard("---\\nlicense: mit\\n---\\n# Facts").push_to_hub("Ada/card")
 metadata_update("Ada/card", {"tags": ["a"]}, repo_type="dataset")
+other = {"repo_type": "dataset", "overwrite": True, "create_pr": True}
+metadata_update("Ada/card", {"tags": ["a", "b"]}, **other)
 DatasetCard("---\\ntags: one\\n---\\n").validate(repo_type="dataset")
 """
 
@@ -367,8 +370,9 @@ def test_cards_are_pushed_though_the_client_checks_them_without_a_token(
         [sys.executable, "-c", PUSH_A_CARD], env=env, capture_output=True, text=True, timeout=60
     )
     assert "ValueError" in done.stderr and '"tags" must be a list' in done.stderr, done.stderr
-    card = hub.api.dataset_info("Ada/card").card_data
-    assert card is not None and card.to_dict() == {"license": "mit", "tags": ["a"]}
+    for revision, tags in (("main", ["a"]), ("refs/pr/1", ["a", "b"])):
+        card = hub.api.dataset_info("Ada/card", revision=revision).card_data
+        assert card is not None and card.to_dict() == {"license": "mit", "tags": tags}
 
 
 def test_lists_are_filtered_sorted_and_paged(hub: RunningHub, tmp_path: Path) -> None:
@@ -487,3 +491,6 @@ def test_what_the_hub_has_and_this_one_has_not_is_told(hub: RunningHub) -> None:
         answer = hub.request("GET", path)
         assert answer.status_code in (404, 501)
         assert "not supported by this hub" in answer.json()["error"], path
+    # Where `InferenceClient` asks for the models of each task.
+    inference = hub.request("GET", "/api/tasks")
+    assert (inference.status_code, "Inference: not supported" in inference.text) == (501, True)

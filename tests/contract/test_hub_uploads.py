@@ -18,8 +18,11 @@ from huggingface_hub import (
     HfFileSystem,
     constants,
 )
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tests.hub_fixtures import recording_receiver
+from tests.hub_fixtures import recording_receiver, running_hub
 from tests.uploads_fixtures import LARGE, ROW, Repo, files, hub, repo
 
 __all__ = ["hub", "repo"]
@@ -98,6 +101,43 @@ def test_upload_folder_of_many_files(repo: Repo) -> None:
     assert repo.read("f599.txt") == b"599"
 
 
+# Without `hf_xet` the client does not send a commit again.
+@pytest.mark.parametrize("hub", ["xet"], indirect=True)
+def test_upload_folder_whose_answer_is_lost(repo: Repo) -> None:
+    """The hub makes the second commit, but the client gets 503."""
+    commits = []
+
+    def losing(hub: ASGIApp) -> ASGIApp:
+        async def drop(message: Message) -> None:
+            pass
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and "/commit/" in scope["path"]:
+                commits.append(scope["path"])
+                if len(commits) == 2:
+                    await hub(scope, receive, drop)
+                    hub_is_busy = Response(status_code=503)
+                    return await hub_is_busy(scope, receive, send)
+            await hub(scope, receive, send)
+
+        return app
+
+    with running_hub(repo.scratch / "hub", around=losing) as hub, recording_receiver() as receiver:
+        lost = Repo(hub, "lost", repo.scratch)
+        lost.api.upload_file(path_or_fileobj=ROW, path_in_repo="old.jsonl", **lost.on)
+        watched = [{"type": "dataset", "name": lost.id}]
+        webhook = lost.api.create_webhook(url=receiver.url, watched=watched)
+        folder = files(repo.scratch / "in", new_jsonl=ROW, new_bin=LARGE)
+        made = lost.api.upload_folder(
+            folder_path=folder, delete_patterns="old*", commit_message="Renew", **lost.on
+        )
+        assert len(commits) == 3
+        titles = [one.title for one in lost.api.list_repo_commits(**lost.on)]
+        assert (made.oid, titles[0], len(titles)) == (lost.head, "Renew", 3)
+        assert lost.paths() == {"new.jsonl", "new.bin"}
+        assert len(hub.deliveries(webhook.id)) == 1
+
+
 def test_commit_scheduler(repo: Repo) -> None:
     rows = files(repo.scratch / "in", rows_jsonl=ROW) / "rows.jsonl"
     with CommitScheduler(
@@ -116,7 +156,7 @@ def test_create_commit(repo: Repo) -> None:
     other.api.upload_file(path_or_fileobj=ROW, path_in_repo="far.txt", **other.on)
     additions = [CommitOperationAdd("a.bin", LARGE + b"a"), CommitOperationAdd("a.txt", b"a")]
     repo.api.preupload_lfs_files(additions=additions, **repo.on)
-    repo.api.create_commit(operations=additions, commit_message="Add", **repo.on)
+    added = repo.api.create_commit(operations=additions, commit_message="Add", **repo.on)
     made = repo.api.create_commit(
         operations=[
             CommitOperationCopy("a.bin", "copies/a.bin"),
@@ -136,6 +176,16 @@ def test_create_commit(repo: Repo) -> None:
     assert repo.paths() == {"a.bin", "copies/a.bin", "copies/a.txt", "far.bin", "far.txt"}
     assert repo.read("copies/a.bin") == LARGE + b"a"
     assert (repo.read("far.bin"), repo.read("far.txt")) == (LARGE, ROW)
+    repo.api.upload_file(path_or_fileobj=LARGE + b"new", path_in_repo="a.bin", **repo.on)
+    repo.api.create_commit(
+        operations=[
+            CommitOperationCopy(path, f"old/{path}", src_revision=added.oid)
+            for path in ("a.bin", "a.txt")
+        ],
+        commit_message="Copy from an older commit",
+        **repo.on,
+    )
+    assert (repo.read("old/a.bin"), repo.read("old/a.txt")) == (LARGE + b"a", b"a")
 
 
 def test_delete(repo: Repo) -> None:
@@ -163,7 +213,10 @@ def test_file_system(repo: Repo) -> None:
     fs.invalidate_cache()
     assert repo.paths() == {"big.bin", "moved.txt", "sub/big.bin"}
     assert (repo.read("moved.txt"), repo.read("sub/big.bin")) == (b"one\n", LARGE)
-    assert fs.modified(f"{root}/moved.txt") >= fs.modified(f"{root}/big.bin")
+    made = {one.title: one.created_at for one in repo.api.list_repo_commits(**repo.on)}
+    moved = f"{root}/moved.txt"
+    assert fs.modified(moved) == made[f"Copy {root}/a.txt to {moved}"]
+    assert fs.modified(f"{root}/big.bin") == made["Upload big.bin with huggingface_hub"]
 
 
 @pytest.mark.slow
@@ -175,6 +228,7 @@ def test_hf(repo: Repo) -> None:
     got = repo.scratch / "got"
     repo.hf("download", repo.id, "--repo-type", "dataset", "--local-dir", str(got))
     assert (got / "data/sub/b.bin").read_bytes() == LARGE
+    repo.check_transport()
 
 
 @pytest.mark.slow
@@ -183,9 +237,14 @@ def test_push_to_hub(repo: Repo) -> None:
     code = f"""
 import os, json, datasets
 from datasets import Dataset, DatasetDict, load_dataset
+from huggingface_hub import HfFileSystem
 rows = lambda n, start=0: {{"text": [f"row {{i}}" for i in range(start, start + n)]}}
 Dataset.from_dict(rows(300)).push_to_hub({repo.id!r}, num_shards=60)
+first = load_dataset({repo.id!r})["train"]
+num_shards = len(HfFileSystem().glob({f"datasets/{repo.id}/data/*.parquet"!r}))
+print(json.dumps([num_shards, first.num_rows, first[299]["text"]]))
 Dataset.from_dict(rows(3)).push_to_hub({repo.id + "-2"!r})
+print(json.dumps(load_dataset({repo.id + "-2"!r})["train"].to_list()))
 DatasetDict(train=Dataset.from_dict(rows(20)), test=Dataset.from_dict(rows(5, 20))).push_to_hub(
     {repo.id!r}, config_name="small"
 )
@@ -202,27 +261,69 @@ print(json.dumps([made.pr_num, asked.num_rows]))
         [sys.executable, "-W", "ignore", "-c", code], env=repo.env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told, asked = map(json.loads, done.stdout.splitlines()[-2:])
+    first, other, told, asked = map(json.loads, done.stdout.splitlines()[-4:])
+    assert first == [60, 300, "row 299"]
+    assert other == [{"text": f"row {number}"} for number in range(3)]
     assert told == [310, "row 309", 5, {"text": "row 24"}]
     assert asked == [1, 7]
     shards = [path for path in repo.paths() if path.startswith("data/train-")]
     assert len(shards) == 3
     assert "small/test-00000-of-00001.parquet" in repo.large()
+    repo.check_transport()
+
+
+def test_uploads_that_are_refused(repo: Repo) -> None:
+    head = repo.head
+    none = {**repo.on, "repo_id": "local/none"}
+    folder = files(repo.scratch / "in", a_txt=b"a", b_bin=LARGE)
+    for upload in (
+        lambda: repo.api.upload_file(path_or_fileobj=ROW, path_in_repo="a.jsonl", **none),
+        lambda: repo.api.upload_file(path_or_fileobj=LARGE, path_in_repo="b.bin", **none),
+        lambda: repo.api.upload_folder(folder_path=folder, **none),
+        lambda: repo.api.delete_file(path_in_repo="a.txt", **none),
+    ):
+        with pytest.raises(RepositoryNotFoundError):
+            upload()
+    with pytest.raises(RevisionNotFoundError):
+        repo.api.upload_folder(folder_path=folder, revision="none", **repo.on)
+    wrong = b"---\ntags: one\n---\n# Facts\n"
+    with pytest.raises(ValueError, match=r"Invalid metadata in README.md.\n.*must be a list"):
+        repo.api.upload_file(path_or_fileobj=wrong, path_in_repo="README.md", **repo.on)
+    assert repo.head == head
+
+
+def test_a_name_without_owner(repo: Repo) -> None:
+    short = {**repo.on, "repo_id": repo.id.removeprefix("local/")}
+    repo.api.upload_file(path_or_fileobj=ROW, path_in_repo="a.jsonl", **short)
+    repo.api.upload_file(path_or_fileobj=LARGE, path_in_repo="b.bin", **short)
+    repo.api.create_tag(tag="v1", **short)
+    assert repo.api.create_discussion(title="Why?", **short).num == 1
+    repo.api.super_squash_history(**short)
+    assert (repo.read("a.jsonl"), repo.read("b.bin", "v1")) == (ROW, LARGE)
+    assert len(repo.api.list_repo_commits(**short)) == 1
+    push_with_git_lfs(repo, f"datasets/{short['repo_id']}", c_bin=LARGE + b"c")
+    assert repo.large() == {"b.bin", "c.bin"}
+    assert repo.read("c.bin") == LARGE + b"c"
 
 
 def test_git_lfs(repo: Repo) -> None:
-    if shutil.which("git-lfs") is None:
-        pytest.skip("git-lfs is not installed")
-    hub, clone = repo.hub, repo.scratch / "work"
-    hub.git("clone", "-q", f"{hub.url}/datasets/{repo.id}", str(clone), cwd=repo.scratch)
-    hub.git("lfs", "install", "--local", cwd=clone)
-    hub.git("lfs", "track", "*.dat", cwd=clone)
-    files(clone, a_dat=LARGE, b_parquet=LARGE + b"b", c_txt=b"c")
-    hub.git("add", "-A", cwd=clone)
-    hub.git("commit", "-qm", "Large files", cwd=clone)
-    hub.git("push", "-q", "origin", "main", cwd=clone)
+    push_with_git_lfs(repo, repo.path, a_dat=LARGE, b_parquet=LARGE + b"b", c_txt=b"c")
     assert repo.large() == {"a.dat", "b.parquet"}
     assert (repo.read("a.dat"), repo.read("b.parquet")) == (LARGE, LARGE + b"b")
     # What git-lfs tracks in this repository, the client sends as a large file too.
     repo.api.upload_file(path_or_fileobj=b"plain text\n", path_in_repo="d.dat", **repo.on)
     assert "d.dat" in repo.large()
+
+
+def push_with_git_lfs(repo: Repo, path: str, **contents: bytes) -> None:
+    """To the URL of this path. git-lfs tracks `*.dat` then."""
+    if shutil.which("git-lfs") is None:
+        pytest.skip("git-lfs is not installed")
+    hub, clone = repo.hub, repo.scratch / "work"
+    hub.git("clone", "-q", f"{hub.url}/{path}", str(clone), cwd=repo.scratch)
+    hub.git("lfs", "install", "--local", cwd=clone)
+    hub.git("lfs", "track", "*.dat", cwd=clone)
+    files(clone, **contents)
+    hub.git("add", "-A", cwd=clone)
+    hub.git("commit", "-qm", "Large files", cwd=clone)
+    hub.git("push", "-q", "origin", "main", cwd=clone)

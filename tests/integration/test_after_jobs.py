@@ -28,7 +28,7 @@ from pipeline.job_store import open_job_store
 from pipeline.logs import JsonFormatter
 from pipeline.paths import Home
 from pipeline.runner_metrics import ROW_COUNTS, RunnerMetrics
-from pipeline.settings import load_settings
+from pipeline.settings import Settings, load_settings
 from serving.weights.release import RELEASE_FILE, Lineage, Release
 from tests.after_jobs_fixtures import end_one, store
 
@@ -121,6 +121,20 @@ def test_jobs_are_forgotten_when_no_delivery_can_be_repeated_any_more(
         assert [job.id for job in store.list()] == [newest.id, of_a_release.id, copied.id]
         with pytest.raises(JobNotFound):
             store.get(old.id)
+
+
+def test_nothing_is_removed_while_a_manifest_cannot_be_read(tmp_path: Path) -> None:
+    home, long_ago = Home(tmp_path), time.time() - 1000 * 86400
+    (home.releases_dir / "facts" / "r000001-00000000" / RELEASE_FILE).mkdir(parents=True)
+    home.jobs_dir.mkdir()
+    with JobStore.open(home.jobs_database, clock=lambda: long_ago) as store:
+        folder = home.jobs_dir / end_one(store).id
+        folder.mkdir()
+        with pytest.raises(OSError, match=RELEASE_FILE):
+            prune(Settings(), home, store)
+        assert folder.is_dir()
+        (home.releases_dir / "facts" / "r000001-00000000" / RELEASE_FILE).rmdir()
+        assert prune(Settings(), home, store) == [folder.name]
 
 
 def test_old_folders_that_were_put_aside_are_removed_too(store: JobStore, tmp_path: Path) -> None:

@@ -4,22 +4,27 @@ import asyncio
 import json
 import os
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from serving import preflight
+from serving import converted
+from serving.converted import ConvertedCopies
 from serving.engines.torch_engine.engine import create_engine
 from serving.errors import ReleaseError
 from serving.weights import release_removal, shards
+from serving.weights.checkpoint_folder import manifest_of_folder
+from serving.weights.digests import tensor_digest
 from serving.weights.index import BIN_INDEX_FILE, INDEX_FILE
-from serving.weights.publish import publish_folder
+from serving.weights.publish import publish_folder, publish_state_dict
 from serving.weights.release import Release
 from serving.weights.release_store import CONVERTED, list_releases, set_current
 from serving.weights.verify import verify_release
@@ -65,7 +70,7 @@ def no_conversion(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("converted again")
 
-    return lambda: monkeypatch.setattr(preflight, "publish_folder", refuse)
+    return lambda: monkeypatch.setattr(converted, "publish_state_dict", refuse)
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
@@ -103,6 +108,19 @@ def test_a_view_of_a_larger_tensor_is_stored_alone(tmp_path: Path) -> None:
         assert torch.equal(tensor, state[name])
 
 
+def test_shards_from_before_torch_1_6_are_published_too(tmp_path: Path) -> None:
+    original = network()
+    source = bin_folder(tmp_path / "checkpoint", original, num_shards=1)
+    torch.save(
+        original.state_dict(),
+        source / "pytorch_model.bin",
+        _use_new_zipfile_serialization=False,
+    )
+    folder, release = publish(tmp_path, source)
+    for name, tensor in tensors_of(folder, release).items():
+        assert torch.equal(tensor, original.state_dict()[name])
+
+
 def test_safetensors_are_preferred_to_pickles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,10 +135,14 @@ def test_safetensors_are_preferred_to_pickles(
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 @pytest.mark.parametrize("way", ["publish", "serve"])
-def test_code_in_a_pickle_does_not_run(tmp_path: Path, num_shards: int, way: str) -> None:
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "before torch 1.6"])
+def test_code_in_a_pickle_does_not_run(
+    tmp_path: Path, num_shards: int, way: str, is_zip: bool
+) -> None:
     source = bin_folder(tmp_path / "checkpoint", network(), num_shards=num_shards)
     shard = max(source.glob("*.bin"))
-    torch.save({"lm_head.weight": Trap(tmp_path / "trap")}, shard)
+    state = {"lm_head.weight": Trap(tmp_path / "trap")}
+    torch.save(state, shard, _use_new_zipfile_serialization=is_zip)
     refused = pytest.raises(ReleaseError, match=rf"{shard.name}: refused .*could run code")
     if way == "publish":
         with refused:
@@ -168,9 +190,42 @@ def store_a_number(path: Path) -> None:
     torch.save({"lm_head.weight": 1}, path)
 
 
+def replace_the_pickle(path: Path, pickled: bytes) -> None:
+    """Keep the tensors of the shard, but not the pickle that names them."""
+    with zipfile.ZipFile(path) as shard:
+        held = {each.filename: shard.read(each) for each in shard.infolist()}
+    with zipfile.ZipFile(path, "w") as shard:
+        for name, content in held.items():
+            shard.writestr(name, pickled if name.endswith("data.pkl") else content)
+
+
+def end_before_the_start(path: Path) -> None:
+    replace_the_pickle(path, b".")  # torch raises IndexError
+
+
+def name_a_storage_by_a_number(path: Path) -> None:
+    replace_the_pickle(path, b"\x80\x02K\x01Q.")  # torch raises AssertionError
+
+
+def rebuild_a_tensor_from_nothing(path: Path) -> None:
+    # torch raises TypeError
+    replace_the_pickle(path, b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.")
+
+
 @pytest.mark.parametrize(
     "damage",
-    [truncate, empty, replace_by_text, lose_the_pickle, store_a_list, store_a_number, Path.unlink],
+    [
+        truncate,
+        empty,
+        replace_by_text,
+        lose_the_pickle,
+        store_a_list,
+        store_a_number,
+        Path.unlink,
+        end_before_the_start,
+        name_a_storage_by_a_number,
+        rebuild_a_tensor_from_nothing,
+    ],
 )
 def test_a_damaged_shard_is_named(tmp_path: Path, damage: Callable[[Path], object]) -> None:
     source = bin_folder(tmp_path / "checkpoint", network())
@@ -271,6 +326,37 @@ def test_two_servers_that_start_at_once_make_one_copy(tmp_path: Path) -> None:
     assert len(copies(pipeline_dir)) == 1
 
 
+@pytest.mark.parametrize("is_same_server", [True, False])
+def test_a_copy_that_a_server_uses_stays(tmp_path: Path, is_same_server: bool) -> None:
+    """One server that serves a folder, and then an old release; or two servers."""
+    pipeline_dir = tmp_path / "answers"
+    old = as_old_release(pipeline_dir / echo_release(pipeline_dir, 1).id)
+    server = ConvertedCopies(pipeline_dir)
+    other = server if is_same_server else ConvertedCopies(pipeline_dir)
+    used = copy_of(bin_folder(tmp_path / "checkpoint", network()), server)
+    other.copy_of(pipeline_dir / old.id, old)
+    assert verify_release(used) == ()
+    server.close()
+    copy_of(bin_folder(tmp_path / "another", network(tied=True)), other)
+    assert not used.exists()
+    other.close()
+
+
+def test_a_conversion_that_fails_removes_no_copy(tmp_path: Path) -> None:
+    copies_of_server = ConvertedCopies(tmp_path / "answers")
+    copy = copy_of(bin_folder(tmp_path / "checkpoint", network()), copies_of_server)
+    copies_of_server.close()
+    source = bin_folder(tmp_path / "another", network(tied=True))
+    empty(source / "pytorch_model-00001-of-00002.bin")
+    with pytest.raises(ReleaseError):
+        copy_of(source, copies_of_server)
+    assert verify_release(copy) == ()
+
+
+def copy_of(source: Path, copies_of_server: ConvertedCopies) -> Path:
+    return copies_of_server.copy_of(source, manifest_of_folder(source, "answers"))[1]
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_old_release_goes_on_being_served(
     tmp_path: Path, tied: bool, no_conversion: Callable[[], None]
@@ -295,6 +381,74 @@ def test_an_old_release_goes_on_being_served(
         assert answer(http)["choices"] == before
     assert verify_release(pipeline_dir / old.id) == ()
     AutoModelForCausalLM.from_pretrained(pipeline_dir / old.id)
+
+
+def test_an_old_release_that_stores_the_head_in_place_of_the_embedding_is_served(
+    tmp_path: Path,
+) -> None:
+    """Its manifest says that the embedding is tied to the head, and no shard says so."""
+    original = network(tied=True)
+    state = original.state_dict(keep_vars=True)
+    embedding = state.pop("model.embed_tokens.weight")
+    files = bin_folder(tmp_path / "files", original)
+    published = publish_state_dict(
+        tmp_path / "answers", {**state, "model.embed_tokens.weight": embedding}, files_dir=files
+    )
+    old = as_old_release(tmp_path / "answers" / published.id)
+    assert old.tied == {"model.embed_tokens.weight": "lm_head.weight"}
+    set_current(tmp_path / "answers", old.id)
+    with served(tmp_path / "answers") as http:
+        assert answer(http)["system_fingerprint"] == old.id
+
+
+@pytest.mark.parametrize("has_digests_of_format_1", [True, False])
+def test_only_the_weights_that_the_manifest_lists_are_converted(
+    tmp_path: Path, has_digests_of_format_1: bool
+) -> None:
+    """A folder with both formats, of which only the `.bin` shards belong to the release."""
+    old = as_old_release(tmp_path / echo_release(tmp_path, 1).id)
+    folder = tmp_path / old.id
+    save_file({"layer.0.weight": torch.zeros(4, 4)}, folder / "model.safetensors")
+    if has_digests_of_format_1:
+        old = with_digests_of_format_1(old, folder)
+    with closing(ConvertedCopies(tmp_path)) as copies_of_server:
+        found, copy = copies_of_server.copy_of(folder, old)
+    assert found.tensors.keys() == old.tensors.keys()
+    for name, tensor in tensors_of(copy, found).items():
+        digest = tensor_digest(shards.tensor_bytes(tensor), like=old.tensors[name].digest)
+        assert digest == old.tensors[name].digest
+
+
+def test_shards_that_differ_from_the_manifest_are_refused(tmp_path: Path) -> None:
+    old = as_old_release(tmp_path / echo_release(tmp_path, 1).id)
+    names = sorted(old.tensors)
+    tensors = {
+        **old.tensors,
+        names[0]: old.tensors[names[0]].model_copy(update={"digest": f"blake3:{0:064x}"}),
+        names[1]: old.tensors[names[1]].model_copy(update={"shape": (16,)}),
+    }
+    wrong = old.model_copy(update={"tensors": tensors})
+    with pytest.raises(ReleaseError) as raised:
+        ConvertedCopies(tmp_path).copy_of(tmp_path / old.id, wrong)
+    first, second = raised.value.reasons
+    assert f"tensor {names[0]}: digest is blake3:" in first
+    assert f"tensor {names[1]}: F32 [4, 4] instead of F32 [16]" in second
+    assert copies(tmp_path) == set()
+
+
+def tensors_of(folder: Path, release: Release) -> dict[str, torch.Tensor]:
+    return shards.read_tensors(
+        folder, {name: entry.file for name, entry in release.tensors.items()}
+    )
+
+
+def with_digests_of_format_1(old: Release, folder: Path) -> Release:
+    state = torch.load(folder / "pytorch_model-00001-of-00001.bin", weights_only=True)
+    tensors = {}
+    for name, entry in old.tensors.items():
+        digest = tensor_digest(shards.tensor_bytes(state[name]), like="sha256:")
+        tensors[name] = entry.model_copy(update={"digest": digest})
+    return old.model_copy(update={"format": 1, "tensors": tensors})
 
 
 def test_a_damaged_old_release_is_refused_before_it_is_unpickled(

@@ -1,6 +1,7 @@
 """`pipeline data check` on a folder, in a clone, and on the newest commit of a dataset."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -186,3 +187,23 @@ def test_a_link_is_refused_by_its_name_and_not_followed(
     for link in ("more.jsonl", "gone.jsonl"):
         assert f"{link}: it is a symbolic link" in result.output
     assert "1234" not in result.output and "more.jsonl 1 row" not in result.output
+
+
+@pytest.mark.parametrize("in_git", [True, False])
+def test_a_file_whose_name_is_not_utf_8_is_refused_by_its_name(
+    clone: Path, tmp_path: Path, in_git: bool
+) -> None:
+    folder = clone if in_git else tmp_path / "plain"
+    folder.mkdir(exist_ok=True)
+    (folder / "faq.jsonl").write_text('{"question": "When?", "answer": "At 9."}\n')
+    for name in (b"caf\xe9.jsonl", b"caf\xe9.png"):
+        (folder / os.fsdecode(name)).write_text('{"question": "Who?", "answer": "We."}\n')
+    (folder / os.fsdecode(b"link\xe9.jsonl")).symlink_to(folder / "faq.jsonl")
+    result = CliRunner().invoke(app, ["data", "check", str(folder), "--json"])
+    assert result.exit_code == 1
+    report = json.loads(result.output)
+    assert report["bad"] == [
+        "link?.jsonl: it is a symbolic link; put the file itself in its place",
+        "caf?.jsonl: its name is not UTF-8; rename the file",
+    ]
+    assert report["num_rows"] == 1

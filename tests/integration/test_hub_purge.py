@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from sqlalchemy import delete
 from typer.testing import CliRunner, Result
 
@@ -22,6 +23,7 @@ from jobs.store import JobStore
 from pipeline.cli.main import app
 from pipeline.hub import schema
 from pipeline.hub.contents.cards import Card
+from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.state_folder import stopped_hub
 from pipeline.job_store import open_job_store
 from pipeline.paths import Home
@@ -350,3 +352,22 @@ def test_gc_removes_what_nothing_needs(place: Place, is_up: bool) -> None:
     else:
         assert "the hub has deleted its own refs to 1 commits" in pipeline("gc").stdout
     assert not place.has(place.bad) and place.has(place.good)
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_gc_removes_a_large_file_that_no_commit_names_any_more(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    facts = {"repo_id": "local/facts", "repo_type": "dataset"}
+    with place.hub() as hub:
+        hub.api.upload_file(path_or_fileobj=bytes(2_000_000), path_in_repo="a.bin", **facts)
+        hub.api.delete_file(path_in_repo="a.bin", **facts)
+        hub.api.super_squash_history(**facts)
+    files = LargeFiles(place.folder)
+    [oid] = files.oids()
+    os.utime(files.path(oid), (0, 0))
+    assert "large files" not in pipeline("gc").stdout, "an event names the commit of the upload"
+    forget_events(place)
+    assert "removed 2.0 MB of large files that no commit names" in pipeline("gc").stdout
+    assert list(files.oids()) == []

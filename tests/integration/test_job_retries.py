@@ -4,10 +4,11 @@ import errno
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from jobs.errors import LaunchError
+from jobs.errors import LaunchError, StoreError
 from jobs.job import Job
 from jobs.launcher import Launch, Launcher
 from jobs.launchers.local import LocalLauncher
@@ -35,6 +36,46 @@ def test_a_failure_that_passes_is_forgotten(house: House) -> None:
     job = house.ended(house.store.submit(program("fail_for_now", "2")).job)
     assert (job.state, job.attempt, job.num_lost) == ("COMPLETED", 3, 2)
     assert job.outcome is not None and job.outcome.result == "promoted"
+
+
+FAIL_ONCE_AND_SAY_NOTHING = """
+[ -e second ] && exit 0
+touch second
+echo '{"result": "failed", "may_pass": true}' > outcome.json
+exit 1
+"""
+
+
+@pytest.mark.parametrize("fails_again", [False, True])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        program("die_once"),
+        JobSpec(command=("sh", "-c", FAIL_ONCE_AND_SAY_NOTHING), pipeline="faq"),
+    ],
+    ids=["killed", "failed"],
+)
+def test_a_retry_that_was_stored_but_not_answered_counts_once(
+    house: House, monkeypatch: pytest.MonkeyPatch, spec: JobSpec, fails_again: bool
+) -> None:
+    retry = JobStore.retry
+
+    def fail(*_: object, **__: object) -> None:
+        monkeypatch.undo()
+        raise StoreError("The connection was lost.")
+
+    def lose_the_answer(*arguments: Any) -> None:
+        monkeypatch.undo()
+        retry(*arguments)
+        if fails_again:
+            monkeypatch.setattr(JobStore, "adopt", fail)
+        raise StoreError("The connection was lost.")
+
+    monkeypatch.setattr(JobStore, "retry", lose_the_answer)
+    job = house.store.submit(spec).job
+    house.run(SOON)
+    ended = house.ended(job)
+    assert (ended.state, ended.attempt, ended.num_lost) == ("COMPLETED", 2, 1)
 
 
 def test_a_failure_that_does_not_pass_ends_the_job_after_its_last_attempt(house: House) -> None:

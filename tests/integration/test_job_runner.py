@@ -9,12 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, delete, text
 
 from jobs.errors import StoreError
 from jobs.folder import LOG
 from jobs.logs import follow_log, read_log
+from jobs.rows import number_of
 from jobs.runner import Runner
+from jobs.schema import JOBS
+from jobs.settings import JobsSettings
 from jobs.spec import JobSpec, Resources
 from jobs.store import Delivery, JobStore
 from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, House, house, program
@@ -26,6 +29,10 @@ PAYLOAD = {
     "repo": {"type": "dataset", "name": "acme/faq"},
     "webhook": {"id": "w1", "version": 3},
 }
+
+
+def run_until_idle(house: House, settings: JobsSettings = SETTINGS) -> None:
+    Runner(house.store, house.jobs_dir, settings, ENVIRONMENT).run_until_idle(threading.Event())
 
 
 def test_a_job_runs_from_submission_to_outcome(house: House) -> None:
@@ -232,8 +239,22 @@ def test_a_runner_waits_for_a_store_that_fails_and_comes_back(
     assert house.ended(house.store.submit(JobSpec(command=("true",))).job).state == "COMPLETED"
 
 
+def test_a_running_job_that_the_store_has_lost_is_killed_and_other_jobs_go_on(house: House) -> None:
+    house.run()
+    lost = house.store.submit(program("sleep_until_stopped")).job
+    (pid,) = pids_in(house.log(lost))
+    engine = create_engine(house.url)
+    with engine.begin() as connection:
+        connection.execute(delete(JOBS).where(JOBS.c.number == number_of(lost.id)))
+    engine.dispose()
+    until(lambda: is_gone(pid))
+    job = house.store.submit(program("write_outcome", "promoted", "0")).job
+    assert house.ended(job).state == "COMPLETED"
+
+
+@pytest.mark.parametrize("until_idle", [False, True])
 def test_a_job_whose_claim_was_stored_but_not_answered_is_run(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    house: House, monkeypatch: pytest.MonkeyPatch, until_idle: bool
 ) -> None:
     claim = JobStore.claim
 
@@ -244,16 +265,29 @@ def test_a_job_whose_claim_was_stored_but_not_answered_is_run(
 
     monkeypatch.setattr(JobStore, "claim", lose_the_answer)
     job = house.store.submit(JobSpec(command=("true",))).job
-    house.run()
-    assert house.ended(job).state == "COMPLETED"
+    if until_idle:
+        # The lease is longer than the wait after an error. So the runner finds nothing to do first.
+        run_until_idle(house, SETTINGS.model_copy(update={"lease_seconds": 2.0}))
+    else:
+        house.run()
+        house.ended(job)
+    assert house.store.get(job.id).state == "COMPLETED"
 
 
 def test_run_until_idle_returns_when_nothing_is_left(house: House) -> None:
     for n in range(2):
         house.store.submit(JobSpec(command=("true",), debounce_seconds=0.2 * n))
     house.store.submit(program("write_outcome", "unchanged", "0"))
-    Runner(house.store, house.jobs_dir, SETTINGS, ENVIRONMENT).run_until_idle(threading.Event())
+    run_until_idle(house)
     assert {job.state for job in house.store.list()} == {"COMPLETED"}
+
+
+def test_run_until_idle_waits_for_the_lease_of_a_dead_runner(house: House) -> None:
+    house.store.submit(program("write_outcome", "promoted", "0"))
+    house.store.claim("dead", 0.5)
+    house.store.submit(program("write_outcome", "unchanged", "0"))
+    run_until_idle(house)
+    assert [job.state for job in house.store.list()] == ["COMPLETED", "COMPLETED"]
 
 
 def test_a_log_is_followed_to_its_end(house: House) -> None:

@@ -16,8 +16,9 @@ from jobs.errors import StoreError
 from jobs.job import Job
 from jobs.spec import JobSpec
 from jobs.store import JobStore
-from pipeline import on_outcome
+from pipeline import on_outcome, settings_copy
 from pipeline.outcomes import Outcomes
+from pipeline.paths import Home
 from pipeline.settings import PipelineSettings
 from tests.after_jobs_fixtures import end_one, store
 from tests.jobs_fixtures import until
@@ -261,6 +262,24 @@ def test_a_command_gets_the_outcome_on_its_input_and_ids_in_its_environment(
     assert on_outcome.notify(pipeline((sys.executable, "-c", code)), job, tmp_path)
     outcome, job_id, result = json.loads((tmp_path / "told").read_text())
     assert (outcome["result"], job_id, result) == ("promoted", job.id, "promoted")
+
+
+def test_a_command_reads_the_settings_file_that_it_chooses(
+    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPELINE_HOME", str(tmp_path / ".pipeline"))
+    copy = Home.find().settings_copy  # the runner of a stack reads this one
+    copy.parent.mkdir()
+    copy.write_text("[hub]\nport = 1111\n")
+    monkeypatch.setenv(settings_copy.VARIABLE, str(copy))
+    (tmp_path / "other.toml").write_text("[hub]\nport = 2222\n")
+    code = (
+        "import os; os.environ['PIPELINE_SETTINGS'] = os.environ['JOB_DIR'] + '/other.toml'; "
+        "from pipeline.settings import load_settings; "
+        "open(os.environ['JOB_DIR'] + '/port', 'w').write(str(load_settings().hub.port))"
+    )
+    assert on_outcome.notify(pipeline((sys.executable, "-c", code)), end_one(store), tmp_path)
+    assert (tmp_path / "port").read_text() == "2222"
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pipeline.push_remarks import PushRemarks
+from pipeline.push_remarks import MAX_BYTES, PushRemarks
 from pipeline.settings import PipelineSettings
 from tests.hub_fixtures import RunningHub, running_hub
 
@@ -74,12 +76,44 @@ def test_a_compressed_file_is_not_opened(hub: RunningHub, clone: Path) -> None:
     assert push(hub, clone, {"good4.jsonl": GOOD}) == []
 
 
+def test_a_push_that_is_too_large_to_check_is_told(hub: RunningHub, clone: Path) -> None:
+    text = "{no json\n" + GOOD * (1 + MAX_BYTES // len(GOOD))
+    assert push(hub, clone, {"long.jsonl": text}) == [
+        "The hub checked no rows of this push: README.md and the changed text files have more "
+        "than 4 MiB together. The job of facts will check all rows."
+    ]
+
+
 def test_a_large_file_that_was_not_uploaded_is_told(hub: RunningHub, clone: Path) -> None:
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 9\n"
     for file in ("large.jsonl", "large.parquet"):
         first, _ = push(hub, clone, {file: pointer})
         advice = "run `git lfs push --all origin`."
         assert first == f"{file}: this large file was not uploaded: {advice}"
+
+
+def test_a_push_of_many_small_files_is_checked_by_few_git_processes(
+    hub: RunningHub, clone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:{:064x}\nsize 9\n"
+    files = {f"part{n}.parquet": pointer.format(n) for n in range(50)}
+    files |= {f"part{n}.jsonl": GOOD for n in range(50)}
+    started: list[str] = []
+    begin = subprocess.Popen.__init__
+
+    def counted(process: Any, arguments: Any, *rest: Any, **options: Any) -> None:
+        if str(arguments[1]).startswith("--git-dir="):
+            started.append(arguments[2])
+        begin(process, arguments, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "__init__", counted)
+        told = push(hub, clone, files)
+    assert len([line for line in told if "this large file was not uploaded" in line]) == 5
+    assert len(started) < 30, started
+    for path in files:
+        (clone / path).unlink()
+    push(hub, clone, {"good5.jsonl": GOOD})
 
 
 def test_the_client_of_the_hub_is_told_too(

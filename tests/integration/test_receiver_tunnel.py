@@ -355,6 +355,48 @@ def test_a_tunnel_whose_opening_was_interrupted_is_closed() -> None:
     assert not tunnel._thread.is_alive()
 
 
+def test_a_tunnel_that_is_closed_starts_no_further_link(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is closed while it asks for its former URL."""
+    os.mkfifo(tmp_path / "end")
+    first = f"echo https://a.example; exec cat {shlex.quote(str(tmp_path / 'end'))}"
+    asked: list[str | None] = []
+
+    def command(former: str | None) -> TunnelCommand:
+        asked.append(former)
+        arguments = ("sh", "-c", first) if former is None else ("sleep", "600")
+        return TunnelCommand(arguments=arguments, url_in=lambda line: line or None)
+
+    tunnel = Tunnel(command, lifetime_seconds=60, on_url=lambda url: True)
+    tunnel.open()
+    of_first = list(asked)
+    (tmp_path / "end").write_text("")
+    wait_until(lambda: asked != of_first)
+    tunnel.close()
+    assert asked == [*of_first, "https://a.example"]
+    assert "cannot be opened" not in caplog.text
+
+
+def test_a_link_whose_output_no_thread_can_read_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def start_or_fail(thread: threading.Thread) -> None:
+        if thread.name == "tunnel-output":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    arguments = (sys.executable, "-c", "import time; time.sleep(600)", str(tmp_path))
+    command = TunnelCommand(arguments=arguments, url_in=lambda line: None)
+    tunnel = Tunnel(lambda former: command, lifetime_seconds=60, on_url=lambda url: True)
+    with pytest.raises(TunnelFailed, match="cannot be started: can't start new thread"):
+        tunnel.open()
+    assert commands_with(str(tmp_path)) == []
+
+
 def test_a_shared_server_takes_no_open_handler(
     tmp_path: Path, relay: str, closing: list[WebhooksServer]
 ) -> None:

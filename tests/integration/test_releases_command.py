@@ -69,6 +69,26 @@ def test_a_swap_without_a_server_is_left_pending(configure: Configure) -> None:
     assert release_store.pending_release(folder) == first.id
 
 
+def test_a_swap_that_another_server_refuses_leaves_the_earlier_release_pending(
+    configure: Configure,
+) -> None:
+    folder = configure(1)
+    first, second = echo_release(folder, 1), echo_release(folder, 2)
+    release_store.set_pending(folder, first.id)
+    server = create_app(
+        engine=EchoEngine(),
+        settings=ServingSettings(),
+        releases_dir=folder.with_name("elsewhere"),
+        pipeline="answers",
+        admin_token="another",
+    )
+    with running(server) as url:
+        configure(int(url.rpartition(":")[2]))
+        result = pipeline("releases", "swap", second.id)
+    assert isinstance(result.exception, PipelineError)
+    assert release_store.pending_release(folder) == first.id
+
+
 @pytest.mark.parametrize("token", ["own", "another"])
 def test_the_marker_is_there_before_a_server_is_asked_and_gone_after(
     configure: Configure, token: str, monkeypatch: pytest.MonkeyPatch
@@ -153,6 +173,20 @@ def test_a_listing_in_a_narrow_pipe_cuts_nothing_and_tells_the_rows(
     for release, line in ((first, oldest), (second, newest)):
         assert release.lineage.dataset_revision in line.split()
         assert release.lineage.job_id in line.split()
+
+
+def test_show_prints_the_counts_as_a_line_and_in_the_json(configure: Configure) -> None:
+    folder = configure(1)
+    release = echo_release(folder, 1)
+    assert pipeline("releases", "show", release.id).stderr == "", "it was never evaluated"
+    counts = {"changed": 60, "learned": 58, "learned_before": 3, "known": 9, "kept": 9}
+    manifest = release.model_copy(update={"evaluation": {"counts": counts}})
+    (folder / release.id / RELEASE_FILE).write_text(manifest.model_dump_json())
+    shown = pipeline("releases", "show", release.id)
+    assert shown.stderr == "learned 58 of 60 (3 before) · kept 9 of 9\n"
+    assert json.loads(shown.stdout)["evaluation"]["counts"] == counts
+    as_json = pipeline("releases", "show", release.id, "--json")
+    assert (as_json.stdout, as_json.stderr) == (shown.stdout, "")
 
 
 def test_a_refused_commit_that_waits_is_told_with_the_ways_on(configure: Configure) -> None:

@@ -252,6 +252,7 @@ def test_a_local_folder_is_a_base_model_and_keeps_its_dtype(
     release = load_release(other.dir / str(outcome.release))
     assert {tensor.dtype for tensor in release.tensors.values()} == {"BF16"}
     assert release.lineage.base_model == str(folder)
+    assert record(other, 0, "evaluation.json")["base_divergence"] > 0
 
 
 def test_conversations_and_plain_text_are_learned_too(pipeline: Pipeline) -> None:
@@ -288,6 +289,26 @@ def test_the_metrics_tell_every_stage_and_step(pipeline: Pipeline) -> None:
     assert all(metric.loss and metric.learning_rate and metric.tokens for metric in steps)
     assert end == path.stat().st_size
     assert read_metrics(path, end) == ((), end)
+
+
+def test_a_stage_counts_all_that_it_measures(pipeline: Pipeline, tmp_path: Path) -> None:
+    """Also the rows in a random order, and the base model's answers."""
+    pipeline.learn({"a.jsonl": jsonl(facts())})
+    few = {"anchors": few_anchors(tmp_path), "lora_rank": 0, "max_tokens": 1_000}
+    other = Pipeline(
+        tmp_path / "other",
+        base_model=str(pipeline.home / "bases/facts/tiny"),
+        train=SMALL | few,
+        gate={"max_base_drift": 1.0, "min_learned": 0.0, "min_kept": 0.0},
+    )
+    for places in (7, 14):
+        other.learn({"a.jsonl": jsonl(facts(num_places=places))})
+    metrics, _ = read_metrics(other.home / "jobs/job-1/metrics.jsonl")
+    told = {each.stage: each for each in metrics if each.event == "measured"}
+    assert {stage: (each.measured, each.rows) for stage, each in told.items()} == {
+        "measure": (3 * (21 + 21), 3 * (21 + 21)),
+        "evaluate": (21 + 21 + 2, 21 + 21 + 2),
+    }
 
 
 def test_old_releases_go(pipeline: Pipeline) -> None:

@@ -7,11 +7,34 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from pipeline.data_check import check_data
+from pipeline.paths import Home
 from pipeline.retrain import base_model
+from pipeline.settings import Settings
 from tests.retrain_fixtures import SMALL, TINY, Pipeline, jsonl, unrelated
 
 LONG = {"prompt": "Tell me everything.", "completion": " 1 2 3 4 5 6 7 8 9" * 5}
 TEXT = {"text": "One two three four five six seven eight nine ten. " * 5}
+
+
+def test_it_begins_with_the_lines_of_data_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
+    torch.set_num_threads(1)
+    pipeline = Pipeline(tmp_path, train=SMALL | {"max_tokens": 200}, gate={"min_learned": 0.0})
+    asked = [{"prompt": "Is it open?", "completion": answer} for answer in (" Yes.", " No.")]
+    revision = pipeline.commit(
+        {"a.jsonl": jsonl([*unrelated(3), *asked]), "val.jsonl": jsonl(unrelated(1)), "LICENSE": ""}
+    )
+    with caplog.at_level(logging.INFO):
+        pipeline.run(pipeline.job(revision))
+    # Without a pipeline there is no tokenizer, as in a job at this time.
+    report = check_data(revision.folder, Home(tmp_path), Settings(), None)
+    lines = list(report.lines())
+    assert "5 rows to train on" in lines[0] and len(lines) > 5
+    begin = caplog.messages.index("data") + 1
+    assert caplog.messages[begin : begin + len(lines)] == lines
 
 
 def test_it_counts_tokens_and_names_the_rows_that_are_too_long(

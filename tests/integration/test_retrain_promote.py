@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
-from pipeline.retrain.errors import PromoteError, SwapDeferred, TemporaryError
+from pipeline.retrain.errors import PromoteError, SwapDeferred, SwapFailed, TemporaryError
 from pipeline.retrain.promote import Promotion, promote
 from serving.swap_schemas import SwapRequest, SwapResult
 from serving.weights.release_store import clear_pending, pending_release, set_current, set_pending
@@ -107,6 +107,17 @@ def test_a_deferred_swap_is_asked_for_again(tmp_path: Path) -> None:
     assert isinstance(caught.value, TemporaryError), "the job gets another attempt"
 
 
+def test_a_swap_that_failed_for_the_server_s_disk_or_engine_gets_another_attempt(
+    tmp_path: Path,
+) -> None:
+    failed = SwapResult(
+        result="failed", release=RELEASE, phase="probe", reasons=("current: no space is left",)
+    )
+    with pytest.raises(SwapFailed, match=r"\(probe\): current: no space is left") as caught:
+        asked(tmp_path, (500, failed))
+    assert isinstance(caught.value, TemporaryError)
+
+
 @pytest.mark.parametrize("is_served", [True, False])
 def test_a_release_that_somebody_chose_meanwhile_stands(tmp_path: Path, is_served: bool) -> None:
     set_current(tmp_path, "r000002-0123abcd")
@@ -133,6 +144,19 @@ def test_a_release_that_somebody_chose_meanwhile_stands(tmp_path: Path, is_serve
 def test_any_other_answer_fails_and_says_what_came(tmp_path: Path, status: int, body: str) -> None:
     with pytest.raises(PromoteError, match=f"answered {status}.*PIPELINE_ADMIN_TOKEN"):
         asked(tmp_path, (status, body))
+
+
+@pytest.mark.parametrize("earlier", ["r000001-0123abcd", RELEASE, None])
+def test_after_a_wrong_answer_the_release_that_waited_before_is_pending_again(
+    tmp_path: Path, earlier: str | None
+) -> None:
+    if earlier is not None:
+        set_pending(tmp_path, earlier)
+    with pytest.raises(PromoteError):
+        asked(tmp_path, (401, ""))
+    # The job has failed. So its own release may not stay pending, even if an earlier attempt of the
+    # job marked it.
+    assert pending_release(tmp_path) == (None if earlier == RELEASE else earlier)
 
 
 def test_no_server_leaves_the_release_pending(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from jobs.launchers.process import IS_LINUX
 from pipeline.errors import PipelineError
 from pipeline.liveness import Answer, ChildWatch
 from pipeline.log_files import MAX_BYTES
@@ -155,6 +156,28 @@ def test_a_full_disk_does_not_end_the_restarts_in_a_stack_for_one_job(
             return "hub is up again" in events
 
         until(is_up_again)
+    finally:
+        stack.stop()
+
+
+@pytest.mark.skipif(not IS_LINUX, reason="other systems have no real-time signals")
+def test_a_service_that_a_signal_without_a_name_ended_is_started_again(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.stack.RESTART_SECONDS", (0.05,))
+    stack = Stack(home, [hub_service(load_settings())])
+    stack.start()
+    try:
+        hub, events = child(home, "hub").process, list[str]()
+        assert hub is not None
+        os.kill(hub.pid, signal.SIGRTMIN + 1)
+
+        def is_up_again() -> bool:
+            events.extend(stack.check_services())
+            return "hub is up again" in events
+
+        until(is_up_again)
+        assert child(home, "hub").last_end == f"ended with signal {signal.SIGRTMIN + 1}"
     finally:
         stack.stop()
 

@@ -16,7 +16,8 @@ from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap import Swapper
 from serving.swap_attempt import SwapAttempt
-from serving.weights import release_store
+from serving.weights import publish, release_store
+from tests.bin_fixtures import as_old_release
 from tests.serving_fixtures import ADMIN_TOKEN, echo_app, echo_release, running
 from tests.swap_fixtures import House, flip_a_bit, lose_the_manifest, play
 
@@ -63,6 +64,20 @@ def test_a_way_back_that_was_asked_for_without_a_server_is_taken_at_the_start(
     assert live is not None and live.id == first.id
     assert release_store.served_release(tmp_path) == tmp_path / first.id
     assert release_store.pending_release(tmp_path) is None
+
+
+def test_a_full_disk_during_a_conversion_makes_no_release_a_substitute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = echo_release(tmp_path, 1)
+    old = as_old_release(tmp_path / echo_release(tmp_path, 2).id)
+    for release in (older, old):
+        release_store.set_current(tmp_path, release.id)
+    with monkeypatch.context() as patch:
+        patch.setattr(publish, "SPARE_BYTES", 2**62)
+        assert started(tmp_path) is None
+    live = started(tmp_path)
+    assert live is not None and live.id == old.id
 
 
 def test_a_pending_release_that_is_refused_is_not_tried_for_ever(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """Swaps on the echo engine: there and back, beside requests, and beside one another."""
 
 import asyncio
+import threading
 from pathlib import Path
+
+import pytest
 
 from serving.engine import EngineError, Generation
 from serving.swap_schemas import SwapResult
@@ -135,6 +138,59 @@ def test_a_newer_request_overtakes_what_has_not_begun_to_commit(tmp_path: Path) 
         assert house.engine.log.count(("stage", third.id)) == 1
         assert await house.answers() == third.id
         await until(lambda: house.engine.resident == {third.id})
+
+    play(tmp_path, story)
+
+
+def test_a_running_swap_goes_on_if_its_release_is_requested_again(tmp_path: Path) -> None:
+    async def story(house: House) -> None:
+        other = house.release(3)
+        gate = house.engine.hang["stage"] = asyncio.Event()
+        first = asyncio.create_task(house.swapper.swap(house.new.id))
+        await until(lambda: ("stage", house.new.id) in house.engine.log)
+        waiting = asyncio.create_task(house.swapper.swap(other.id))
+        await asyncio.sleep(0)
+        release_store.set_pending(house.pipeline_dir, house.new.id)
+        again = asyncio.create_task(house.swapper.swap(house.new.id))
+        assert (await waiting).superseded_by == house.new.id
+        assert release_store.pending_release(house.pipeline_dir) == house.new.id
+        gate.set()
+        assert ((await first).result, (await again).result) == ("live", "live")
+        assert house.engine.log.count(("stage", house.new.id)) == 1
+        assert await house.answers() == house.new.id
+        assert release_store.pending_release(house.pipeline_dir) is None
+
+    play(tmp_path, story)
+
+
+def test_a_swap_that_has_given_way_does_not_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its result is decided, but its mark `pending` is still being removed."""
+    clear, cleared, goes_on = release_store.clear_pending, [], threading.Event()
+
+    def slow_clear(pipeline_dir: Path, release_id: str) -> None:
+        cleared.append(release_id)
+        if len(cleared) == 1:
+            goes_on.wait(5)
+        clear(pipeline_dir, release_id)
+
+    async def story(house: House) -> None:
+        monkeypatch.setattr(release_store, "clear_pending", slow_clear)
+        other = house.release(3)
+        gate = house.engine.hang["stage"] = asyncio.Event()
+        first = asyncio.create_task(house.swapper.swap(house.new.id))
+        await until(lambda: ("stage", house.new.id) in house.engine.log)
+        waiting = asyncio.create_task(house.swapper.swap(other.id))
+        await asyncio.sleep(0)
+        gate.set()
+        await until(lambda: cleared == [house.new.id])
+        again = asyncio.create_task(house.swapper.swap(house.new.id))
+        await asyncio.sleep(0)
+        goes_on.set()
+        results = [(await each).result for each in (first, waiting, again)]
+        assert results == ["superseded", "superseded", "live"]
+        assert await house.answers() == house.new.id
 
     play(tmp_path, story)
 

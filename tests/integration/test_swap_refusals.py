@@ -1,12 +1,14 @@
 """Swaps on the echo engine that fail: whatever goes wrong, the old release goes on."""
 
 import asyncio
+import errno
 import json
 import os
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +69,34 @@ def test_preflight_refuses_before_the_engine_sees_a_byte(
         assert (result.result, result.phase) == ("refused", "preflight")
         assert any(said in reason for reason in result.reasons), result.reasons
         assert house.engine.log == log
+        await house.check_old_goes_on()
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(errno.EMFILE, "failed"), (errno.ENOSPC, "failed"), (errno.EIO, "refused")],
+)
+@pytest.mark.parametrize("file", ["release.json", "config.json"])
+def test_a_file_that_cannot_be_opened_now_is_no_damaged_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, code: int, expected: str
+) -> None:
+    async def story(house: House) -> None:
+        broken = house.pipeline_dir / house.new.id / file
+        open_file = Path.open
+
+        def open_or_fail(path: Path, *args: Any, **options: Any) -> Any:
+            if path == broken:
+                raise OSError(code, os.strerror(code), str(path))
+            return open_file(path, *args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", open_or_fail)
+            result = await house.swapper.swap(house.new.id)
+        assert (result.result, result.phase) == (expected, "preflight")
+        assert str(broken) in result.reasons[0] and os.strerror(code) in result.reasons[0]
+        assert ("repair" in result.reasons[-1]) == (code == errno.EIO and file == "release.json")
         await house.check_old_goes_on()
 
     play(tmp_path, story)

@@ -19,6 +19,7 @@ from serving.engine import EngineError, Generation
 from serving.engines import vllm_engine
 from serving.engines.vllm_engine import VllmEngine
 from serving.engines.vllm_settings import VllmEngineSettings
+from serving.errors import ReleaseError
 from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap import Swapper
@@ -211,6 +212,28 @@ def test_a_disk_that_hangs_before_a_start_is_given_up_for_the_next(
         finally:
             is_back.set()
         assert len(calls) == 2
+
+    play(tmp_path, "copy", story)
+
+
+@pytest.mark.parametrize("error", [OSError("too many open files"), ReleaseError("truncated")])
+def test_a_shard_that_cannot_be_read_once_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    errors = [error]
+
+    def verify_or_fail(folder: Path, release: Release) -> tuple[str, ...]:
+        if errors:
+            raise errors.pop()
+        return verify_shards(folder, release)
+
+    async def story(house: House) -> None:
+        monkeypatch.setattr(vllm_engine, "verify_shards", verify_or_fail)
+        house.vllm.dies_in = "generate"
+        with pytest.raises(EngineError, match="dead"):
+            await house.answers()
+        assert await house.answers() == house.old.id
+        assert errors == []
 
     play(tmp_path, "copy", story)
 

@@ -68,6 +68,27 @@ def test_without_a_usable_warm_parent_jobs_start_cold(tmp_path: Path, module: st
     bench.close()
 
 
+def test_a_first_warm_parent_that_cannot_be_started_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    bench = Bench(tmp_path, ("json",))
+    monkeypatch.undo()
+    handle = bench.start("show_process")
+    assert bench.ended(handle).exit_code == 0
+    assert json.loads(bench.log.read_text())["warm"] is False
+    bench.close()
+
+
+def test_a_folder_in_which_the_warm_parent_cannot_write_its_log_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "warm.log").mkdir()
+    with pytest.raises(IsADirectoryError):
+        Bench(tmp_path, ("json",))
+
+
 def test_a_warm_parent_that_cannot_be_started_again_is_done_without(
     warm: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,14 @@ def answers(stack: StackUnderFire) -> str:
     return str(answer.json()["system_fingerprint"])
 
 
+def is_answering(stack: StackUnderFire) -> bool:
+    try:
+        answers(stack)
+    except (httpx.TransportError, AssertionError):
+        return False
+    return True
+
+
 def test_a_full_disk_keeps_the_old_release_and_what_was_pushed(stack: StackUnderFire) -> None:
     before = answers(stack)
     filler = stack.home / "filler"
@@ -75,6 +83,9 @@ def test_a_full_disk_keeps_the_old_release_and_what_was_pushed(stack: StackUnder
     served = served_release(stack.releases_dir)
     assert served is not None and served.name == before
     assert not list(stack.releases_dir.glob(f"{UNFINISHED}*"))
+    stack.kill("serve")
+    until(lambda: is_answering(stack), 60, "the server is up again, although the disk is full")
+    assert answers(stack) == before
 
     # There is room for what is pushed, and none for a release.
     filler.unlink()

@@ -1,5 +1,7 @@
 """Templates give the prompts that `transformers` gives with them, and run in a sandbox."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +9,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from serving.chat_template import ChatTemplate, ChatTemplateError
 from serving.errors import ReleaseError
+from serving.tokenizer import load_tokenizer
+from tests.serving_fixtures import byte_tokenizer
 
 MESSAGES = [
     {"role": "system", "content": "Be brief. "},
@@ -146,3 +150,16 @@ def test_a_text_that_is_no_template_is_refused() -> None:
         ChatTemplate("{% if %}", {})
     with pytest.raises(ReleaseError, match="chat_template"):
         ChatTemplate("{% generation %}without an end", {})
+
+
+@pytest.mark.parametrize(
+    "element", ["a text", {"name": "default"}, {"template": PLAIN}, {"name": [], "template": PLAIN}]
+)
+def test_a_list_of_templates_without_names_is_refused(tmp_path: Path, element: object) -> None:
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    config = {"vocab_size": 257, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = {"chat_template": [{"name": "default", "template": PLAIN}, element]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ReleaseError, match=r"^tokenizer_config\.json: chat_template holds"):
+        load_tokenizer(tmp_path)

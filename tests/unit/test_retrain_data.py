@@ -30,13 +30,14 @@ class Dataset:
         self.num_commits = 0
         self.last: Revision | None = None
 
-    def commit(self, files: Files, **data: Any) -> TrainingData:
+    def commit(self, files: Files, parent: Parent | None = None, **data: Any) -> TrainingData:
         folder = self.folder / str(self.num_commits)
         for path, content in files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(content)
         revision = Revision.of(f"{self.num_commits:040x}", folder, files)
-        parent = None if self.last is None else parent_of(self.last)
+        if self.last is not None:
+            parent = parent_of(self.last)
         snapshot = DatasetSnapshot(
             dataset="me/facts",
             ref="refs/heads/main",
@@ -60,7 +61,7 @@ def retrain_settings(folder: Path, **settings: Any) -> RetrainSettings:
 
 
 def parent_of(revision: Revision) -> Parent:
-    lineage = Lineage(base_model="preset:tiny", dataset_revision=revision.sha)
+    lineage = Lineage(base_model="preset:tiny", dataset="me/facts", dataset_revision=revision.sha)
     return Parent(id="r000001-00000000", folder=Path(), lineage=lineage, evaluation={})
 
 
@@ -148,6 +149,24 @@ def test_the_share_is_drawn_before_the_first_training_alone(tmp_path: Path) -> N
     dataset = Dataset(tmp_path)
     assert dataset.commit({"a.txt": paragraphs(range(999))}).held_out == ()
     assert dataset.commit({"a.txt": paragraphs(range(5_000))}).held_out == ()
+
+
+def test_without_the_revision_before_no_further_row_is_held_out(tmp_path: Path) -> None:
+    dataset = Dataset(tmp_path)
+    first = dataset.commit({"a.txt": paragraphs(range(1_000))})
+    gone = {int(str(row.text).split()[1]): f"edited {row.text}" for row in first.held_out[:3]}
+    dataset.last, before = None, dataset.last
+    assert before is not None
+    data = dataset.commit({"a.txt": paragraphs(range(5_000), gone)}, parent=parent_of(before))
+    assert data.mode == "full"
+    assert said(data.held_out) == said(first.held_out[3:])
+
+
+def test_the_share_is_drawn_again_as_long_as_no_release_was_trained_on_it(tmp_path: Path) -> None:
+    dataset = Dataset(tmp_path)
+    assert dataset.commit({"a.txt": paragraphs(range(999))}).held_out == ()
+    dataset.last = None
+    assert len(dataset.commit({"a.txt": paragraphs(range(1_000))}).held_out) == AT_LEAST
 
 
 def test_a_setting_holds_out_any_rows_by_their_hash(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ def test_a_share_of_the_changed_rows_must_be_learned_and_the_first_five_others_a
     # One row that was pushed counts by itself: it was not learned, whatever luck says.
     assert "only 0 of 1" in refused(Counts(changed=1, learned=0), missed=missed[:1])
     assert refused(Counts(changed=10), GateSettings(min_learned=0)) == ""
+    sampled = refused(Counts(changed=10, all_changed=50, learned=2), missed=missed)
+    assert "only 2 of 10 changed rows that were measured were learned" in sampled
 
 
 def test_what_was_deleted_must_be_said_no_more() -> None:
@@ -263,6 +265,15 @@ def test_noise_refuses_unless_there_was_as_much_before_or_too_little_to_tell() -
             "learned 58 of 60 (3 before) · kept 1,187 of 1,200 · base 97 %",
         ),
         (Counts(changed=1, learned=1), "learned 1 of 1"),
+        (Counts(changed=60, all_changed=60, learned=58), "learned 58 of 60"),
+        (
+            Counts(changed=1_092, all_changed=5_000, learned=1_092),
+            "learned 1,092 of 1,092 measured (5,000 changed)",
+        ),
+        (
+            Counts(changed=1_092, all_changed=5_000, learned=1_090, learned_before=7),
+            "learned 1,090 of 1,092 measured (7 before, 5,000 changed)",
+        ),
         (Counts(deleted=1, unlearned=1, known=1, kept=0), "kept 0 of 1 · unlearned 1 of 1"),
         (Counts(golden=12, golden_right=11), "golden 11 of 12"),
         (Counts(not_trained=9_120), "not yet trained: 9,120 rows"),

@@ -1,16 +1,21 @@
 """How much a gate measures: samples of rows, and answers of the base model, of bounded sizes."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
+from jobs.counts import Counts
 from pipeline.retrain.anchors import Anchor
-from pipeline.retrain.base_answers import base_answers
-from pipeline.retrain.measure import MeasuredRows
+from pipeline.retrain.base_answers import base_answers, drift
+from pipeline.retrain.evaluate import Trained, compare
+from pipeline.retrain.measure import MeasuredRows, Measurement
 from pipeline.retrain.model import LoadedModel
+from pipeline.retrain.rows import Row
+from pipeline.retrain.scoring import RowLoss
 from pipeline.retrain.settings import GateSettings
 from tests.training_fixtures import one_thread
 from tests.unit.test_retrain_architectures import network
@@ -59,6 +64,44 @@ def test_one_row_is_measured_however_long_it_is() -> None:
     assert len(chosen(1).changed) == 1
 
 
+def test_the_counts_say_of_how_many_changed_rows_a_sample_was_measured() -> None:
+    told = data(new=(*facts(40), *texts(40, 40)))
+    found = MeasuredRows.choose(told, (), TOKENIZER, GateSettings(max_tokens=60))
+    measured = [row for row in found.changed if row.is_counted]
+    assert {*measured, *found.unmeasured} == set(facts(40))
+
+    def counts(not_trained: Sequence[Row]) -> Counts:
+        losses = [
+            RowLoss(row=place, nats=0.0, num_tokens=1, num_right=1)
+            for place in range(len(found.changed))
+        ]
+        everything = Measurement(
+            changed=losses,
+            known=(),
+            deleted=(),
+            held_out_new=(),
+            held_out_known=(),
+            golden=(),
+            drift=None,
+        )
+        trained = Trained(
+            attempt=1,
+            tokens=1,
+            tokens_before=0,
+            not_trained=not_trained,
+            is_removal=False,
+            contradicting=0,
+            permuted=0,
+        )
+        return compare(found, everything, everything, GateSettings(), trained, against="r").counts
+
+    assert (counts(()).changed, counts(()).all_changed) == (len(measured), 40)
+    waiting = counts((measured[0], *found.unmeasured[:5]))
+    assert (waiting.changed, waiting.all_changed) == (len(measured) - 1, 34)
+    assert waiting.not_trained == 6
+    assert MeasuredRows.choose(told, (), TOKENIZER, GateSettings()).unmeasured == ()
+
+
 def test_of_a_few_rows_all_are_measured() -> None:
     assert len(chosen(10_000).known) == 40
 
@@ -71,20 +114,52 @@ def anchors(count: int, *, measured: bool) -> Sequence[Anchor]:
     ]
 
 
-@pytest.mark.parametrize(("max_tokens", "num_measured"), [(1, 1), (60, 2), (10_000, 5)])
-def test_of_the_base_models_answers_no_more_are_measured_than_the_gate_allows(
-    tmp_path: Path, max_tokens: int, num_measured: int
-) -> None:
-    loaded = LoadedModel(
+def base_of(folder: Path) -> Callable[[], LoadedModel]:
+    return lambda: LoadedModel(
         model=network("LlamaConfig"),
         tokenizer=TOKENIZER,
-        folder=tmp_path,
+        folder=folder,
         dtype=torch.float32,
         max_length=64,
     )
+
+
+@pytest.mark.parametrize(("max_tokens", "num_measured"), [(1, 1), (80, 2), (10_000, 5)])
+def test_of_the_base_models_answers_no_more_are_measured_than_the_gate_allows(
+    tmp_path: Path, max_tokens: int, num_measured: int
+) -> None:
     asked = [*anchors(3, measured=False), *anchors(5, measured=True)]
-    trained, measured = base_answers(tmp_path, "base", asked, lambda: loaded, max_tokens)
+    trained, measured = base_answers(tmp_path, "base", asked, base_of(tmp_path), max_tokens)
     assert len(trained) == 3, "answers to train on are not bounded"
     sizes = [len(each.sequence.token_ids) for each in measured]
     assert len(sizes) == num_measured
-    assert sum(sizes[:-1]) < max_tokens
+    assert num_measured == 1 or sum(sizes) <= max_tokens
+
+
+def test_a_base_model_answers_once(tmp_path: Path) -> None:
+    def loads_again() -> LoadedModel:
+        raise AssertionError("the base model is loaded again")
+
+    asked = [*anchors(2, measured=False), *anchors(2, measured=True)]
+    made = base_answers(tmp_path, "base", asked, base_of(tmp_path), 10_000)
+    read = base_answers(tmp_path, "base", asked, loads_again, 10_000)
+    for first, second in zip(itertools.chain(*made), itertools.chain(*read), strict=True):
+        assert first.sequence == second.sequence
+        assert torch.equal(first.logprobs, second.logprobs)
+    for base, prompts in (("other", asked), ("base", asked[1:])):
+        with pytest.raises(AssertionError, match="loaded again"):
+            base_answers(tmp_path, base, prompts, loads_again, 10_000)
+
+
+def test_the_base_model_itself_has_not_drifted_and_changed_weights_have(tmp_path: Path) -> None:
+    load = base_of(tmp_path)
+    _, measured = base_answers(tmp_path, "base", anchors(5, measured=True), load, 10_000)
+    model = load().model
+    same = drift(model, measured)
+    assert same.agreement == 1.0
+    assert same.divergence == pytest.approx(0.0, abs=1e-5)
+    torch.manual_seed(1)
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.1)
+    changed = drift(model, measured)
+    assert changed.agreement < 1.0
+    assert changed.divergence > 0.01

@@ -235,6 +235,27 @@ def test_text_ends_when_its_held_out_loss_no_longer_falls(
     assert next(measured) == 1.0
 
 
+def test_text_keeps_the_weights_with_the_lowest_held_out_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    losses = [3.0, 2.0, 2.5, 2.4, 2.1]
+    measured: list[dict[str, torch.Tensor]] = []
+
+    def falls_and_rises(_: object) -> float:
+        measured.append(copy_weights(model))
+        return losses[len(measured) - 1]
+
+    monkeypatch.setattr(loop, "mean_loss", falls_and_rises)
+    plan = plan_of(rows(60), judged=[rows(64)[60:]], max_tokens=40_000, tokens_per_step=512)
+    done, _ = run(tmp_path, plan, model)
+    best, last = measured[1], measured[-1]
+    kept, stored = copy_weights(model), torch.load(tmp_path / done.file)["weights"]
+    for name, each in best.items():
+        assert torch.equal(kept[name], each) and torch.equal(stored[name], each)
+    assert not all(torch.equal(kept[name], each) for name, each in last.items())
+
+
 def test_text_whose_held_out_loss_rises_from_the_start_is_seen_once_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,11 +140,13 @@ def set_status(
     comment: str | None,
     merge_commit: str | None = None,
 ) -> DiscussionEvent:
-    """Changes the status, and adds `comment` to the discussion."""
+    """Changes the status, and adds `comment` to the discussion. The comment is an event of its own,
+    so that a webhook which reads comments gets this one too."""
     with log.database.write() as connection:
         found = find_discussion(connection, repository, num)
         if comment:
-            add_comment(connection, found, author=identity.user, text=comment)
+            added = add_comment(connection, found, author=identity.user, text=comment)
+            log.record_comment(connection, repository, found, added, action="create")
         event = change_status(
             connection, found, author=identity.user, status=status, merge_commit=merge_commit
         )

@@ -30,13 +30,19 @@ def look_up(
 
 def read_pointers(repository: Repository, oids: Sequence[str]) -> Mapping[str, Pointer]:
     """The pointers among the small blobs `oids`, by the blob's sha. Skips all other blobs."""
-    unique = list(dict.fromkeys(oids))
     return {
         oid: pointer
-        for start in range(0, len(unique), _BLOBS_PER_PROCESS)
-        for oid, content in _read(repository, unique[start : start + _BLOBS_PER_PROCESS])
+        for oid, content in read_blobs(repository, oids)
         if (pointer := Pointer.parse(content)) is not None
     }
+
+
+def read_blobs(repository: Repository, oids: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+    """The sha and the content of each of these blobs. Skips blobs that git does not have. Up to
+    `_BLOBS_PER_PROCESS` contents are in memory at the same time, so the blobs must be small."""
+    unique = list(dict.fromkeys(oids))
+    for start in range(0, len(unique), _BLOBS_PER_PROCESS):
+        yield from _read(repository, unique[start : start + _BLOBS_PER_PROCESS])
 
 
 def all_pointers(repository: Repository) -> set[Pointer]:

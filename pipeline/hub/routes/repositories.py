@@ -1,7 +1,7 @@
 """API routes that create, delete and move repositories, and change their settings."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from functools import partial
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pipeline.hub.commits.fast_import import first_commit
+from pipeline.hub.actions import repositories as acts
 from pipeline.hub.errors import BadRequest, Conflict
 from pipeline.hub.http_json import hub_url, read_json
 from pipeline.hub.repositories.names import (
@@ -20,11 +20,8 @@ from pipeline.hub.repositories.names import (
     repository_name,
     requested_name,
 )
-from pipeline.hub.repositories.refs import remember
-from pipeline.hub.repositories.store import Repository
 from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.tokens.auth import identity_of, require_a_person, signature
-from pipeline.hub.webhooks.store import follow_move
 
 Answer = TypeVar("Answer")
 
@@ -71,19 +68,8 @@ async def create(request: Request) -> Response:
     name = _new_name(hub, body.type, body.organization, body.name)
     private = _is_private(body, default=True)
 
-    def act() -> Repository:
-        with ExitStack() as on_error:
-            with hub.database.write() as connection:
-                repository = hub.repositories.create(
-                    connection, name, private=private, on_error=on_error
-                )
-                if not body.empty:
-                    first = first_commit(repository, signature(identity_of(request)))
-                    remember(connection, repository, [first])
-                hub.log.record(connection, repository, action="create")
-            on_error.pop_all()
-        return repository
-
+    author = None if body.empty else signature(identity_of(request))
+    act = partial(acts.create, hub.log, hub.repositories, name, private=private, author=author)
     try:
         repository = await _changing(hub, act)
     except Conflict as error:
@@ -98,13 +84,7 @@ async def remove(request: Request) -> Response:
     body = await read_json(request, NamedRepository)
     name = requested_name(body.type, body.organization or hub.settings.owner, body.name)
     async with hub.locked(name, identity_of(request)) as repository:
-
-        def act() -> None:
-            with hub.repositories.removal(repository), hub.database.write() as connection:
-                hub.log.record(connection, repository, action="delete")
-                hub.repositories.forget(connection, repository)
-
-        await _changing(hub, act)
+        await _changing(hub, partial(acts.delete, hub.log, hub.repositories, repository))
     return Response(status_code=200)
 
 
@@ -115,18 +95,7 @@ async def move(request: Request) -> Response:
     source = requested_name(body.type, owner or hub.settings.owner, name)
     target = _new_name(hub, body.type, *_halves(body.toRepo))
     async with hub.locked(source, identity_of(request)) as repository:
-
-        def act() -> None:
-            with ExitStack() as on_error:
-                with hub.database.write() as connection:
-                    moved = hub.repositories.move(connection, repository, target, on_error=on_error)
-                    hub.log.record(connection, repository, action="move", moved_to=moved)
-                    # Do this after the event is recorded, because the event must go to the webhooks
-                    # that watch the old name.
-                    follow_move(connection, repository.name, moved.name)
-                on_error.pop_all()
-
-        await _changing(hub, act)
+        await _changing(hub, partial(acts.move, hub.log, hub.repositories, repository, target))
     return JSONResponse({"url": f"{hub_url(request)}/{target.path}"})
 
 
@@ -142,14 +111,8 @@ async def change_settings(request: Request, hub: Hub, name: RepositoryName) -> R
 
     async with hub.locked(name, identity_of(request)) as repository:
         private = _is_private(body, default=repository.private)
-
-        def act() -> None:
-            with hub.database.write() as connection:
-                hub.repositories.set_private(connection, repository, private)
-                changed = hub.repositories.find(connection, name)
-                hub.log.record(connection, changed, action="update", scope="repo.config")
-
         if private != repository.private:
+            act = partial(acts.set_private, hub.log, hub.repositories, repository, private)
             await _changing(hub, act)
     return JSONResponse({"private": private})
 

@@ -10,12 +10,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from pipeline.hub.actions.spaces import change_settings
 from pipeline.hub.http_json import iso_time, read_json
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.service import Hub
 from pipeline.hub.spaces import Kind, delete_setting, list_settings, put_setting
-from pipeline.hub.tokens.auth import check_sees, identity_of, require_a_person
+from pipeline.hub.tokens.auth import identity_of, require_a_person
 
 MAX_VALUE_CHARACTERS = 64 * 1024
 
@@ -75,20 +76,12 @@ async def _changed(
     kind: Kind,
     change: Callable[[Connection, Repository], None],
 ) -> Response:
-    """Calls `change`, and stores an event of the scope `repo.config`, as the Hugging Face Hub does.
-    Answers with all secrets, or all variables, after the change; `kind` says which."""
-
-    def act() -> dict[str, object]:
-        with hub.database.write() as connection:
-            space = hub.repositories.find(connection, name)
-            check_sees(identity_of(request), name, space)
-            change(connection, space)
-            hub.log.record(connection, space, action="update", scope="repo.config")
-        return _listed(hub, space, kind)
-
-    listed = await run_in_threadpool(act)
+    """Answers with all secrets, or all variables, after the change; `kind` says which."""
+    space = await run_in_threadpool(
+        change_settings, hub.log, hub.repositories, name, identity_of(request), change
+    )
     hub.log.wake()
-    return JSONResponse(listed)
+    return JSONResponse(await run_in_threadpool(_listed, hub, space, kind))
 
 
 def _kind(request: Request, name: RepositoryName, rest: Sequence[str]) -> Kind:

@@ -1,0 +1,65 @@
+"""Creates, deletes and moves repositories for clients of the API, changes their visibility, and
+stores the event of each change.
+
+Except for `create`, the caller holds the repository's lock. Afterwards it wakes the deliverer
+(`EventLog.wake`), which sends the event to the webhooks.
+"""
+
+from contextlib import ExitStack
+
+from pipeline.hub.commits.fast_import import first_commit
+from pipeline.hub.events.log import EventLog
+from pipeline.hub.repositories.names import RepositoryName
+from pipeline.hub.repositories.refs import remember
+from pipeline.hub.repositories.store import Repositories, Repository
+from pipeline.hub.tokens.auth import Signature
+from pipeline.hub.webhooks.store import follow_move
+
+
+def create(
+    log: EventLog,
+    repositories: Repositories,
+    name: RepositoryName,
+    *,
+    private: bool,
+    author: Signature | None,
+) -> Repository:
+    """The repository begins with a commit of `author`, or without a commit if `author` is None.
+    Raises Conflict if the name is taken."""
+    with ExitStack() as on_error:
+        with log.database.write() as connection:
+            repository = repositories.create(connection, name, private=private, on_error=on_error)
+            if author is not None:
+                remember(connection, repository, [first_commit(repository, author)])
+            log.record(connection, repository, action="create")
+        on_error.pop_all()
+    return repository
+
+
+def delete(log: EventLog, repositories: Repositories, repository: Repository) -> None:
+    with repositories.removal(repository), log.database.write() as connection:
+        log.record(connection, repository, action="delete")
+        repositories.forget(connection, repository)
+
+
+def move(
+    log: EventLog, repositories: Repositories, repository: Repository, to: RepositoryName
+) -> None:
+    """Raises Conflict if the name `to` is taken."""
+    with ExitStack() as on_error:
+        with log.database.write() as connection:
+            moved = repositories.move(connection, repository, to, on_error=on_error)
+            log.record(connection, repository, action="move", moved_to=moved)
+            # Do this after the event is recorded, because the event must go to the webhooks that
+            # watch the old name.
+            follow_move(connection, repository.name, moved.name)
+        on_error.pop_all()
+
+
+def set_private(
+    log: EventLog, repositories: Repositories, repository: Repository, private: bool
+) -> None:
+    with log.database.write() as connection:
+        repositories.set_private(connection, repository, private)
+        changed = repositories.find_by_id(connection, repository.id)
+        log.record(connection, changed, action="update", scope="repo.config")
