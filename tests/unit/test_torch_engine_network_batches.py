@@ -114,7 +114,7 @@ def test_together_as_transformers_does_alone(
     prompts = [prompt(length, seed=length) for length in LENGTHS]
     batches = recorded_batches(monkeypatch)
     assert together(published, prompts) == [expected(published.network, each) for each in prompts]
-    assert max(batches) == len(prompts)
+    assert max(batches) > 1
 
 
 def together(published: Published, prompts: list[tuple[int, ...]]) -> list[list[int]]:
