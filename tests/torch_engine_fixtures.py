@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from serving.engine import Generation, Step
 from serving.engines.torch_engine.engine import TorchEngine
+from serving.engines.torch_engine.generic import TransformersRunner
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.weights.publish import publish_state_dict
 from serving.weights.release import Release
@@ -104,6 +106,19 @@ async def ask_all(
 ) -> list[list[int]]:
     answers = await asyncio.gather(*(ask(engine, release_id, g) for g in generations))
     return [tokens(steps) for steps in answers]
+
+
+def recorded_batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each forward pass of a network of `transformers` from now on, the number of sequences."""
+    sizes: list[int] = []
+    read = TransformersRunner._read
+
+    def remember(runner: TransformersRunner, slots: Sequence[int], *arguments: Any) -> Tensor:
+        sizes.append(len(slots))
+        return read(runner, slots, *arguments)
+
+    monkeypatch.setattr(TransformersRunner, "_read", remember)
+    return sizes
 
 
 def tokens(steps: list[Step]) -> list[int]:

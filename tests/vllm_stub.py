@@ -51,6 +51,8 @@ class StubbedVllm:
 
 
 class StubProcess:
+    kv_cache_usage = 0.0
+
     def __init__(self, stub: StubbedVllm, release: Release) -> None:
         self._stub = stub
         self._echo = EchoEngine(holds_two=False, step_seconds=stub.step_seconds)

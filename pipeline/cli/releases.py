@@ -39,12 +39,8 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     it still knows. For rows of plain text, and for releases that earlier versions of hotpush made,
     the column instead shows the loss before and after the training, in nats per token.
     """
-    from serving.weights.release_store import (
-        list_releases,
-        pending_release,
-        pinned_releases,
-        served_release,
-    )
+    from serving.weights.release_removal import pinned_releases
+    from serving.weights.release_store import list_releases, pending_release, served_release
 
     folder = _folder(pipeline)
     served, pending = served_release(folder), pending_release(folder)
@@ -271,7 +267,7 @@ def prune(
 @app.command()
 def pin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
     """Pin a release: until you unpin it, neither `prune` nor `rm` nor a job removes it."""
-    from serving.weights.release_store import pin as pin_release
+    from serving.weights.release_removal import pin as pin_release
 
     pin_release(_folder(pipeline), release)
     print(f"{release} is kept until it is unpinned")
@@ -280,7 +276,7 @@ def pin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
 @app.command()
 def unpin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
     """Unpin a release. It can then be removed like any other release."""
-    from serving.weights.release_store import unpin as unpin_release
+    from serving.weights.release_removal import unpin as unpin_release
 
     unpin_release(_folder(pipeline), release)
     print(f"{release} is no longer pinned, so it can be removed like any other release")

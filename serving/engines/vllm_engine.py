@@ -46,7 +46,6 @@ class VllmEngine:
     holds_two = False
     checks_digests = True
     commit_seconds: float | None = None
-    kv_cache_usage: float | None = None
 
     def __init__(self, settings: VllmEngineSettings, start: StartVllm) -> None:
         self._settings = settings
@@ -64,6 +63,10 @@ class VllmEngine:
         self._changing = asyncio.Lock()
         self._recovery: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def kv_cache_usage(self) -> float:
+        return 0.0 if self._process is None else self._process.kv_cache_usage
 
     @property
     def process(self) -> "VllmProcess | None":

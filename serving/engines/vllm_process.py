@@ -35,6 +35,7 @@ from vllm.platforms import current_platform
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from serving.engines.vllm_requests import sampling_params, step_of
 
@@ -46,6 +47,21 @@ _POLL_SECONDS = 0.02
 # vLLM itself kills its processes after five seconds.
 _END_SECONDS = 30.0
 _CPU_KV_CACHE_BYTES = 2 << 30
+
+
+class _KvCacheUsage(PrometheusStatLogger):  # type: ignore[misc]
+    """Keeps what vLLM says about its KV cache after each step. Without a subclass of this type,
+    vLLM would also keep all of its own metrics, which nobody reads."""
+
+    def __init__(self, *arguments: object, **settings: object) -> None:
+        self.share = 0.0
+
+    def record(self, scheduler_stats: Any, *arguments: object, **settings: object) -> None:
+        if scheduler_stats is not None:
+            self.share = scheduler_stats.kv_cache_usage
+
+    def log_engine_initialized(self) -> None:
+        """Does nothing, because there is nothing to say at the start."""
 
 
 class VllmProcess:
@@ -87,6 +103,11 @@ class VllmProcess:
             await process.end()
             raise
         return process
+
+    @property
+    def kv_cache_usage(self) -> float:
+        loggers = self._llm.logger_manager.stat_loggers
+        return next(each.share for each in loggers if isinstance(each, _KvCacheUsage))
 
     @property
     def is_dead(self) -> bool:
@@ -275,7 +296,7 @@ def _start(folder: Path, settings: VllmEngineSettings) -> AsyncLLM:
         worker_extension_cls=_WORKER,
         disable_log_stats=True,
     )
-    return AsyncLLM.from_engine_args(arguments)
+    return AsyncLLM.from_engine_args(arguments, stat_loggers=[_KvCacheUsage])
 
 
 def _has_tokenizer(folder: Path) -> bool:

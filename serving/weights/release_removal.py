@@ -1,5 +1,5 @@
-"""Removes releases from a pipeline's folder. Also removes temporary files and folders that killed
-processes have left in this folder."""
+"""Removes releases from a pipeline's folder, and pins those that must stay. Also removes temporary
+files and folders that killed processes have left in this folder."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 from filelock import Timeout
 
 from serving.errors import ReleaseError
-from serving.weights.atomic_file import is_abandoned
+from serving.weights.atomic_file import is_abandoned, write_atomically
 from serving.weights.release_store import (
     CONVERTED,
     CURRENT,
@@ -18,13 +18,14 @@ from serving.weights.release_store import (
     UNFINISHED,
     live_releases,
     pending_release,
-    pinned_releases,
     release_ids,
     release_lock,
+    release_number,
     served_release,
     served_release_id,
 )
 
+PINNED = "pinned"
 _REPLACED = tuple(f"{link}.replaced-" for link in (CURRENT, PREVIOUS))
 """The names of folders that stood in the place of a link begin with one of these. `link_atomically`
 renames such a folder."""
@@ -91,6 +92,42 @@ def check_removable(pipeline_dir: Path, release_id: str) -> None:
         reasons.append(f"pinned; unpin it first: pipeline releases unpin {release_id}")
     if reasons:
         raise ReleaseError(*(f"{release_id} is not removed, because it is {r}" for r in reasons))
+
+
+def pinned_releases(pipeline_dir: Path) -> list[str]:
+    """The ids of the releases that must not be removed, oldest first. Raises ReleaseError if the
+    file `pinned` contains anything other than release ids."""
+    try:
+        pinned = (pipeline_dir / PINNED).read_text(errors="replace").split()
+    except FileNotFoundError:
+        return []
+    return sorted(pinned, key=release_number)
+
+
+def pin(pipeline_dir: Path, release_id: str) -> None:
+    """Pin the release: until it is unpinned, `prune` and `remove` do not remove it. Raises
+    ReleaseError if there is no such release."""
+    with release_lock(pipeline_dir):
+        if release_id not in release_ids(pipeline_dir):
+            raise ReleaseError(f"{release_id!r} is not a release in {pipeline_dir}")
+        _write_pinned(pipeline_dir, {*pinned_releases(pipeline_dir), release_id})
+
+
+def unpin(pipeline_dir: Path, release_id: str) -> None:
+    """Undo `pin`: after this, `prune` and `remove` may remove the release. Raises ReleaseError if
+    the release was not pinned."""
+    with release_lock(pipeline_dir):
+        pinned = pinned_releases(pipeline_dir)
+        if release_id not in pinned:
+            raise ReleaseError(
+                f"{release_id!r} is not pinned; the pinned releases: {', '.join(pinned) or 'none'}"
+            )
+        _write_pinned(pipeline_dir, {*pinned} - {release_id})
+
+
+def _write_pinned(pipeline_dir: Path, ids: Iterable[str]) -> None:
+    text = "".join(f"{release_id}\n" for release_id in sorted(ids, key=release_number))
+    write_atomically(pipeline_dir / PINNED, text)
 
 
 def _remove_locked(pipeline_dir: Path, release_id: str) -> None:

@@ -10,7 +10,8 @@ A pipeline's folder is `<home>/releases/<pipeline>`. This module calls it `pipel
                         without the releases from which somebody has rolled back. The last id is the
                         release that should be served
     pending             the id of a release; the next server that starts swaps this release in
-    pinned              the ids of the releases that must not be removed, one per line
+    pinned              the ids of the releases that must not be removed, one per line, see
+                        `serving/weights/release_removal.py`
     counter             the last number that was taken for a release; no number is used twice
     .converted/         copies of folders with `.bin` shards, see `serving/converted.py`
     .lock               the lock of the folder, see `release_lock`
@@ -26,7 +27,7 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,7 +44,6 @@ CURRENT = "current"
 PREVIOUS = "previous"
 LIVE = "live"
 PENDING = "pending"
-PINNED = "pinned"
 COUNTER = "counter"
 CONVERTED = ".converted"
 UNFINISHED = ".unfinished-"
@@ -304,42 +304,6 @@ def clear_pending(pipeline_dir: Path, release_id: str, *, earlier: str | None = 
     else:
         (pipeline_dir / PENDING).unlink(missing_ok=True)
         fsync_dir(pipeline_dir)
-
-
-def pinned_releases(pipeline_dir: Path) -> list[str]:
-    """The ids of the releases that must not be removed, oldest first. Raises ReleaseError if the
-    file `pinned` contains anything other than release ids."""
-    try:
-        pinned = (pipeline_dir / PINNED).read_text(errors="replace").split()
-    except FileNotFoundError:
-        return []
-    return sorted(pinned, key=release_number)
-
-
-def pin(pipeline_dir: Path, release_id: str) -> None:
-    """Pin the release: until it is unpinned, `prune` and `remove` do not remove it. Raises
-    ReleaseError if there is no such release."""
-    with release_lock(pipeline_dir):
-        if release_id not in release_ids(pipeline_dir):
-            raise ReleaseError(f"{release_id!r} is not a release in {pipeline_dir}")
-        _write_pinned(pipeline_dir, {*pinned_releases(pipeline_dir), release_id})
-
-
-def unpin(pipeline_dir: Path, release_id: str) -> None:
-    """Undo `pin`: after this, `prune` and `remove` may remove the release. Raises ReleaseError if
-    the release was not pinned."""
-    with release_lock(pipeline_dir):
-        pinned = pinned_releases(pipeline_dir)
-        if release_id not in pinned:
-            raise ReleaseError(
-                f"{release_id!r} is not pinned; the pinned releases: {', '.join(pinned) or 'none'}"
-            )
-        _write_pinned(pipeline_dir, {*pinned} - {release_id})
-
-
-def _write_pinned(pipeline_dir: Path, ids: Collection[str]) -> None:
-    text = "".join(f"{release_id}\n" for release_id in sorted(ids, key=release_number))
-    write_atomically(pipeline_dir / PINNED, text)
 
 
 def next_number(pipeline_dir: Path) -> int:

@@ -18,10 +18,11 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
-from tests.bench.networks import Published, build, publish, right_texts
+from tests.bench.networks import Published, build, prompt_of, publish, right_texts
 from tests.bench.prompts import Prompts
 from tests.bench.result import Result, at_most, reported, run_program
 from tests.bench.server import Server, pipeline_dir, request_body, serving
@@ -40,6 +41,8 @@ class Size:
 
 FULL = Size(shape="7M", swaps=1_000, clients=4, tokens=24, prompts=6)
 SMALL = Size(shape="tiny", swaps=16, clients=2, tokens=8, prompts=2)
+PROMPT_TOKENS = 48
+"""Of the prompts for a random network. The prefix cache shares no fewer than 16 tokens."""
 PRETRAINED = "SmolLM2"
 LENGTHS = (1_000, *[32] * 7)
 """Of the prompts for the pretrained model, in turns."""
@@ -60,7 +63,10 @@ def measure(size: Size) -> Result:
             prompts, texts = right_texts(published, size.prompts, size.tokens, _real_prompts())
         else:
             published = [publish(build(size.shape, seed), pipeline_dir(home)) for seed in (1, 2)]
-            prompts, texts = right_texts(published, size.prompts, size.tokens)
+            candidates = (
+                prompt_of(seed, PROMPT_TOKENS) for seed in range(1, 1 + 40 * size.prompts)
+            )
+            prompts, texts = right_texts(published, size.prompts, size.tokens, candidates)
         resident: list[int] = []
         seconds: list[float] = []
         stop = threading.Event()
@@ -95,6 +101,11 @@ def measure(size: Size) -> Result:
             ),
             reported("number of swaps", size.swaps, ""),
             reported("right answers during the swaps", counts["right"], ""),
+            reported(
+                "prompt tokens from the prefix cache",
+                100 * counts["cached tokens"] / max(1, counts["prompt tokens"]),
+                "%",
+            ),
             reported("memory after the tenth swap", early / 2**20, "MiB"),
             reported("time of a swap, median", statistics.median(seconds), "s"),
             reported("time of a swap, longest", max(seconds), "s"),
@@ -145,26 +156,31 @@ def _ask_until(
             number += 1
             which = number % len(prompts)
             try:
-                release, text = _answer(http, prompts[which], tokens, is_streamed=number % 2 == 0)
+                found = _answer(http, prompts[which], tokens, is_streamed=number % 2 == 0)
             except (httpx.HTTPError, ValueError, KeyError) as error:
                 print(f"failed: {error!r}", flush=True)
                 counts["failed"] += 1
                 continue
+            release, text, usage = found
             counts["right" if text == texts[release, which] else "mixed"] += 1
+            counts["prompt tokens"] += usage["prompt_tokens"]
+            counts["cached tokens"] += usage["prompt_tokens_details"]["cached_tokens"]
     return counts
 
 
 def _answer(
     http: httpx.Client, prompt: list[int], tokens: int, *, is_streamed: bool
-) -> tuple[str, str]:
-    """The release that it names, and its text. A stream that names two is a ValueError."""
-    body = request_body(prompt, tokens, stream=is_streamed)
+) -> tuple[str, str, dict[str, Any]]:
+    """The release that it names, its text and its usage. A stream that names two releases is a
+    ValueError."""
+    body = request_body(prompt, tokens)
     if not is_streamed:
         answer = http.post("/v1/completions", json=body)
         answer.raise_for_status()
         found = answer.json()
-        return found["system_fingerprint"], found["choices"][0]["text"]
-    releases, text = set(), ""
+        return found["system_fingerprint"], found["choices"][0]["text"], found["usage"]
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    releases, text, usage = set(), "", {}
     with http.stream("POST", "/v1/completions", json=body) as answer:
         answer.raise_for_status()
         for line in answer.iter_lines():
@@ -172,8 +188,9 @@ def _answer(
                 event = json.loads(line.removeprefix("data: "))
                 releases.add(event["system_fingerprint"])
                 text += "".join(choice["text"] for choice in event["choices"])
+                usage = event["usage"]
     (release,) = releases
-    return release, text
+    return release, text, usage
 
 
 def _resident_bytes(pid: int) -> int:

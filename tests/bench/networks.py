@@ -193,7 +193,9 @@ def right_texts(
             best = torch.stack(answer.scores)[:, 0].topk(2).values
             if float((best[:, 0] - best[:, 1]).min()) < MIN_MARGIN:
                 break
-            answers[each.release_id] = tokenizer.decode(answer.sequences[0, len(prompt) :].tolist())
+            # A server's text goes on after that of the prompt, for example with a space.
+            whole = tokenizer.decode(answer.sequences[0].tolist())
+            answers[each.release_id] = whole.removeprefix(tokenizer.decode(prompt))
         else:
             if len(set(answers.values())) == len(published):
                 texts |= {(id, len(prompts)): text for id, text in answers.items()}

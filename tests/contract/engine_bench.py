@@ -137,6 +137,13 @@ def _post(http: httpx.Client, **body: object) -> dict[str, Any]:
     return content
 
 
+def cached_tokens(http: httpx.Client, prompt: str) -> int:
+    """Of how many tokens of the prompt the engine had the keys and values."""
+    usage = _post(http, **completion_of(prompt))["usage"]
+    found: int = usage["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
 def ask_whole(http: httpx.Client, _: EngineBench, prompt: str) -> list[Said]:
     return _said([prompt], _post(http, **completion_of(prompt)))
 

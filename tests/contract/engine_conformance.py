@@ -22,6 +22,7 @@ from tests.contract.engine_bench import (
     ask_many,
     ask_stream,
     ask_whole,
+    cached_tokens,
     check_said,
     cold_answers,
     completion_of,
@@ -38,6 +39,8 @@ class EngineConformance:
     num_swaps = 12
     has_network = True
     """Whether the engine computes with the weights, and so has a network that they must fit."""
+    has_prefix_cache = False
+    """Whether the engine says how many tokens of the last of the prompts came from its cache."""
 
     @contextmanager
     def serving(self, bench: EngineBench) -> Iterator[str]:
@@ -99,9 +102,13 @@ class EngineConformance:
         ):
             for release in (bench.first, bench.second, bench.first):
                 assert swap(http, release.id).json()["result"] == "live"
+                if self.has_prefix_cache:
+                    assert cached_tokens(http, bench.prompts[-1]) == 0, "of another release"
                 for prompt in bench.prompts:
                     for ask in (ask_whole, ask_stream, ask_many, ask_list):
                         check_said(bench, cold, ask(http, bench, prompt), only=release.id)
+                if self.has_prefix_cache:
+                    assert cached_tokens(http, bench.prompts[-1]) > 0
 
     def test_a_stream_ends_on_the_release_that_it_began_on(
         self, bench: EngineBench, cold: dict[str, Cold]

@@ -13,6 +13,8 @@ from tests.serving_fixtures import CONTEXT, PROBE_TOKENS, byte_tokenizer
 from tests.torch_engine_fixtures import build, expected, llama_config, publish
 
 PROMPTS = ("Hello", "What is new?", "Grüße")
+LONG_PROMPT = "Long enough that the engine keeps its keys and values."
+"""The prefix cache shares no fewer than 16 tokens."""
 MAX_TOKENS = 24
 
 
@@ -23,6 +25,7 @@ def torch_release(
     tied: bool,
     max_shard_bytes: int = 60_000,
     context: int = CONTEXT,
+    prompts: tuple[str, ...] = PROMPTS,
     **shape: int,
 ) -> Release:
     config = llama_config(
@@ -33,7 +36,7 @@ def torch_release(
     )
     network = build(config, seed)
     tokenizer = byte_tokenizer()
-    for text in PROMPTS:
+    for text in prompts:
         expected(network, tuple(tokenizer.encode(text).ids), MAX_TOKENS)
     files = home / "files"
     files.mkdir(parents=True, exist_ok=True)
@@ -49,12 +52,17 @@ def torch_release(
 
 
 class TestTorchEngine(EngineConformance):
+    has_prefix_cache = True
+
     @pytest.fixture(params=["tied", "untied"])
     def bench(self, request: pytest.FixtureRequest, tmp_path: Path) -> EngineBench:
         tied = request.param == "tied"
+        prompts = (*PROMPTS, LONG_PROMPT)
         # The second is cut into other shards.
         first, second = (
-            torch_release(tmp_path, seed, tied=tied, max_shard_bytes=max_shard_bytes)
+            torch_release(
+                tmp_path, seed, tied=tied, max_shard_bytes=max_shard_bytes, prompts=prompts
+            )
             for seed, max_shard_bytes in ((1, 60_000), (2, 25_000))
         )
         return EngineBench(
@@ -62,5 +70,5 @@ class TestTorchEngine(EngineConformance):
             pipeline_dir=tmp_path / "releases",
             first=first,
             second=second,
-            prompts=PROMPTS,
+            prompts=prompts,
         )

@@ -35,6 +35,8 @@ RECOVERY_SECONDS = 240
 KILLED_IN = os.environ.get("TEST_VLLM_KILLED_IN", "stage commit probe").split()
 """Phases of a swap. Each costs a start."""
 
+USAGE = "vllm:kv_cache_usage_perc{"
+
 CALLS = {"stage": "hotpush_status", "commit": "hotpush_commit"}
 """By phase, what the worker is asked when it is killed."""
 
@@ -182,6 +184,24 @@ class TestTied(_VllmConformance):
         while not running_vllm.holds_no_blocks():
             assert time.monotonic() < ended
             time.sleep(0.01)
+
+    def test_the_use_of_the_kv_cache_is_shown(self, running_vllm: Served) -> None:
+        def shown() -> float:
+            with running_vllm.client() as http:
+                text = http.get("/metrics").text
+            (line,) = (each for each in text.splitlines() if each.startswith(USAGE))
+            return float(line.split()[-1])
+
+        body = {"prompt": PROMPTS[0], "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with (
+            running_vllm.client() as http,
+            http.stream("POST", "/v1/completions", json=body) as stream,
+        ):
+            shares = [shown() for _ in stream.iter_lines()]
+        assert 0 < max(shares) < 1
+        ended = time.monotonic() + 5
+        while shown():
+            assert time.monotonic() < ended
 
     def test_a_prefix_is_found_again_by_its_own_release_alone(self, running_vllm: Served) -> None:
         prompt = " ".join(PROMPTS[:2]) * (2 * BLOCK_TOKENS // 10)

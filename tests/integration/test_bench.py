@@ -1,4 +1,4 @@
-"""Every row of the benchmarks at its smallest size, and the driver that runs them. No figure is
+"""Every row of the benchmarks at its smallest size, and the driver that runs them. Times are not
 looked at: a loaded machine has any."""
 
 import json
@@ -23,6 +23,7 @@ NEEDS = {
     "real": "vllm",
     "vllm-swap": "vllm",
 }
+NEVER = {"failed requests", "answers that mix two releases"}
 LONGEST_SECONDS = 540
 """A row takes up to a minute on idle cores, and shares them with other tests."""
 ROWS = [
@@ -67,6 +68,9 @@ def test_a_row_runs_and_says_what_it_must(table: str, name: str, tmp_path: Path)
     assert all(figure.met is None for figure in row.result.figures if figure.target is None)
     assert any(figure.value is not None for figure in row.result.figures)
     assert row.result.bounded_by
+    # No load makes an answer wrong.
+    counts = {figure.what: figure.value for figure in judged if figure.what in NEVER}
+    assert counts == dict.fromkeys(counts, 0)
     assert (tmp_path / f"{table}.md").read_text() == markdown(report)
 
 

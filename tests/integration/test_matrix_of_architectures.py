@@ -15,7 +15,7 @@ from serving.weights.publish import publish_folder
 from serving.weights.release_store import set_current
 from tests.hub_checkpoints import CONFIGS, store
 from tests.serving_fixtures import ADMIN_TOKEN, echo_app, running
-from tests.torch_engine_fixtures import prompt
+from tests.torch_engine_fixtures import prompt, recorded_batches
 
 NEW_TOKENS = 64
 LENGTHS = (1, 17, 30, 60)
@@ -23,12 +23,20 @@ LENGTHS = (1, 17, 30, 60)
 that have one."""
 
 
-def test_every_architecture_answers_as_transformers_does(tmp_path: Path) -> None:
+OF_THE_ENGINE = {"llama", "qwen2", "qwen3"}
+"""Those whose forward pass is the engine's own."""
+
+
+def test_every_architecture_answers_as_transformers_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     releases = tmp_path / "answers"
-    networks = {}
+    networks, names = {}, {}
     for name in CONFIGS:
         network = store(name, tmp_path / name)
-        networks[publish_folder(releases, tmp_path / name).id] = network
+        release_id = publish_folder(releases, tmp_path / name).id
+        networks[release_id], names[release_id] = network, name
+    batches = recorded_batches(monkeypatch)
     ids = list(networks)
     set_current(releases, ids[0])
     engine = TorchEngine(TorchEngineSettings(num_threads=1, kv_cache_bytes=64 << 20))
@@ -37,7 +45,10 @@ def test_every_architecture_answers_as_transformers_does(tmp_path: Path) -> None
         # The first one again after the last: what was served before is served as before.
         for release_id in [*ids, ids[0]]:
             swap(client, release_id)
+            batches.clear()
             check(client, networks[release_id], release_id)
+            # How many of the eight meet depends on when they arrive.
+            assert names[release_id] in OF_THE_ENGINE or max(batches) > 1, names[release_id]
 
 
 def swap(client: httpx.Client, release_id: str) -> None:

@@ -1,4 +1,5 @@
-"""`docs/architecture.md` names files that exist, and its diagrams have the states of the code."""
+"""`docs/architecture.md` names files that exist, and its diagrams have the states of the code. No
+file of the server is long."""
 
 import ast
 import re
@@ -16,6 +17,8 @@ from tests.doors import DOORS, ROOT
 
 TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 OUTSIDE = "[*]"
+MAX_LINES = 350
+"""Of a file of `serving/`, so that each can be read at once."""
 
 
 def diagrams() -> list[set[tuple[str, str]]]:
@@ -32,6 +35,15 @@ def test_every_file_exists() -> None:
     named = re.findall(r"`([\w./]+\.(?:py|toml))`", TEXT)
     assert len(named) > 60
     assert [name for name in named if not Path(ROOT, name).is_file()] == []
+
+
+def test_no_file_of_the_server_is_long() -> None:
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in (ROOT / "serving").rglob("*.py")
+    }
+    assert len(lengths) > 60
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
 
 
 def test_the_diagrams_have_the_states_of_the_code() -> None:

@@ -115,7 +115,7 @@ def test_a_release_in_use_is_not_removed_and_the_reason_is_named(tmp_path: Path)
     )
     release_store.set_current(tmp_path, served)
     release_store.set_pending(tmp_path, pending)
-    release_store.pin(tmp_path, pinned)
+    release_removal.pin(tmp_path, pinned)
     for release, reason in ((served, "served"), (pending, "pending"), (pinned, "pinned")):
         with pytest.raises(ReleaseError, match=f"{release} is not removed.* it is {reason}"):
             release_removal.remove(tmp_path, release)
@@ -198,10 +198,10 @@ def test_prune_spares_served_pending_and_pinned(tmp_path: Path) -> None:
     ids = [put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 8)]
     release_store.set_current(tmp_path, ids[0])
     release_store.set_pending(tmp_path, ids[1])
-    release_store.pin(tmp_path, ids[2])
+    release_removal.pin(tmp_path, ids[2])
     assert release_removal.prune(tmp_path, keep=2) == [ids[3], ids[4]]
     assert release_store.release_ids(tmp_path) == [*ids[:3], *ids[5:]]
-    release_store.unpin(tmp_path, ids[2])
+    release_removal.unpin(tmp_path, ids[2])
     assert release_removal.prune(tmp_path, keep=0) == [ids[2], ids[5], ids[6]]
     with pytest.raises(ReleaseError, match="keep"):
         release_removal.prune(tmp_path, keep=-1)
@@ -232,14 +232,14 @@ def test_prune_removes_what_stood_in_the_place_of_a_link_after_some_days(
 
 def test_only_a_release_can_be_pinned_and_only_a_pinned_one_unpinned(tmp_path: Path) -> None:
     release_id = put(tmp_path, "r000001-00000000")
-    assert release_store.pinned_releases(tmp_path) == []
+    assert release_removal.pinned_releases(tmp_path) == []
     with pytest.raises(ReleaseError, match="not a release"):
-        release_store.pin(tmp_path, "r000002-00000000")
+        release_removal.pin(tmp_path, "r000002-00000000")
     with pytest.raises(ReleaseError, match="not pinned"):
-        release_store.unpin(tmp_path, release_id)
-    release_store.pin(tmp_path, release_id)
-    release_store.pin(tmp_path, release_id)
-    assert release_store.pinned_releases(tmp_path) == [release_id]
+        release_removal.unpin(tmp_path, release_id)
+    release_removal.pin(tmp_path, release_id)
+    release_removal.pin(tmp_path, release_id)
+    assert release_removal.pinned_releases(tmp_path) == [release_id]
 
 
 def test_prune_keeps_all_where_there_are_fewer_than_it_keeps(tmp_path: Path) -> None:

@@ -8,13 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.tool_calls import FORMATS, FormatName, Found, ToolCallReader, format_of
+from serving.xml_arguments import parameter_types
 
-NAMES = ("add", "get_weather")
+TOOLS = {
+    "add": parameter_types({"properties": {"a": {"type": "integer"}, "b": {"type": "array"}}}),
+    "get_weather": parameter_types({"properties": {"city": {"type": "string"}}}),
+}
 ADD = ("add", {"a": 1, "b": [2, {"c": '} "\\ {'}]})
 WEATHER = ("get_weather", {"city": "Köln"})
 A = json.dumps({"name": ADD[0], "arguments": ADD[1]})
 W = json.dumps({"name": WEATHER[0], "arguments": WEATHER[1]}, ensure_ascii=False)
 LLAMA_A = json.dumps({"name": ADD[0], "parameters": ADD[1]})
+XML_A = (
+    f"<function=add>\n<parameter=a>\n1\n</parameter>\n"
+    f"<parameter=b>\n{json.dumps(ADD[1]['b'])}\n</parameter>\n</function>"
+)
+XML_W = "<function=get_weather><parameter=city>Köln</parameter></function>"
 NOT_ONE = '{"temperature": 20}'
 
 
@@ -36,6 +45,15 @@ NO_CALLS = [
     call_of('"[1]"'),
     '<tool_call>{"name": {"first": "Ada"}}</tool_call>',
     '<tool_call>{"name": "\\ud83d"}</tool_call>',
+]
+
+NO_XML_CALLS = [
+    "<tool_call><function=add><parameter=a>1</function>",
+    "<tool_call><function=add>1</parameter></function>",
+    "<tool_call><function=add><parameter=a>1</parameter>2</function>",
+    "<tool_call><function=add><parameter=a>[1</parameter>",
+    "<tool_call><function=a b></function>",
+    f"<tool_call>{A}</tool_call>",
 ]
 
 ANSWERS: list[tuple[FormatName, str, str, list[tuple[str, object]]]] = [
@@ -83,6 +101,17 @@ ANSWERS: list[tuple[FormatName, str, str, list[tuple[str, object]]]] = [
         "",
         [ADD, WEATHER],
     ),
+    ("qwen3_coder", f"<tool_call>\n{XML_A}\n</tool_call>", "", [ADD]),
+    (
+        "qwen3_coder",
+        f"I see.\n<tool_call>\n{XML_A}\n</tool_call>\n<tool_call>{XML_W}</tool_call> Done.",
+        "I see.\nDone.",
+        [ADD, WEATHER],
+    ),
+    ("qwen3_coder", f"<tool_call>{XML_W}{XML_A}", "", [WEATHER, ADD]),
+    ("qwen3_coder", "<tool_call><function=now></function></tool_call>", "", [("now", {})]),
+    *[("qwen3_coder", answer, answer, []) for answer in NO_XML_CALLS],
+    ("qwen3_coder", f"{NO_XML_CALLS[0]}<tool_call>{XML_W}", NO_XML_CALLS[0], [WEATHER]),
 ]
 
 
@@ -107,7 +136,7 @@ def test_calls_and_text_are_the_same_wherever_pieces_end(
 
 def read(name: FormatName, answer: str, cuts: list[int]) -> list[Found]:
     """What becomes final with each of the pieces of an answer that is cut at these places."""
-    reader = ToolCallReader(FORMATS[name], NAMES)
+    reader = ToolCallReader(FORMATS[name], TOOLS)
     places = [0, *sorted(cuts), len(answer)]
     pieces = [answer[begin:end] for begin, end in pairwise(places)]
     return [*map(reader.add, pieces), reader.add("", is_end=True)]
@@ -120,9 +149,15 @@ def joined(parts: list[Found]) -> tuple[str, list[tuple[str, str]]]:
 
 CALL_PARTS = [A, A, W, LLAMA_A, NOT_ONE, '{"a": 1}', "{", "}", "[", "]", ",", ";", '"', "\\"]
 OTHER_PARTS = [
+    XML_A,
+    XML_W,
     "</tool_call>",
     "</tool_call>",
     "</",
+    "<function=",
+    "<parameter=a>",
+    "</parameter>",
+    "</function>",
     "[ARGS]",
     "[CALL_ID]",
     "add",
@@ -168,12 +203,44 @@ def test_arguments_are_passed_on_as_the_model_wrote_them(answer: str, arguments:
 
 
 @pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "5", "5"),
+        ({"type": "string"}, "null", "null"),
+        ({"type": "string"}, "\n  two\nlines\n\n", "  two\nlines\n"),
+        ({"type": "integer"}, "5", 5),
+        ({"type": "integer"}, "five", "five"),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "object"}, '\n{"a": [1]}\n', {"a": [1]}),
+        ({"type": ["string", "null"]}, "5", "5"),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"anyOf": [{"type": "null"}, {"type": "string"}]}, "5", "5"),
+        ({"$ref": "#/$defs/Size"}, "[5]", [5]),
+        ({"type": [{}], "anyOf": 5}, "red", "red"),
+        ("no schema", "5", 5),
+    ],
+)
+def test_the_schema_says_what_a_value_in_xml_is(schema: object, text: str, value: object) -> None:
+    tools = {"f": parameter_types({"properties": {"x": schema}})}
+    answer = f"<tool_call><function=f><parameter=x>{text}</parameter></function>"
+    (call,) = ToolCallReader(FORMATS["qwen3_coder"], tools).add(answer).calls
+    assert json.loads(call.arguments) == {"x": value}
+
+
+@pytest.mark.parametrize("schema", [None, {}, {"properties": 5}])
+def test_a_tool_whose_parameters_are_not_known(schema: dict[str, object] | None) -> None:
+    assert parameter_types(schema) == {}
+
+
+@pytest.mark.parametrize(
     ("template", "name"),
     [
         ('return a json object within <tool_call></tool_call>: <tool_call>{"name": …', "hermes"),
         ("{{- '<|python_tag|>' + tool_call.name }}", "llama3_json"),
         ('Respond in the format {"name": function name, "parameters": …}.', "llama3_json"),
         ("{{- '[TOOL_CALLS] [' }}", "mistral"),
+        ("{{- '<tool_call>\n<function=' + tool_call.name + '>\n' }}", "qwen3_coder"),
         ("{{ message.content }}", "hermes"),
     ],
 )

@@ -91,3 +91,20 @@ def test_keys_and_values_of_different_sizes_are_kept(tmp_path: Path) -> None:
             return await ask_all(engine, published.id, map(greedy, prompts))
 
     assert asyncio.run(scenario()) == [expected(published.network, each) for each in prompts]
+
+
+def test_the_head_computes_only_the_rows_that_are_asked_for(tmp_path: Path) -> None:
+    published = publish(build(config_of("gpt2")), tmp_path)
+    rows: list[int] = []
+
+    async def ask_them() -> None:
+        async with engine_with(published) as engine:
+            runner: Any = engine._steps._schedulers[published.id]._runner
+            runner._network.lm_head.register_forward_pre_hook(
+                lambda head, arguments: rows.append(arguments[0].shape[1])
+            )
+            await ask(engine, published.id, greedy(prompt(100), 1))
+            await ask(engine, published.id, greedy(prompt(100), 1, num_prompt_logprobs=0))
+
+    asyncio.run(ask_them())
+    assert rows == [1, 100]

@@ -15,6 +15,7 @@ from serving.engines.torch_engine import llama
 from serving.engines.torch_engine.linear import Linear
 from serving.engines.torch_engine.rows import padded_count
 from tests.torch_engine_fixtures import (
+    VOCAB,
     Published,
     ask,
     ask_all,
@@ -92,6 +93,23 @@ def test_only_the_first_release_is_warmed_up(
             return list(kernels)
 
     assert {rows for _, rows, _ in asyncio.run(stage_beside())} == {1}
+
+
+def test_the_head_computes_only_the_rows_that_are_asked_for(
+    releases: tuple[Published, Published], kernels: list[Kernel]
+) -> None:
+    first = releases[0]
+    head, long = (VOCAB, 64), prompt(100)
+
+    async def rows_of_the_head(**changes: int) -> list[int]:
+        async with engine_with(first) as engine:
+            await ask(engine, first.id, greedy(prompt(1), 1))  # it is warm after that
+            kernels.clear()
+            await ask(engine, first.id, greedy(long, 1, **changes))
+            return [rows for shape, rows, _ in kernels if shape == head]
+
+    assert asyncio.run(rows_of_the_head()) == [1]
+    assert asyncio.run(rows_of_the_head(num_prompt_logprobs=0)) == [padded_count(len(long))]
 
 
 @given(st.integers(min_value=1, max_value=2_000))

@@ -21,6 +21,7 @@ from tests.torch_engine_fixtures import (
     greedy,
     prompt,
     publish,
+    recorded_batches,
 )
 
 WINDOW = 24
@@ -103,13 +104,17 @@ def test_every_type_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_together_as_transformers_does_alone(name: str, tmp_path: Path) -> None:
+def test_together_as_transformers_does_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind, settings = TYPES[name]
     config: PreTrainedConfig = getattr(transformers, f"{kind}Config")(**settings)
     assert config.model_type == name
     published = publish(build(config), tmp_path)
     prompts = [prompt(length, seed=length) for length in LENGTHS]
+    batches = recorded_batches(monkeypatch)
     assert together(published, prompts) == [expected(published.network, each) for each in prompts]
+    assert max(batches) > 1
 
 
 def together(published: Published, prompts: list[tuple[int, ...]]) -> list[list[int]]:
@@ -120,7 +125,9 @@ def together(published: Published, prompts: list[tuple[int, ...]]) -> list[list[
     return asyncio.run(scenario())
 
 
-def test_a_type_that_measures_from_the_longest_sequence_is_computed_alone(tmp_path: Path) -> None:
+def test_a_type_that_measures_from_the_longest_sequence_is_computed_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """GPT-Neo measures its window from the end of the longest sequence."""
     config: PreTrainedConfig = GPTNeoConfig(
         **COMMON,
@@ -133,7 +140,9 @@ def test_a_type_that_measures_from_the_longest_sequence_is_computed_alone(tmp_pa
     )
     published = publish(build(config), tmp_path)
     prompts = [prompt(length, seed=length) for length in LENGTHS]
+    batches = recorded_batches(monkeypatch)
     assert together(published, prompts) == [expected(published.network, each) for each in prompts]
+    assert max(batches) == 1
 
 
 def test_kinds_of_layers_that_the_network_ignores(tmp_path: Path) -> None:
