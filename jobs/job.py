@@ -39,9 +39,9 @@ class Job:
     state: JobState
     spec: JobSpec
     payload: dict[str, Any] | None
-    """The payload of the webhook's delivery. If a person submitted a retraining, this is the
-    payload that the person gave. If the person gave none, it is the payload that a hub would send
-    for a push of the commit. None if the job has no payload. A plain command usually has none."""
+    """The payload of the webhook's delivery. If a person submitted the job for a pipeline, this is
+    the payload that the person gave. If the person gave none, it is the payload that a hub would
+    send if somebody pushed the commit that the job is for. None if the job has no payload."""
     outcome: JobOutcome | None
     """None while the job has not ended, and for a job whose command exited with 0 and wrote no
     outcome."""
@@ -51,9 +51,9 @@ class Job:
     attempt was lost or failed for a temporary cause, this is when the next attempt may start."""
     started_at: float | None
     """The time from which the job's time limit is counted. At first, this is when a runner claimed
-    the job. The time in which the job has no runner, or waits for its next attempt, does not count
-    against the limit, so this time is added to `started_at`. None if no runner has claimed the
-    job."""
+    the job. Periods in which the job has no runner, or waits for its next attempt, do not count
+    against the limit. So `started_at` is moved later by the length of each such period. None if no
+    runner has claimed the job."""
     ended_at: float | None
     """None while the job has not ended."""
     attempt: int
@@ -63,7 +63,9 @@ class Job:
     their runner was stopped do not count. When this number reaches `spec.max_attempts`, the job
     fails."""
     owner: str | None
-    """The runner that holds the lease. None if no runner holds it."""
+    """The runner that took the lease last. After the lease has run out, the runner stays here until
+    another runner adopts the job. None while the job is pending, after the runner gave up the
+    lease, and after the job has ended."""
     lease_until: float | None
     """When the lease runs out, unless a heartbeat extends it. None while the job is pending, and
     after it has ended."""
@@ -90,9 +92,10 @@ class Job:
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
     source: str
-    """Two deliveries with the same source never have the same id. The source contains the id of the
-    webhook. If the delivery leads to a job of a pipeline, the source also contains the name of the
-    pipeline, because one delivery may lead to jobs of several pipelines."""
+    """Where the delivery came from: a text that contains the id of the webhook. Two deliveries with
+    the same source never have the same id. If the delivery leads to a job of a pipeline, the
+    source also contains the name of the pipeline, because one delivery may lead to jobs of several
+    pipelines."""
     id: str
     body: str
     """The payload as JSON. It is stored for people who examine the delivery; no code reads
@@ -117,8 +120,9 @@ class Submission:
     """Whether the submission created `job`."""
     how: Literal["created", "merged", "duplicate"]
     """`merged`: the pipeline's pending job absorbed the submission. `duplicate`: `job` already
-    answers for the delivery, or `job` and the submission have the same dedupe key
-    (`JobSpec.dedupe_key`)."""
+    answers for the delivery; or `job` and the submission have the same dedupe key
+    (`JobSpec.dedupe_key`); or the job of a repeated delivery failed or was cancelled, and `job` is
+    a later job of the pipeline, which answers for the delivery from now on."""
 
 
 def final_state(outcome: JobOutcome | None) -> JobState:

@@ -32,9 +32,10 @@ class RevisionRange(_Record):
     """The commits of one ref that led to a job: the commits after `old_sha`, up to and including
     `new_sha`. The job *answers for* these commits: its outcome is also their outcome.
 
-    `old_sha` only records which pushes led to the job. It does not decide what the job trains on: a
-    retraining compares the rows at `new_sha` with the rows that the parent release was trained on.
-    The parent release is normally the served release.
+    `old_sha` records where the range begins. `absorb` needs it to find which of two ranges is
+    newer. A retraining does not start from `old_sha`: it compares the rows at `new_sha` with the
+    rows that the parent release was trained on. The parent release is the release whose weights the
+    training starts from, normally the release that is served now.
     """
 
     repo: str
@@ -61,8 +62,8 @@ class RevisionRange(_Record):
         older. This rule has two exceptions:
 
         - With `may_be_older=False`, the commits of `arrived` always count as newer.
-        - If each range begins where the other range ends, somebody has pushed the ref back to an
-          earlier commit. The commits of `arrived` then count as newer.
+        - If this range is `A..B` and `arrived` is `B..A`, somebody has pushed the ref back to the
+          earlier commit A. The commits of `arrived` then count as newer.
         """
         first, last = self, arrived
         if may_be_older and self.follows(arrived) and not arrived.follows(self):
@@ -99,12 +100,14 @@ class JobSpec(_Record):
     max_attempts: int = Field(default=3, ge=1)
     """The job fails when this many of its attempts were lost (for example, because the process was
     killed) or failed for a temporary cause. If an attempt fails for another cause, the job fails at
-    once. An attempt that ended because its runner was stopped does not count."""
+    once. A plain command also fails at once if its process was killed. An attempt that ended
+    because its runner was stopped does not count."""
     debounce_seconds: float = Field(default=0.0, ge=0)
     """A pending job may start once no newer commit has arrived for this long."""
     max_wait_seconds: float = Field(default=30.0, ge=0)
     """A pending job may start once this long has passed since its first commit arrived, even if
     newer commits keep arriving."""
     labels: dict[str, str] = {}
-    """Names and values for people, such as the webhook that the job was started for. The job store
-    does not interpret them."""
+    """Names and values, mostly for people. The job store does not interpret them. But a job with
+    the label `webhook` (the webhook that started a copy of a job) does not get the secret of the
+    stack's webhook in `WEBHOOK_SECRET`."""

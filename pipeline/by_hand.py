@@ -1,6 +1,7 @@
 """Provides a hub and a runner for a job that a person submits (`with_runner`), and runs the job
-runner (`run_jobs`). If a stack (the services that `pipeline up` starts) is up, the person's job
-uses the hub and the runner of the stack. Otherwise `with_runner` starts a new hub and a new runner.
+runner (`run_jobs`). If services already run for this state folder, started by `pipeline up` or by
+another `pipeline jobs run`, the person's job uses their hub and their runner. Otherwise
+`with_runner` starts a new hub and a new runner.
 """
 
 import logging
@@ -72,9 +73,9 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
     which runs its own hub and ends when no job is left.
     """
     if read_stack(home) is not None:
-        # Read the hub's URL from the record of the running stack, not from the settings. If the
-        # record belongs to a detached runner, the settings have another port than the runner's hub,
-        # because this hub got a free port.
+        # Read the hub's URL from the record of the running stack, not from the settings. The hub of
+        # a detached runner listens on a free port that was chosen at its start, so the settings do
+        # not know this port.
         yield at_running_stack(settings, home).hub_url
         return
     check_schemas(settings, home)
@@ -101,7 +102,7 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
 
 
 def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
-    """Run the jobs of the state folder until this process gets SIGTERM or SIGINT. With
+    """Run the jobs of the job store until this process gets SIGTERM or SIGINT. With
     `until_idle`, also stop as soon as no job is left. With `with_hub`, also run a hub."""
     from jobs.runner import Runner
 

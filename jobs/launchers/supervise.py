@@ -5,8 +5,8 @@ The leader is a separate process, so that it can record the exit code even if th
 the command has ended, the leader also kills the processes that the command has left running (only
 on Linux).
 
-If this module is run as a program, it reads one request from standard input. The module uses only
-the standard library, so that it starts quickly.
+If this module is run as a program, it reads one request from standard input. The module imports no
+third-party package, so that it starts quickly.
 """
 
 import contextlib
@@ -93,9 +93,9 @@ def supervise(request: Request, *, in_place: bool) -> Callable[[], None]:
     # itself, so that a runner can find and stop every command that has started.
     wait_here, go = os.pipe()
     # Block stop signals before the fork. At first, the command's process ignores stop signals,
-    # because it inherits this from the leader. Without the block, a signal that arrives during this
-    # time would be lost. A blocked signal waits until `_prepare_command_process` has restored the
-    # default action.
+    # because it inherits this from the leader. A signal that arrives before
+    # `_prepare_command_process` has restored the default action would be lost. If the signal is
+    # blocked, it waits until then (on Linux).
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     command_pid = os.fork()
     if command_pid == 0:
@@ -170,9 +170,9 @@ def _record_process(job_dir: Path, attempt: int) -> None:
 
 
 def _prepare_command_process(leader: int) -> None:
-    """Prepare this process to run the command. Stop signals get their default action again. Also
-    tell the kernel to kill this process if the leader is killed. Otherwise the command would run on
-    without a leader, and nobody could record its exit code."""
+    """Prepare this process to run the command. Stop signals get their default action again. On
+    Linux, also tell the kernel to kill this process if the leader is killed. Otherwise the command
+    would run on without a leader, and nobody could record its exit code."""
     die_with_parent(leader)
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)

@@ -62,7 +62,8 @@ class WarmParent:
     def _start(self) -> None:
         """Start a warm parent. If the operating system cannot start one, turn the warm parent
         off."""
-        # If a former warm parent has died, it may have lost requests. The higher number says so.
+        # If a former warm parent has died, it may have lost requests. The launcher sees that
+        # `generation` has grown, and sends these requests again.
         self.generation += 1
         try:
             with self._log.open("ab") as log:
@@ -146,15 +147,15 @@ class WarmParent:
     def _close_pipes(process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None
         process.stdout.close()
-        # `stdin.close` first sends what Python's buffer still holds. If the buffer holds a request,
-        # this fails, because the warm parent is dead. Ignore this error: the launcher sends the
-        # request again, to the next warm parent.
+        # `stdin.close` first sends what Python's buffer still holds. The buffer holds a request
+        # only if an earlier send failed, because the warm parent was dead. So this send fails too.
+        # Ignore the error: the launcher sends the request again, to the next warm parent.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
 
 
 def environment_for_jobs_package(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` with a PYTHONPATH that contains the package `jobs`."""
+    """`environment` with a PYTHONPATH that names the folder of the package `jobs`."""
     root = str(Path(__file__).parents[2])
     path = environment.get("PYTHONPATH")
     return {**environment, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}

@@ -30,7 +30,7 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Report which rows a job would train on if you pushed, and which rows are wrong. The exit code
-    is 1 if a row is wrong."""
+    is 1 if a row or a file is wrong, or if there are no rows."""
     from pipeline.data_check import check_data, pipeline_of
     from pipeline.settings import load_settings
 
