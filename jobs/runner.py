@@ -115,6 +115,8 @@ class Runner:
         self._leased: dict[str, _LeasedJob] = {}
         self._has_unseen_changes = False
         """Whether the store has changed since the last step that did not fail."""
+        self._has_new_file = False
+        """Whether the store uses a new file, and the jobs of the old file are not forgotten yet."""
         self._next_claim = 0.0
         self._next_adoption = 0.0
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
@@ -190,8 +192,10 @@ class Runner:
     def _step(self, launcher: Launcher, *, is_stopping: bool) -> None:
         now = time.monotonic()
         launcher.poll_processes()
-        if self._store.follow_file():
+        self._has_new_file |= self._store.follow_file()
+        if self._has_new_file:
             self._forget_lost_jobs(launcher)
+            self._has_new_file = False
         # If the store fails during this step, the next step must read the jobs again.
         self._has_unseen_changes |= self._store.changed()
         changed = self._has_unseen_changes
@@ -464,7 +468,7 @@ class Runner:
     def _forget_lost_jobs(self, launcher: Launcher) -> None:
         """Forget the jobs that the store's new file does not name as jobs of this runner. Do so
         before a job of the new file is started, because it may have the id of a lost job."""
-        logger.error("The file of the job store was replaced or deleted; the new file is used.")
+        logger.error("The file of the job store was deleted or replaced; a new file is used.")
         for leased in list(self._leased.values()):
             try:
                 is_known = self._store.get(leased.job.id).owner == self.owner

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _IN_USE = "in-use"
+"""Opened for reading too: on NFS, only a file that can be read can have a shared lock."""
 
 
 class ConvertedCopies:
@@ -63,7 +64,7 @@ class ConvertedCopies:
                     if each != target and not (self._releases_dir / each.name).is_dir():
                         _remove_unless_used(each)
             if target not in self._used:
-                file = (target / _IN_USE).open("ab")
+                file = (target / _IN_USE).open("a+b")
                 fcntl.flock(file, fcntl.LOCK_SH)
                 self._used[target] = file
         copy = whole[-1]
@@ -118,7 +119,7 @@ def _remove_unless_used(copies: Path) -> None:
     if not copies.is_dir():
         return
     try:
-        with (copies / _IN_USE).open("ab") as file:
+        with (copies / _IN_USE).open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(copies)
     except BlockingIOError:

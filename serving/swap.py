@@ -146,7 +146,7 @@ class Swapper:
         # If another swap waits, it comes after the running one. So a request for the release of the
         # running swap is then a new swap, which replaces the waiting one.
         newest = self._waiting or self._running
-        if newest is not None and newest.folder == folder and newest.superseded_by is None:
+        if newest is not None and newest.folder == folder and _will_be_tried(newest):
             return await asyncio.shield(newest.result)
         if (running := self._running) is not None and _can_go_on(running, folder):
             running.superseded_by = None
@@ -188,6 +188,7 @@ class Swapper:
             except asyncio.CancelledError:
                 self._finish(swap, self._shutdown_result(swap))
                 raise
+            swap.is_ending = True
             if result.result != "deferred":
                 await self._clear_pending(swap)
             self._finish(swap, result)
@@ -244,7 +245,11 @@ class Swapper:
         return self._admission.live.id if self._admission.live else None
 
 
+def _will_be_tried(swap: SwapAttempt) -> bool:
+    return swap.superseded_by is None and not swap.is_ending
+
+
 def _can_go_on(running: SwapAttempt, folder: Path) -> bool:
     """Whether the running swap is to `folder`, and would soon give way to a newer swap."""
-    is_superseded = running.superseded_by is not None and not running.has_given_way
+    is_superseded = running.superseded_by is not None and not running.is_ending
     return is_superseded and running.folder == folder

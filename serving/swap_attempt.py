@@ -38,8 +38,8 @@ class SwapAttempt:
     superseded_by: str | None = None
     """The id of the release of a newer swap. This swap ends before its commit, unless a request for
     its own release comes first."""
-    has_given_way: bool = False
-    """Whether the swap has ended because of a newer swap."""
+    is_ending: bool = False
+    """Whether the result of the swap is decided. The swap may still have to clean up."""
     is_committing: bool = False
     """Whether the commit (the phase in which the engine begins to use the new weights) may have
     begun. From then on, a newer swap does not replace this swap."""
@@ -65,7 +65,7 @@ class SwapAttempt:
     def stop_if_superseded(self) -> None:
         """Raise SwapStopped if a newer swap was requested."""
         if self.superseded_by is not None:
-            self.has_given_way = True
+            self.is_ending = True
             raise SwapStopped("superseded", f"a swap to {self.superseded_by} was requested later")
 
     def succeeded(self, previous: str | None) -> SwapResult:

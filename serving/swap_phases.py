@@ -185,6 +185,7 @@ class SwapPhases:
                 )
             except SwapStopped as stopped:
                 if stopped.result == "failed":
+                    swap.is_ending = True
                     await self._unload(candidate.id)
                 raise
 

@@ -73,8 +73,8 @@ def request_swap(server_url: str, release: str, *, admin_token: str | None) -> S
         return SwapResult.model_validate_json(response.content)
     except ValidationError:
         if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
-            # Our server sends a SwapResult with its 503. So this answer is from a proxy in front of
-            # the server.
+            # This answer is from a proxy in front of the server, or the server was stopped before
+            # the swap had ended.
             return SwapResult(
                 result="deferred", release=release, phase="preflight", reasons=(response.text,)
             )

@@ -19,7 +19,7 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 """Chat templates show these values of earlier calls to the model as Python writes them."""
 
 ParameterTypes = Mapping[str, set[str]]
-"""Name of a parameter → the types of JSON values that it may have; none if they are not known."""
+"""Name of a parameter → the types of JSON values that it may have."""
 
 
 class FunctionEnd:
@@ -37,22 +37,48 @@ class FunctionEnd:
 
 
 def parameter_types(schema: Mapping[str, Any] | None) -> ParameterTypes:
-    """The types that the JSON schema of a tool's arguments names for each parameter."""
+    """The types that the JSON schema of a tool's arguments allows for each parameter. If nothing
+    says the type of a parameter, it may be a string."""
     properties = (schema or {}).get("properties")
     if not isinstance(properties, dict):
         return {}
-    return {name: _types(each) for name, each in properties.items()}
+    return {name: _types(each, schema) or {"string"} for name, each in properties.items()}
 
 
-def _types(schema: Any) -> set[str]:
+def _types(schema: Any, whole: Any, followed: frozenset[str] = frozenset()) -> set[str]:
+    """The types that `schema` names; empty if it names none. `whole` is the schema that it is a
+    part of, and `followed` the references that have led to it."""
     if not isinstance(schema, dict):
         return set()
-    named = schema.get("type")
-    found = {each for each in (named if isinstance(named, list) else [named]) if type(each) is str}
-    for kind in ("anyOf", "oneOf", "allOf"):
-        if isinstance(alternatives := schema.get(kind), list):
-            found.update(*map(_types, alternatives))
+    found = {each for each in _listed(schema.get("type")) if isinstance(each, str)}
+    found.update(map(_type_of, _listed(schema.get("enum", []))))
+    if "const" in schema:
+        found.add(_type_of(schema["const"]))
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in followed:
+        found |= _types(_referred(whole, reference), whole, followed | {reference})
+    for each in _listed(schema.get("allOf", [])):
+        found |= _types(each, whole, followed)
+    for kind in ("anyOf", "oneOf"):
+        for each in _listed(schema.get(kind, [])):
+            found |= _types(each, whole, followed) or {"string"}
     return found
+
+
+def _referred(whole: Any, reference: str) -> Any:
+    """The part of a schema that a reference such as `#/$defs/Size` means; None if there is none."""
+    for name in reference.removeprefix("#/").split("/"):
+        whole = whole.get(name) if isinstance(whole, dict) else None
+    return whole
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _type_of(value: Any) -> str:
+    """`string`, `null`, or `number` for all other values, because nothing else matters here."""
+    return "null" if value is None else "string" if isinstance(value, str) else "number"
 
 
 def xml_arguments(text: str, types: ParameterTypes) -> str:

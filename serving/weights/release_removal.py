@@ -4,7 +4,7 @@ files and folders that killed processes have left in this folder."""
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from filelock import Timeout
@@ -147,11 +147,11 @@ def _remove_replaced(pipeline_dir: Path) -> None:
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def _remove_copies(pipeline_dir: Path, removed: Iterable[str]) -> None:
+def _remove_copies(pipeline_dir: Path, removed: Sequence[str]) -> None:
     """Remove the copies of releases that are gone. Call this without the lock of the pipeline's
     folder, because it waits while a server makes a copy."""
     copies = pipeline_dir / CONVERTED
-    if not copies.is_dir():
+    if not removed or not copies.is_dir():
         return
     # A server that begins a copy later finds no release. If this process is killed here, the next
     # server that makes a copy of another release removes these copies.

@@ -195,6 +195,24 @@ def test_a_swap_that_has_given_way_does_not_go_on(
     play(tmp_path, story)
 
 
+def test_a_swap_that_fails_is_not_joined_by_a_request_for_the_same_release(tmp_path: Path) -> None:
+    """Its result is decided, but the engine still unloads what it had staged."""
+
+    async def story(house: House) -> None:
+        house.engine.fail["stage"] = EngineError("out of order")
+        gate = house.engine.hang["unload"] = asyncio.Event()
+        first = asyncio.create_task(house.swapper.swap(house.new.id))
+        await until(lambda: ("unload", house.new.id) in house.engine.log)
+        house.engine.fail.clear()
+        again = asyncio.create_task(house.swapper.swap(house.new.id))
+        await asyncio.sleep(0)
+        house.engine.hang.clear()
+        gate.set()
+        assert [(await each).result for each in (first, again)] == ["failed", "live"]
+
+    play(tmp_path, story)
+
+
 def test_one_may_wait_while_one_commits(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         third, fourth = house.release(3), house.release(4)

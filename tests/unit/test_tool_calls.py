@@ -217,12 +217,26 @@ def test_arguments_are_passed_on_as_the_model_wrote_them(answer: str, arguments:
         ({"type": ["string", "null"]}, "None", None),
         ({"anyOf": [{"type": "null"}, {"type": "string"}]}, "5", "5"),
         ({"$ref": "#/$defs/Size"}, "[5]", [5]),
+        ({"$ref": "#/$defs/Version"}, "3.10", "3.10"),
+        ({"$ref": "#/$defs/Endless"}, "5", "5"),
+        ({"$ref": "#/nowhere"}, "5", "5"),
+        ({"anyOf": [{"$ref": "#/$defs/Size"}, {"type": "null"}]}, "[5]", [5]),
+        ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "5", 5),
+        ({"enum": ["3.10", "3.9"]}, "3.10", "3.10"),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"const": None}, "null", None),
+        ({}, "5", "5"),
         ({"type": [{}], "anyOf": 5}, "red", "red"),
-        ("no schema", "5", 5),
+        ("no schema", "5", "5"),
     ],
 )
 def test_the_schema_says_what_a_value_in_xml_is(schema: object, text: str, value: object) -> None:
-    tools = {"f": parameter_types({"properties": {"x": schema}})}
+    shared = {
+        "Size": {"type": "array"},
+        "Version": {"enum": ["3.10", "3.9"]},
+        "Endless": {"$ref": "#/$defs/Endless"},
+    }
+    tools = {"f": parameter_types({"properties": {"x": schema}, "$defs": shared})}
     answer = f"<tool_call><function=f><parameter=x>{text}</parameter></function>"
     (call,) = ToolCallReader(FORMATS["qwen3_coder"], tools).add(answer).calls
     assert json.loads(call.arguments) == {"x": value}
