@@ -149,8 +149,8 @@ class DurableDeliveries:
             yield
         finally:
             # Ask the worker to end. Do not cancel it: its thread may be executing an SQL statement.
-            # A cancelled worker would not wait for its thread, so the log might be closed during the
-            # statement.
+            # A cancelled worker would not wait for its thread, so the log might be closed during
+            # the statement.
             self._is_stopping = True
             self._wake.set()
             await worker
