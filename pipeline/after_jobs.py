@@ -112,7 +112,8 @@ def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
     folders.
 
     Raises OSError if the manifest of a release cannot be read. The job that made the release is
-    then not known, so nothing is removed.
+    then not known, so nothing is removed. Also raises OSError if a folder cannot be removed,
+    HubError if the hub's webhooks cannot be read, and StoreError.
     """
     kept = {
         job_id
@@ -128,8 +129,8 @@ def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
 
 
 def _job_of(release: Path) -> str | None:
-    """The id of the job that made the release. None if no job made it, or if its manifest is
-    damaged or gone. Raises OSError if the manifest cannot be read."""
+    """The id of the job that made the release. None if no job made the release, or if its manifest
+    is damaged or gone. Raises OSError if the manifest cannot be read."""
     try:
         return load_release(release).lineage.job_id
     except ReleaseError as error:

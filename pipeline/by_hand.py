@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 0.2
 SECONDS_AFTER_ERROR = 5.0
-"""If the services cannot be checked because of an unexpected error, the next check comes after this
-time."""
+"""The pause before the next check of the services, if a check failed because of an unexpected
+error."""
 PRELOAD = (
     "torch",
     "transformers.models.llama.modeling_llama",

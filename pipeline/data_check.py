@@ -114,8 +114,8 @@ def _files(
     folder: Path | None, home: Home, settings: Settings, pipeline: PipelineSettings | None
 ) -> Iterator[tuple[Path, Sequence[str], Sequence[str]]]:
     """Yields a folder, the files of the dataset in this folder, and the symbolic links in this
-    folder. If the folder belongs to the user, these are the files that a commit of the complete
-    folder would contain. If the folder is a download, these are all files of the downloaded commit,
+    folder. If the folder belongs to the user, the files are those that a commit of the complete
+    folder would contain. If the folder is a download, the files are those of the downloaded commit,
     and there are no links.
 
     A link is not a file of the dataset: a commit contains only the path to which the link points,

@@ -39,7 +39,7 @@ from serving.engine_choice import choose_engine
 from serving.errors import ServingError
 
 SPARE_BYTES = 1 << 30
-"""If fewer bytes are free on the disk, the next release may not fit."""
+"""How many bytes must be free on the disk. If fewer are free, the next release may not fit."""
 OLDEST_GIT = (2, 31)
 """The first version of git that reads the environment variable `GIT_CONFIG_COUNT`. `pipeline env`
 sets this variable."""

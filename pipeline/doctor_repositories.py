@@ -13,7 +13,8 @@ from pipeline.paths import Home
 from pipeline.settings import Settings
 
 SECONDS = 20.0
-"""How long git may look for lost objects in one repository. A large repository needs longer."""
+"""How long git may look for lost objects in one repository. For a large repository, this time is
+too short. The check then reports no fault."""
 
 
 def check_repositories(home: Home, settings: Settings) -> Iterator[Finding]:

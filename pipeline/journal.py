@@ -15,8 +15,7 @@ WAYS_ON = (
 )
 """What the user can do after the gate has rejected a job."""
 DECIDED_NOTHING = frozenset({"failed", "cancelled", "superseded"})
-"""Results of jobs that leave the rows of an earlier rejected job as they are: the rows still wait
-for the next job."""
+"""Results of jobs after which the rows of an earlier rejected job still wait for the next job."""
 
 
 class Journal:

@@ -11,8 +11,9 @@ from typing import Literal
 from pipeline.probes import liveness
 
 Answer = Literal["works", "silent", "dead", "unknown"]
-"""`silent`: the child gave no answer. `dead`: the child answered that it cannot work any more and
-must be restarted. `unknown`: the child may work, but has no way to answer."""
+"""What a probe found out. `works`: the child answered. `silent`: the child gave no answer. `dead`:
+the child answered that it cannot work any more and must be restarted. `unknown`: the child may
+work, but has no way to answer."""
 LivenessProbe = Callable[[float], Answer]
 """A function that asks the child once. It waits for the child's answer for at most the given number
 of seconds."""

@@ -25,8 +25,8 @@ class LogSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     format: Literal["text", "json"] = "text"
-    """`json` writes one object per line, with the ids of the job and the delivery that the line is
-    about."""
+    """The form of the log: `text` for people, or `json` for programs. `json` writes one object per
+    line, with the ids of what the line is about, such as the job and the delivery."""
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Log records below this level are not written."""
 

@@ -25,7 +25,8 @@ def at_end_of_script(start: Callable[[], object]) -> Callable[[], None]:
     If the script ends with an exception, `start` is not called. If the script ends with an error
     code, as in `sys.exit(1)`, `start` is not called on Python 3.12 and newer. On Python 3.11,
     `start` is called even then, because this module does not know the exit code at that point. A
-    notebook or an interactive prompt has no script, so `start` is never called there.
+    notebook or an interactive prompt has no script, so `start` is never called there. On Python
+    3.12 and newer, only the thread that executes the script can arrange the call.
 
     Returns a function that cancels the call of `start`. Raises `ReceiverError` if the call cannot
     be arranged.

@@ -2,8 +2,8 @@
 
 A dead letter is a delivery that the receiver has stored and then given up, because too many calls
 of its handler failed (`receiver/durable.py`). (For hotpush's hub, a *dead* delivery is something
-else: the hub has given up sending it.) These functions can be called while the receiver runs. The
-receiver finds the queued dead letters within seconds.
+else: the hub has given up sending it.) The functions of this module can be called while the
+receiver runs. The receiver finds the queued dead letters within seconds.
 """
 
 import contextlib
@@ -31,10 +31,12 @@ class DeadLetter:
     repository: str | None
     """The repository of the event. None if the delivery was stored without a repository."""
     received_at: float
+    """When the delivery last arrived."""
     died_at: float
     """When the receiver gave up the delivery."""
     attempts: int
-    """How many calls of the handler for this delivery have failed, since it was queued last."""
+    """How many calls of the handler for this delivery have failed. If the delivery was already a
+    dead letter earlier, only the calls since it was queued again count."""
     failure: str | None
     """How the last call of the handler failed."""
     body: str
@@ -68,7 +70,8 @@ def replay_dead_letters(file: Path, ids: Sequence[str] | None, now: float) -> li
     None, queue all dead letters. Returns the ids of the queued dead letters. `now` is in seconds
     since the epoch.
 
-    If one of `ids` is not the id of a dead letter, raises ReceiverError and changes nothing.
+    If one of `ids` is not the id of a dead letter, or if the file cannot be used, raises
+    ReceiverError and changes nothing.
     """
     with _opened(file, "rw") as connection:
         connection.execute("BEGIN IMMEDIATE")

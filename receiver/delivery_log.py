@@ -95,7 +95,8 @@ class NewDelivery:
 @dataclass(frozen=True, kw_only=True)
 class StoredDelivery(NewDelivery):
     attempts: int
-    """How many calls of the handler for this delivery have failed, since it was queued last."""
+    """How many calls of the handler for this delivery have failed. When a dead letter is queued to
+    be handled again, the count begins again with 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +124,10 @@ class DeliveryLog:
     epoch.
 
     The constructor raises `ReceiverError` and leaves the file unchanged if another process has the
-    lock, if a newer version of hotpush wrote the file, if it is no SQLite database, or if its
-    folder cannot be used. If the file already has the current schema, the constructor writes
-    nothing to the file. So a receiver can start while the disk is full.
+    lock, if a newer version of hotpush wrote the file, if the file is no SQLite database, or if its
+    folder cannot be used. Also raises `ReceiverError` if SQLite cannot open the file, or cannot
+    write the current schema to it. If the file already has the current schema, the constructor
+    writes nothing to the file. So a receiver can start while the disk is full.
     """
 
     def __init__(self, path: Path) -> None:

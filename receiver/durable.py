@@ -98,7 +98,8 @@ class DurableDeliveries:
             self._opened()
 
     def close(self) -> None:
-        """Close the log. Does nothing while the context `worker` is open, which closes the log."""
+        """Close the log. Does nothing while the context `worker` is open, because this context
+        closes the log when it ends."""
         if self._loop is None and self._log is not None:
             self._log.close()
             self._log = None
@@ -108,7 +109,8 @@ class DurableDeliveries:
     ) -> bool:
         """Store the delivery. Returns True if the delivery is new, and False if it is a repeat.
         Deliveries of one `repository` are handled in the order of their arrival. Raises
-        `WorkerNotRunning` if the context `worker` is not open."""
+        `WorkerNotRunning` if the context `worker` is not open, and `sqlite3.Error` if the log
+        cannot be written."""
         if self._loop is None:
             raise WorkerNotRunning(
                 "This server cannot call its durable handlers, because its lifespan was not"
@@ -146,8 +148,9 @@ class DurableDeliveries:
         try:
             yield
         finally:
-            # Ask the worker to end. Do not cancel it, because its thread may be executing an SQL
-            # statement.
+            # Ask the worker to end. Do not cancel it: its thread may be executing an SQL statement.
+            # A cancelled worker would not wait for its thread, so the log might be closed during
+            # the statement.
             self._is_stopping = True
             self._wake.set()
             await worker
@@ -188,8 +191,8 @@ class DurableDeliveries:
                 )
                 await asyncio.sleep(1)
             except Exception:
-                # Without this, a mistake in this package would end the worker, and nobody would
-                # notice: deliveries would still be stored, but no handler would be called.
+                # Without this `except`, a mistake in this package would end the worker, and nobody
+                # would notice: deliveries would still be stored, but no handler would be called.
                 _logger.exception("the durable handlers are called again in 1 s, after this error:")
                 await asyncio.sleep(1)
 

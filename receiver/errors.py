@@ -52,7 +52,8 @@ class BodyTooLarge(ReceiverError):
 
 
 class NotAnEvent(ReceiverError):
-    """The proof is valid, but the body is not an event in the sender's documented format."""
+    """The proof is valid, but the header with the event's name is missing, or the body is not an
+    event in the sender's documented format."""
 
     status_code = 422
 
@@ -71,8 +72,8 @@ class OpenToEveryone(ReceiverError):
 
 
 class AddressUnavailable(ReceiverError):
-    """The server cannot listen on this host or port, or an environment variable that names the host
-    or the port has no valid value."""
+    """The server (a receiver or the hub) cannot listen on this host or port, or an environment
+    variable that names the host or the port has no valid value."""
 
 
 class TunnelFailed(ReceiverError):

@@ -80,7 +80,8 @@ class RequestGuard:
     max_body_bytes: int
     body_timeout_seconds: float
     own_names: Callable[[], Collection[str]]
-    """Returns the host names of this receiver, without the names of loopback such as localhost."""
+    """Returns the host names of this receiver. Names of loopback, such as localhost, may be left
+    out, because they are always accepted."""
     bodies: BodiesInFlight
     """Limits the memory that all bodies take together. All handlers share this limit."""
     cache: IdempotencyCache | None
@@ -93,8 +94,9 @@ class RequestGuard:
     the handler is called at once, while the sender waits for the answer."""
 
     async def handle(self, request: Request, call_handler: CallHandler) -> Response:
-        """The answer to the sender. It is the handler's answer, or the guard's own answer if the
-        request is refused, the event is ignored, or the delivery is stored for a later call."""
+        """The answer to the sender. It is the handler's answer to this delivery or, for a repeated
+        delivery, the answer that `cache` has kept. The guard itself answers if the request is
+        refused, the event is ignored, or the delivery is stored for a later call."""
         at, began, status = time.time(), time.perf_counter(), 500
         sent_id = sent_delivery_id(request.headers)
         try:
@@ -108,8 +110,8 @@ class RequestGuard:
                 status = 422
                 raise
             # The hub is probably newer than this receiver, and has sent a value that this receiver
-            # does not know. Ignore the event, but answer 200. If the events of a webhook are
-            # refused many times, the hub suspends the webhook.
+            # does not know. Ignore the event, but answer 200: if the receiver refused many events
+            # of a webhook, the hub would suspend the webhook.
             status = 200
             return JSONResponse({"ignored": f"{unknown} is unknown to this receiver"})
         except HTTPException as refusal:
@@ -242,8 +244,8 @@ def _with_body(request: Request, body: bytes) -> Request:
 
 
 def _headers_of(body: bytes) -> dict[str, str]:
-    """The headers that describe `body`, which is JSON. They replace the headers of the sender. The
-    sender may have sent a form, or JSON with another content type."""
+    """The headers that describe `body`, which is JSON. They replace the sender's headers of the
+    same names, because the sender may have sent a form, or JSON with another content type."""
     return {"content-type": "application/json", "content-length": str(len(body))}
 
 

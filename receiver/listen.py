@@ -22,7 +22,8 @@ _HOW_TO_SET_ADDRESS = (
 
 def refuse_beyond_loopback(host: str, unproven: Sequence[str]) -> None:
     """Raise `OpenToEveryone` if other machines can reach `host`. `unproven` lists the paths of the
-    handlers that have no secret; the error message names these paths."""
+    handlers that have no secret; the error message names these paths. Raises `AddressUnavailable`
+    if `host` is not a valid name."""
     try:
         is_closed = is_only_loopback(host)
     except OSError as error:
@@ -38,9 +39,9 @@ def refuse_beyond_loopback(host: str, unproven: Sequence[str]) -> None:
 def bind(host: str, port: int, *, how_to_set_address: str = _HOW_TO_SET_ADDRESS) -> socket.socket:
     """A socket that already listens (`serving/http/listening.py`).
 
-    Raises `AddressUnavailable` if the port is in use, or if `host` is not an address of this
-    machine. `how_to_set_address` says where the user can set another address. It is the end of the
-    error message, unless `host` is not a valid name.
+    Raises `AddressUnavailable` if the port is in use or not allowed, or if `host` is not an address
+    of this machine. `how_to_set_address` says where the user can set another address. The error
+    message ends with this text, except if `host` is not a valid name.
     """
     try:
         return listening_socket(host, port)
@@ -58,7 +59,7 @@ def bind(host: str, port: int, *, how_to_set_address: str = _HOW_TO_SET_ADDRESS)
 
 def url_of(listening: socket.socket, host: str) -> str:
     """`http://host:port`, with the port on which the socket listens. If the socket was bound to
-    port 0, this is the port that the system has chosen."""
+    port 0, the system has chosen this port."""
     shown = f"[{host}]" if ":" in host else host
     return f"http://{shown}:{listening.getsockname()[1]}"
 

@@ -85,7 +85,8 @@ class _Measured:
         finally:
             # Count all unknown paths under one name. Each path is a time series in Prometheus. If
             # unknown paths were counted one by one, a stranger could create any number of series.
-            # Do not rely on the status: the answer to an unknown path is 404 or 403.
+            # The status does not show which paths are unknown: an unknown path is answered 404 or
+            # 403, and a refused request to a handler is answered 403 too.
             is_known = any(getattr(route, "path", None) == scope["path"] for route in self._routes)
             path = scope["path"] if is_known else "other"
             self._requests.labels(path, status).inc()

@@ -20,8 +20,9 @@ _logger = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class HubCredentials:
     """A hub, and a token that may manage webhooks on this hub. If `endpoint` (the hub's URL) is
-    None, the URL in `HF_ENDPOINT` is used. If `token` is None, the token that `huggingface_hub`
-    finds is used, such as the token in `HF_TOKEN`."""
+    None, the hub is the one in `HF_ENDPOINT` or, if this variable is not set, the Hugging Face Hub.
+    If `token` is None, the token that `huggingface_hub` finds is used, such as the token in
+    `HF_TOKEN`."""
 
     endpoint: str | None = None
     token: str | None = field(default=None, repr=False)
@@ -59,7 +60,7 @@ def _move(hub: HubCredentials, former: Sequence[str], url: str) -> bool:
         for webhook in list_webhooks(endpoint=hub.endpoint, token=hub.token):
             posts_to = webhook.url or ""
             # One known URL may be a prefix of another known URL, so take the longest URL that
-            # matches. If this is the new URL, the webhook already posts to the new URL.
+            # matches. If the longest one is the new URL, the webhook already posts to the new URL.
             matching = [each for each in (url, *former) if f"{posts_to}/".startswith(f"{each}/")]
             old = max(matching, key=len, default=url)
             if old != url:

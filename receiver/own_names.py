@@ -1,7 +1,7 @@
 """Refuses requests over loopback if their header `Host` names another host. Browsers send such
 requests if the owner of a web page makes the page's own host name resolve to 127.0.0.1 (DNS
-rebinding). If the requests were not refused, the page could read the answers. Also keeps strangers
-who use the public host name away from everything but the handlers.
+rebinding). If the requests were not refused, the page could read the answers. This module also
+keeps strangers who use the public host name away from everything but the handlers.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -30,15 +30,16 @@ def refuse_other_host(
 
 
 class OnlyOwnNames:
-    """An application in front of `app`. It answers 403 to requests that name another host. It does
-    not check requests to the handlers, because the guard of each handler (`receiver/guard.py`)
-    checks them. To requests that name the public host it answers 404, except to `POST` requests to
-    the handlers: they come from strangers, through a tunnel or a proxy of the user.
+    """An application in front of `app`. It answers 403 to requests over loopback that name another
+    host. For requests to the handlers, the guard of each handler (`receiver/guard.py`) makes this
+    check instead. Requests that name the public host come from strangers, through a tunnel or a
+    proxy of the user. To such requests, this application answers 404, except to `POST` requests to
+    the handlers.
 
     Args:
-        names: Returns the host names of this receiver, without the names of loopback.
-        public_name: Returns the public host name. None if there is none, or if the page may be
-            public too.
+        names: Returns the host names of this receiver. Names of loopback may be left out.
+        public_name: Returns the host name that only strangers use. None if there is no such name,
+            or if the page may be public too.
         handlers: The paths of the handlers.
     """
 

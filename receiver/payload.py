@@ -62,9 +62,9 @@ class UpdatedRef(_HubRecord):
     ref: str
     """The full name, such as `refs/heads/main`."""
     oldSha: str | None = None
-    """None for a new ref."""
+    """The commit before the event. None for a new ref."""
     newSha: str | None = None
-    """None for a deleted ref."""
+    """The commit after the event. None for a deleted ref."""
 
 
 class WebhookReference(_HubRecord):
@@ -112,9 +112,9 @@ class WebhookPayload(_HubRecord):
     webhook: WebhookReference
     updatedRefs: tuple[UpdatedRef, ...] | None = None
     updatedConfig: UpdatedConfig | None = None
-    """Sent for the scope `repo.config`."""
+    """The changed settings of the repository. Sent for the scope `repo.config`."""
     updatedFiles: tuple[JsonValue, ...] | None = None
-    """Sent only for buckets. The items are passed on as they are."""
+    """The changed files of a bucket. Sent only for buckets. The items are passed on as they are."""
     discussion: Discussion | None = None
     comment: Comment | None = None
     movedTo: MovedTo | None = None

@@ -35,8 +35,9 @@ def retrain_handler(
     If a delivery is repeated, the rules that are configured now decide again whether the delivery
     needs a job. If it does, the answer names the job that is recorded for the delivery. But if this
     job failed or was cancelled, the answer names a later job of the pipeline that was not submitted
-    by hand: the newest such job that neither failed nor was cancelled. If there is no such job, the
-    event is handled as if it were new.
+    by hand: the newest such job that neither failed nor was cancelled. If there is no such job, or
+    if no job is recorded because the delivery was ignored at first, the event is handled as if it
+    were new.
 
     Raises:
         ValueError: Two rules name the same pipeline.
@@ -46,8 +47,9 @@ def retrain_handler(
             raise ValueError(
                 f"{count} rules name the pipeline {pipeline!r}, but a pipeline follows only one ref"
             )
-    # Only one thread writes. The events that arrive during a write share the next transaction. If
-    # each event had its own transaction, each event would wait for the lock of the database.
+    # Only one thread writes. The jobs of all events that arrive during a write share the next
+    # transaction. If each event had its own transaction, each event would wait for the lock of the
+    # database.
     one_thread = anyio.CapacityLimiter(1)
 
     async def write(events: Sequence[_Event]) -> list[Answer]:

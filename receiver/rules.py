@@ -32,12 +32,13 @@ class RetrainRule(BaseModel):
     pipeline: Annotated[str, Field(min_length=1)]
     """The pipeline's name. A pipeline has only one rule."""
     dataset: Annotated[str, Field(pattern=r"^([\w.-]+/[\w.-]+|\w+://\S+|[\w.-]+@[\w.-]+:\S+)$")]
-    """`owner/name` on a hub, or the git URL of a repository elsewhere."""
+    """The dataset: `owner/name` on a hub, or the git URL of a repository elsewhere."""
     endpoint: str | None = None
-    """The URL of the hub that has the dataset. None if this is the hub that `pipeline up` starts,
-    or if `dataset` is a git URL."""
+    """The URL of the hub that has the dataset. None for a dataset on the stack's own hub (the hub
+    that `pipeline up` starts), or if `dataset` is a git URL."""
     ref: Annotated[str, Field(min_length=1), AfterValidator(_full_ref)] = DEFAULT_BRANCH
-    """The name of a branch, or the full name of any ref, such as `refs/heads/main`."""
+    """The ref that the pipeline follows: the name of a branch, or the full name of any ref, such as
+    `refs/heads/main`."""
     debounce_seconds: Annotated[float, Field(ge=0)] = 1.0
     """A job waits until no newer commit has arrived for this long. Then the job may start."""
     max_wait_seconds: Annotated[float, Field(ge=0)] = 30.0
@@ -90,8 +91,9 @@ class RetrainRule(BaseModel):
 
 
 def decide(payload: WebhookPayload, rules: Sequence[RetrainRule]) -> tuple[JobSpec, ...] | str:
-    """The specs of the jobs for the event: one for each rule whose ref the event has changed. If
-    the event needs no job, returns the reason."""
+    """The specs of the jobs for the event: one for each rule whose dataset is the event's
+    repository, and whose ref the event has moved to another commit. If the event needs no job,
+    returns the reason."""
     reason = _why_not_about_content(payload)
     if reason is not None:
         return reason
@@ -193,7 +195,7 @@ def _spec(rule: RetrainRule, update: UpdatedRef) -> JobSpec:
 def _dedupe_key(rule: RetrainRule, new_sha: str) -> str:
     """A key for the dataset, the ref, the commit and the settings. If two jobs in a row had the
     same key, the second job would train on the same data in the same way as the first. So the store
-    does not create the second job."""
+    does not create the second job, unless the first job failed or was cancelled."""
     recipe = json.dumps([rule.dataset, rule.ref, new_sha, rule.settings], sort_keys=True)
     return hashlib.sha256(recipe.encode()).hexdigest()
 

@@ -36,7 +36,8 @@ class NotAPush:
 
 def read_event(scheme: ProofScheme, headers: Mapping[str, str], body: bytes) -> bytes | NotAPush:
     """The event as the JSON of a `WebhookPayload`, or `NotAPush` if no handler is called for the
-    event. Raises `NotAnEvent` if the body is not an event in the sender's format."""
+    event. With the schemes `github`, `gitea` and `gitlab`, raises `NotAnEvent` if the header with
+    the event's name is missing, or if the body is not a push event in the sender's format."""
     if scheme == "secret" or scheme == "standard-webhooks":
         return NotAPush({"pong": True}) if _is_ping(body) else body
     header, push_names = _EVENT_HEADERS[scheme]

@@ -31,8 +31,8 @@ class ReceiverSettings(BaseModel):
     receiver, 0 is not allowed, because the other services must know the port."""
     public_url: Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None = None
     """The URL at which senders reach this receiver, if `http://host:port` does not work for them.
-    With a public URL, every handler needs a secret. Who uses its host name reaches the handlers
-    only, except in a Space."""
+    With a public URL, every handler needs a secret. A request to the host name of the public URL
+    reaches only the handlers, except in a Space."""
     tunnel: Annotated[str, Field(min_length=1)] | None = None
     """The tunnel that opens a public URL: `ssh://user@host[:port]`, or a command that prints the
     URL, for example `cloudflared tunnel --url http://{address}`. With a tunnel, every handler needs

@@ -13,12 +13,13 @@ from receiver.tunnel_command import tunnel_command
 
 
 def tunnel_to_open(share: bool | str, settings: ReceiverSettings) -> str | None:
-    """The tunnel to open. None if no tunnel must be opened.
+    """The tunnel to open. None if no tunnel is needed.
 
-    `share` is the argument of `WebhooksServer.launch`. If it is a string, the string names the
-    tunnel: an `ssh://` address, or a command. If it is True, the setting `tunnel` names the tunnel.
-    If it is True and only the setting `public_url` is set, no tunnel is needed. Raises
-    `TunnelFailed` if `share` is True, but neither `tunnel` nor `public_url` is set.
+    `share` is the argument of `WebhooksServer.launch`. If `share` is a string, the string names the
+    tunnel: an `ssh://` address, or a command. If `share` is True, the setting `tunnel` names the
+    tunnel. No tunnel is needed if `share` is False, or if `share` is True and only the setting
+    `public_url` is set. Raises `TunnelFailed` if `share` is True, but neither `tunnel` nor
+    `public_url` is set.
     """
     if isinstance(share, str):
         return share

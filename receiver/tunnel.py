@@ -31,7 +31,7 @@ wait is twice the last wait, up to `LONGEST_PAUSE_SECONDS`."""
 LONGEST_PAUSE_SECONDS = 60.0
 """The longest pause between two tries to open a link, and between two calls of `on_url`."""
 RENEWED_EARLY = 1 / 24
-"""The next link is started when this share of the present link's lifetime is left."""
+"""The share of a link's lifetime that is left when the tunnel starts the next link."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class Tunnel:
     another link.
 
     Args:
-        command: Returns the command of a new link. Its argument is a former URL that the link
-            should get again, or None if the link should get any URL.
+        command: A function that returns the command of a new link. The function's argument is a
+            former URL that the link should get again, or None if the link may get any URL.
         lifetime_seconds: How long the provider of the tunnel keeps a link open.
         on_url: Called in the tunnel's thread with the URL of each new link, before the former link
             is ended. If `on_url` returns False, the tunnel calls it again later with the same URL.
@@ -78,8 +78,9 @@ class Tunnel:
         return self._public
 
     def open(self) -> PublicUrl:
-        """Start the tunnel, and wait for the URL of its first link. If this link prints no URL,
-        raises `TunnelFailed` with the output of the link."""
+        """Start the tunnel, and wait for the URL of its first link. Raises `TunnelFailed` if the
+        user's configuration is wrong. If the first link prints no URL, raises `TunnelFailed` with
+        the output of the link."""
         self._command(None)  # raises `TunnelFailed` if the user's configuration is wrong
         self._thread.start()
         try:
@@ -154,9 +155,9 @@ class Tunnel:
             current.end()
 
     def _open_link(self, former: str | None) -> "_Link":
-        """Start a link, and wait for its URL. Ask for the URL `former`, if there is one. If this
-        fails, ask for any URL, because the provider may still reserve `former` for the broken link.
-        Raises `TunnelFailed`."""
+        """Start a link, and wait for its URL. Ask for the URL `former`, if there is one. If the
+        link does not get `former`, ask for any URL, because the provider may still reserve `former`
+        for the broken link. Raises `TunnelFailed`."""
         if former is not None:
             try:
                 return self._start_link(former)

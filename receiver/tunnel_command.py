@@ -30,14 +30,15 @@ def tunnel_command(
     Args:
         tunnel: `ssh://user@host[:port]`, or a command. In a command, `{address}` is replaced by
             `address`, and `{port}` by the port of `address`.
-        url_pattern: A regular expression. Its first match in the command's output is the URL.
+        url_pattern: A regular expression. If `tunnel` is a command, the first match of the
+            expression in the command's output is the URL. Not used for an `ssh://` address.
         former_url: The URL that the tunnel had before and should get again; None if the tunnel may
             get any URL. If the tunnel is an `ssh://` address, ssh asks its server for the port of
             `former_url`. If the tunnel is a command, `former_url` is ignored.
 
     Raises:
-        TunnelFailed: `tunnel` is neither an ssh address nor a command, or the program of the
-            command is not installed.
+        TunnelFailed: `tunnel` is neither an ssh address nor a command, or its program (`ssh`, or
+            the program of the command) is not installed.
     """
     if tunnel.startswith("ssh://"):
         command = _ssh_command(tunnel, address, former_url)
@@ -112,7 +113,8 @@ def _custom_command(tunnel: str, address: str, url_pattern: str) -> TunnelComman
 
 def ending_with_this_process(arguments: tuple[str, ...]) -> list[str]:
     """A command that runs `arguments`. On Linux, the kernel sends SIGTERM to the command when the
-    thread that started the command has ended. So if the receiver is killed, its tunnel ends too."""
+    thread that started the command has ended. So if the receiver is killed, its tunnel ends too. On
+    other systems, a killed receiver leaves its tunnel open."""
     if sys.platform != "linux":
         return list(arguments)
     # A new interpreter runs `code`, which calls prctl(PR_SET_PDEATHSIG, SIGTERM), and then replaces

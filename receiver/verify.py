@@ -193,15 +193,16 @@ def signer(secret: str) -> Signer:
     """An object that signs and verifies deliveries. If the secret begins with `whsec_`, the key is
     the rest of the secret, decoded from base64. Any other secret is itself the key.
 
-    The library skips characters that are not base64, and raises `ValueError` only if it cannot
-    decode the rest. So pass only secrets that `check_signing_secret` accepts.
+    The library skips characters that are not base64, so it would silently make another key from a
+    mistyped secret. It raises `ValueError` only if it cannot decode the rest. So pass only secrets
+    that `check_signing_secret` accepts.
     """
     return Signer(secret if is_signing_secret(secret) else secret.encode())
 
 
 def check_signing_secret(secret: str) -> str:
-    """Return the secret unchanged. Raises `ValueError` if it begins with `whsec_` but does not
-    continue with a base64 key."""
+    """Return the secret unchanged. Raises `ValueError` if the secret begins with `whsec_` but does
+    not continue with a base64 key."""
     if is_signing_secret(secret):
         try:
             key = base64.b64decode(secret.removeprefix(SIGNING_PREFIX), validate=True)

@@ -68,7 +68,7 @@ class WebhookRecord(BaseModel):
 
     id: str
     url: str | None = None
-    """None for a webhook that starts a job."""
+    """The URL to which the webhook posts. None for a webhook that starts a job."""
     job: dict[str, Any] | None = None
     """The hub's description of the job that the webhook starts. None for a webhook that posts to a
     URL."""
@@ -81,8 +81,8 @@ class WebhookRecord(BaseModel):
     """Why the webhook gets no events of some watched items, for example because the repository does
     not exist. Only the embedded hub reports warnings."""
     secret: str | None = Field(default=None, repr=False)
-    """Only the record that `create_webhook` returns has the secret. In all other records, this is
-    None."""
+    """The secret that the deliveries carry. Only the record that `create_webhook` returns has the
+    secret; in all other records, this field is None."""
 
 
 def create_webhook(
@@ -99,9 +99,9 @@ def create_webhook(
     """Create a webhook. When a `watched` item changes, the hub posts an event to `url`, or starts a
     copy of the job `job_id`. The caller must give either `url` or `job_id`.
 
-    `domains` limits the events. If `domains` is None, the hub uses its default. The deliveries to
-    `url` carry `secret`, which proves that the hub sent them. The job gets `secrets` as environment
-    variables.
+    `domains` lists the kinds of events: `repo`, `discussion`, or both. If `domains` is None, the
+    hub uses its default. The deliveries to `url` carry `secret`, which proves that the hub sent
+    them. Each copy of the job gets `secrets` as environment variables.
     """
     _check_target(url, job_id, secrets)
     if url is None and job_id is None:

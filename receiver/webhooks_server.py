@@ -62,13 +62,14 @@ class WebhooksServer:
             folder with an `index.html`, or a `gradio.Blocks`. This interface answers every path for
             which the server itself has no route.
         webhook_secret: The secret that a sender must know, or a list of secrets while a new secret
-            replaces an old one. Default: `WEBHOOK_SECRET`. Without a secret, `launch` raises
-            `OpenToEveryone` if other machines could reach the server.
+            replaces an old one. Default: the environment variable `WEBHOOK_SECRET`. If a handler
+            has no secret, and other machines could reach the server, `launch` raises
+            `OpenToEveryone`.
         settings: Where to listen, and the limits. Default: `settings_of_the_environment()`. In a
             Space of the Hugging Face Hub, each of the settings `host`, `port` and `public_url` that
             is not set gets the value of the Space.
-        hubs: When this server's public URL changes, the server looks on these hubs for webhooks
-            that post to the old URL, and changes their URL to the new one.
+        hubs: The hubs whose webhooks the server updates. When its public URL changes, the server
+            finds the webhooks that post to the old URL, and changes their URL to the new one.
         secret_in_shell: The placeholder for the secret in the shell commands on the landing page.
     """
 
@@ -155,9 +156,10 @@ class WebhooksServer:
                 number), the delivery is kept as a dead letter. The function must take a
                 `WebhookPayload`.
             knows_repeats: True if the function itself recognises repeated deliveries. The function
-                is then called for repeated deliveries too. If False, and the first call succeeded,
-                the function is not called again: the sender gets the first answer again. For a
-                durable function, this argument changes nothing.
+                is then called for repeated deliveries too. If False, the server keeps the answers
+                of successful calls in memory (setting `remembered_deliveries`). If a delivery is
+                repeated while its answer is kept, the sender gets this answer again, and the
+                function is not called. For a durable function, this argument changes nothing.
 
         Raises:
             ValueError: The path is already registered, or the secret cannot be used.
@@ -307,9 +309,9 @@ class WebhooksServer:
 
     @asynccontextmanager
     async def lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
-        """While this context is open, the server calls its durable handlers. After `launch`, the
-        server enters this context. An application that mounts `app` must enter the context
-        itself."""
+        """While this context is open, the server calls its durable handlers. A server that `launch`
+        has started enters this context itself. An application that mounts `app` must enter the
+        context."""
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._durable.worker())
             if isinstance(self._ui, FastAPI):
@@ -347,8 +349,9 @@ class WebhooksServer:
         return {(self._host or "").lower(), self.settings.host.lower()}
 
     def _public_name(self) -> str | None:
-        """The host name that only strangers use. None in a Space, whose page is public, and if the
-        public URL has a name that is used on this machine too."""
+        """The host name of the public URL, if only strangers use this name. None if there is no
+        public URL, if its host name is used on this machine too, or in a Space, whose page is
+        public."""
         name = host_name(self._public_url() or "")
         is_local = is_space() or name in self._local_names() or is_loopback_name(name)
         return None if name == "" or is_local else name
@@ -403,7 +406,8 @@ class WebhooksServer:
 
     def _landing_page(self, request: Request) -> HTMLResponse:
         # `base_url` is the URL of the outermost application. If the outermost application mounts
-        # this application at a path, the URL of this application ends in this path.
+        # this application at a path, this application's URL ends in the path of the mount, which
+        # is `root_path`.
         here = request.base_url.replace(path=request.scope.get("root_path", ""))
         url = self._public_url() or str(here)
         return HTMLResponse(
