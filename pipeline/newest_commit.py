@@ -12,7 +12,8 @@ from pipeline.tokens import read_tokens
 
 def newest_commit(home: Home, settings: Settings, pipeline: PipelineSettings) -> str | None:
     """The newest commit of the branch that the pipeline follows. None if the branch has no commit,
-    if the stack's tokens cannot be read, or if the hub does not answer."""
+    if the stack's tokens cannot be read, if the hub does not answer, or if its answer names no
+    commit."""
     # The name of a branch may contain a character that would end the URL's path, such as #.
     ref = quote(pipeline.ref, safe="")
     try:
@@ -24,7 +25,7 @@ def newest_commit(home: Home, settings: Settings, pipeline: PipelineSettings) ->
         )
         sha: str | None = response.json()["sha"] if response.is_success else None
     except PipelineError:
-        return None  # there are no tokens
+        return None  # the tokens cannot be read
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         return None  # the hub does not answer, or another program answers on its port
     return sha

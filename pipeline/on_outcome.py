@@ -72,8 +72,8 @@ def _post(url: str, body: str, job_id: str) -> None:
 
 def _run(command: Sequence[str], body: str, job: Job, job_dir: Path) -> None:
     assert job.outcome is not None
-    # Without the stack's copy of the settings file, so that a `pipeline` command in the user's
-    # command reads the settings file that PIPELINE_SETTINGS names.
+    # Leave out the variable that names the stack's copy of the settings file. Otherwise a
+    # `pipeline` command in the user's command would read the copy instead of the settings file.
     of_runner = {name: each for name, each in os.environ.items() if name != settings_copy.VARIABLE}
     done = subprocess.run(
         command,

@@ -1,5 +1,5 @@
-"""Ends services that still run although their stack (`pipeline up`) has ended. Also makes the
-kernel end a child process when its parent ends."""
+"""Ends services that still run although the stack that started them has ended. On Linux, this
+module also makes the kernel end a child process when the parent of the child ends."""
 
 import contextlib
 import ctypes
@@ -17,7 +17,7 @@ STOP_SECONDS = 15.0
 
 
 def end_orphans(home: Home) -> None:
-    """End the children that a killed stack has left running.
+    """End the children that a killed stack has left running, and remove the record of this stack.
 
     The caller must hold the lock of the state folder. Without the lock, another stack may be
     running, and this function would end the children of that stack.
@@ -41,8 +41,8 @@ def end_with_parent(parent: int) -> Callable[[], None]:
     """Returns a function for `preexec_fn` of `subprocess.Popen` (Linux only). The new child calls
     the returned function before it runs its program. The returned function asks the kernel to send
     SIGTERM to the child when the child's parent ends, or when the thread that called `Popen` ends.
-    Without this, the child would run on after the end of its parent, and its port would stay in
-    use."""
+    Without this signal, the child would run on after the end of its parent, and the child's port
+    would stay in use."""
 
     def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

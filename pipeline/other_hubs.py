@@ -84,7 +84,8 @@ def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> I
 
 def check_webhooks_at_other_hubs(home: Home, settings: Settings) -> Iterator[Finding]:
     """For `pipeline doctor`: checks whether the webhooks on the other hubs exist and are enabled.
-    Yields nothing if no stack is up."""
+    Yields nothing if no stack is up, if no pipeline follows a dataset on another hub, or if the
+    stack's tokens cannot be read."""
     if not _datasets_by_hub(settings) or read_stack(home) is None:
         return
     try:
@@ -165,7 +166,7 @@ def _find_webhook(hub: str, token: str, url: str) -> WebhookRecord | None:
 
 def _receiver_seen_from(hub: str, settings: Settings, home: Home) -> str | None:
     """The URL at which this hub can reach the receiver. None if the receiver has no such URL, or if
-    its tunnel has no URL yet."""
+    the receiver's tunnel has no URL yet."""
     changes = {"deliveries_path": deliveries_path(settings, home)}
     receiver = settings.receiver.model_copy(update=changes)
     if receiver.public_url is not None:

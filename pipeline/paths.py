@@ -42,13 +42,14 @@ class Home:
         for each pipeline, in a folder with the pipeline's name. A model from a hub is downloaded
         once for all pipelines, into the folder `hub`. The folder `answers` holds the answers that
         the base models gave to everyday prompts. Retrainings use these answers to keep the model
-        from drifting away from its base model."""
+        from drifting away from its base model. The folder with the pipeline's name may also
+        have the file `held_out.json`, which records held-out rows (never trained on)."""
         return self.root / "bases"
 
     @property
     def snapshots_dir(self) -> Path:
-        """Holds one folder per pipeline, with the dataset revisions that its jobs have
-        downloaded."""
+        """Holds one folder per pipeline, with the dataset revisions that the pipeline's jobs have
+        downloaded, and with the rows as tokens (the token cache)."""
         return self.root / "snapshots"
 
     @property
@@ -74,7 +75,8 @@ class Home:
 
     @property
     def stack_lock(self) -> Path:
-        """A running stack holds a lock on this file, so that no second stack uses the folder."""
+        """A running stack holds a lock on this file, so that no second stack uses the state
+        folder."""
         return self.root / "stack.lock"
 
     def log_file(self, service: str) -> Path:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 OID = re.compile(r"[0-9a-f]{64}")
-"""The id of a large file: the sha256 of its content, in lower case."""
+"""Matches the id of a large file: the sha256 of its content, in lower case."""
 MAX_POINTER_BYTES = 1024
 """Git LFS does not treat a larger file as a pointer."""
 MIN_POINTER_BYTES = 126

@@ -27,12 +27,15 @@ from pipeline.settings import PipelineSettings
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 * 1024 * 1024
-"""If the README and the changed files with CHECKED_SUFFIXES have more bytes than this in total, no
-rows are checked, and missing large files are not reported. The limit is needed because the client
-waits for the hub's answer during the check. A README that alone has more bytes is not read."""
+"""The largest total size of the files that are checked: the README, the changed files with
+CHECKED_SUFFIXES, and the changed files that may be pointers to large files. If they have more
+bytes, no rows are checked, and missing large files are not reported. The limit is needed because
+the client waits for the hub's answer during the check. A README that alone has more bytes is not
+read."""
 CHECKED_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
-"""Only rows of files with these suffixes are checked. The hub does not open compressed files: a
-small compressed file may become so large when it is unpacked that it fills the hub's memory."""
+"""Only rows of files with these suffixes are checked. The hub does not open compressed files, such
+as `.jsonl.gz` and `.parquet`: a small compressed file may become so large when it is unpacked that
+it fills the hub's memory."""
 MAX_NAMED = 5
 """The remarks name at most this many bad rows, this many missing files, and this many files that
 the pipeline does not read."""

@@ -76,7 +76,7 @@ def forget_jobs(
 ) -> Sequence[str]:
     """Delete old jobs and deliveries from the store; returns the ids of the deleted jobs.
 
-    Four groups of jobs stay: the jobs in `kept`, the jobs that a webhook copies (`--job-id` of
+    Four groups of old jobs stay: the jobs in `kept`, the jobs that a webhook copies (`--job-id` of
     `pipeline webhooks`), the newest KEEP_JOBS jobs of each pipeline, and the newest KEEP_JOBS plain
     commands. Raises HubError if the hub's webhooks cannot be read.
     """

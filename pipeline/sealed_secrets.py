@@ -26,9 +26,9 @@ def check_secrets(home: Home, settings: Settings, key: str) -> Iterator[Finding]
     """Checks whether the key decrypts the secrets of webhooks (in the hub's database) and of
     pending jobs (in the job store). This function does not change these databases.
 
-    Yields a finding for each secret that the key cannot decrypt, and for each database whose
-    secrets were not checked. If the key is not a Fernet key, yields only a finding about the key.
-    If the key decrypts every secret, yields nothing.
+    Yields a finding for each webhook and each job with a secret that the key cannot decrypt, and
+    for each database whose secrets were not checked. If the key is not a Fernet key, yields only a
+    finding about the key. If the key decrypts every secret, yields nothing.
     """
     try:
         fernet = Fernet(key)

@@ -118,7 +118,8 @@ def _port_setting(table: str) -> str:
 
 
 def check_port(service: Service) -> None:
-    """Raise PipelineError if another program uses the service's port."""
+    """Raise PipelineError if the service cannot listen on its port, for example because another
+    program uses this port."""
     if service.url is not None and (fault := port_fault(service.url)) is not None:
         raise PipelineError(
             f"port {service.port} for the {_describe(service)} cannot be used ({fault}); "

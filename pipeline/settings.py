@@ -1,7 +1,8 @@
 """Reads the settings from `pipeline.toml` and from environment variables, which override the file.
 
 `PIPELINE_HUB__PORT=9000` in the environment means `port = 9000` under `[hub]`. Each package defines
-its own table of settings. This module combines these tables and defines `[[pipelines]]`.
+its own table of settings. This module combines these tables, and defines the tables `[stack]` and
+`[[pipelines]]`.
 """
 
 import difflib
@@ -72,8 +73,8 @@ class PipelineSettings(BaseModel):
     """The branch to follow. Pushes to other refs are ignored."""
     base_model: str = "preset:tiny"
     """The model that training starts from: `preset:tiny`, a checkpoint folder, or the id of a model
-    on a hub (`owner/name`). A relative path of a checkpoint folder starts at the folder of the
-    settings file."""
+    on a hub (`owner/name` or `owner/name@revision`). A relative path of a checkpoint folder starts
+    at the folder of the settings file."""
     base_model_endpoint: HubEndpoint = HUGGING_FACE
     """If `base_model` is the id of a model on a hub: the URL of this hub, or `hub` for the stack's
     own hub. If this is another hub, it gets your own token: `HF_TOKEN` of the shell that started
@@ -82,12 +83,14 @@ class PipelineSettings(BaseModel):
     """The port of this pipeline's server. By default, the first pipeline has the port that `port`
     under [serving] sets, the second pipeline has the next port, and so on."""
     debounce_seconds: float = Field(default=1.0, ge=0)
-    """A job starts when no further commit has arrived for this many seconds."""
+    """The job of a push starts when no further commit has arrived for this many seconds."""
     max_wait_seconds: float = Field(default=30.0, ge=0)
-    """A job waits for further commits for at most this many seconds after its first commit."""
+    """The job of a push waits for further commits for at most this many seconds after its first
+    commit."""
     keep: int = Field(default=5, ge=2)
-    """How many releases to keep. Older releases are removed, unless they are served, pending or
-    pinned (kept by `pipeline releases pin`)."""
+    """How many releases to keep. A retraining removes older releases, unless they are served,
+    pending (chosen, but not served yet) or pinned (kept by `pipeline releases pin`). Your own
+    trainer (`command`) has to call `pipeline releases prune` to remove them."""
     command: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """Your own trainer: a program and its arguments. Each job then runs this program instead of the
     built-in retraining. A relative path of the program starts at the folder of the settings file.
@@ -119,7 +122,8 @@ class PipelineSettings(BaseModel):
         return endpoint
 
     def base_folder(self) -> Path | None:
-        """The folder that `base_model` names. None for a preset or the id of a model on a hub."""
+        """The folder that `base_model` names. None for a preset or the id of a model on a hub. If
+        there is a folder whose relative path looks like such an id, the folder is used."""
         if self.base_model in PRESETS:
             return None
         folder = settings_file().parent / Path(self.base_model).expanduser()
@@ -246,9 +250,10 @@ class Settings(BaseSettings):
 
 
 def settings_file() -> Path:
-    """`$PIPELINE_SETTINGS`, or `./pipeline.toml` if this variable is not set. Relative paths in the
-    settings start at the folder of this file, also for a service, which reads a copy of the file.
-    """
+    """`$PIPELINE_SETTINGS`, or `./pipeline.toml` if this variable is not set. The relative paths of
+    `base_model`, `command`, `golden` and `anchors` start at the folder of this file, also for a
+    service, which reads a copy of the file. Other relative paths, such as `api_key_file`, start at
+    the working folder of the process."""
     return Path(os.environ.get("PIPELINE_SETTINGS", SETTINGS_FILE)).absolute()
 
 
@@ -274,8 +279,8 @@ def load_settings() -> Settings:
     """Read the settings. If there is no settings file, each setting comes from an environment
     variable or has its default. By default there is no pipeline.
 
-    Raises PipelineError. The message names each wrong key. For an unknown key, it suggests a known
-    key with a similar name.
+    Raises PipelineError. The message names each wrong key. For an unknown key, the message suggests
+    a known key with a similar name, or lists the known keys.
     """
     file = settings_file()
     try:

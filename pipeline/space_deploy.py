@@ -54,7 +54,8 @@ def deploy(
         if not dry_run:
             with _translated(space, endpoint):
                 api.create_repo(space, repo_type="space", space_sdk="gradio", exist_ok=True)
-                # Set the secret before the upload, because the app does not start without it.
+                # Set the secret before the upload, because the app does not start without the
+                # secret.
                 api.add_space_secret(
                     space,
                     SECRET,

@@ -71,8 +71,9 @@ def environment(
 def run_app(
     file: Path, variables: Mapping[str, str], port: int, on_ready: Callable[[], None]
 ) -> int:
-    """Run the script until it ends, or until this process gets SIGINT or SIGTERM. Then the app gets
-    SIGTERM, and `KILL_AFTER_SECONDS` to end. Calls `on_ready` once, as soon as the app listens.
+    """Run the script until it ends, or until this process gets SIGINT or SIGTERM. On such a signal,
+    the app gets SIGTERM, and must end within `KILL_AFTER_SECONDS`. Calls `on_ready` once, as soon
+    as the app listens.
 
     Returns the exit code of the script, or 0 if this process got one of the two signals. Raises
     PipelineError if the port is in use.

@@ -77,8 +77,8 @@ class Stack:
         self._stack_started_at = time.time()
         self._settings_digest = settings_digest()
         self._has_started = False
-        """Whether `start` has returned. A stack for one job (`pipeline/by_hand.py`) starts, but is
-        never marked as ready."""
+        """Whether `start` has succeeded. `_is_ready` does not tell this: a stack for one job
+        (`pipeline/by_hand.py`) starts, but is never marked as ready."""
         self._is_ready = False
         self._lock: filelock.BaseFileLock | None = None
 
@@ -93,10 +93,10 @@ class Stack:
         that has answered. While it waits for a service, it calls `on_wait` from time to time with
         the service and the seconds since the service was started.
 
-        Raises PipelineError if another stack uses the state folder, if a port is in use, or if a
-        child ends, answers that it must be restarted, or does not answer in time. Raises OSError if
-        a file in the state folder cannot be written. Before this method raises an error, it stops
-        the children that it has started.
+        Raises PipelineError if another stack uses the state folder, if a port cannot be used, or if
+        a child ends, answers that it must be restarted, or does not answer in time. Raises OSError
+        if a file in the state folder cannot be written. Before this method raises an error, it
+        stops the children that it has started.
         """
         self._home.root.mkdir(parents=True, exist_ok=True)
         self._lock = lock_stack(self._home)
@@ -144,7 +144,7 @@ class Stack:
             for name in ("up", *(service.name for service in self._services)):
                 rotate(self._home.log_file(name))
             # Somebody may have damaged the record, or a full disk may have prevented a change of
-            # it. If it cannot be written now either, the next check tries again.
+            # the record. If this write fails too, the next check tries again.
             with contextlib.suppress(OSError):
                 if last_record(self._home) != self._record():
                     self._write_record()
@@ -197,7 +197,8 @@ class Stack:
         except OSError as error:
             # The child could not be started, for example because too many files are open. Raise no
             # error, because the other services must stay up. The error may also come after the
-            # process was started. So end this process, because it may not be in the record.
+            # process was started. So end this process: the record may not name it, and then nobody
+            # could end it later.
             self._processes[name].kill()
             self._processes[name].wait()
             end = f"could not be started: {error}"

@@ -1,5 +1,6 @@
-"""Reads `stack.json`. A running stack (the services that `pipeline up` starts) records its
-processes and their addresses in this file, so that other commands can find the processes."""
+"""Reads `stack.json`. A running stack (the services that `pipeline up` or `pipeline jobs run`
+starts) records its processes and their addresses in this file, so that other commands can find the
+processes."""
 
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -16,7 +17,7 @@ class Child(BaseModel):
 
     name: str
     process: ProcessIdentity | None
-    """None while the child is down and waits for its restart."""
+    """The process of the service; None while the child is down and waits for its restart."""
     url: str | None = None
     """The address at which the service answers; None for the runner."""
     pipeline: str | None = None
@@ -25,11 +26,11 @@ class Child(BaseModel):
     """The port on which the runner serves its metrics. None if the runner serves no metrics, and
     for any other service."""
     started_at: float | None = None
-    """Seconds since the epoch; None while the child is down."""
+    """When the process was started, in seconds since the epoch; None while the child is down."""
     num_restarts: int = 0
     is_silent: bool = False
-    """Whether the child has stopped answering. If it gives no answer for `hang_seconds`, the stack
-    kills the child and starts it again."""
+    """Whether the child has stopped answering. If the child gives no answer for `hang_seconds`, the
+    stack kills the child and starts it again."""
     last_end: str | None = None
     """How the service ended the last time, for example `ended with SIGKILL`, or why it could not be
     started again. None if it has not ended since the stack was started."""
@@ -40,7 +41,7 @@ class StackRecord(BaseModel):
 
     process: ProcessIdentity
     started_at: float
-    """Seconds since the epoch."""
+    """When the stack was started, in seconds since the epoch."""
     is_ready: bool
     """Whether every child has answered, and `pipeline up` has set up the webhooks. Always False for
     a stack that `pipeline jobs run` started for one job."""
@@ -57,8 +58,8 @@ def read_stack(home: Home) -> StackRecord | None:
 
 
 def last_record(home: Home) -> StackRecord | None:
-    """The record in `stack.json`. It belongs to the stack that runs now, or to a stack that was
-    killed, because a stack that stops normally removes its record. None if there is no readable
+    """The record in `stack.json`. The record belongs to the stack that runs now, or to a stack that
+    was killed: a stack that stops normally removes its record. None if there is no readable
     record."""
     try:
         return StackRecord.model_validate_json(home.stack_file.read_bytes())
@@ -67,7 +68,8 @@ def last_record(home: Home) -> StackRecord | None:
 
 
 def suspended_stack(record: StackRecord) -> str | None:
-    """A warning if `pipeline up` itself is suspended; None if it is not."""
+    """A warning if the stack's own process is suspended (stopped by SIGSTOP or Ctrl-Z); None if it
+    is not."""
     if not is_suspended(record.process):
         return None
     pid = record.process.pid

@@ -52,9 +52,10 @@ def submit_retraining(
     `hub_url` is the URL of the stack's own hub. `RetrainSettings` explains `force_reason` and
     `skip_if`.
 
-    Raises PipelineError for an unknown commit or an invalid payload. If the dataset is a git URL,
-    this function does not check whether the commit `revision` exists; if it does not exist, the job
-    fails. Raises PendingJob if the pipeline already has a pending job that was submitted by hand.
+    Raises PipelineError for an unknown commit or an invalid payload, or if the hub (or the git
+    server) cannot be reached. If the dataset is a git URL, this function does not check whether the
+    commit `revision` exists; if it does not exist, the job fails. Raises PendingJob if the pipeline
+    already has a pending job that was submitted by hand.
     """
     rule = retrain_rule(settings, home, pipeline, force_reason=force_reason, skip_if=skip_if)
     sha = revision or (_pushed_commit(payload, rule.ref) if payload is not None else None)
@@ -87,12 +88,13 @@ def submit_command(
 
     If there is a `pipeline` but no `payload`, the command gets a payload that this function makes:
     the payload that the hub would send for a push of the commit `revision`. If `revision` is None,
-    the newest commit of the pipeline's branch takes its place. If the hub cannot name the newest
+    the payload is for the newest commit of the pipeline's branch. If the hub cannot name the newest
     commit, for example because the branch has no commit yet, the command gets no payload. Do not
     pass both `payload` and `revision`.
 
-    Raises PipelineError for an unknown `revision`. If the dataset is a git URL, this function does
-    not check whether the commit `revision` exists.
+    Raises PipelineError for an unknown `revision`, or if the hub cannot be asked for a `revision`.
+    If the dataset is a git URL, this function does not check whether the commit `revision`
+    exists.
     """
     env = {}
     if pipeline is not None:

@@ -8,8 +8,9 @@ and removes all three:
 - the token caches of the pipelines that have such downloads (a token cache holds rows as tokens);
 - the folders of the jobs that were started for these commits or read them.
 
-The module does not touch the hub's part of the state folder. It also finds the releases that were
-trained on these commits, but does not remove any release.
+The module also overwrites the reasons in the outcomes of these jobs. It finds the releases that
+were trained on these commits, but does not remove any release, and it does not touch the hub's part
+of the state folder. The hub uses the module too: `needed_commits` names the commits to keep.
 """
 
 import shutil
@@ -43,14 +44,14 @@ class Traces:
     """What some commits of a dataset have left in the state folder."""
 
     caches: tuple[Path, ...]
-    """Downloads, token caches and `followed.json` files. The downloads of a pipeline come last.
-    Remove the entries in this order: `find_traces` finds the other files of a pipeline only if the
-    pipeline still has downloads. So after an interrupted removal, a second `find_traces` finds the
-    rest."""
+    """Downloads, token caches and `followed.json` files (each names an older and a newer commit of
+    the same history). The downloads of a pipeline come last. Remove the entries in this order:
+    `find_traces` finds the other files of a pipeline only if the pipeline still has downloads. So
+    after an interrupted removal, a second `find_traces` finds the rest."""
     num_downloads: int
-    """How many downloads in `caches` have one of the commits. `caches` also has the downloads of
-    the dataset that have none of the commits, because a token cache may hold rows of commits whose
-    downloads are gone."""
+    """How many downloads in `caches` have one of the commits. `caches` also has the other downloads
+    of the dataset. They show which pipelines may have a token cache with rows of a commit whose
+    download is gone."""
     job_folders: tuple[Path, ...]
     """The folders of the jobs in `job_ids` that still exist, and folders of jobs of an earlier
     database. The runner renames such an old folder to `<id>.stale-<number>` if a new job has the

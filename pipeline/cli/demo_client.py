@@ -27,7 +27,7 @@ class Reply:
     text: str
     release: str
     first_token_at: float
-    """Unix time."""
+    """When the first token arrived (Unix time)."""
 
 
 def ask(server_url: str, name: str, prompt: str) -> Reply:

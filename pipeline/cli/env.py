@@ -34,8 +34,8 @@ def environment(hub_url: str, hub_token: str, home: Home) -> dict[str, str]:
 
 
 def env() -> None:
-    """Print shell commands that make git and the Hugging Face clients use the hub. Run them with:
-    eval "$(pipeline env)"."""
+    """Print shell commands that make git and the Hugging Face clients use the hub. To run these
+    commands: eval "$(pipeline env)"."""
     from pipeline.settings import no_settings_file, settings_file
     from pipeline.stack_record import running_settings
     from pipeline.tokens import load_tokens

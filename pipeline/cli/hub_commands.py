@@ -37,7 +37,8 @@ def gc() -> None:
 
     A commit is needed if a branch, a tag or a pull request contains the commit. A commit is also
     needed if a release, an unfinished job or a stored event names this commit or a later commit
-    that is based on it.
+    that is based on it. A large file stays for at least an hour after its upload, because its
+    commit may come later.
 
     You can run this command while the hub is up, and also while the hub is down. A push to a
     repository waits while this command works on the repository.
@@ -93,10 +94,10 @@ def purge(
 
     The command removes the commit, and all later commits that are based on it, from the repository.
     It also removes the copies of the dataset that jobs downloaded, the rows that jobs stored as
-    tokens, and the folders of the jobs that read these commits. It overwrites the reasons in the
-    outcomes of these jobs, because a reason may quote rows. Without --releases, the command removes
-    no release, but names the releases that --releases would remove. If the command is interrupted,
-    run it again. If the command finds nothing to remove, it fails.
+    tokens, and the folders of the jobs that were started for these commits or read them. It
+    overwrites the reasons in the outcomes of these jobs, because a reason may quote rows. Without
+    --releases, the command removes no release, but names the releases that --releases would remove.
+    If the command is interrupted, run it again. If the command finds nothing to remove, it fails.
     """
     from pipeline.hub.repositories.names import repository_name
     from pipeline.job_store import open_job_store
@@ -150,8 +151,8 @@ def purge(
 
 
 def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
-    """Returns what a purge of this commit removes from the repository. The method GET only reports
-    this, and the method POST also carries out the purge. If the hub runs, the hub does the work.
+    """Returns what a purge of this commit removes from the repository. With the `method` POST, also
+    carries out the purge; with GET, removes nothing. If the hub runs, the hub does the work.
     Otherwise this process does the work."""
     from pipeline.hub.discussions.store import open_refs
     from pipeline.hub.errors import HubInUse

@@ -24,9 +24,10 @@ EXIT_CODES = {
     "superseded": 4,
     "cancelled": 5,
 }
-"""Outcome of a job → exit code of `jobs run` and `jobs wait`. There are two more exit codes: 2 if
-the command line is wrong, and 124 if the time of `--timeout` is over. If a plain command (a job of
-no pipeline) failed, `exit_code` returns the command's own exit code instead."""
+"""Outcome of a job → exit code of `jobs run` and `jobs wait`. The exit code is
+also 1 if `jobs run` or `jobs wait` itself fails. It is 2 if the command line is wrong, and 124 if
+the time of `jobs wait --timeout` is over. If a plain command (a job of no pipeline) failed,
+`exit_code` returns the command's own exit code instead."""
 
 
 def follow_to_end(

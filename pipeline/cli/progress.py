@@ -22,9 +22,9 @@ from pipeline.stack_record import read_stack
 
 POLL_SECONDS = 0.1
 NO_RUNNER_SECONDS = 15.0
-"""Give up waiting for a job if no runner was up for this many seconds. This must be longer than a
-runner takes to start: `jobs run --detach` returns before its runner is up, and the user may call
-`jobs wait` right after that."""
+"""Give up waiting for a job if no runner was up for this many seconds. The number must be larger
+than the seconds that a runner takes to start: `jobs run --detach` returns before its runner is up,
+and the user may call `jobs wait` right after that."""
 LINE_SECONDS = 15.0
 """Without progress bars, a long stage repeatedly prints a line that says how far the stage is. At
 least this many seconds lie between two of these lines."""
@@ -140,7 +140,7 @@ class _StageDisplay:
         self._name: str | None = None
         self._is_over = False
         self._began = 0.0
-        """Unix time, like all times in this class."""
+        """When the stage began. All times in this class are Unix time."""
         self._note = ""
         self._how_far = ""
         self._seen_at = self._printed_at = 0.0

@@ -18,8 +18,9 @@ def repair(pipeline: PipelineOption = None) -> None:
     undamaged release that was served before the damaged one. If a substitute is served, but
     somebody has restored the damaged release, the server swaps back to the restored release.
 
-    This command names the damaged releases, but removes none. The exit code is 1 if no undamaged
-    release can be served.
+    This command names the damaged releases, but removes none. If the pending release (chosen, but
+    not served yet) is damaged, it is no longer pending. The exit code is 1 if no undamaged release
+    can be served, or if the swap fails.
     """
     from pipeline.settings import load_settings
     from serving.errors import ReleaseError

@@ -55,10 +55,10 @@ def deploy(
 ) -> None:
     """Create a Space that runs a receiver, or update it.
 
-    The Space gets the files of FOLDER. If FOLDER has no README.md or no requirements.txt, this
-    command makes the missing file. The Space also gets the secret WEBHOOK_SECRET. The value of this
-    secret is read from --secret-file. Without --secret-file, the value is the webhook secret of the
-    stack.
+    The Space gets the files of FOLDER, but no hidden files such as .env. If FOLDER has no README.md
+    or no requirements.txt, this command makes the missing file. The Space also gets the secret
+    WEBHOOK_SECRET. The value of this secret is read from --secret-file. Without --secret-file, the
+    value is the webhook secret of the stack.
     """
     import json
 

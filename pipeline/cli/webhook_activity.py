@@ -25,7 +25,9 @@ DeliveryArgument = Annotated[
 ]
 StatusOption = Annotated[
     Literal["pending", "delivered", "dead"] | None,
-    typer.Option(help="List only deliveries with this status."),
+    typer.Option(
+        help="List only deliveries with this status. `dead`: the hub has given up sending."
+    ),
 ]
 
 

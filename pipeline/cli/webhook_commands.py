@@ -172,7 +172,7 @@ def enable(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Enable a webhook that is disabled or suspended."""
+    """Enable a webhook that is disabled, or that the hub has suspended after failures."""
     from receiver.webhooks import enable_webhook
 
     _report("enabled", enable_webhook(webhook_id, **hub_access(endpoint)), as_json, quiet)
@@ -303,8 +303,9 @@ def _with_values(named: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def _lines_of(file: str, option: str = "--secrets-file") -> dict[str, str | None]:
-    """Reads the file; returns name → value. The value is None if the line has only a name. `option`
-    is the command's option that names the file; error messages show this option."""
+    """Reads the file (`-` is standard input); returns name → value. The value is None if the line
+    has only a name. `option` is the command's option that names the file; error messages show this
+    option."""
     from dotenv.parser import parse_stream
 
     try:
