@@ -82,25 +82,35 @@ def needed_commits(home: Home, store: JobStore) -> set[str]:
     return {sha for sha in needed if sha is not None}
 
 
-def jobs_in_the_way(store: JobStore, dataset: str, commits: Collection[str]) -> list[Job]:
+def jobs_in_the_way(store: JobStore, names: Collection[str], commits: Collection[str]) -> list[Job]:
     """The jobs that prevent a purge: every running job for the dataset, and every pending or
-    running job for one of the commits."""
+    running job for one of the commits.
+
+    `names` are the present name and the former names of the dataset, in lower case: a job that was
+    started before the dataset was moved has a former name."""
     return [
         job
         for job in _unfinished(store)
         if (revisions := job.spec.revisions) is not None
-        and ((job.state == "RUNNING" and revisions.repo == dataset) or revisions.new_sha in commits)
+        and (
+            (job.state == "RUNNING" and revisions.repo.lower() in names)
+            or revisions.new_sha in commits
+        )
     ]
 
 
-def find_traces(home: Home, store: JobStore, dataset: str, commits: Collection[str]) -> Traces:
-    """What these commits of `dataset` (`owner/name`) have left in the state folder. Changes
-    nothing."""
+def find_traces(
+    home: Home, store: JobStore, names: Collection[str], commits: Collection[str]
+) -> Traces:
+    """What these commits of the dataset have left in the state folder. Changes nothing.
+
+    `names` are the present name and the former names of the dataset: `owner/name` in lower case.
+    """
     folders = tuple(_job_folders(home, commits))
     ids = {folder.name for folder in folders if "." not in folder.name}
     ids |= {job.id for sha in commits for job in store.of_commit(sha)}
     trained, later = _trained_on(_releases(home), commits)
-    caches = tuple(_caches(home, dataset, commits))
+    caches = tuple(_caches(home, names, commits))
     return Traces(
         caches=caches,
         num_downloads=sum(_has_commit(each, commits) for each in caches),
@@ -122,13 +132,13 @@ def remove_traces(traces: Traces, store: JobStore) -> None:
     store.replace_reasons(traces.job_ids, PURGED)
 
 
-def _caches(home: Home, dataset: str, commits: Collection[str]) -> Iterator[Path]:
-    name = f"datasets--{dataset.replace('/', '--')}"
+def _caches(home: Home, names: Collection[str], commits: Collection[str]) -> Iterator[Path]:
+    known = {f"datasets--{name.replace('/', '--')}" for name in names}
     for folder in home.snapshots_dir.glob("*/"):
         downloads = [
             each
             for each in folder.glob("datasets--*")
-            if each.name == name or _has_commit(each, commits)
+            if each.name.lower() in known or _has_commit(each, commits)
         ]
         if downloads:
             yield folder / TOKEN_CACHE

@@ -108,14 +108,15 @@ def purge(
     name = repository_name(type, owner, short)
     home, settings = project_home(), load_settings()
     planned = _purge("GET", home, name, sha)
-    commits = planned["commits"]
+    # A job reads commits of datasets only. So a commit of a model or a Space leaves no traces.
+    names, commits = (planned["names"], planned["commits"]) if type == "dataset" else ([], [])
     with open_job_store(settings, home) as store:
-        if waiting := jobs_in_the_way(store, name.id, commits):
+        if waiting := jobs_in_the_way(store, names, commits):
             raise PipelineError(
                 f"{', '.join(f'{job.id} ({job.state})' for job in waiting)} may still read these "
                 "commits; wait until these jobs have ended, or: pipeline jobs cancel ID"
             )
-        traces = find_traces(home, store, name.id, commits)
+        traces = find_traces(home, store, names, commits)
         if not yes:
             typer.confirm(_question(name, sha, planned, traces, releases), abort=True)
         if releases:
@@ -136,16 +137,18 @@ def purge(
             "has it; check the sha, for example with git log. If you have repeated a purge that "
             "was interrupted, the purge is now complete"
         )
-    removed = (
-        f"{len(commits)} commits"
+    removed = [
+        f"{len(planned['commits'])} commits"
         if planned["is_there"]
         else "no commits, because the repository did not have this commit"
-    )
-    print(
-        f"{sha} is gone from the {name}. Removed: {removed}; {len(traces.job_folders)} job "
-        "folders; the copies of the dataset that jobs had downloaded; the rows that jobs had "
-        "stored as tokens"
-    )
+    ]
+    if type == "dataset":
+        removed += [
+            f"{len(traces.job_folders)} job folders",
+            "the copies of the dataset that jobs had downloaded",
+            "the rows that jobs had stored as tokens",
+        ]
+    print(f"{sha} is gone from the {name}. Removed: {'; '.join(removed)}")
     if not releases:
         _print_remaining_releases(traces)
 
@@ -165,7 +168,8 @@ def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
             with database.read() as connection:
                 found = repositories.find(connection, name)
                 refs = open_refs(connection, found)
-            return act(found, sha, refs)
+                former = repositories.former_ids(connection, found)
+            return act(found, sha, refs, former)
     except HubInUse:
         path = f"purge/{name.type}/{name.id}/{sha}"
         return call_hub(method, path, None, {}, timeout_seconds=None)

@@ -166,14 +166,14 @@ def pipeline(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["hub", *arguments])
 
 
-def purged(sha: str, *arguments: str) -> str:
-    result = pipeline("purge", "local/facts", sha, "--yes", *arguments)
+def purged(sha: str, *arguments: str, name: str = "local/facts") -> str:
+    result = pipeline("purge", name, sha, "--yes", *arguments)
     assert result.exit_code == 0, result.exception
     return result.stdout
 
 
-def refused(sha: str, *arguments: str) -> str:
-    error = pipeline("purge", "local/facts", sha, "--yes", *arguments).exception
+def refused(sha: str, *arguments: str, name: str = "local/facts") -> str:
+    error = pipeline("purge", name, sha, "--yes", *arguments).exception
     assert error is not None and not isinstance(error, SystemExit), error
     return str(error)
 
@@ -305,6 +305,50 @@ def test_what_would_be_pulled_from_under_a_job_is_refused(place: Place) -> None:
         store.finish(runs, "me", None)
     purged(place.bad)
     assert place.holds_the_secret() == []
+
+
+@pytest.mark.parametrize("is_up", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_purge_finds_what_jobs_of_a_former_name_have_left(place: Place, is_up: bool) -> None:
+    place.leave_traces()
+    with place.hub() as hub:
+        place.push_away(hub)
+        hub.api.move_repo("local/facts", "local/Moved", repo_type="dataset")
+        hub.git(
+            "remote", "set-url", "origin", f"{hub.url}/datasets/local/Moved", cwd=place.worktree
+        )
+        # The job was started under the former name, as pipeline.toml spells it.
+        with open_job_store(load_settings(), place.home) as store:
+            range = RevisionRange(repo="Local/Facts", ref="refs/heads/main", new_sha=place.good)
+            runs = store.submit(JobSpec(command=("true",), pipeline="facts", revisions=range)).job
+            assert store.claim("me", 60) is not None
+            assert f"{runs.id} (RUNNING) may still read" in refused(place.bad, name="local/moved")
+            store.finish(runs.id, "me", None)
+        if is_up:
+            purged(place.bad, name="LOCAL/moved")
+    if not is_up:
+        purged(place.bad, name="LOCAL/moved")
+    place.folder = place.folder.with_name("Moved.git")
+    assert place.holds_the_secret() == []
+
+
+def test_a_purge_of_a_model_leaves_the_dataset_of_the_same_name_alone(place: Place) -> None:
+    place.leave_traces()
+    traces = [path for path in place.home.snapshots_dir.rglob("*") if path.is_file()]
+    with place.hub() as hub:
+        hub.api.create_repo("local/facts")
+        model = f"{hub.url}/local/facts"
+        hub.git("push", "-q", "--force", model, "main", cwd=place.worktree)
+        hub.git("push", "-q", "--force", model, f"{place.good}:main", cwd=place.worktree)
+        with open_job_store(load_settings(), place.home) as store:
+            range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=place.bad)
+            store.submit(JobSpec(command=("true",), pipeline="facts", revisions=range))
+            assert store.claim("me", 60) is not None
+        said = purged(place.bad, "--type", "model")
+    assert said.splitlines() == [
+        f"{place.bad} is gone from the model local/facts. Removed: 2 commits"
+    ]
+    assert place.has(place.bad), "the dataset's branch has it"
+    assert all(path.exists() for path in traces)
 
 
 def test_a_commit_that_is_only_left_in_downloads_is_removed_there(place: Place) -> None:

@@ -62,7 +62,7 @@ async def remove(request: Request) -> Response:
 
 
 async def _locked(
-    request: Request, act: Callable[[Repository, str, Collection[str]], Answer]
+    request: Request, act: Callable[[Repository, str, Collection[str], Collection[str]], Answer]
 ) -> Response:
     hub, path = hub_of(request), request.path_params
     name = requested_name(path["type"], path["owner"], path["name"])
@@ -70,7 +70,8 @@ async def _locked(
     def run(repository: Repository) -> Answer:
         with hub.database.read() as connection:
             refs = open_refs(connection, repository)
-        return act(repository, path["sha"], refs)
+            former = hub.repositories.former_ids(connection, repository)
+        return act(repository, path["sha"], refs, former)
 
     async with hub.locked(name, identity_of(request)) as repository:
         return JSONResponse(await run_in_threadpool(run, repository))
