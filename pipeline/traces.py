@@ -15,6 +15,7 @@ of the state folder. The hub uses the module too: `needed_commits` names the com
 
 import shutil
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +28,10 @@ from jobs.store import JobStore
 from pipeline.paths import Home
 from pipeline.retrain.job_folder import SNAPSHOT
 from pipeline.retrain.snapshot import FOLLOWED
+from serving.errors import ReleaseError
 from serving.weights.release import Release
-from serving.weights.release_store import list_releases
+from serving.weights.release_removal import replaced_folders
+from serving.weights.release_store import list_releases, load_release
 
 TOKEN_CACHE = "tokens.npz"
 """The file name of a token cache. `pipeline/retrain/token_cache.py` has the same constant; it is
@@ -65,6 +68,9 @@ class Traces:
     later_releases: tuple[Release, ...]
     """The releases whose training started from a release in `releases`, or from another release in
     `later_releases`."""
+    copies: tuple[Path, ...]
+    """The folders `current.replaced-…` and `previous.replaced-…` that hold a copy of such a
+    release."""
 
 
 def needed_commits(home: Home, store: JobStore) -> set[str]:
@@ -110,6 +116,7 @@ def find_traces(
     ids = {folder.name for folder in folders if "." not in folder.name}
     ids |= {job.id for sha in commits for job in store.of_commit(sha)}
     trained, later = _trained_on(_releases(home), commits)
+    touched = {_key(each) for each in (*trained, *later)}
     caches = tuple(_caches(home, names, commits))
     return Traces(
         caches=caches,
@@ -118,6 +125,11 @@ def find_traces(
         job_ids=tuple(sorted(ids)),
         releases=tuple(trained),
         later_releases=tuple(later),
+        copies=tuple(
+            folder
+            for folder, release in _copies(home)
+            if release.lineage.dataset_revision in commits or _key(release) in touched
+        ),
     )
 
 
@@ -198,13 +210,26 @@ def _trained_on(
     training started from a release of either list. Both lists have the order of `releases`. In
     `releases`, the releases of each pipeline must be in the order of their creation."""
     trained = [each for each in releases if each.lineage.dataset_revision in commits]
-    touched, later = {(each.pipeline, each.id) for each in trained}, []
+    touched, later = {_key(each) for each in trained}, []
     for release in releases:  # a parent comes before its children, because it is older
-        key = release.pipeline, release.id
+        key = _key(release)
         if key not in touched and (release.pipeline, release.lineage.parent) in touched:
             touched.add(key)
             later.append(release)
     return trained, later
+
+
+def _key(release: Release) -> tuple[str, str]:
+    return release.pipeline, release.id
+
+
+def _copies(home: Home) -> Iterator[tuple[Path, Release]]:
+    """The folders that stood in the place of the links `current` and `previous`, each with its
+    manifest. A folder without a readable manifest is left out."""
+    for pipeline_dir in sorted(home.releases_dir.glob("*/")):
+        for folder in replaced_folders(pipeline_dir):
+            with suppress(ReleaseError):
+                yield folder, load_release(folder)
 
 
 def _releases(home: Home) -> list[Release]:

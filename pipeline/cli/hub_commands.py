@@ -1,6 +1,8 @@
 """`pipeline hub`: runs the hub, manages its tokens, removes commits that nothing needs, and purges
 a commit that was pushed by mistake."""
 
+import shlex
+import shutil
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -123,13 +125,15 @@ def purge(
             # Remove the releases before anything else. If one of these releases is served, pending
             # or pinned, `_remove_releases` raises an error, and this command removes nothing.
             _remove_releases(home, (*traces.releases, *traces.later_releases))
+            for copy in traces.copies:
+                shutil.rmtree(copy)
         remove_traces(traces, store)
     # Remove the commits from the repository last. If this command is interrupted earlier, a second
     # run still finds the commits in the repository, and so can finish the work. Do this even if the
     # repository does not have the commit: an interrupted purge may have left some of its files.
     _purge("POST", home, name, sha)
     is_found = planned["is_there"] or traces.job_folders or traces.num_downloads
-    if not is_found and not (releases and traces.releases):
+    if not is_found and not (releases and (traces.releases or traces.copies)):
         if not releases:
             _print_remaining_releases(traces)
         raise PipelineError(
@@ -203,6 +207,8 @@ def _print_remaining_releases(traces: "Traces") -> None:
     ):
         for release in found:
             print(f"release {release.id} of {release.pipeline} {words}")
+    for copy in traces.copies:
+        print(f"{copy} is a copy of such a release; to remove it: rm -r {shlex.quote(str(copy))}")
     if traces.releases:
         print(
             "To remove such a release: pipeline releases rm ID. A served, pending or pinned "

@@ -137,10 +137,14 @@ def _remove_locked(pipeline_dir: Path, release_id: str) -> None:
     shutil.rmtree(renamed)
 
 
+def replaced_folders(pipeline_dir: Path) -> list[Path]:
+    """The folders that stood in the place of the links `current` and `previous`. Each one is
+    normally a copy of a release."""
+    return sorted(each for each in pipeline_dir.iterdir() if each.name.startswith(_REPLACED))
+
+
 def _remove_replaced(pipeline_dir: Path) -> None:
-    for entry in pipeline_dir.iterdir():
-        if not entry.name.startswith(_REPLACED):
-            continue
+    for entry in replaced_folders(pipeline_dir):
         # The rename has set the time of the last change.
         if time.time() - entry.lstat().st_ctime > _REPLACED_KEPT_SECONDS:
             # Another user may have made the copy. If it cannot be removed, no job may fail for it.

@@ -29,6 +29,7 @@ from pipeline.job_store import open_job_store
 from pipeline.paths import Home
 from pipeline.settings import load_settings
 from serving.weights import release_removal, release_store
+from serving.weights.atomic_file import link_atomically
 from serving.weights.release import RELEASE_FILE, Lineage, Release
 from tests.hub_fixtures import (
     SECRET_KEY,
@@ -287,6 +288,25 @@ def test_releases_go_if_told_and_a_served_one_keeps_all_as_it_is(place: Place) -
     purged(place.bad, "--releases")
     assert release_store.release_ids(folder) == ids[:1]
     assert place.holds_the_secret() == []
+
+
+def test_a_copy_in_the_place_of_a_link_counts_like_its_release(place: Place) -> None:
+    folder = place.home.releases_dir / "facts"
+    ids = [place.release(1, place.good), place.release(2, place.bad)]
+    # Each copy is named after the link in whose place a copy tool has put it.
+    for link, id in (("current", ids[0]), ("previous", ids[1])):
+        shutil.copytree(folder / id, folder / link)
+        link_atomically(folder / link, id)
+    release_store.set_current(folder, ids[0])
+    release_removal.remove(folder, ids[1])
+    with place.hub() as hub:
+        place.push_away(hub)
+    [good] = folder.glob("current.replaced-*")
+    [bad] = folder.glob("previous.replaced-*")
+    assert f"{bad} is a copy of such a release; to remove it: rm -r {bad}" in purged(place.bad)
+    assert bad.is_dir()
+    purged(place.bad, "--releases")
+    assert not bad.exists() and good.is_dir()
 
 
 def test_what_would_be_pulled_from_under_a_job_is_refused(place: Place) -> None:
