@@ -8,6 +8,7 @@ module. The module uses only the standard library, because leaders must start qu
 import itertools
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,9 @@ COMPUTING = "computing"
 shared lock on this file. While any leader holds the lock, a completion server with the torch engine
 computes with one thread fewer, so that a core stays free for the jobs."""
 
+_WRITTEN = (IDENTITY, SPEC, PAYLOAD, PROCESS, EXIT)
+"""The files of a job's folder that this package writes."""
+
 
 def write_atomically(path: Path, content: str, *, durable: bool = False) -> None:
     """Write to a temporary file and rename it, so that a reader sees either the complete old
@@ -69,6 +73,12 @@ def write_atomically(path: Path, content: str, *, durable: bool = False) -> None
         raise
     if durable:
         fsync_dir(path.parent)
+
+
+def is_temporary(name: str) -> bool:
+    """Whether `write_atomically` gives this name to a temporary file, when this package writes a
+    file of a job's folder."""
+    return re.fullmatch(rf"\.({'|'.join(map(re.escape, _WRITTEN))})\.\d+", name) is not None
 
 
 def read_json(path: Path) -> Any:

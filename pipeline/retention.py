@@ -8,13 +8,14 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from jobs.folder import STALE
+from jobs.folder import STALE, is_temporary
 from jobs.job import Job
 from jobs.store import JobStore
 from pipeline.hub.webhooks.store import jobs_of_webhooks
 from pipeline.paths import Home
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
 from pipeline.settings import Settings
+from serving.weights.atomic_file import is_replacement
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +36,13 @@ def remove_unneeded_files(job: Job, job_dir: Path) -> None:
     stays.
 
     For every job, this function removes temporary files that killed processes have left in the
-    folder.
+    folder: those of hotpush's own writers, and no others.
     """
     if RETRAINING in job.spec.command:
         shutil.rmtree(job_dir / CHECKPOINTS_DIR, ignore_errors=True)
-    for path in job_dir.glob(".*.[0-9]*"):
-        path.unlink(missing_ok=True)
+    for path in job_dir.glob(".*"):
+        if (is_temporary(path.name) or is_replacement(path.name)) and not path.is_dir():
+            path.unlink(missing_ok=True)
 
 
 def prune_job_folders(

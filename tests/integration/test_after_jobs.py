@@ -171,7 +171,7 @@ def test_what_only_a_next_attempt_needed_goes_at_once(store: JobStore, tmp_path:
     folder = tmp_path / job.id
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "step-1.pt").write_bytes(b"much")
-    for name in (".outcome.json.123", ".lock", "outcome.json"):
+    for name in ("..exit.json.123", ".replacing-0a1b2c3d", ".lock", "outcome.json"):
         (folder / name).touch()
     retention.remove_unneeded_files(job, folder)
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "outcome.json"]
@@ -182,9 +182,13 @@ def test_what_a_trainer_of_ones_own_calls_checkpoints_stays(
     store: JobStore, tmp_path: Path
 ) -> None:
     job = store.submit(JobSpec(command=("./train.sh",), pipeline="facts")).job
-    (tmp_path / "checkpoints").mkdir()
-    retention.remove_unneeded_files(job, tmp_path)
-    assert (tmp_path / "checkpoints").is_dir()
+    folder = tmp_path / job.id
+    for name in ("checkpoints", ".spec.json.1"):
+        (folder / name).mkdir(parents=True)
+    (folder / ".ckpt.10.pt").touch()
+    retention.remove_unneeded_files(job, folder)
+    left = sorted(path.name for path in folder.iterdir())
+    assert left == [".ckpt.10.pt", ".spec.json.1", "checkpoints"]
 
 
 # Metrics and logs
