@@ -74,8 +74,8 @@ def suspended_stack(record: StackRecord) -> str | None:
         return None
     pid = record.process.pid
     return (
-        f"`pipeline up` (process {pid}) is suspended, so it neither stops nor restarts a service; "
-        f"to let it continue: kill -CONT {pid}"
+        f"the stack (process {pid}) is suspended, so it neither stops nor restarts a service; to "
+        f"let it continue: kill -CONT {pid}"
     )
 
 

@@ -97,7 +97,7 @@ def test_a_second_stack_leaves_the_log_of_the_first_as_it_is(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells that a process is suspended")
-def test_down_and_status_say_that_up_is_suspended(
+def test_down_and_status_say_that_the_stack_is_suspended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PIPELINE_HOME", str(tmp_path))
@@ -108,7 +108,8 @@ def test_down_and_status_say_that_up_is_suspended(
     try:
         process = identify(up.pid)
         assert process is not None
-        record = StackRecord(process=process, started_at=0, is_ready=True)
+        # The stack may be that of `pipeline jobs run`, which is never ready.
+        record = StackRecord(process=process, started_at=0, is_ready=False)
         Home(tmp_path).stack_file.write_text(record.model_dump_json())
         up.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, up.pid, os.WSTOPPED | os.WNOWAIT)
@@ -116,7 +117,8 @@ def test_down_and_status_say_that_up_is_suspended(
         with pytest.raises(PipelineError, match=advice):
             down()
         assert capsys.readouterr().err.count(advice) == 1
-        assert advice in status_report(Home(tmp_path), load_settings())["notices"][0]
+        [notice] = status_report(Home(tmp_path), load_settings())["notices"]
+        assert notice.startswith(f"the stack (process {up.pid}) is suspended") and advice in notice
         found = _check_services(Home(tmp_path), load_settings())
         assert [(each.check, each.level) for each in found] == [("stack", "wrong")]
     finally:
