@@ -5,13 +5,12 @@ looking into the job's log."""
 
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
 from pipeline.errors import PipelineError
 from pipeline.hub.contents.trees import changed_files, find_paths, list_paths, read_file
-from pipeline.hub.git.process import PULL_REQUEST_PREFIX
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.repositories.objects import read_blobs
 from pipeline.hub.repositories.refs import RefChange
@@ -49,15 +48,21 @@ class PushRemarks:
         self._pipelines = [(one, branch_ref(one)) for one in pipelines]
 
     def __call__(
-        self, repository: Repository, former: Sequence[str], changes: Sequence[RefChange]
+        self,
+        repository: Repository,
+        former: Sequence[str],
+        bases: Mapping[str, str],
+        changes: Sequence[RefChange],
     ) -> list[str]:
         """The remarks on a push that made these changes, one line each. Empty if there is nothing
         to remark, or if the push could not be checked.
 
-        `former` has the names, in lower case, that the repository had before it was moved.
+        `former` has the names, in lower case, that the repository had before it was moved. `bases`
+        has the open pull requests: ref → the ref of the branch that it is for.
         """
         try:
-            return list(self._lines(repository, former, changes))
+            # Several pipelines may give the same remark.
+            return list(dict.fromkeys(self._lines(repository, former, bases, changes)))
         except (PipelineError, OSError, ValueError) as error:
             # Only log the error. If this method raised it, the client would be told that the hub
             # refused the push, although the push is already stored.
@@ -65,7 +70,11 @@ class PushRemarks:
             return []
 
     def _lines(
-        self, repository: Repository, former: Sequence[str], changes: Sequence[RefChange]
+        self,
+        repository: Repository,
+        former: Sequence[str],
+        bases: Mapping[str, str],
+        changes: Sequence[RefChange],
     ) -> Iterator[str]:
         if repository.name.type != "dataset":
             return
@@ -81,21 +90,29 @@ class PushRemarks:
         for change in changes:
             if change.new_sha is None or not followers:
                 continue
-            if change.ref.startswith(PULL_REQUEST_PREFIX):
-                # No job trains on a pull request before its merge. But name unreadable rows now, so
-                # that they can be corrected before the merge.
-                yield from _unreadable_rows(repository, change, followers[0][0])
-            if not change.ref.startswith("refs/heads/"):
-                continue
-            name = change.ref.removeprefix("refs/heads/")
-            pipelines = [one for one, ref in followers if ref == change.ref]
-            if not pipelines:
+            # No job trains on a pull request before its merge. But name unreadable rows now, so
+            # that they can be corrected before the merge.
+            branch = bases.get(change.ref, change.ref)
+            pipelines = [one for one, ref in followers if ref == branch]
+            is_pushed_branch = change.ref.startswith("refs/heads/")
+            if is_pushed_branch and not pipelines:
+                name = branch.removeprefix("refs/heads/")
                 refs = {ref.removeprefix("refs/heads/") for _, ref in followers}
                 followed = ", ".join(sorted(refs))
                 yield f"No pipeline follows the branch {name!r}; pipelines follow {followed}."
-            for pipeline in pipelines[:1]:
-                yield from _ignored_data_files(repository, change, pipeline)
+            for pipeline in _read_differently(pipelines):
+                if is_pushed_branch:
+                    yield from _ignored_data_files(repository, change, pipeline)
                 yield from _unreadable_rows(repository, change, pipeline)
+
+
+def _read_differently(pipelines: Sequence[PipelineSettings]) -> list[PipelineSettings]:
+    """The first pipeline of each group of pipelines that read the same rows in the same way."""
+    first: list[PipelineSettings] = []
+    for pipeline in pipelines:
+        if all(pipeline.data != other.data for other in first):
+            first.append(pipeline)
+    return first
 
 
 def _ignored_data_files(
@@ -181,6 +198,8 @@ def _unreadable_rows(
         read_dataset(folder, paths, pipeline.data, bad.append)
     for path in missing[:MAX_NAMED]:
         yield f"{path}: this large file was not uploaded: run `git lfs push --all origin`."
+    if len(missing) > MAX_NAMED:
+        yield f"{len(missing) - MAX_NAMED} more large files were not uploaded."
     for error in bad[:MAX_NAMED]:
         yield f"{error}"
     if len(bad) > MAX_NAMED:

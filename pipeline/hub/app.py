@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jobs.store import JobStore
 from pipeline.hub import http_json, unsupported
 from pipeline.hub.database import check_schema, open_database
+from pipeline.hub.discussions.store import open_bases
 from pipeline.hub.errors import HubError, NotSupported, RequestError, Unauthorized
 from pipeline.hub.events.log import EventLog
 from pipeline.hub.events.reconcile import reconcile, reconcile_at_start
@@ -149,7 +150,8 @@ def create_app(
             def remarks(repository: Repository, changes: Sequence[RefChange]) -> Sequence[str]:
                 with database.read() as connection:
                     former = repositories.former_ids(connection, repository)
-                return remarks_on(repository, former, changes)
+                    bases = open_bases(connection, repository)
+                return remarks_on(repository, former, bases, changes)
 
             app.state.hub = signed.state.hub = Hub(
                 settings=settings,

@@ -1,7 +1,7 @@
 """The record `Hub`: the settings, database, repositories and so on that the routes need."""
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,9 +21,12 @@ from pipeline.hub.tokens.auth import Identity, check_sees
 from pipeline.hub.webhooks.job_copies import JobLauncher
 from pipeline.hub.webhooks.store import SecretCipher
 
-Remarks = Callable[[Repository, Sequence[str], Sequence[RefChange]], Sequence[str]]
+Remarks = Callable[
+    [Repository, Sequence[str], Mapping[str, str], Sequence[RefChange]], Sequence[str]
+]
 """Makes the lines that git prints after a push. The arguments are the repository, the former names
-(`owner/name`, in lower case) that still lead to the repository, and the changes of its refs."""
+(`owner/name`, in lower case) that still lead to the repository, the open pull requests (ref → the
+ref of the branch that it is for), and the changes of the repository's refs."""
 
 
 @dataclass(frozen=True, kw_only=True)

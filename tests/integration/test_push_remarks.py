@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.push_remarks import MAX_BYTES, PushRemarks
+from pipeline.retrain.settings import ColumnSettings, DataSettings
 from pipeline.settings import PipelineSettings
 from tests.hub_fixtures import RunningHub, running_hub
 
@@ -18,6 +19,12 @@ FOLLOWED = [
     PipelineSettings(name="beta", dataset="local/facts", ref="beta"),
     PipelineSettings(name="spelled", dataset="local/spelled"),
     PipelineSettings(name="moved", dataset="local/old"),
+    PipelineSettings(name="elsewhere", dataset="local/two", ref="beta"),
+    PipelineSettings(
+        name="columns", dataset="local/two", data=DataSettings(columns=ColumnSettings(prompt="q"))
+    ),
+    PipelineSettings(name="plain", dataset="local/two"),
+    PipelineSettings(name="also-plain", dataset="local/two"),
 ]
 
 
@@ -110,6 +117,7 @@ def test_a_push_of_many_small_files_is_checked_by_few_git_processes(
         patch.setattr(subprocess.Popen, "__init__", counted)
         told = push(hub, clone, files)
     assert len([line for line in told if "this large file was not uploaded" in line]) == 5
+    assert "45 more large files were not uploaded." in told
     assert len(started) < 30, started
     for path in files:
         (clone / path).unlink()
@@ -163,6 +171,24 @@ def test_a_pull_request_is_told_too(hub: RunningHub, clone: Path) -> None:
     told = hub.request("POST", url, content=body).json()["hookOutput"]
     assert "pr.jsonl, line 1" in told
     assert "No pipeline follows" not in told
+
+
+def test_each_way_to_read_the_branch_is_checked(hub: RunningHub, tmp_path: Path) -> None:
+    hub.git("init", "-q", cwd=tmp_path)
+    hub.git("remote", "add", "origin", hub.create_dataset("local/two"), cwd=tmp_path)
+    row = GOOD.replace("prompt", "q")
+    bad, last = push(hub, tmp_path, {"rows.jsonl": row})
+    assert bad.startswith("rows.jsonl, line 1")
+    assert last == "The job of plain will fail until this is corrected."
+    bad, *told = push(hub, tmp_path, {"bad.jsonl": "{no json\n"})
+    assert bad.startswith("bad.jsonl, line 1")
+    assert told == [
+        f"The job of {name} will fail until this is corrected." for name in ("columns", "plain")
+    ]
+    # The pull request is for main, so no pipeline of another branch counts.
+    opened = hub.api.create_pull_request("local/two", "Rows", repo_type="dataset")
+    told = push(hub, tmp_path, {"rows2.jsonl": row}, branch=str(opened.git_reference))
+    assert [line for line in told if "The job of" in line] == [last]
 
 
 def test_files_that_a_readme_leaves_out_are_told(hub: RunningHub, clone: Path) -> None:

@@ -102,8 +102,13 @@ def list_discussions(
 
 def open_refs(connection: Connection, repository: Repository) -> list[str]:
     """The refs of the pull requests that are open."""
+    return list(open_bases(connection, repository))
+
+
+def open_bases(connection: Connection, repository: Repository) -> dict[str, str]:
+    """The pull requests that are open: ref → the ref of the branch that it is for."""
     found = list_discussions(connection, repository, pull_requests=True, statuses=OPEN)
-    return [discussion.ref for discussion in found]
+    return {each.ref: each.base for each in found if each.base is not None}
 
 
 def next_num(connection: Connection, repository: Repository, refs: Mapping[str, str]) -> int:
