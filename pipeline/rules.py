@@ -6,7 +6,7 @@ from pathlib import Path
 from jobs.spec import Resources
 from pipeline.paths import Home
 from pipeline.retrain.settings import RetrainSettings, SkipIf
-from pipeline.settings import PipelineSettings, Settings, settings_file
+from pipeline.settings import PipelineSettings, Settings, absolute_path, settings_file
 from receiver.retrain import RetrainRule
 
 
@@ -74,14 +74,11 @@ def branch_ref(pipeline: PipelineSettings) -> str:
 
 
 def _absolute_path(path: Path | None) -> Path | None:
-    """`path` as an absolute path; None if `path` is None. A relative path starts at the folder of
-    the settings file."""
-    return None if path is None else settings_file().parent / path.expanduser()
+    return None if path is None else absolute_path(path)
 
 
 def absolute_command(name: str, *arguments: str) -> tuple[str, ...]:
     """The command that runs the program `name` with these arguments. If `name` is a relative path,
-    it becomes absolute, because the job runs in another folder. The relative path starts at the
-    folder of the settings file. If `name` has no `/`, it does not change: the runner looks for the
-    program on PATH."""
+    it becomes absolute. The relative path starts at the folder of the settings file. If `name` has
+    no `/`, it does not change: the runner looks for the program on PATH."""
     return (str(settings_file().parent / name) if "/" in name else name, *arguments)

@@ -98,8 +98,9 @@ class PipelineSettings(BaseModel):
     `pipeline releases publish` to make a release, and then `pipeline releases swap` to serve it."""
     on_outcome: Annotated[str, Field(pattern=r"^https?://")] | tuple[str, ...] | None = None
     """Where to report the outcome of each job: a URL, which gets the outcome as JSON in a POST, or
-    a command with its arguments, which gets the same JSON on standard input. If your own trainer
-    (`command`) succeeds without writing an `outcome.json`, there is no outcome to report."""
+    a command with its arguments, which gets the same JSON on standard input. A relative path of the
+    program starts at the folder of the settings file. If your own trainer (`command`) succeeds
+    without writing an `outcome.json`, there is no outcome to report."""
     data: DataSettings = DataSettings()
     train: TrainSettings = TrainSettings()
     gate: GateSettings = GateSettings()
@@ -126,7 +127,7 @@ class PipelineSettings(BaseModel):
         there is a folder whose relative path looks like such an id, the folder is used."""
         if self.base_model in PRESETS:
             return None
-        folder = settings_file().parent / Path(self.base_model).expanduser()
+        folder = absolute_path(Path(self.base_model))
         is_id = HUB_ID.fullmatch(self.base_model) is not None
         return None if is_id and not folder.is_dir() else folder
 
@@ -250,11 +251,16 @@ class Settings(BaseSettings):
 
 
 def settings_file() -> Path:
-    """`$PIPELINE_SETTINGS`, or `./pipeline.toml` if this variable is not set. The relative paths of
-    `base_model`, `command`, `golden` and `anchors` start at the folder of this file, also for a
-    service, which reads a copy of the file. Other relative paths, such as `api_key_file`, start at
-    the working folder of the process."""
+    """`$PIPELINE_SETTINGS`, or `./pipeline.toml` if this variable is not set. Relative paths in the
+    settings start at the folder of this file, also for a service, which reads a copy of the file.
+    """
     return Path(os.environ.get("PIPELINE_SETTINGS", SETTINGS_FILE)).absolute()
+
+
+def absolute_path(path: Path) -> Path:
+    """A path in the settings as an absolute path. A relative path starts at the folder of the
+    settings file."""
+    return settings_file().parent / path.expanduser()
 
 
 def no_settings_file() -> PipelineError:

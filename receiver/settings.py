@@ -54,7 +54,8 @@ class ReceiverSettings(BaseModel):
     with status 408."""
     deliveries_path: Path = Path(".pipeline/receiver.db")
     """The database file that stores deliveries until a handler with `durable=True` has handled
-    them. If `pipeline up` starts the receiver, the default is `receiver.db` in the state folder."""
+    them. If `pipeline up` starts the receiver, the default is `receiver.db` in the state folder,
+    and a relative path starts at the folder of pipeline.toml."""
     shutdown_seconds: int = Field(default=10, ge=0)
     """How long the server waits for running handlers when it stops."""
     remembered_deliveries: int = Field(default=10_000, ge=0)

@@ -264,6 +264,16 @@ def test_a_command_gets_the_outcome_on_its_input_and_ids_in_its_environment(
     assert (outcome["result"], job_id, result) == ("promoted", job.id, "promoted")
 
 
+def test_a_program_with_a_relative_path_is_beside_the_settings(
+    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
+    (tmp_path / "tell.sh").write_text('#!/bin/sh\ncat > "$JOB_DIR/told"\n')
+    (tmp_path / "tell.sh").chmod(0o755)
+    assert on_outcome.notify(pipeline(("./tell.sh",)), end_one(store), tmp_path)
+    assert json.loads((tmp_path / "told").read_text())["result"] == "promoted"
+
+
 def test_a_command_reads_the_settings_file_that_it_chooses(
     store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

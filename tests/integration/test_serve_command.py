@@ -172,6 +172,15 @@ def test_a_release_that_is_not_there_is_one_line(
     assert line.startswith("pipeline: ") and "NONEXISTENT" in line
 
 
+def test_the_file_of_keys_is_looked_for_beside_the_settings(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    (tmp_path / "pipeline.toml").write_text('[serving]\napi_key_file = "keys"\n')
+    release = tmp_path / "releases" / echo_release(tmp_path / "releases", 1).id
+    done = serve(environment, str(release), "--engine", "echo")
+    assert f"{tmp_path / 'keys'}: cannot be read" in done.stderr.splitlines()[-1]
+
+
 def test_an_unknown_engine_is_told_the_known_ones(environment: dict[str, str]) -> None:
     done = serve(environment, "--engine", "llama")
     assert done.returncode == 2

@@ -9,6 +9,7 @@ import pytest
 from pipeline.cli.init import settings_text
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
+from pipeline.services import deliveries_path
 from pipeline.settings import PipelineSettings, Settings, load_settings
 from pipeline.settings_copy import write_copy
 
@@ -67,6 +68,13 @@ def test_a_service_reads_the_copy_but_its_paths_start_at_the_file(
     for home, read in ((state, "before"), (other, "after")):
         monkeypatch.setenv("PIPELINE_HOME", str(home.root))
         assert load_settings().pipeline("facts").base_folder() == tmp_path / read
+
+
+def test_the_file_of_deliveries_is_beside_the_settings(file: Path, tmp_path: Path) -> None:
+    home = Home(tmp_path / "state")
+    assert deliveries_path(load_settings(), home) == home.root / "receiver.db"
+    file.write_text('[receiver]\ndeliveries_path = "kept/deliveries.db"\n')
+    assert deliveries_path(load_settings(), home) == tmp_path / "kept/deliveries.db"
 
 
 def test_the_environment_overrules_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
