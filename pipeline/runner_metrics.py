@@ -50,7 +50,8 @@ class RunnerMetrics:
         )
         self._commit_to_serving = Histogram(
             "pipeline_commit_to_serving_seconds",
-            "Seconds from the arrival of a job's first commit until the job's release was served",
+            "Seconds from the arrival of a job's first commit until the job's release was served. "
+            "Jobs that were submitted by hand do not count",
             ["pipeline"],
             buckets=_SECONDS,
             registry=self.registry,
@@ -85,7 +86,7 @@ class RunnerMetrics:
                 self._rows.labels(name, field).set(getattr(counts, field))
             if counts.base_agreement is not None:
                 self._base_agreement.labels(name).set(counts.base_agreement)
-        if job.outcome.result == "promoted":
+        if job.outcome.result == "promoted" and not job.by_hand:  # no commit arrived for it
             self._commit_to_serving.labels(name).observe(
                 job.ended_at - self._store.waited_since(job)
             )

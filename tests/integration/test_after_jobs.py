@@ -199,16 +199,17 @@ def test_metrics_tell_outcomes_seconds_and_the_queue(store: JobStore) -> None:
     metrics.count(end_one(store))
     metrics.count(end_one(store, "rejected"))
     metrics.count(end_one(store, pipeline=None))
+    metrics.count(replace(end_one(store), by_hand=True))
     store.submit(JobSpec(command=("true",), pipeline="facts", debounce_seconds=60))
     store.submit(JobSpec(command=("true",), pipeline="facts", debounce_seconds=60), by_hand=True)
 
     def value(name: str, **labels: str) -> float | None:
         return metrics.registry.get_sample_value(name, labels)
 
-    assert value("pipeline_outcomes_total", pipeline="facts", result="promoted") == 1
+    assert value("pipeline_outcomes_total", pipeline="facts", result="promoted") == 2
     assert value("pipeline_outcomes_total", pipeline="facts", result="rejected") == 1
     assert value("pipeline_commit_to_serving_seconds_count", pipeline="facts") == 1
-    assert value("pipeline_job_seconds_count", pipeline="facts") == 2
+    assert value("pipeline_job_seconds_count", pipeline="facts") == 3
     assert value("pipeline_jobs", pipeline="facts", state="scheduling") == 2
     shown = generate_latest(metrics.registry).decode()
     assert len(re.findall("^pipeline_queue_age_seconds{", shown, re.MULTILINE)) == 1
