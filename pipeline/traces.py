@@ -70,7 +70,7 @@ class Traces:
     `later_releases`."""
     copies: tuple[Path, ...]
     """The folders `current.replaced-…` and `previous.replaced-…` that hold a copy of such a
-    release."""
+    release. The release itself may be gone already."""
 
 
 def needed_commits(home: Home, store: JobStore) -> set[str]:
@@ -93,7 +93,8 @@ def jobs_in_the_way(store: JobStore, names: Collection[str], commits: Collection
     running job for one of the commits.
 
     `names` are the present name and the former names of the dataset, in lower case: a job that was
-    started before the dataset was moved has a former name."""
+    started before the dataset was moved has a former name.
+    """
     return [
         job
         for job in _unfinished(store)
@@ -116,7 +117,7 @@ def find_traces(
     ids = {folder.name for folder in folders if "." not in folder.name}
     ids |= {job.id for sha in commits for job in store.of_commit(sha)}
     trained, later = _trained_on(_releases(home), commits)
-    touched = {_key(each) for each in (*trained, *later)}
+    touched: set[tuple[str, str | None]] = {_key(each) for each in (*trained, *later)}
     caches = tuple(_caches(home, names, commits))
     return Traces(
         caches=caches,
@@ -128,7 +129,8 @@ def find_traces(
         copies=tuple(
             folder
             for folder, release in _copies(home)
-            if release.lineage.dataset_revision in commits or _key(release) in touched
+            if release.lineage.dataset_revision in commits
+            or not touched.isdisjoint({_key(release), (release.pipeline, release.lineage.parent)})
         ),
     )
 

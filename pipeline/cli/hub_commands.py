@@ -18,7 +18,6 @@ from pipeline.paths import Home
 if TYPE_CHECKING:
     from pipeline.hub.repositories.names import RepositoryName
     from pipeline.traces import Traces
-    from serving.weights.release import Release
 
 app = typer.Typer(
     help="Run the hub, which has the git repositories and the webhooks. Its default port is 8070.",
@@ -85,8 +84,8 @@ def purge(
         bool,
         typer.Option(
             "--releases",
-            help="Also remove every release that was trained on a removed commit, and every "
-            "release whose training started from such a release.",
+            help="Also remove every release that was trained on a removed commit, every release "
+            "whose training started from such a release, and the copies of these releases.",
         ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
@@ -124,9 +123,7 @@ def purge(
         if releases:
             # Remove the releases before anything else. If one of these releases is served, pending
             # or pinned, `_remove_releases` raises an error, and this command removes nothing.
-            _remove_releases(home, (*traces.releases, *traces.later_releases))
-            for copy in traces.copies:
-                shutil.rmtree(copy)
+            _remove_releases(home, traces)
         remove_traces(traces, store)
     # Remove the commits from the repository last. If this command is interrupted earlier, a second
     # run still finds the commits in the repository, and so can finish the work. Do this even if the
@@ -191,11 +188,16 @@ def _question(
     return f"{what}, {len(traces.job_folders)} job folders and {num_releases} releases?"
 
 
-def _remove_releases(home: Home, releases: "tuple[Release, ...]") -> None:
+def _remove_releases(home: Home, traces: "Traces") -> None:
     from serving.weights.release_removal import check_removable, remove
 
+    releases = (*traces.releases, *traces.later_releases)
     for release in releases:
         check_removable(home.releases_dir / release.pipeline, release.id)
+    # Remove the copies first. If this command is interrupted, the next one still finds a remaining
+    # copy by its release.
+    for copy in traces.copies:
+        shutil.rmtree(copy)
     for release in reversed(releases):
         remove(home.releases_dir / release.pipeline, release.id)
 
