@@ -5,8 +5,8 @@ These terms have one meaning in all modules:
 - A *pipeline* is a model that follows a dataset. A *plain command* is a job that belongs to no
   pipeline.
 - A *delivery* is a request that a hub sends to a webhook after a change, such as a push.
-- A *push job* belongs to a pipeline and was created by a delivery. A job *by hand* was submitted by
-  a person.
+- A *push job* belongs to a pipeline and was not submitted by hand: a delivery led to it. A job *by
+  hand* was submitted by a person.
 - An *attempt* is one start of a job's command. If the attempt fails for a temporary cause or is
   lost, the job normally gets another attempt.
 - An attempt is *lost* if its runner was stopped. It is also lost if its process vanished or was
