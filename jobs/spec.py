@@ -32,10 +32,10 @@ class RevisionRange(_Record):
     """The commits of one ref that led to a job: the commits after `old_sha`, up to and including
     `new_sha`. The job *answers for* these commits: its outcome is also their outcome.
 
-    `old_sha` records where the range begins. `absorb` needs it to find which of two ranges is
-    newer. A retraining does not start from `old_sha`: it compares the rows at `new_sha` with the
-    rows that the parent release was trained on. The parent release is the release from which the
-    job continues, normally the served release.
+    `old_sha` records where the range begins. `absorb`, which joins two ranges, needs it to find
+    which of them is newer. A retraining does not start from `old_sha`: it compares the rows at
+    `new_sha` with the rows that the parent release was trained on. The parent release is the
+    release from which the job continues, normally the served release.
     """
 
     repo: str

@@ -28,7 +28,7 @@ class ProcessIdentity:
     pid: int
     started: str
     """The start time, in a format that depends on the system. On Linux, this text begins with the
-    id of the machine's current boot, because Linux counts the start time from the boot."""
+    id of the machine's boot, because Linux counts the start time from the boot."""
 
 
 @dataclass(frozen=True)

@@ -63,12 +63,11 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
 
     If the id or a file has a fault, the index and the headers are not checked. The dtypes and the
     head are checked only if no other check has found a fault. The shapes of the tensors are not
-    compared with the config: `check_network` did so before the release was published, and engines
-    do so when they load the release.
+    compared with the config: `check_network` did so before the release was published, and the
+    engine (the part of the server that computes tokens) does so when it loads the release.
 
-    An engine is the part of the server that computes tokens. Some engines check the digest of each
-    tensor themselves when they read the tensor. For such an engine, this function is enough, and
-    `verify_shards` need not run.
+    Some engines check the digest of each tensor themselves when they read the tensor. For such an
+    engine, this function is enough, and `verify_shards` need not run.
     """
     reasons = [*_check_id(release), *_check_files(folder, release)]
     if not reasons and not has_bin(release.files):
