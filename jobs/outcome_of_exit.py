@@ -41,8 +41,10 @@ def outcome_of_exit(
       if the process wrote no outcome, and it vanished or somebody other than the runner killed it.
       One exception: if somebody other than the runner killed a plain command, the outcome is
       `failed`.
-    - In all other cases, an outcome `failed` or `cancelled` that this function makes. If the cause
-      of the failure is temporary, `may_pass` is set in this outcome.
+    - In all other cases, an outcome `failed` or `cancelled` that this function makes. `may_pass` is
+      set in this outcome if the command of a pipeline's job exited with `TEMPORARY_FAILURE`.
+
+    If `outcome.json` is not valid or cannot be read, the result is always an outcome `failed`.
 
     `stop_reason` says why the runner stopped the process: `cancel`, `timeout` or `shutdown`. None
     means that the runner did not stop the process. `time_limit` is the job's limit in seconds.
