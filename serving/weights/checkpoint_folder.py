@@ -119,7 +119,7 @@ def companions(folder: Path) -> list[Path]:
         if path.suffix == ".json":
             try:
                 json.loads(path.read_bytes())
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ReleaseError(f"{path}: not valid JSON: {error}") from None
     return found
 

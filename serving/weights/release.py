@@ -20,7 +20,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ReleaseError(f"{path.name}: not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ReleaseError(f"{path.name}: not an object")
