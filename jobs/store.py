@@ -126,16 +126,21 @@ class JobStore(JobReader):
         request = JobRequest(spec=spec, payload=payload, delivery=delivery, by_hand=by_hand)
         return self.submit_all([request])[0]
 
-    def submit_all(self, requests: Sequence[JobRequest]) -> list[Submission]:
-        """Submit the requests in order, by the rules of `submit`, in one transaction."""
+    def submit_all(
+        self, requests: Sequence[JobRequest], *, ignored: Sequence[tuple[Delivery, str]] = ()
+    ) -> list[Submission]:
+        """Submit the requests in order, by the rules of `submit`. In the same transaction, record
+        each delivery of `ignored` with the reason why it leads to no job. If such a delivery is
+        already recorded, its record does not change."""
         with writing(self._engine) as connection:
-            return submit_all(connection, requests, self._now(connection))
+            now = self._now(connection)
+            for delivery, reason in ignored:
+                insert_ignored(connection, delivery, now, reason)
+            return submit_all(connection, requests, now)
 
     def ignore(self, delivery: Delivery, reason: str) -> None:
-        """Record that `delivery` leads to no job. If the delivery is already recorded, change
-        nothing."""
-        with writing(self._engine) as connection:
-            insert_ignored(connection, delivery, self._now(connection), reason)
+        """Record that `delivery` leads to no job, as `submit_all` does."""
+        self.submit_all([], ignored=[(delivery, reason)])
 
     # What a runner does
 
