@@ -5,14 +5,14 @@ These terms have one meaning in all modules:
 - A *pipeline* is a model that follows a dataset. A *plain command* is a job that belongs to no
   pipeline.
 - A *delivery* is a request that a hub sends to a webhook after a change, such as a push.
-- A *push job* belongs to a pipeline and was created by a delivery. A job *by hand* was submitted by
-  a person.
+- A *push job* belongs to a pipeline and was not submitted by hand: a delivery led to it. A job *by
+  hand* was submitted by a person.
 - An *attempt* is one start of a job's command. If the attempt fails for a temporary cause or is
   lost, the job normally gets another attempt.
-- An attempt is *lost* if its runner was stopped. It is also lost if its process vanished or was
-  killed before it wrote an outcome. (A kill by the runner itself, for example at the time limit,
-  does not count.) There is one exception: if a plain command was killed, its attempt is not lost,
-  and the job has failed.
+- An attempt is *lost* if its runner was stopped before the attempt wrote an outcome. It is also
+  lost if its process vanished or was killed before that. (A kill by the runner itself, for example
+  at the time limit, does not count.) There is one exception: if a plain command was killed, its
+  attempt is not lost, and the job has failed.
 - A job *answers for* the commits and deliveries that led to it: the outcome of the job is also the
   outcome of these commits and deliveries.
 - While a push job is *pending* (not started yet), it *absorbs* later pushes: it answers for their

@@ -20,11 +20,11 @@ class Counts(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     changed: int = 0
-    """Rows that were added or edited. Rows of plain text, rows that contradict each other, and the
-    rows of `not_trained` are not counted. If there are many changed, unchanged or deleted rows,
-    only a sample of each group is measured and counted."""
+    """The number of rows that were added or edited. Rows of plain text, rows that contradict each
+    other, and the rows of `not_trained` are not counted. If there are many changed, unchanged or
+    deleted rows, only a sample of each group is measured and counted."""
     all_changed: int = 0
-    """The number of rows of `changed` if all of them were measured, and not only a sample. 0 if an
+    """What `changed` would be if all changed rows had been measured, and not only a sample. 0 if an
     older version of hotpush counted."""
     learned: int = 0
     """The number of rows of `changed` for which the new weights say the answer."""
@@ -42,7 +42,8 @@ class Counts(BaseModel):
     """How much of the base model's knowledge is left, from 0 to 1. The base model has answered
     prompts that no job trains on. This number is the share of the tokens in these answers that the
     new weights still predict. None if the job's base model is a preset (an untrained model): a
-    preset has random weights, so it has no knowledge."""
+    preset has random weights, so it has no knowledge. Also None if the user's own list of prompts
+    (the setting `anchors`) has no prompt that is kept out of the training."""
     golden: int = 0
     """The number of golden questions: questions of the user, each with the answer that the user
     expects."""

@@ -6,7 +6,7 @@ JobError                   the base class; the message is for a person
 ├── LeaseLost              this runner no longer has the lease, so it must leave the job alone
 ├── IllegalTransition      the job's state does not allow this change
 ├── DamagedRecord          a file in a job's folder is not the record that hotpush writes there
-├── LaunchError            a launcher could not start the command
+├── LaunchError            a command could not be started, or no job can run in the jobs folder
 │   └── SealBroken         the encrypted variables of the job cannot be decrypted
 └── StoreError             the database cannot be used
     ├── NewerSchema        a newer version of hotpush wrote the database
@@ -62,7 +62,8 @@ class DamagedRecord(JobError):
 
 
 class LaunchError(JobError):
-    """A command could not be started."""
+    """A command could not be started, or the folder that contains all job folders cannot be
+    used."""
 
 
 class SealBroken(LaunchError):

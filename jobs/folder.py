@@ -94,8 +94,9 @@ def read_record(path: Path, fields: Mapping[str, Any]) -> dict[str, Any] | None:
     """The JSON object in the file `path`. It has at least these `fields` (name → type). None in the
     same cases as `read_json`.
 
-    Raises DamagedRecord if there is something else at `path`, such as a folder or another JSON
-    value. The usual cause is that the job's command has changed the file.
+    Raises DamagedRecord if the file cannot be read, or if there is something else at `path`, such
+    as a folder or another JSON value. The usual cause is that the job's command has changed the
+    file.
     """
     try:
         content = read_json(path)

@@ -39,23 +39,23 @@ class Job:
     state: JobState
     spec: JobSpec
     payload: dict[str, Any] | None
-    """The payload of the webhook's delivery. If a person submitted the job for a pipeline, this is
-    the payload that the person gave. If the person gave none, it is the payload that a hub would
-    send if somebody pushed the commit that the job is for. None if the job has no payload."""
+    """The payload of the webhook's delivery. If a person submitted the job, this is the payload
+    that the person gave. If the person gave none but named a pipeline, it is the payload that a hub
+    would send if somebody pushed the commit that the job is for. None if the job has no payload."""
     outcome: JobOutcome | None
-    """None while the job has not ended, and for a job whose command exited with 0 and wrote no
-    outcome."""
+    """How the job ended. None while the job has not ended, and for a job whose command exited with
+    0 and wrote no outcome."""
     created_at: float
     run_after: float
     """When a pending job may start. Each commit that the job absorbs may postpone the start. If an
     attempt was lost or failed for a temporary cause, this is when the next attempt may start."""
     started_at: float | None
-    """The time from which the job's time limit is counted. At first, this is when a runner claimed
-    the job. Periods in which the job has no runner, or waits for its next attempt, do not count
-    against the limit. So `started_at` is moved later by the length of each such period. None if no
-    runner has claimed the job."""
+    """The time from which the job's time limit is counted. At first, this is when a runner took the
+    job from the store (`JobStore.claim`). Periods in which the job has no runner, or waits for its
+    next attempt, do not count against the limit. So `started_at` is moved later by the length of
+    each such period. None if no runner has taken the job yet."""
     ended_at: float | None
-    """None while the job has not ended."""
+    """When the job ended. None while it has not ended."""
     attempt: int
     """Number of the current attempt; 0 while the job is pending."""
     num_lost: int
@@ -93,13 +93,12 @@ class Job:
 class Delivery:
     source: str
     """Where the delivery came from: a text that contains the id of the webhook. Two deliveries with
-    the same source never have the same id. If the delivery leads to a job of a pipeline, the
+    the same source never have the same id. If the receiver submits a job for the delivery, the
     source also contains the name of the pipeline, because one delivery may lead to jobs of several
     pipelines."""
     id: str
     body: str
-    """The payload as JSON. It is stored for people who examine the delivery; no code reads
-    it."""
+    """The payload as JSON. It is stored for people who examine the delivery; no code reads it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from jobs.folder import LOG, OUTCOME
 from jobs.job import Job, delivery_ids, failure
 from jobs.launcher import Status
 from jobs.outcome import JobOutcome
-from jobs.temporary_failures import TEMPORARY_FAILURE
+from jobs.temporary_failures import TEMPORARY_FAILURE, is_temporary
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,13 @@ def outcome_of_exit(
       if the process wrote no outcome, and it vanished or somebody other than the runner killed it.
       One exception: if somebody other than the runner killed a plain command, the outcome is
       `failed`.
-    - In all other cases, an outcome `failed` or `cancelled` that this function makes. If the cause
-      of the failure is temporary, `may_pass` is set in this outcome.
+    - In all other cases, an outcome `failed` or `cancelled` that this function makes. `may_pass` is
+      set in this outcome if the command of a pipeline's job exited with `TEMPORARY_FAILURE`.
+
+    If `outcome.json` is not valid or cannot be read, the result is an outcome `failed`. But if the
+    runner stopped the process, a file that is not valid is ignored: the process may have been
+    stopped while it wrote the file. Raises OSError if the file cannot be read for a temporary
+    cause, such as too many open files.
 
     `stop_reason` says why the runner stopped the process: `cancel`, `timeout` or `shutdown`. None
     means that the runner did not stop the process. `time_limit` is the job's limit in seconds.
@@ -50,6 +55,7 @@ def outcome_of_exit(
     try:
         written = _written_outcome(job_dir)
     except ValidationError as error:
+        written = None
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         where = f", field {field}" if field else ""
@@ -57,8 +63,11 @@ def outcome_of_exit(
             f"{OUTCOME} in the job's folder is not a valid outcome{where}: {first['msg']}. Correct "
             "the command that writes the file, then submit the job again."
         )
-        return failure(job, stage="launch", reason=reason, exit_code=status.exit_code)
+        if stop_reason is None:
+            return failure(job, stage="launch", reason=reason, exit_code=status.exit_code)
     except OSError as error:
+        if is_temporary(error):
+            raise
         reason = (
             f"{OUTCOME} in the job's folder cannot be read: {error.strerror}. Correct the command "
             "that made it, then submit the job again."
@@ -84,11 +93,10 @@ def outcome_of_exit(
         )
         return failure(job, stage="timeout", reason=reason, exit_code=status.exit_code)
     if stop_reason == "shutdown":
-        if written is not None:
-            # The job wrote `failed` or `cancelled` because its runner was stopped. The next runner
-            # starts another attempt in the same folder. So remove this outcome. Otherwise the next
-            # runner would mistake it for the outcome of the new attempt.
-            (job_dir / OUTCOME).unlink()
+        # The job may have written `failed` or `cancelled`, or a part of an outcome, because its
+        # runner was stopped. The next runner starts another attempt in the same folder. So remove
+        # this outcome. Otherwise the next runner would mistake it for that of the new attempt.
+        (job_dir / OUTCOME).unlink(missing_ok=True)
         return Lost("The job's runner was stopped.")
     code = status.exit_code
     if code == 0:

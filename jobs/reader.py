@@ -31,7 +31,7 @@ class JobReader:
         self._clock = clock
         self._changes = ChangeDetector(engine)
         self._file = file_of(engine)
-        """The file whose tables were checked last."""
+        """The SQLite file (see `file_of`) whose tables were checked last. None for Postgres."""
 
     def close(self) -> None:
         self._changes.close()

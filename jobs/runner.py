@@ -467,7 +467,8 @@ class Runner:
 
     def _forget_lost_jobs(self, launcher: Launcher) -> None:
         """Forget the jobs that the store's new file does not name as jobs of this runner. Do so
-        before a job of the new file is started, because it may have the id of a lost job."""
+        before a job of the new file is started, because the new job may have the id of a lost
+        job."""
         logger.error("The file of the job store was deleted or replaced; a new file is used.")
         for leased in list(self._leased.values()):
             try:

@@ -82,8 +82,8 @@ JOBS = Table(
     Index("jobs_by_pipeline", "pipeline", "number"),
     Index("jobs_by_state", "state", "run_after"),
     Index("jobs_by_dedupe_key", "dedupe_key"),
-    # With AUTOINCREMENT, SQLite never uses the number of a deleted job again. A new job with this
-    # number would get the folder of the deleted job, which may still exist.
+    # With AUTOINCREMENT, SQLite never uses the number of a deleted job again. Otherwise a new job
+    # could get this number, and with it the folder of the deleted job, which may still exist.
     sqlite_autoincrement=True,
 )
 
@@ -245,8 +245,7 @@ def _use_wal(cursor: sqlite3.Cursor) -> None:
 
 def _begin_sqlite(connection: Connection) -> None:
     # A transaction that writes takes the write lock at BEGIN. If it took the lock only at its first
-    # write, it would fail when another transaction has written between its first read and its first
-    # write.
+    # write, this write would fail if another transaction had written since the first read.
     writes = connection.get_execution_options().get("writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 

@@ -1,6 +1,6 @@
 """Encrypts the secret environment variables of a job. The hub encrypts the variables when it
-submits the job, and the runner decrypts the variables when it starts the job. Both use the same
-Fernet key (a symmetric key of the library `cryptography`).
+submits a job for a webhook, and the runner decrypts the variables when it starts this job. Both use
+the same Fernet key (a symmetric key of the library `cryptography`).
 
 The spec holds the variables only in encrypted form. So nobody can read the secrets in the database,
 in `spec.json` or in lists of jobs. Only the job's process gets the decrypted variables.

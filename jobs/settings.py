@@ -15,10 +15,10 @@ class JobsSettings(BaseModel):
     """How many jobs may run at the same time. A pipeline never runs two jobs at once. So with only
     one pipeline, a number above 1 matters only for jobs that belong to no pipeline."""
     preload: tuple[str, ...] | None = None
-    """Modules that one process imports in advance. On Linux, commands of the form `python -m …` are
-    forked from this process, so they do not import these modules again. With an empty list, every
-    command imports its modules itself. If unset, the modules of the built-in retraining are
-    imported in advance."""
+    """Modules that one process imports in advance. On Linux, commands of the form `python -m …`,
+    with the Python that runs hotpush, are forked from this process, so they do not import these
+    modules again. With an empty list, every command imports its modules itself. If unset, the
+    modules of the built-in retraining are imported in advance."""
     num_threads: int | None = Field(default=None, ge=1)
     """The number of threads of a job, unless the job's spec sets it. If unset, a job gets one
     thread for each core that the runner may use. While a job runs, a server with the torch engine

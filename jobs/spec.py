@@ -32,10 +32,10 @@ class RevisionRange(_Record):
     """The commits of one ref that led to a job: the commits after `old_sha`, up to and including
     `new_sha`. The job *answers for* these commits: its outcome is also their outcome.
 
-    `old_sha` records where the range begins. `absorb` needs it to find which of two ranges is
-    newer. A retraining does not start from `old_sha`: it compares the rows at `new_sha` with the
-    rows that the parent release was trained on. The parent release is the release whose weights the
-    training starts from, normally the release that is served now.
+    `old_sha` records where the range begins. `absorb`, which joins two ranges, needs it to find
+    which of them is newer. A retraining does not start from `old_sha`: it compares the rows at
+    `new_sha` with the rows that the parent release was trained on. The parent release is the
+    release from which the job continues, normally the served release.
     """
 
     repo: str
@@ -90,7 +90,7 @@ class JobSpec(_Record):
     """The commits that led to the job. None if no commit led to it."""
     dedupe_key: str | None = None
     """A text that marks equal submissions. If an earlier job has the same key as a submission, the
-    submission returns the earlier job, and no new job is created. This does not apply if the
+    submission returns the earlier job, and no new job is created. This rule does not apply if the
     earlier job failed or was cancelled. A submission of a pipeline is compared with only one
     earlier job: the pending job that was created by pushes or, if there is none, the newest job of
     the pipeline. A submission by hand, or one without a key, is compared with no job."""
@@ -108,6 +108,6 @@ class JobSpec(_Record):
     """A pending job may start once this long has passed since its first commit arrived, even if
     newer commits keep arriving."""
     labels: dict[str, str] = {}
-    """Names and values, mostly for people. The job store does not interpret them. But a job with
-    the label `webhook` (the webhook that started a copy of a job) does not get the secret of the
-    stack's webhook in `WEBHOOK_SECRET`."""
+    """Names and values, mostly for people. The job store does not interpret them. But the runner
+    interprets the label `webhook`: it marks a copy of a job, and names the webhook that started the
+    copy. Such a copy does not get the secret of the stack's webhook in `WEBHOOK_SECRET`."""

@@ -1,4 +1,4 @@
-"""`JobStore`: all jobs with their states, and the deliveries that led to the jobs.
+"""`JobStore`: all jobs with their states, and all deliveries, also those that led to no job.
 
 The store starts no process; `jobs/runner.py` takes jobs from the store and runs them.
 
@@ -126,23 +126,28 @@ class JobStore(JobReader):
         request = JobRequest(spec=spec, payload=payload, delivery=delivery, by_hand=by_hand)
         return self.submit_all([request])[0]
 
-    def submit_all(self, requests: Sequence[JobRequest]) -> list[Submission]:
-        """Submit the requests in order, by the rules of `submit`, in one transaction."""
+    def submit_all(
+        self, requests: Sequence[JobRequest], *, ignored: Sequence[tuple[Delivery, str]] = ()
+    ) -> list[Submission]:
+        """Submit the requests in order, by the rules of `submit`. In the same transaction, record
+        each delivery of `ignored` with the reason why it leads to no job. If such a delivery is
+        already recorded, its record does not change."""
         with writing(self._engine) as connection:
-            return submit_all(connection, requests, self._now(connection))
+            now = self._now(connection)
+            for delivery, reason in ignored:
+                insert_ignored(connection, delivery, now, reason)
+            return submit_all(connection, requests, now)
 
     def ignore(self, delivery: Delivery, reason: str) -> None:
-        """Record that `delivery` leads to no job. If the delivery is already recorded, change
-        nothing."""
-        with writing(self._engine) as connection:
-            insert_ignored(connection, delivery, self._now(connection), reason)
+        """Record that `delivery` leads to no job, as `submit_all` does."""
+        self.submit_all([], ignored=[(delivery, reason)])
 
     # What a runner does
 
     def follow_file(self) -> bool:
-        """Whether the SQLite file was replaced or deleted since it was opened, or since the last
-        call. All methods use the file that is there now. This method creates or upgrades its tables
-        if necessary, as `open` does."""
+        """Whether the SQLite file was replaced or deleted since the last call or, at the first
+        call, since the store was opened. All methods use the file that is there now. This method
+        creates or upgrades the tables of that file if necessary, as `open` does."""
         if file_of(self._engine) == self._file:
             return False
         migrate(self._engine)
@@ -265,13 +270,14 @@ class JobStore(JobReader):
     def adopt(
         self, owner: str, lease_seconds: float, *, held: Collection[str] | None = None
     ) -> list[Job]:
-        """Find the RUNNING jobs that no runner extends any more: their leases have run out or were
-        given up. Give these leases to the runner `owner`, and return these jobs.
+        """Find the RUNNING jobs whose leases have run out or were given up. Give these leases to
+        the runner `owner`, and return these jobs.
 
-        `held` lists the ids of the jobs that the runner `owner` knows to be its own. `owner` does
-        not adopt these jobs. But the store may have more jobs of `owner`: if the store failed just
-        after it had stored the lease, the runner never got the job. `owner` adopts such a job too.
-        If `held` is None, `owner` adopts only jobs of other runners.
+        `held` lists the ids of the jobs that the runner `owner` knows to be its own. `owner` adopts
+        none of these jobs, unless another runner has taken the job's lease since then. But the
+        store may have more jobs of `owner`: if the store failed just after it had stored the lease,
+        the runner never got the job. `owner` adopts such a job too. If `held` is None, `owner`
+        adopts only jobs of other runners.
         """
         may_be_adopted: ColumnElement[bool] = JOBS.c.owner.is_distinct_from(owner)
         if held is not None:
@@ -309,7 +315,7 @@ class JobStore(JobReader):
         Three groups of jobs are not deleted: the jobs in `kept`, the last `newest` jobs of each
         pipeline, and the last `newest` plain commands. This method also deletes the deliveries that
         led to no job and were received earlier than the time `before`. If a sender repeats a
-        deleted delivery, it counts as a new delivery.
+        deleted delivery, the delivery counts as new.
         """
         forget_ignored(self._engine, before)
         return forget_jobs(self._engine, before, newest=newest, kept=kept)

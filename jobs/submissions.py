@@ -301,14 +301,13 @@ class _Batch:
 
     def _answers_for_an_old_delivery(self, pending: Job) -> bool:
         """Whether the pending job answers for an old delivery. A delivery is old if it is linked
-        not only to the pending job but also to an earlier job of the pipeline. This happens when
-        the sender repeats a delivery, or when the pending job takes a delivery over from a failed
-        job.
+        not only to the pending job but also to an earlier job of the pipeline. A delivery becomes
+        old when the sender repeats it, or when the pending job takes it over from a failed job.
 
-        This matters for a push that ends at the commit where the range of the pending job begins.
-        Normally, such a push is older than the range, and has only arrived late. But if the pending
-        job answers for an old delivery, the push is newer than that delivery, so it has not arrived
-        late: somebody has force-pushed the branch back to this commit.
+        The answer matters for a push that ends at the commit where the range of the pending job
+        begins. Normally, such a push is older than the range, and has only arrived late. But if the
+        pending job answers for an old delivery, the push is newer than that delivery, so it has not
+        arrived late: somebody has force-pushed the branch back to this commit.
         """
         number = number_of(pending.id)
         links = JOB_DELIVERIES.c

@@ -178,9 +178,14 @@ def _clone_of(dataset: str, folder: Path) -> Path | None:
     remotes = _git("remote", "-v", folder=folder)
     if not top or not remotes:
         return None
-    addresses = {line.split()[1].removesuffix(".git").rstrip("/") for line in remotes.splitlines()}
+    # A line is `<name><tab><address> (fetch)`. A note such as ` [blob:none]` may follow.
+    addresses = {
+        line.partition("\t")[2].rpartition(" (")[0].removesuffix(".git").rstrip("/")
+        for line in remotes.splitlines()
+    }
     wanted = dataset.removesuffix(".git").rstrip("/")
-    is_clone = any(each == wanted or each.endswith(f"/datasets/{wanted}") for each in addresses)
+    on_hub = f"/datasets/{wanted}".lower()  # the hub ignores case
+    is_clone = any(each == wanted or each.lower().endswith(on_hub) for each in addresses)
     return Path(top.strip()) if is_clone else None
 
 
@@ -191,12 +196,17 @@ def _is_entry(path: Path) -> bool:
 
 def _tracked(folder: Path) -> Sequence[str]:
     """The files and links that a commit of this folder would contain. In a git clone, files and
-    links that git ignores are left out. In any other folder, nothing is left out."""
+    links that git ignores are left out. In any other folder, nothing is left out. A folder that a
+    git repository around it ignores is such another folder."""
     listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "-z", folder=folder)
-    if listed is not None:
+    if listed is not None and (listed or not _is_ignored(folder)):
         return [file for file in listed.split("\0") if file and _is_entry(folder / file)]
     files = (path for path in folder.rglob("*") if _is_entry(path))
     return [path.relative_to(folder).as_posix() for path in files]
+
+
+def _is_ignored(folder: Path) -> bool:
+    return _git("check-ignore", "--quiet", ".", folder=folder) is not None
 
 
 def _shown(path: str) -> str:

@@ -272,10 +272,20 @@ def _check_releases(home: Home, settings: Settings) -> Iterator[Finding]:
     for pipeline in settings.pipelines:
         folder = home.releases_dir / pipeline.name
         ids = release_ids(folder)
-        broken = 0
+        num_wrong = 0
         for release_id in ids:
-            if reasons := verify_release(folder / release_id):
-                broken += 1
+            try:
+                reasons = verify_release(folder / release_id)
+            except OSError as error:  # a temporary error
+                num_wrong += 1
+                yield wrong(
+                    "releases",
+                    f"{release_id} was not checked: {error}",
+                    "remove the cause, then repeat: pipeline doctor",
+                )
+                continue
+            if reasons:
+                num_wrong += 1
                 yield wrong(
                     "releases",
                     f"{release_id} is damaged: {'; '.join(reasons)}",
@@ -307,7 +317,7 @@ def _check_releases(home: Home, settings: Settings) -> Iterator[Finding]:
             )
         if read_stack(home) is None and list(folder.glob(f"{UNFINISHED}*")):
             yield wrong("releases", f"unfinished folders in {folder}", "pipeline up removes them")
-        if not broken:
+        if num_wrong == 0:
             yield ok("releases", f"{pipeline.name}: {len(ids)} releases, all undamaged")
 
 

@@ -137,8 +137,9 @@ def _datasets_by_hub(settings: Settings) -> dict[str, list[str]]:
 
 
 def _subscribe(hub: str, token: str, url: str, datasets: list[str], secret: str) -> str:
-    """Create or correct the webhook that posts to `url`; returns the webhook's id. The user's other
-    webhooks do not change."""
+    """Create or correct the webhook that posts to `url`; returns the webhook's id. This webhook
+    keeps what it watches, because the user may have added something. The user's other webhooks do
+    not change."""
     watched = [WatchedItem(type="dataset", name=name) for name in datasets]
     ours = _find_webhook(hub, token, url)
     if ours is None:
@@ -148,7 +149,7 @@ def _subscribe(hub: str, token: str, url: str, datasets: list[str], secret: str)
         return created.id
     update_webhook(
         ours.id,
-        watched=watched,
+        watched=[*ours.watched, *(item for item in watched if item not in ours.watched)],
         domains=["repo"],
         secret=secret,
         url=url,

@@ -58,6 +58,12 @@ class Home:
         return self.root / "tokens.json"
 
     @property
+    def own_webhook_file(self) -> Path:
+        """Holds the id of the stack's own webhook on the stack's own hub
+        (`pipeline/subscriptions.py`)."""
+        return self.root / "own-webhook"
+
+    @property
     def stack_file(self) -> Path:
         """While a stack is up, this file holds the process ids and addresses of its services."""
         return self.root / "stack.json"

@@ -5,7 +5,6 @@ secret is lost, unless somebody restores the old key."""
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
-from urllib.parse import urlsplit
 
 from cryptography.fernet import Fernet, InvalidToken
 
@@ -16,7 +15,7 @@ from pipeline.hub.errors import HubError
 from pipeline.job_store import reading_jobs
 from pipeline.paths import Home
 from pipeline.settings import Settings
-from pipeline.subscriptions import ROUTE
+from pipeline.subscriptions import own_webhook_id
 
 CAUSE = "encrypted with another key (tokens.json was replaced, or PIPELINE_SECRET_KEY has changed)"
 _CHECK = "secrets"
@@ -40,11 +39,11 @@ def check_secrets(home: Home, settings: Settings, key: str) -> Iterator[Finding]
             "key, the secrets in the databases are lost",
         )
         return
-    yield from _lost_webhook_secrets(home, fernet)
+    yield from _lost_webhook_secrets(home, settings, fernet)
     yield from _lost_job_secrets(home, settings, fernet)
 
 
-def _lost_webhook_secrets(home: Home, fernet: Fernet) -> Iterator[Finding]:
+def _lost_webhook_secrets(home: Home, settings: Settings, fernet: Fernet) -> Iterator[Finding]:
     database = home.hub_dir / "hub.sqlite"
     query = "SELECT id, url, job_id, encrypted_secret, encrypted_secrets FROM webhooks"
     try:
@@ -59,6 +58,7 @@ def _lost_webhook_secrets(home: Home, fernet: Fernet) -> Iterator[Finding]:
     except (HubError, sqlite3.Error) as error:
         yield _not_read("webhooks", "the hub's database", error)
         return
+    own_id = own_webhook_id({row[0]: row[1] for row in rows}, settings, home)
     for id, url, job_id, secret, variables in rows:
         options = [] if _can_decrypt(fernet, secret) else ["--secret …"]
         if not _can_decrypt(fernet, variables):
@@ -66,7 +66,7 @@ def _lost_webhook_secrets(home: Home, fernet: Fernet) -> Iterator[Finding]:
         if not options:
             continue
         step = f"set the secret again: pipeline webhooks update {id} {' '.join(options)}"
-        if urlsplit(url).path == ROUTE:
+        if id == own_id:
             step = "restart the stack to set it again: pipeline down && pipeline up --detach"
         target = url or f"job {job_id}"
         yield _lost(

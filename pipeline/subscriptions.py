@@ -1,10 +1,12 @@
 """Makes the stack's own hub deliver events to the stack's receiver. For this, the hub gets one
 webhook. The webhook watches every dataset on this hub that a pipeline follows."""
 
+from collections.abc import Mapping
 from http import HTTPStatus
-from urllib.parse import urlsplit
 
+from jobs.folder import write_atomically
 from pipeline.moved_datasets import moved_datasets
+from pipeline.paths import Home
 from pipeline.settings import Settings
 from pipeline.tokens import Tokens
 from receiver.webhooks import (
@@ -17,11 +19,26 @@ from receiver.webhooks import (
 )
 
 ROUTE = "/webhooks/retrain"
-"""The receiver's route for pushes. A webhook on the stack's hub is the stack's own webhook if the
-webhook's URL has this path."""
+"""The receiver's route for pushes. The receivers of other stacks have the same route, and such a
+stack may have a webhook on this hub. So this path does not make a webhook the stack's own."""
 
 
-def subscribe(settings: Settings, tokens: Tokens) -> None:
+def own_webhook_id(
+    webhooks: Mapping[str, str | None], settings: Settings, home: Home
+) -> str | None:
+    """The id of the stack's own webhook, if it is among `webhooks` (the id of each webhook → the
+    URL to which it posts). None if it is not.
+
+    `subscribe` records the id. An older version has recorded no id, so if none of the webhooks has
+    the recorded id, the stack's own webhook is the one that posts to the stack's receiver.
+    """
+    if (recorded := _recorded_id(home)) in webhooks:
+        return recorded
+    url = settings.receiver_url + ROUTE
+    return next((id for id, posts_to in webhooks.items() if posts_to == url), None)
+
+
+def subscribe(settings: Settings, home: Home, tokens: Tokens) -> None:
     """Create each followed dataset and the webhook, if they do not exist yet. If the webhook
     exists, correct it. If no pipeline follows a dataset on this hub, delete the webhook. The
     webhook watches a moved dataset under its present name.
@@ -42,19 +59,16 @@ def subscribe(settings: Settings, tokens: Tokens) -> None:
 
     url = settings.receiver_url + ROUTE
     watched = tuple(WatchedItem(type="dataset", name=dataset) for dataset in datasets)
-    ours = next(
-        (
-            webhook
-            for webhook in list_webhooks(endpoint=settings.hub_url, token=tokens.hub)
-            if webhook.url is not None and urlsplit(webhook.url).path == ROUTE
-        ),
-        None,
-    )
+    webhooks = {
+        each.id: each for each in list_webhooks(endpoint=settings.hub_url, token=tokens.hub)
+    }
+    own_id = own_webhook_id({id: each.url for id, each in webhooks.items()}, settings, home)
+    ours = None if own_id is None else webhooks[own_id]
     if not watched:
         if ours is not None:
             delete_webhook(ours.id, endpoint=settings.hub_url, token=tokens.hub)
     elif ours is None:
-        create_webhook(
+        created = create_webhook(
             url=url,
             watched=watched,
             domains=["repo"],
@@ -62,7 +76,10 @@ def subscribe(settings: Settings, tokens: Tokens) -> None:
             endpoint=settings.hub_url,
             token=tokens.hub,
         )
+        write_atomically(home.own_webhook_file, created.id, durable=True)
     else:
+        if ours.id != _recorded_id(home):
+            write_atomically(home.own_webhook_file, ours.id, durable=True)
         update_webhook(
             ours.id,
             url=url,
@@ -73,6 +90,13 @@ def subscribe(settings: Settings, tokens: Tokens) -> None:
         )
         if ours.status != "disabled":
             enable_webhook(ours.id, endpoint=settings.hub_url, token=tokens.hub)
+
+
+def _recorded_id(home: Home) -> str | None:
+    try:
+        return home.own_webhook_file.read_text(errors="replace")
+    except FileNotFoundError:
+        return None
 
 
 def _create(dataset: str, settings: Settings, tokens: Tokens) -> None:

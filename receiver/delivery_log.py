@@ -146,21 +146,23 @@ class DeliveryLog:
                 " writable, or set `deliveries_path` to another file."
             ) from error
         try:
-            version = _version(path)
-            self._connection = _connect(path, synchronous="NORMAL")
-            if version < SCHEMA_VERSION:
-                added = _sql_to_add_columns(self._connection)
-                self._connection.executescript(_SCHEMA.format(added=added))
-            self._synced_connection = _connect(path, synchronous="FULL")
+            # If a step fails, undo the steps before it. An open connection might keep a write
+            # transaction open, so nobody else could write to the file.
+            with contextlib.ExitStack() as undo:
+                undo.callback(self._lock.release)
+                version = _version(path)
+                self._connection = _connect(path, synchronous="NORMAL")
+                undo.callback(self._connection.close)
+                if version < SCHEMA_VERSION:
+                    added = _sql_to_add_columns(self._connection)
+                    self._connection.executescript(_SCHEMA.format(added=added))
+                self._synced_connection = _connect(path, synchronous="FULL")
+                undo.pop_all()
         except sqlite3.Error as error:
-            self._lock.release()
             raise ReceiverError(
                 f"Deliveries cannot be stored in {path}: {error}. Free disk space, set"
                 " `deliveries_path` to another file, or move this file away."
             ) from error
-        except BaseException:
-            self._lock.release()
-            raise
 
     def close(self) -> None:
         self._synced_connection.close()
@@ -340,11 +342,16 @@ def _read_version(path: Path, mode: Literal["ro", "rw"]) -> int:
 
 def _connect(path: Path, *, synchronous: Literal["FULL", "NORMAL"]) -> sqlite3.Connection:
     connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-    connection.execute("PRAGMA journal_mode=WAL")
-    connection.execute(f"PRAGMA synchronous={synchronous}")
-    # At a checkpoint, SQLite copies the pages of the write-ahead log into the file. Senders must
-    # wait until the checkpoint ends. So make checkpoints rare: one after 10,000 pages (40 MB).
-    connection.execute("PRAGMA wal_autocheckpoint=10000")
+    try:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute(f"PRAGMA synchronous={synchronous}")
+        # At a checkpoint, SQLite copies the pages of the write-ahead log into the file. Senders
+        # must wait until the checkpoint ends. So make checkpoints rare: one after 10,000 pages
+        # (40 MB).
+        connection.execute("PRAGMA wal_autocheckpoint=10000")
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 

@@ -91,6 +91,11 @@ class DurableDeliveries:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._wake.set)
 
+    def remove_handler(self, path: str) -> None:
+        """Remove the handler of this path, if there is one. Any thread may call this method, even
+        while the worker runs. The stored deliveries to this path wait until a handler is added."""
+        self._handlers.pop(path, None)
+
     def open(self) -> None:
         """Open the log if there are handlers. Raises `ReceiverError` if the log cannot be opened,
         for example because another process has it open."""
@@ -271,10 +276,17 @@ class DurableDeliveries:
 
     async def _handle(self, delivery: StoredDelivery, queue: QueueKey) -> bool:
         """Call the handler once, and keep the result until the worker stores it. Returns whether
-        the call succeeded. A call succeeds if the handler answers with a status below 300."""
+        the call succeeded. A call succeeds if the handler answers with a status below 300. If the
+        handler was removed, drop the delivery and its queue from memory."""
+        handler = self._handlers.get(delivery.path)
+        if handler is None:
+            dropped = [delivery, *self._queues.drop(queue)]
+            self._known.difference_update((each.path, each.id) for each in dropped)
+            self._queues.release(queue)
+            return False
         failure = None
         try:
-            status = await _call(self._handlers[delivery.path], delivery)
+            status = await _call(handler, delivery)
             if status >= 300:
                 failure = f"answered {status}"
         except (Exception, asyncio.CancelledError) as error:

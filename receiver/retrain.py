@@ -108,11 +108,18 @@ class _Event:
 
 
 def _store_events(store: JobStore, events: Sequence[_Event]) -> list[Answer]:
-    jobs = iter(store.submit_all([one for event in events for one in event.requests()]))
+    submissions = store.submit_all(
+        [one for event in events for one in event.requests()],
+        ignored=[
+            (event.delivery(event.webhook), event.decision)
+            for event in events
+            if isinstance(event.decision, str)
+        ],
+    )
+    jobs = iter(submissions)
     answers: list[Answer] = []
     for event in events:
         if isinstance(event.decision, str):
-            store.ignore(event.delivery(event.webhook), event.decision)
             answers.append({"ignored": event.decision})
         else:
             ids = [next(jobs).job.id for _ in event.decision]

@@ -193,11 +193,16 @@ def _spec(rule: RetrainRule, update: UpdatedRef) -> JobSpec:
 
 
 def _dedupe_key(rule: RetrainRule, new_sha: str) -> str:
-    """A key for the dataset, the ref, the commit and the settings. If two jobs in a row had the
-    same key, the second job would train on the same data in the same way as the first. So the store
-    does not create the second job, unless the first job failed or was cancelled."""
-    recipe = json.dumps([rule.dataset, rule.ref, new_sha, rule.settings], sort_keys=True)
-    return hashlib.sha256(recipe.encode()).hexdigest()
+    """A key for the dataset, the ref, the commit, the settings and the command. If two jobs in a
+    row had the same key, the second job would train on the same data in the same way as the first.
+    So the store does not create the second job, unless the first job failed or was cancelled. `env`
+    and `resources` are not in the key, because they name ports and limits."""
+    recipe: list[Any] = [rule.dataset, rule.ref, new_sha, rule.settings]
+    # Leave the default command out: it contains the path of Python, which another installation of
+    # this package may change.
+    if rule.command != RetrainRule.model_fields["command"].default:
+        recipe.append(rule.command)
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 
 def _bare_url(url: str) -> str:

@@ -197,8 +197,10 @@ class WebhooksServer:
         return register
 
     def remove_webhook(self, path: str) -> None:
-        """Remove the route `path`, a key of `registered_webhooks`."""
+        """Remove the route `path`, a key of `registered_webhooks`. If its function is durable, the
+        stored deliveries wait until another durable function is registered for `path`."""
         del self.registered_webhooks[path]
+        self._durable.remove_handler(path)
         routes = self.app.router.routes
         routes[:] = [route for route in routes if getattr(route, "path", None) != path]
         self.app.openapi_schema = None

@@ -32,15 +32,14 @@ from serving.chat import add_chat
 from serving.completions import add_completions
 from serving.engine import Engine, EngineError
 from serving.http.bodies import LimitedBodies, json_routes
-from serving.http.cross_site import other_host
 from serving.http.request_ids import RequestIds
 from serving.metrics import Metrics
+from serving.own_names import OnlyOwnNames
 from serving.request_errors import (
     RETRY_AFTER_SECONDS,
     model_not_found,
     nothing_served,
     translated,
-    wrong_host,
 )
 from serving.settings import ServingSettings
 from serving.swap import Swapper
@@ -102,7 +101,8 @@ def create_app(
                 threads.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPIOffline(title="hotpush", redoc_url=None, lifespan=lifespan)
-    _add_error_handlers(app, metrics)  # first, so that it runs inside the other middlewares
+    # first, so that it runs inside the other middlewares
+    _add_error_handlers(app, metrics, only_host=None if api_keys else settings.host)
     app.add_middleware(LimitedBodies, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(RequestIds)
     if settings.cors_origins:
@@ -118,8 +118,6 @@ def create_app(
     async def check_key(request: Request) -> None:
         if api_keys:
             check_api_key(request, api_keys)
-        elif (host := other_host(request.headers, request.scope.get("server"), ())) is not None:
-            raise wrong_host(host)
 
     async def check_swap(request: Request) -> None:
         given = bearer_of(request, "the admin token")
@@ -251,7 +249,10 @@ def _add_own_routes(app: FastAPI, engine: Engine, admission: Admission, metrics:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4")
 
 
-def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
+def _add_error_handlers(app: FastAPI, metrics: Metrics, only_host: str | None) -> None:
+    """`only_host`: the address on which the server listens, if requests over loopback with another
+    `Host` must be refused."""
+
     async def on_error(request: Request, error: Exception) -> Response:
         problem = translated(error)
         # Use only paths of existing routes as labels. Otherwise a scanner that requests random
@@ -266,3 +267,5 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
     # An exception handler for `Exception` would run outside all other middlewares, so its answer
     # would have no `X-Request-Id` and no CORS headers.
     app.add_middleware(ServerErrorMiddleware, handler=on_error)
+    if only_host is not None:
+        app.add_middleware(OnlyOwnNames, host=only_host, on_error=on_error)

@@ -54,8 +54,10 @@ class ConvertedCopies:
         self._copies.mkdir(parents=True, exist_ok=True)
         target = self._copies / release.id
         with release_store.release_lock(self._copies):  # another server may make the same copy
-            found = release_store.list_releases(target)
-            whole = [copy for copy in found if not verify_release(target / copy.id, copy)]
+            folders = [target / release_id for release_id in release_store.release_ids(target)]
+            whole = [
+                release_store.load_release(each) for each in folders if not verify_release(each)
+            ]
             if not whole:
                 _remove_unless_used(target)
                 logger.info("%s has .bin shards; they are converted once, into %s", folder, target)

@@ -43,7 +43,7 @@ class ServingSettings(BaseModel):
     `api_key_file`, everyone who can reach the port may send requests."""
     api_key_file: Path | None = None
     """A file with more such tokens, one per line. Empty lines and lines that begin with `#` are
-    skipped. A relative path in pipeline.toml starts at the folder of this file."""
+    skipped. In pipeline.toml, a relative path starts at the folder of pipeline.toml."""
     cors_origins: tuple[str, ...] = ()
     """The origins whose pages may read the answers in a browser, such as
     `https://chat.example.com`; `*` means all. By default, only pages of this server can read them.

@@ -2,10 +2,11 @@
 session (setsid(2)).
 
 The *warm parent* is a process that imports heavy modules in advance. A command of the form
-`python -m …` is forked from the warm parent. If the warm parent is still importing modules, the
-command waits until these imports are done. A new process would not be faster, because it would have
-to begin the same imports. Any other command gets a *cold start*: it is started in a new process at
-once. If there is no warm parent, every command gets a cold start.
+`python -m …` is forked from the warm parent, if `python` is the runner's own interpreter
+(`sys.executable`). If the warm parent is still importing modules, the command waits until these
+imports are done. A new process would not be faster, because it would have to begin the same
+imports. Any other command gets a *cold start*: it is started in a new process at once. If there is
+no warm parent, every command gets a cold start.
 
 A forked command has its own environment variables. But the modules of the warm parent were imported
 before the fork. A module that reads variables during its import has read the variables of the warm

@@ -28,7 +28,7 @@ class ProcessIdentity:
     pid: int
     started: str
     """The start time, in a format that depends on the system. On Linux, this text begins with the
-    id of the machine's current boot, because Linux counts the start time from the boot."""
+    id of the machine's boot, because Linux counts the start time from the boot."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def lower_priority(niceness: int) -> None:
 def _stat(pid: int) -> _Stat | None:
     """Some fields of the file /proc/<pid>/stat (see proc(5)). None if there is no such process, or
     if the system hides it: with the mount option `hidepid`, a user cannot read about processes of
-    other users. These are none of ours.
+    other users. Without root rights, this process could not send signals to them either.
 
     The file shows the program's name in brackets. The name itself may contain spaces and brackets,
     so this function counts the fields from the last closing bracket.

@@ -37,8 +37,8 @@ class WarmParent:
     `_MAX_DEATHS_BEFORE_READY` warm parents in a row died before they were ready, the operating
     system could not start the process, or `close` was called."""
     generation: int
-    """Grows with each attempt to start a warm parent. When this number grows, the former warm
-    parent is dead, and the requests that were sent to it may be lost."""
+    """The number of attempts to start a warm parent. When this number grows, the former warm parent
+    is dead, and the requests that were sent to it may be lost."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._command = [sys.executable, "-m", "jobs.launchers.warm", *modules]

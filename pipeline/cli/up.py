@@ -79,7 +79,7 @@ def up(
                 flush=True,
             ),
         )
-        subscribe(settings, tokens)
+        subscribe(settings, home, tokens)
         for line in subscribe_at_other_hubs(settings, home, tokens):
             print(f"{OTHER_HUB}{line}", flush=True)
         stack.mark_ready()

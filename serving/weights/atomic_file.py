@@ -49,9 +49,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def link_atomically(link: Path, target: str) -> None:
-    """Make `link` a symbolic link to `target`. If it is one already, nothing is written, so this
-    also succeeds on a full disk. An existing link or file is replaced atomically. An existing
-    folder is first renamed: it gets the suffix `.replaced-…`.
+    """Make `link` a symbolic link to `target`. If `link` already points at `target`, nothing is
+    written, so the call also succeeds on a full disk. An existing link or file is replaced
+    atomically. An existing folder is first renamed: it gets the suffix `.replaced-…`.
 
     The link survives a power cut only after `fsync_dir`, which the caller must call. One call is
     enough for all links in a folder.

@@ -34,8 +34,9 @@ _NOT_COMPANIONS = {
     *INDEX_FILES,
 }
 _SOURCES = ((INDEX_FILE, "model.safetensors"), (BIN_INDEX_FILE, "pytorch_model.bin"))
-"""Where weights may be, in the order in which they are looked for: the index of several shards, and
-the name of a single shard. If a folder has both formats, no pickle is read."""
+"""Where weights may be, in the order of the search. Each pair has the name of an index, and the
+name of a single shard without an index. Safetensors come first, so if a folder has both formats, no
+pickle is read."""
 
 
 def checkpoint_weight_map(source: Path) -> dict[str, str]:
@@ -118,7 +119,7 @@ def companions(folder: Path) -> list[Path]:
         if path.suffix == ".json":
             try:
                 json.loads(path.read_bytes())
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ReleaseError(f"{path}: not valid JSON: {error}") from None
     return found
 

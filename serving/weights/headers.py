@@ -59,7 +59,14 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
                 name: _entry(each, 8 + length)
                 for name, each in sorted(header.items(), key=lambda item: item[1]["data_offsets"])
             }
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise ReleaseError(f"{path.name}: not a safetensors header: {error}") from None
     _check_layout(path.name, entries, 8 + length, size)
     return entries

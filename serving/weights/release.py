@@ -20,7 +20,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ReleaseError(f"{path.name}: not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ReleaseError(f"{path.name}: not an object")
@@ -114,9 +114,9 @@ class Lineage(_Record):
     delivery_ids: tuple[str, ...] = ()
     """The ids of the webhook deliveries that led to the job."""
     forced: str | None = None
-    """None if the gate (the checks of the new rows and of the new weights) did not refuse the
-    release. If the gate refused the release, but a person had used `--force` for the job, this is
-    the person's reason, followed by the gate's reasons in parentheses."""
+    """Why the release was published although the gate (the checks of the new rows and of the new
+    weights) refused it: the reason that a person gave with `--force --reason`, followed by the
+    gate's reasons in parentheses. None if the gate did not refuse the release."""
 
 
 class Release(_Record):
@@ -138,8 +138,8 @@ class Release(_Record):
     """Alias → stored name. An alias is a tensor name that uses the bytes of another tensor and has
     no bytes of its own."""
     probe: Probe | None = None
-    """None if the release was published by hand without a probe. A server then compares no
-    logprobs before it serves the release."""
+    """The logprobs that a server compares with its own before it serves the release. None if the
+    release was published by hand without a probe. A server then compares no logprobs."""
 
     @property
     def stored_dtype(self) -> str:

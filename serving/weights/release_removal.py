@@ -27,10 +27,10 @@ from serving.weights.release_store import (
 
 PINNED = "pinned"
 _REPLACED = tuple(f"{link}.replaced-" for link in (CURRENT, PREVIOUS))
-"""The names of folders that stood in the place of a link begin with one of these. `link_atomically`
-renames such a folder."""
+"""If a folder stood in the place of a link, `link_atomically` has renamed the folder. Its new name
+begins with one of these prefixes."""
 _REPLACED_KEPT_SECONDS = 7 * 24 * 3600.0
-"""Such a folder is kept so long, because it may hold files that a person wants to have back."""
+"""How long a renamed folder is kept. It may hold files that a person wants to have back."""
 
 
 def prune(pipeline_dir: Path, keep: int) -> list[str]:
@@ -147,13 +147,14 @@ def _remove_replaced(pipeline_dir: Path) -> None:
     for entry in replaced_folders(pipeline_dir):
         # The rename has set the time of the last change.
         if time.time() - entry.lstat().st_ctime > _REPLACED_KEPT_SECONDS:
-            # Another user may have made the copy. If it cannot be removed, no job may fail for it.
+            # Another user may own the folder. A job must not fail because it cannot remove it.
             shutil.rmtree(entry, ignore_errors=True)
 
 
 def _remove_copies(pipeline_dir: Path, removed: Sequence[str]) -> None:
-    """Remove the copies of releases that are gone. Call this without the lock of the pipeline's
-    folder, because it waits while a server makes a copy."""
+    """Remove the copies (`serving/converted.py`) of releases that are gone. Call this function
+    without the lock of the pipeline's folder, because the function waits while a server makes a
+    copy."""
     copies = pipeline_dir / CONVERTED
     if not removed or not copies.is_dir():
         return

@@ -14,6 +14,7 @@ A pipeline's folder is `<home>/releases/<pipeline>`. This module calls it `pipel
                         `serving/weights/release_removal.py`
     counter             the last number that was taken for a release; no number is used twice
     .converted/         copies of folders with `.bin` shards, see `serving/converted.py`
+    .unfinished-…       a release that is being written or removed, see `UNFINISHED`
     .lock               the lock of the folder, see `release_lock`
 
 To swap a release in means to make it the served release. Only the server writes `current`,
@@ -288,8 +289,8 @@ def clear_pending(pipeline_dir: Path, release_id: str, *, earlier: str | None = 
     """Remove the file `pending` if it names `release_id`. If the file names another release, keep
     the file, because that release still waits for its swap.
 
-    With `earlier`, this release becomes pending again. It is the release that `set_pending` has
-    returned.
+    `earlier` is the release that `set_pending` returned. If `earlier` is not None, that release
+    becomes pending again.
     """
     try:
         pending = pending_release(pipeline_dir)

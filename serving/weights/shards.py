@@ -148,10 +148,11 @@ def read_tensors(
 def read_bin_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, torch.Tensor]:
     """All tensors of the `.bin` shards that `weight_map` names, memory-mapped, on the CPU.
 
-    The tensors have the order of the shards, not that of `weight_map`. If a shard stores the head
-    and the embedding as one tensor with two names, only the first name is kept (`find_tied`). In a
-    shard this is the embedding, as in the network. In `weight_map` it may be the head, because many
-    indexes are sorted by name, and some engines would then find no embedding.
+    The tensors have the order of the shards, not that of `weight_map`. The order matters if the
+    head and the embedding are one tensor with two names, because `write_shards` keeps only the
+    first name (`find_tied`). In a shard, the embedding comes first, as in the network. In
+    `weight_map`, the head may come first, because many indexes are sorted by name. Some engines
+    would then find no embedding.
 
     Raises ReleaseError as `read_bin` does, and if the shards do not hold exactly the tensors of
     `weight_map`.

@@ -51,22 +51,23 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
     Checks that:
 
     - the digest in the release's id is right;
+    - the manifest lists `config.json`, and the shard of each tensor;
     - every file has the size that the manifest says;
     - every file that is not safetensors has the sha256 that the manifest says;
     - the index and the headers of the shards agree with the manifest;
+    - every dtype in the manifest is known;
     - the head is equal to the embedding, if the config ties the two.
 
-    Earlier versions published releases with `.bin` shards. Of such a release, the index and the
-    shards are compared when the shards are converted, because only torch can read them.
+    Earlier versions published releases with `.bin` shards. The tensors in such shards are compared
+    with the manifest when the shards are converted, because only torch can read them.
 
-    If the id or a file has a fault, the index and the headers are not checked. The head is checked
-    only if no other check has found a fault. The shapes of the tensors are not compared with the
-    config: `check_network` did so before the release was published, and engines do so when they
-    load the release.
+    If the id or a file has a fault, the index and the headers are not checked. The dtypes and the
+    head are checked only if no other check has found a fault. The shapes of the tensors are not
+    compared with the config: `check_network` did so before the release was published, and the
+    engine (the part of the server that computes tokens) does so when it loads the release.
 
-    An engine is the part of the server that computes tokens. Some engines check the digest of each
-    tensor themselves when they read the tensor. For such an engine, this function is enough, and
-    `verify_shards` need not run.
+    Some engines check the digest of each tensor themselves when they read the tensor. For such an
+    engine, this function is enough, and `verify_shards` need not run.
     """
     reasons = [*_check_id(release), *_check_files(folder, release)]
     if not reasons and not has_bin(release.files):

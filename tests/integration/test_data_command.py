@@ -139,6 +139,34 @@ def test_a_folder_needs_no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "name a folder: pipeline data check FOLDER" in str(refused.exception)
 
 
+def test_a_folder_that_the_repository_around_it_ignores_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    git(tmp_path, "init")
+    (tmp_path / ".gitignore").write_text("data/\n*.log\n")
+    for name in ("data", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "data" / "rows.txt").write_text("Alice")
+    assert "1 row to train on" in CliRunner().invoke(app, ["data", "check", "data"]).output
+    (tmp_path / "empty" / "x.log").write_text("ignored by git")
+    assert CliRunner().invoke(app, ["data", "check", "empty"]).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:8070/datasets/Me/FAQ", "/my disk/hub/datasets/me/faq.git"]
+)
+def test_a_clone_is_recognised_by_its_address(
+    clone: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    settings = clone.parent / "project" / "pipeline.toml"
+    followed = (clone.parent / "faq.git").as_uri()
+    settings.write_text(settings.read_text().replace(followed, "me/faq"))
+    git(clone, "remote", "set-url", "origin", address)
+    monkeypatch.chdir(clone)
+    assert CliRunner().invoke(app, ["data", "check"]).output == EXPECTED
+
+
 def test_tokens_are_counted_with_the_tokenizer_of_the_base_model(clone: Path) -> None:
     from pipeline.retrain.base_model import train_tokenizer
 

@@ -83,6 +83,16 @@ def test_a_file_of_the_first_version_goes_on(tmp_path: Path) -> None:
     assert list_dead_letters(path) == []
 
 
+def test_an_upgrade_that_fails_leaves_the_file_free(tmp_path: Path) -> None:
+    path = tmp_path / "receiver.db"
+    with contextlib.closing(sqlite3.connect(path, timeout=0)) as database:
+        database.executescript(FIRST_VERSION + "CREATE TABLE deliveries_dead (id);")
+        with pytest.raises(ReceiverError, match="Deliveries cannot be stored"):
+            DeliveryLog(path)
+        database.execute("DROP TABLE deliveries_dead")
+    DeliveryLog(path).close()
+
+
 def in_line(log: DeliveryLog, now: float, *busy: tuple[str, str]) -> list[str]:
     return [found.id for found in log.due(now, ["/x", "/y"], busy)]
 

@@ -1,5 +1,6 @@
 """What the doctor finds of the things that jobs and their runner need, and of dead deliveries."""
 
+import errno
 import os
 import socket
 import sqlite3
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import start_http_server
@@ -23,6 +25,7 @@ from pipeline.settings import load_settings
 from pipeline.stack_record import Child, StackRecord
 from receiver.delivery_log import DeliveryLog, HandlerResult, NewDelivery
 from tests.ports import free_port
+from tests.serving_fixtures import echo_release
 
 
 @pytest.fixture
@@ -120,6 +123,28 @@ def test_a_disk_that_is_nearly_full(home: Home, monkeypatch: pytest.MonkeyPatch)
     [(message, step)] = found()
     assert message.endswith(f"GiB free on the disk of {home.root}")
     assert "pipeline releases prune" in step
+
+
+def test_a_release_that_cannot_be_read_now_is_no_damaged_release(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home.root.parent / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
+    folder = home.releases_dir / "a"
+    unread, damaged = (echo_release(folder, seed).id for seed in (1, 2))
+    config = folder / unread / "config.json"
+    (folder / damaged / "config.json").write_text("{}")
+    open_file = Path.open
+
+    def open_or_fail(path: Path, *args: Any, **options: Any) -> Any:
+        if path == config:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return open_file(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", open_or_fail)
+    found = dict(wrong(doctor._check_releases(home, load_settings())))
+    [unchecked] = [message for message in found if f"{unread} was not checked: " in message]
+    assert str(config) in unchecked and "pipeline doctor" in found[unchecked]
+    assert any(f"{damaged} is damaged: " in message for message in found)
 
 
 def test_after_a_failed_job_the_next_step_is_to_wait_for_the_job_that_follows(home: Home) -> None:

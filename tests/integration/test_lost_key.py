@@ -66,7 +66,7 @@ def test_the_stacks_own_webhook_gets_the_new_secret_and_sends_what_waited(
     with recording_receiver() as receiver:
         tokens = new_tokens(home)
         with running_hub(home.hub_dir, secret_key=tokens.key.encode(), **schedule) as hub:
-            subscribe(told(hub, receiver.url, monkeypatch), tokens)
+            subscribe(told(hub, receiver.url, monkeypatch), home, tokens)
             [webhook] = hub.api.list_webhooks()
         tokens = new_tokens(home)
         with running_hub(home.hub_dir, secret_key=tokens.key.encode(), **schedule) as hub:
@@ -80,7 +80,7 @@ def test_the_stacks_own_webhook_gets_the_new_secret_and_sends_what_waited(
             assert f"webhook {webhook.id} to" in fault and "tokens.json was replaced" in fault
             assert "pipeline down && pipeline up" in step and "restore the old key" in step
 
-            subscribe(settings, tokens)
+            subscribe(settings, home, tokens)
             [received] = receiver.wait_for(1)
             assert received.path == ROUTE
             assert received.headers["x-webhook-secret"] == tokens.webhook

@@ -72,6 +72,12 @@ def test_the_webhook_is_created_once_and_then_corrected(
     assert ours.id in line
     (again,) = [each for each in elsewhere.api.list_webhooks() if each.id != mine.id]
     assert [each.name for each in again.watched] == ["ada/answers", "ada/facts"]
+
+    by_a_person: list[Any] = [{"type": "dataset", "name": f"ada/{name}"} for name in ("x", "facts")]
+    elsewhere.api.update_webhook(ours.id, watched=by_a_person)
+    (line,) = subscribe_at_other_hubs(following(elsewhere.url, "answers", "facts"), home, tokens)
+    kept = elsewhere.api.get_webhook(ours.id)
+    assert [each.name for each in kept.watched] == ["ada/x", "ada/facts", "ada/answers"]
     elsewhere.api.delete_webhook(ours.id)
 
 

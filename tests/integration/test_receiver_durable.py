@@ -213,6 +213,54 @@ def test_a_handler_whose_own_task_was_cancelled_is_called_again(server: Webhooks
         await_that(lambda: calls == ["d1", "d1"])
 
 
+def test_after_its_removal_a_function_is_not_called(server: WebhooksServer) -> None:
+    """Its deliveries, in the file and in memory, wait for the next function of the same path."""
+    path = server.settings.deliveries_path
+    waiting: dict[str, Any] = {"headers": JSON, "body": body_of(dataset_update())}
+    with contextlib.closing(DeliveryLog(path)) as log:
+        for name in ("gone", "x"):
+            new = [
+                NewDelivery(path=f"/webhooks/{name}", id=id, repository="acme/a", **waiting)
+                for id in ("d1", "d2")
+            ]
+            log.add(new, time.time())
+    is_at_work, may_end = threading.Event(), threading.Event()
+    calls: list[tuple[str, str]] = []
+
+    @server.add_webhook(durable=True)
+    async def gone(payload: WebhookPayload, request: Request) -> None:
+        calls.append(("gone", request.state.delivery_id))
+
+    @server.add_webhook(durable=True)
+    def x(payload: WebhookPayload, request: Request) -> None:
+        is_at_work.set()
+        assert may_end.wait(20)
+        calls.append(("x", request.state.delivery_id))
+
+    server.remove_webhook("/webhooks/gone")
+    with TestClient(server.app, headers=SECRET):
+        assert is_at_work.wait(20)
+        server.remove_webhook("/webhooks/x")
+        may_end.set()
+        await_that(lambda: calls)
+
+    assert calls == [("x", "d1")]
+    with contextlib.closing(DeliveryLog(path)) as log:
+        left = log.due(time.time(), ["/webhooks/gone", "/webhooks/x"])
+    assert [(each.path, each.id, each.attempts) for each in left] == [
+        ("/webhooks/gone", "d1", 0),
+        ("/webhooks/gone", "d2", 0),
+        ("/webhooks/x", "d2", 0),
+    ]
+
+    @server.add_webhook("x", durable=True)
+    async def later(payload: WebhookPayload, request: Request) -> None:
+        calls.append(("later", request.state.delivery_id))
+
+    with TestClient(server.app, headers=SECRET):
+        await_that(lambda: ("later", "d2") in calls)
+
+
 def test_what_can_never_succeed_is_refused_at_once(server: WebhooksServer) -> None:
     server.add_webhook("/x", durable=True)(lambda payload: None)
     with TestClient(server.app, headers=SECRET) as client:

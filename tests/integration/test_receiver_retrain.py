@@ -13,13 +13,15 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import event
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp
 
 from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.store import JobStore
-from receiver.retrain import RetrainRule, retrain_handler
-from receiver.server import WebhooksServer
+from receiver.retrain import RetrainRule, _Event, _store_events, retrain_handler
+from receiver.rules import decide
+from receiver.server import WebhookPayload, WebhooksServer
 from tests.jobs_fixtures import answer_to
 from tests.receiver_fixtures import no_secret_in_the_environment, serve, store  # noqa: F401
 from tests.receiver_payloads import (
@@ -174,6 +176,26 @@ def test_what_calls_for_no_job_is_remembered_with_its_reason(
     assert post(payload, "d1") == {"ignored": reason}
     assert answer_to(store, payload["webhook"]["id"], "d1") == {"ignored": reason}
     assert store.list() == []
+
+
+def test_the_events_of_a_batch_share_a_transaction(store: JobStore) -> None:
+    tag, push = (dataset_update(ref_update(f"refs/{ref}")) for ref in ("tags/v1", "heads/main"))
+    events = [
+        _Event(
+            webhook="hub",
+            delivery_id=f"d{number}",
+            body="{}",
+            payload=payload,
+            decision=decide(WebhookPayload.model_validate(payload), RULES),
+        )
+        for number, payload in enumerate([tag, push, tag])
+    ]
+    commits: list[object] = []
+    event.listen(store._engine, "commit", lambda connection: commits.append(connection))
+    answers = _store_events(store, events)
+    assert len(commits) == 1
+    assert [list(answer) for answer in answers] == [["ignored"], ["job"], ["ignored"]]
+    assert answer_to(store, "hub", "d2") == answers[2]
 
 
 def test_ids_that_a_database_cannot_store_are_escaped(

@@ -183,7 +183,14 @@ def test_a_page_with_its_own_host_name_reads_no_answer(tmp_path: Path, has_key: 
     with served(tmp_path, **settings) as url:
         for host, status in HOSTS:
             headers = {"Host": host, "Authorization": "Bearer key"}
-            answer = httpx.get(f"{url}/v1/models", headers=headers)
-            assert answer.status_code == (200 if has_key else status), host
-            if not has_key and status == 403:
-                assert host in answer.json()["error"]["message"]
+            for path in ("/v1/models", "/metrics", "/health", "/live", "/version", "/docs"):
+                answer = httpx.get(f"{url}{path}", headers=headers)
+                assert answer.status_code == (200 if has_key else status), (host, path)
+                if not has_key and status == 403:
+                    assert host in answer.json()["error"]["message"]
+                    assert answer.headers["X-Request-Id"]
+
+
+def test_a_name_on_which_the_server_listens_is_its_own(tmp_path: Path) -> None:
+    with served(tmp_path, host="Box.example") as url:
+        assert httpx.get(f"{url}/health", headers={"Host": "box.example:8000"}).is_success

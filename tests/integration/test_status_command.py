@@ -97,9 +97,9 @@ def test_a_dataset_that_was_moved_is_loud_and_no_new_one_takes_its_name(
 ) -> None:
     monkeypatch.setenv("PIPELINE_RECEIVER__PORT", receiver.url.rpartition(":")[2].split("/")[0])
     tokens = load_tokens(Home.find().tokens_file)
-    subscribe(load_settings(), tokens)
+    subscribe(load_settings(), Home.find(), tokens)
     hub.api.move_repo("local/facts", "team/facts", repo_type="dataset")
-    subscribe(load_settings(), tokens)
+    subscribe(load_settings(), Home.find(), tokens)
     assert [each.id for each in hub.api.list_datasets()] == ["team/facts"]
     [webhook] = hub.api.list_webhooks()
     assert [watched.name for watched in webhook.watched] == ["team/facts"]

@@ -1,5 +1,7 @@
 """Which events call for a job, and the exact reason where one does not."""
 
+import hashlib
+import json
 from typing import Any
 
 import pytest
@@ -117,6 +119,14 @@ def test_the_dedupe_key_is_the_commit_and_how_it_is_trained_on() -> None:
     ), "where it came from does not matter, nor the order of settings"
     assert first != key(dataset_update(), settings={"seed": 2, "mode": "auto"})
     assert first != key(dataset_update(ref_update(new="c" * 40)), settings={"seed": 1})
+    assert first != key(dataset_update(), settings={"seed": 1, "mode": "auto"}, command=("mine",))
+
+
+def test_the_dedupe_key_of_the_built_in_training_stays() -> None:
+    """Otherwise, a repeat of the last push before an upgrade or a move of Python trains again."""
+    [spec] = decided(dataset_update())
+    recipe = json.dumps([RULE.dataset, RULE.ref, NEW, RULE.settings])
+    assert spec.dedupe_key == hashlib.sha256(recipe.encode()).hexdigest()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""The webhook that `pipeline up` makes on the stack's own hub."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.paths import Home
+from pipeline.settings import PipelineSettings, Settings
+from pipeline.subscriptions import ROUTE, subscribe
+from pipeline.tokens import Tokens, load_tokens
+from receiver.settings import ReceiverSettings
+from tests.hub_fixtures import TOKEN, RunningHub, running_hub
+
+FOLLOWING = (PipelineSettings(name="facts", dataset="local/facts"),)
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[RunningHub]:
+    with running_hub(tmp_path / "hub") as hub:
+        yield hub
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path)
+
+
+@pytest.fixture
+def tokens(home: Home) -> Tokens:
+    return load_tokens(home.tokens_file).model_copy(update={"hub": TOKEN})
+
+
+def settings_of(hub: RunningHub, port: int, *pipelines: PipelineSettings) -> Settings:
+    receiver = ReceiverSettings(port=port)
+    return Settings.model_construct(hub=hub.settings, receiver=receiver, pipelines=pipelines)
+
+
+def urls(hub: RunningHub) -> list[str | None]:
+    return [webhook.url for webhook in hub.api.list_webhooks()]
+
+
+def test_the_webhook_of_another_stack_stays(hub: RunningHub, home: Home, tokens: Tokens) -> None:
+    hub.create_dataset("local/facts")
+    theirs = f"http://127.0.0.1:9{ROUTE}"
+    watched: list[Any] = [{"type": "dataset", "name": "local/facts"}]
+    hub.api.create_webhook(url=theirs, watched=watched, secret="theirs")
+    subscribe(settings_of(hub, 8001, *FOLLOWING), home, tokens)
+    assert urls(hub) == [theirs, f"http://127.0.0.1:8001{ROUTE}"]
+    subscribe(settings_of(hub, 8001), home, tokens)
+    assert urls(hub) == [theirs]
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_the_own_webhook_is_found_again(
+    hub: RunningHub, home: Home, tokens: Tokens, is_recorded: bool
+) -> None:
+    subscribe(settings_of(hub, 8001, *FOLLOWING), home, tokens)
+    [made] = hub.api.list_webhooks()
+    if not is_recorded:  # an older version has made the webhook
+        home.own_webhook_file.unlink()
+        subscribe(settings_of(hub, 8001, *FOLLOWING), home, tokens)
+    subscribe(settings_of(hub, 8002, *FOLLOWING), home, tokens)
+    [moved] = hub.api.list_webhooks()
+    assert (moved.id, moved.url) == (made.id, f"http://127.0.0.1:8002{ROUTE}")
+
+
+def test_a_webhook_that_was_deleted_is_made_again(
+    hub: RunningHub, home: Home, tokens: Tokens
+) -> None:
+    settings = settings_of(hub, 8001, *FOLLOWING)
+    subscribe(settings, home, tokens)
+    [made] = hub.api.list_webhooks()
+    hub.api.delete_webhook(made.id)
+    subscribe(settings, home, tokens)
+    [again] = hub.api.list_webhooks()
+    assert again.id != made.id
