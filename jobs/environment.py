@@ -36,7 +36,7 @@ working threads need.
 
 def thread_variables(num_threads: int) -> dict[str, str]:
     """The variables that set the number of threads of numeric libraries. A library reads its
-    variable when the library is loaded."""
+    variable when the library is loaded or first used."""
     return dict.fromkeys(_THREAD_VARIABLES, str(num_threads))
 
 

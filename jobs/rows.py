@@ -97,7 +97,8 @@ def update_job(connection: Connection, job_id: str, **values: Any) -> Job:
 
 
 def fetch_leased(connection: Connection, job_id: str, owner: str) -> Job:
-    """The job. Raises LeaseLost if the runner `owner` does not hold the job's lease, and
+    """The job. Raises LeaseLost if the job is not running, if another runner has taken its lease,
+    or if `owner` has given up the lease. It does not check whether the lease has run out. Raises
     JobNotFound if there is no such job."""
     job = fetch_job(connection, number_of(job_id))
     if job.state != "RUNNING" or job.owner != owner:
@@ -235,8 +236,9 @@ def insert_ignored(connection: Connection, delivery: Delivery, now: float, reaso
 
 
 def is_claimable() -> Any:
-    """The SQL condition for the pending jobs that no running job of the same pipeline blocks. The
-    condition does not check whether the time `run_after` has come."""
+    """The SQL condition for pending jobs that need not wait for another job: no other job of the
+    same pipeline is running. (Plain commands have no pipeline, so they block nobody.) The condition
+    does not check whether the time `run_after` has come."""
     running = JOBS.alias("running")
     blocked = (
         select(running.c.number)

@@ -1,6 +1,6 @@
 """Provides a hub and a runner for a job that a person submits (`with_runner`), and runs the job
-runner (`run_jobs`). If services already run for this state folder, started by `pipeline up` or by
-another `pipeline jobs run`, the person's job uses their hub and their runner. Otherwise
+runner (`run_jobs`). If `pipeline up` or another `pipeline jobs run` has already started services
+for this state folder, the job uses the hub and the runner among these services. Otherwise
 `with_runner` starts a new hub and a new runner.
 """
 
@@ -66,16 +66,17 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
 
     If a stack is up, the job uses the hub and the runner of the stack. Otherwise this function
     starts a runner, and a hub on a free port. When the `with` block ends, this function waits until
-    no job is left, and then stops the hub and the runner.
+    no job is left, and then stops the hub and the runner. If the block ends with an error or
+    Ctrl-C, this function stops them at once.
 
     If `detach` is set and no stack is up, this function starts only the hub. When the `with` block
     ends, the function stops the hub and starts a *detached runner*: a process in the background,
-    which runs its own hub and ends when no job is left.
+    which runs its own hub and ends when no job is left. After an error or Ctrl-C, it starts none.
     """
     if read_stack(home) is not None:
-        # Read the hub's URL from the record of the running stack, not from the settings. The hub of
-        # a detached runner listens on a free port that was chosen at its start, so the settings do
-        # not know this port.
+        # Read the hub's URL from the record of the running stack, not from the settings. If another
+        # `pipeline jobs run` has started the hub, it has chosen a free port for the hub (see
+        # below), and the settings do not have this port.
         yield at_running_stack(settings, home).hub_url
         return
     check_schemas(settings, home)
@@ -158,9 +159,9 @@ def _running(services: Sequence[Service], home: Home, settings: Settings) -> Ite
                 wait = SECONDS_AFTER_ERROR
                 logger.exception("the services cannot be checked; trying again in %g s", wait)
 
-    # On Linux, a child gets SIGTERM when the thread that started it ends (`end_with_parent`). So
-    # the children that the thread below has restarted get SIGTERM when this thread ends. This does
-    # no harm, because `stack.stop` then sends SIGTERM to all children anyway.
+    # On Linux, a child gets SIGTERM when the thread that started it ends (`end_with_parent`). The
+    # thread `stack-check` restarts children. When it ends, the children that it has restarted get
+    # SIGTERM. This does no harm, because `stack.stop` then sends SIGTERM to all children anyway.
     thread = threading.Thread(target=check, name="stack-check")
     try:
         stack.start()

@@ -62,9 +62,9 @@ def check_dead_letters(home: Home, settings: Settings) -> Iterator[Finding]:
 
 
 def got_job(home: Home, commit: str) -> bool:
-    """Whether the hub sent a delivery with the news that a ref points to `commit`, and the answer
-    had the id of a job. False if the hub's database cannot be read; `check_deliveries` reports this
-    error."""
+    """Whether the hub delivered an event that moved a ref to `commit`, and the receiver answered
+    with a job's id. False if the hub's database cannot be read. `check_deliveries` reports this
+    error, unless the file of the database is missing."""
     database = home.hub_dir / "hub.sqlite"
     try:
         with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:

@@ -30,7 +30,7 @@ def check_repositories(home: Home, settings: Settings) -> Iterator[Finding]:
         except TooSlow:
             yield ok("repository", f"{dataset}: too large to look at every object")
         except DiskFull:
-            return  # the check of the disk reports it
+            return  # the check of the disk reports this if less than 1 GiB is free
         except HubError as error:
             yield wrong(
                 "repository",

@@ -27,7 +27,8 @@ START_SECONDS = 30.0
 STEADY_SECONDS = 60.0
 """If a link breaks after it has lasted longer than this, the next link is started at once. If a
 link breaks earlier, the tunnel waits before it starts the next link: 1 s at first. Each further
-wait is twice the last wait, up to `LONGEST_PAUSE_SECONDS`."""
+wait is twice the last wait, up to `LONGEST_PAUSE_SECONDS`. The time that was needed to open the
+link counts too."""
 LONGEST_PAUSE_SECONDS = 60.0
 """The longest pause between two tries to open a link, and between two calls of `on_url`."""
 RENEWED_EARLY = 1 / 24
@@ -86,7 +87,9 @@ class Tunnel:
         try:
             self._is_open.wait()
         except BaseException:
-            self.close()  # after Ctrl-C in a notebook, the thread would keep the tunnel open
+            # In a notebook, the process lives on after Ctrl-C, and so would the thread and its
+            # tunnel.
+            self.close()
             raise
         if self._public is None:
             raise self._error or TunnelFailed("The tunnel's thread failed; the log says why.")
@@ -109,9 +112,10 @@ class Tunnel:
         current: _Link | None = None
         pause = 1.0
         while not self._is_closing:
-            # If the last link broke, ask for the URL of the last link again. If the last link did
-            # not break, it is near the end of its lifetime. It is then still open and still
-            # occupies its URL, so ask for any URL.
+            # If `current` is None and there was a link before, that link broke: ask for its URL
+            # again. If `current` is a link, its lifetime ends soon. It is normally still open and
+            # occupies its URL, so ask for any URL. (After a failed try to replace it, `current` may
+            # have broken. The next link gets another URL in this case too.)
             former = None if current is not None or self._public is None else self._public.url
             began = time.monotonic()
             try:
@@ -216,15 +220,15 @@ class Tunnel:
             self._wait(left)
 
     def _wait(self, seconds: float) -> None:
-        """Wait at most `seconds`. Return earlier if a link prints its URL or ends, or if the tunnel
-        is closed."""
+        """Wait at most `seconds`. Return earlier if a link prints its URL, if the output of a link
+        ends, or if the tunnel is closed."""
         self._wake.wait(max(seconds, 0))
         self._wake.clear()
 
 
 class _Link:
     """One process of the tunnel. The link sets the event `wake` when the process prints the URL,
-    and when the process ends."""
+    and when the output of the process ends. The output normally ends together with the process."""
 
     def __init__(self, command: TunnelCommand, wake: threading.Event) -> None:
         self.url: str | None = None

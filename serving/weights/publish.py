@@ -1,9 +1,10 @@
 """Publishes a release: writes the release into the pipeline's folder in such a way that a reader
 sees either the complete release or nothing.
 
-The files are written into a folder with a temporary name, in this order: the shards, the small
-files, the index, the manifest. Each file is fsynced, and after that the folder. Then the folder is
-renamed, and its parent folder is fsynced. A reader sees the release only after the rename.
+The files are written into a folder with a temporary name, in this order: the shards, the config,
+tokenizer and README files, the index, the manifest. Each file is fsynced, and after that the
+folder. Then the folder is renamed, and its parent folder is fsynced. A reader sees the release only
+after the rename.
 
 If the process is killed before the rename, the folder with the temporary name stays. The next
 publication, the next `prune`, or the next start of the server removes it.
