@@ -88,15 +88,16 @@ class SwapPhases:
         """
         previous = self._admission.live
         if previous is not None and previous.folder == swap.folder:
-            if previous.stands_in_for is not None:
-                # Somebody has asked for the substitute itself. From now on it is no substitute.
-                chosen = replace(previous, stands_in_for=None)
-                await self._record(swap, chosen)
-                self._admission.switch(chosen)
+            # Somebody has asked for the live release itself. If it was a substitute, or named only
+            # at the start of the server, it is now the release that the next start serves.
+            chosen = replace(previous, stands_in_for=None)
+            await self._record(swap, chosen)
+            self._admission.switch(chosen)
             swap.phase = "live"
             return previous
         candidate = await self._preflight(swap)
         if previous is not None and previous.id == candidate.id:
+            await self._record(swap, candidate)
             swap.phase = "live"
             return previous
         await self._stage(swap, candidate)

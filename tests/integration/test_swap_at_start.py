@@ -66,6 +66,30 @@ def test_a_way_back_that_was_asked_for_without_a_server_is_taken_at_the_start(
     assert release_store.pending_release(tmp_path) is None
 
 
+@pytest.mark.parametrize("is_link", [False, True], ids=["its own folder", "another path to it"])
+def test_a_release_that_was_named_at_the_start_is_recorded_when_it_is_asked_for(
+    tmp_path: Path, is_link: bool
+) -> None:
+    first, second = echo_release(tmp_path, 1), echo_release(tmp_path, 2)
+    release_store.set_current(tmp_path, first.id)
+    folder = tmp_path / second.id
+    if is_link:
+        (tmp_path / "link").symlink_to(tmp_path)
+        folder = tmp_path / "link" / second.id
+
+    async def story() -> None:
+        house = House(tmp_path)
+        await house.swapper.start(folder)
+        assert release_store.served_release_id(tmp_path) == first.id, "it was only tried out"
+        assert (await house.swapper.swap(second.id)).result == "live"
+        await house.swapper.close()
+
+    asyncio.run(story())
+    assert release_store.served_release_id(tmp_path) == second.id
+    live = started(tmp_path)
+    assert live is not None and live.id == second.id
+
+
 def test_a_full_disk_during_a_conversion_makes_no_release_a_substitute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
