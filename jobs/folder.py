@@ -75,7 +75,7 @@ def write_atomically(path: Path, content: str, *, durable: bool = False) -> None
         fsync_dir(path.parent)
 
 
-def is_temporary(name: str) -> bool:
+def is_temporary_file(name: str) -> bool:
     """Whether `write_atomically` gives this name to a temporary file, when this package writes a
     file of a job's folder."""
     return re.fullmatch(rf"\.({'|'.join(map(re.escape, _WRITTEN))})\.\d+", name) is not None

@@ -29,8 +29,12 @@ def check_repositories(home: Home, settings: Settings) -> Iterator[Finding]:
             git(folder, "rev-list", "--objects", "--quiet", "--branches", seconds=SECONDS)
         except TooSlow:
             yield ok("repository", f"{dataset}: too large to look at every object")
-        except DiskFull:
-            return  # the check of the disk reports this if less than 1 GiB is free
+        except DiskFull as error:  # also if only a quota is used up, so that the disk has room
+            yield wrong(
+                "repository",
+                f"{dataset} was not checked: {error}",
+                "free disk space, then repeat: pipeline doctor",
+            )
         except HubError as error:
             yield wrong(
                 "repository",

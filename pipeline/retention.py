@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from jobs.folder import STALE, is_temporary
+from jobs.folder import STALE, is_temporary_file
 from jobs.job import Job
 from jobs.store import JobStore
 from pipeline.hub.webhooks.store import jobs_of_webhooks
@@ -41,7 +41,7 @@ def remove_unneeded_files(job: Job, job_dir: Path) -> None:
     if RETRAINING in job.spec.command:
         shutil.rmtree(job_dir / CHECKPOINTS_DIR, ignore_errors=True)
     for path in job_dir.glob(".*"):
-        if (is_temporary(path.name) or is_replacement(path.name)) and not path.is_dir():
+        if (is_temporary_file(path.name) or is_replacement(path.name)) and not path.is_dir():
             path.unlink(missing_ok=True)
 
 

@@ -34,7 +34,7 @@ from serving.engine import Engine, EngineError
 from serving.http.bodies import LimitedBodies, json_routes
 from serving.http.request_ids import RequestIds
 from serving.metrics import Metrics
-from serving.own_names import OnlyOwnNames
+from serving.other_hosts import RefuseOtherHosts
 from serving.request_errors import (
     RETRY_AFTER_SECONDS,
     model_not_found,
@@ -268,4 +268,4 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics, only_host: str | None) -
     # would have no `X-Request-Id` and no CORS headers.
     app.add_middleware(ServerErrorMiddleware, handler=on_error)
     if only_host is not None:
-        app.add_middleware(OnlyOwnNames, host=only_host, on_error=on_error)
+        app.add_middleware(RefuseOtherHosts, host=only_host, on_error=on_error)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from serving.converted import ConvertedCopies
 from serving.engine import Engine
-from serving.errors import ReleaseError, is_temporary
+from serving.errors import ReleaseError
 from serving.weights import release_store
 from serving.weights.checkpoint_folder import manifest_of_folder
 from serving.weights.index import has_bin
@@ -38,8 +38,6 @@ def _checked(folder: Path, engine: Engine, releases_dir: Path, pipeline: str) ->
     try:
         release = release_store.load_release(folder)
     except ReleaseError as error:
-        if is_temporary(error):
-            raise
         advice = (
             f"without a valid {RELEASE_FILE}, the release cannot be checked; run "
             "`pipeline releases repair`"

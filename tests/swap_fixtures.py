@@ -8,10 +8,11 @@ import pytest
 
 from serving.admission import Admission
 from serving.engine import Generation
-from serving.engines.echo_engine import EchoEngine
+from serving.engines.echo_engine import EchoEngine, EnginePhase
 from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap import Swapper
+from serving.swap_schemas import SwapResult
 from serving.weights import release_store
 from serving.weights.release import Release
 from tests.serving_fixtures import echo_release
@@ -44,6 +45,15 @@ class House:
 
     def release(self, seed: int) -> Release:
         return echo_release(self.pipeline_dir, seed)
+
+    async def swap_held_at(
+        self, phase: EnginePhase, release_id: str
+    ) -> tuple[asyncio.Task[SwapResult], asyncio.Event]:
+        """A swap that has reached this phase of the engine. It goes on when the event is set."""
+        gate = self.engine.hang[phase] = asyncio.Event()
+        swap = asyncio.create_task(self.swapper.swap(release_id))
+        await until(lambda: (phase, release_id) in self.engine.log)
+        return swap, gate
 
     async def answers(self) -> str:
         """The release that a whole request was answered by, under its weights."""

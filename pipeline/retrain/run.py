@@ -28,7 +28,7 @@ from pipeline.retrain.report import report_on, too_long
 from pipeline.retrain.reporters import check_reporters
 from pipeline.retrain.row_lengths import row_lengths
 from pipeline.retrain.snapshot import DatasetSnapshot, take_snapshot
-from serving.errors import ReleaseError, is_temporary
+from serving.errors import ReleaseError
 from serving.weights.release import Lineage, Release
 from serving.weights.release_removal import prune
 from serving.weights.release_store import load_release, release_ids
@@ -273,13 +273,11 @@ def _check_parent(
 
 
 def _faults(folder: Path) -> tuple[str, ...]:
-    """What is wrong with a release. Does not read its weights, so it is quick. Raises ReleaseError
-    or OSError for a temporary error, such as too many open files."""
+    """What is wrong with a release. Does not read its weights, so it is quick. Raises OSError as
+    `load_release`."""
     try:
         return verify_layout(folder, load_release(folder))
     except ReleaseError as error:
-        if is_temporary(error):
-            raise
         return error.reasons
 
 

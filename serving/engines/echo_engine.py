@@ -23,7 +23,7 @@ from typing import Literal
 from serving.engine import EngineError, Generation, Step, TokenLogprob, refuse_constraints
 from serving.weights.release import Release, read_json
 
-EnginePhase = Literal["stage", "commit", "generate", "step", "turn"]
+EnginePhase = Literal["stage", "commit", "unload", "generate", "step", "turn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +103,7 @@ class EchoEngine:
 
     async def unload(self, release_id: str) -> None:
         self.log.append(("unload", release_id))
+        await self._inject_fault("unload")
         self._unloading.add(release_id)
         self._free_ended(release_id)
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from filelock import FileLock
 from pydantic import ValidationError
 
-from serving.errors import ReleaseError
+from serving.errors import ReleaseError, is_temporary
 from serving.weights.atomic_file import fsync_dir, link_atomically, write_atomically
 from serving.weights.release import RELEASE_FILE, Release
 
@@ -70,13 +70,18 @@ def release_number(release_id: str) -> int:
 
 
 def load_release(folder: Path) -> Release:
-    """The manifest of a release folder. Opens no other file. Raises ReleaseError."""
+    """The manifest of a release folder. Opens no other file. Raises ReleaseError. But a temporary
+    error, such as too many open files, is an OSError, because it says nothing about the release.
+    """
     path = folder / RELEASE_FILE
     try:
         return Release.model_validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise ReleaseError(f"{folder} is not a release: it has no {RELEASE_FILE}") from None
-    except OSError as error:  # for example, a part of the disk is damaged
+    except OSError as error:
+        if is_temporary(error):
+            raise
+        # For example, a part of the disk is damaged.
         raise ReleaseError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValidationError as error:
         raise ReleaseError(
@@ -90,8 +95,8 @@ def load_release(folder: Path) -> Release:
 
 
 def list_releases(pipeline_dir: Path) -> list[Release]:
-    """The manifests of all releases, oldest first. If a manifest is unreadable, this function logs
-    a warning and leaves the release out."""
+    """The manifests of all releases, oldest first. If a manifest is damaged, this function logs a
+    warning and leaves the release out. Raises OSError as `load_release`."""
     releases = []
     for release_id in release_ids(pipeline_dir):
         try:

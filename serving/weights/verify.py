@@ -32,8 +32,6 @@ def verify_release(folder: Path, release: Release | None = None) -> tuple[str, .
     try:
         release = release or load_release(folder)
     except ReleaseError as error:
-        if isinstance(error.__cause__, OSError) and is_temporary(error):
-            raise error.__cause__ from None
         return error.reasons
     try:
         return verify_layout(folder, release) or verify_shards(folder, release)

@@ -17,8 +17,11 @@ from jobs.launchers.process import identify
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec
 from jobs.store import JobStore
-from pipeline import doctor, doctor_deliveries, doctor_jobs
+from pipeline import doctor, doctor_deliveries, doctor_jobs, doctor_repositories
 from pipeline.findings import Finding
+from pipeline.hub.errors import DiskFull
+from pipeline.hub.repositories.names import repository_name
+from pipeline.hub.repositories.store import Repositories
 from pipeline.paths import Home
 from pipeline.runner_metrics import RunnerMetrics
 from pipeline.settings import load_settings
@@ -123,6 +126,21 @@ def test_a_disk_that_is_nearly_full(home: Home, monkeypatch: pytest.MonkeyPatch)
     [(message, step)] = found()
     assert message.endswith(f"GiB free on the disk of {home.root}")
     assert "pipeline releases prune" in step
+
+
+def test_a_repository_for_which_git_finds_no_room_is_no_damaged_one(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quota may be used up although the disk has room, so the check of the disk says nothing."""
+    (home.root.parent / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
+    Repositories(home.hub_dir).folder(repository_name("dataset", "o", "d")).mkdir(parents=True)
+
+    def no_room(*_: object, **__: object) -> bytes:
+        raise DiskFull("Disk quota exceeded")
+
+    monkeypatch.setattr(doctor_repositories, "git", no_room)
+    [(message, step)] = wrong(doctor_repositories.check_repositories(home, load_settings()))
+    assert message.startswith("o/d was not checked: ") and "free disk space" in step
 
 
 def test_a_release_that_cannot_be_read_now_is_no_damaged_release(

@@ -4,12 +4,19 @@ import base64
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from tests.hub_fixtures import Receiver, RunningHub, commit_file, git_env, run_git, wait_until
+from tests.hub_fixtures import (
+    Receiver,
+    RunningHub,
+    commit_file,
+    git_env,
+    git_processes_of_hub,
+    run_git,
+    wait_until,
+)
 
 pytest_plugins = ["tests.hub_plugin"]
 
@@ -328,7 +335,7 @@ def test_a_thousand_tags_at_once_are_one_event(
 
 
 def test_a_push_of_many_refs_needs_few_git_processes(
-    hub: RunningHub, worktree: Path, receiver: Receiver, webhook: str, monkeypatch: Any
+    hub: RunningHub, worktree: Path, receiver: Receiver, webhook: str
 ) -> None:
     """Half of the branches is deleted, the other half moves away from its commits, and a job made
     one of the new commits."""
@@ -358,17 +365,8 @@ def test_a_push_of_many_refs_needs_few_git_processes(
     hub.git("tag", "-a", "-m", "Job", "v2", of_job, cwd=worktree)
     tag = run_git("rev-parse", "v2", cwd=worktree, env=hub.git_env)
 
-    started: list[str] = []
-    begin = subprocess.Popen.__init__
-
-    def counted(process: Any, arguments: Any, *rest: Any, **options: Any) -> None:
-        if str(arguments[1]).startswith("--git-dir="):
-            started.append(arguments[2])
-        begin(process, arguments, *rest, **options)
-
-    monkeypatch.setattr(subprocess.Popen, "__init__", counted)
-    hub.git(*push, cwd=worktree)
-    monkeypatch.undo()
+    with git_processes_of_hub() as started:
+        hub.git(*push, cwd=worktree)
     receiver.wait_for(2)
     assert len(started) <= 8, started
 

@@ -2,17 +2,15 @@
 
 import gzip
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipeline.push_remarks import MAX_BYTES, PushRemarks
 from pipeline.retrain.settings import ColumnSettings, DataSettings
 from pipeline.settings import PipelineSettings
-from tests.hub_fixtures import RunningHub, running_hub
+from tests.hub_fixtures import RunningHub, git_processes_of_hub, running_hub
 
 FOLLOWED = [
     PipelineSettings(name="facts", dataset="local/facts"),
@@ -100,21 +98,12 @@ def test_a_large_file_that_was_not_uploaded_is_told(hub: RunningHub, clone: Path
 
 
 def test_a_push_of_many_small_files_is_checked_by_few_git_processes(
-    hub: RunningHub, clone: Path, monkeypatch: pytest.MonkeyPatch
+    hub: RunningHub, clone: Path
 ) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:{:064x}\nsize 9\n"
     files = {f"part{n}.parquet": pointer.format(n) for n in range(50)}
     files |= {f"part{n}.jsonl": GOOD for n in range(50)}
-    started: list[str] = []
-    begin = subprocess.Popen.__init__
-
-    def counted(process: Any, arguments: Any, *rest: Any, **options: Any) -> None:
-        if str(arguments[1]).startswith("--git-dir="):
-            started.append(arguments[2])
-        begin(process, arguments, *rest, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess.Popen, "__init__", counted)
+    with git_processes_of_hub() as started:
         told = push(hub, clone, files)
     assert len([line for line in told if "this large file was not uploaded" in line]) == 5
     assert "45 more large files were not uploaded." in told

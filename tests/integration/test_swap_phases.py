@@ -145,9 +145,7 @@ def test_a_newer_request_overtakes_what_has_not_begun_to_commit(tmp_path: Path) 
 def test_a_running_swap_goes_on_if_its_release_is_requested_again(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         other = house.release(3)
-        gate = house.engine.hang["stage"] = asyncio.Event()
-        first = asyncio.create_task(house.swapper.swap(house.new.id))
-        await until(lambda: ("stage", house.new.id) in house.engine.log)
+        first, gate = await house.swap_held_at("stage", house.new.id)
         waiting = asyncio.create_task(house.swapper.swap(other.id))
         await asyncio.sleep(0)
         release_store.set_pending(house.pipeline_dir, house.new.id)
@@ -178,9 +176,7 @@ def test_a_swap_that_has_given_way_does_not_go_on(
     async def story(house: House) -> None:
         monkeypatch.setattr(release_store, "clear_pending", slow_clear)
         other = house.release(3)
-        gate = house.engine.hang["stage"] = asyncio.Event()
-        first = asyncio.create_task(house.swapper.swap(house.new.id))
-        await until(lambda: ("stage", house.new.id) in house.engine.log)
+        first, gate = await house.swap_held_at("stage", house.new.id)
         waiting = asyncio.create_task(house.swapper.swap(other.id))
         await asyncio.sleep(0)
         gate.set()
@@ -200,9 +196,7 @@ def test_a_swap_that_fails_is_not_joined_by_a_request_for_the_same_release(tmp_p
 
     async def story(house: House) -> None:
         house.engine.fail["stage"] = EngineError("out of order")
-        gate = house.engine.hang["unload"] = asyncio.Event()
-        first = asyncio.create_task(house.swapper.swap(house.new.id))
-        await until(lambda: ("unload", house.new.id) in house.engine.log)
+        first, gate = await house.swap_held_at("unload", house.new.id)
         house.engine.fail.clear()
         again = asyncio.create_task(house.swapper.swap(house.new.id))
         await asyncio.sleep(0)
@@ -216,9 +210,7 @@ def test_a_swap_that_fails_is_not_joined_by_a_request_for_the_same_release(tmp_p
 def test_one_may_wait_while_one_commits(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         third, fourth = house.release(3), house.release(4)
-        gate = house.engine.hang["commit"] = asyncio.Event()
-        first = asyncio.create_task(house.swapper.swap(house.new.id))
-        await until(lambda: ("commit", house.new.id) in house.engine.log)
+        first, gate = await house.swap_held_at("commit", house.new.id)
         waiting = asyncio.create_task(house.swapper.swap(third.id))
         await asyncio.sleep(0)
         newer = asyncio.create_task(house.swapper.swap(fourth.id))
@@ -234,9 +226,7 @@ def test_one_may_wait_while_one_commits(tmp_path: Path) -> None:
 def test_the_release_that_commits_can_be_asked_for_again_after_another(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         third = house.release(3)
-        gate = house.engine.hang["commit"] = asyncio.Event()
-        first = asyncio.create_task(house.swapper.swap(house.new.id))
-        await until(lambda: ("commit", house.new.id) in house.engine.log)
+        first, gate = await house.swap_held_at("commit", house.new.id)
         waiting = asyncio.create_task(house.swapper.swap(third.id))
         await asyncio.sleep(0)
         again = asyncio.create_task(house.swapper.swap(house.new.id))
@@ -266,9 +256,7 @@ def test_the_first_release_comes_after_none(tmp_path: Path) -> None:
 
 def test_a_swap_goes_on_when_who_asked_hangs_up(tmp_path: Path) -> None:
     async def story(house: House) -> None:
-        gate = house.engine.hang["stage"] = asyncio.Event()
-        asked = asyncio.create_task(house.swapper.swap(house.new.id))
-        await until(lambda: ("stage", house.new.id) in house.engine.log)
+        asked, gate = await house.swap_held_at("stage", house.new.id)
         asked.cancel()
         gate.set()
         await until(lambda: house.admission.previous == house.old.id)

@@ -9,9 +9,11 @@ from typing import Any, get_args
 
 from huggingface_hub import HfApi
 
+from jobs import temporary_failures
 from jobs.job import TRANSITIONS, JobState
 from pipeline.hub.webhooks.states import DELIVERY_MOVES, WEBHOOK_MOVES, DeliveryStatus, Move
 from receiver.webhooks import WebhookStatus
+from serving import errors
 from serving.swap_schemas import SwapPhase, SwapResult
 from tests.doors import DOORS, ROOT
 
@@ -108,3 +110,8 @@ def source_of(file: Path, test: str) -> str:
         if isinstance(node, ast.FunctionDef) and node.name == test
     )
     return ast.get_source_segment(text, found) or ""
+
+
+def test_jobs_and_serving_agree_on_temporary_errors() -> None:
+    """They never import each other, so each has its own list."""
+    assert errors._TEMPORARY_ERRNOS == temporary_failures._TEMPORARY_ERRNOS

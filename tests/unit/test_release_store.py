@@ -328,3 +328,23 @@ def test_leftovers_are_swept_unless_a_publisher_is_at_work(tmp_path: Path) -> No
     assert release_removal.sweep(tmp_path) == [".replacing-1", ".unfinished-1", ".unfinished-2"]
     assert (tmp_path / ".replacing-2").exists()
     assert release_store.release_ids(tmp_path) == ["r000001-00000000"]
+
+
+def test_a_manifest_that_cannot_be_read_is_damaged_unless_the_error_is_temporary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / put(tmp_path, "r000001-aaaaaaaa")
+    number = errno.EMFILE
+
+    def read_bytes(path: Path) -> bytes:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    for read in (release_store.load_release, verify.verify_release):
+        with pytest.raises(OSError, match=os.strerror(number)):
+            read(folder)
+    number = errno.EIO
+    with pytest.raises(ReleaseError, match="cannot be read"):
+        release_store.load_release(folder)
+    [reason] = verify.verify_release(folder)
+    assert "cannot be read" in reason

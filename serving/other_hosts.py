@@ -12,7 +12,7 @@ from serving.http.cross_site import other_host
 from serving.request_errors import wrong_host
 
 
-class OnlyOwnNames:
+class RefuseOtherHosts:
     """Middleware that refuses a request before any route sees it.
 
     Args:
