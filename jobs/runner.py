@@ -39,8 +39,8 @@ _ALIVE_SECONDS = 0.25
 """A runner updates the modification time of its `alive_file` at most once in this time."""
 
 _RETRY_FACTOR = 4
-"""After a temporary failure, the wait before the next attempt is `retry_seconds`, multiplied by
-this factor for each earlier attempt that was lost or failed."""
+"""After a temporary failure, the next attempt waits for `retry_seconds`. Each earlier attempt that
+was lost or failed multiplies this wait by this factor."""
 
 StopReason = Literal["cancel", "timeout", "shutdown"]
 
@@ -86,9 +86,9 @@ class Runner:
         launcher: Starts the commands. Default: a `LocalLauncher`.
         secret_key: The Fernet key that encrypted the secrets in specs. Without this key, a job with
             secrets fails to start.
-        alive_file: The runner updates the modification time of this file several times a second. If
-            the runner hangs, the modification time stays old, and another program can notice the
-            hang.
+        alive_file: While the runner works, it updates the modification time of this file several
+            times a second (less often while the store fails). If the runner hangs, the modification
+            time stays old, and another program can notice the hang.
     """
 
     def __init__(
@@ -114,30 +114,33 @@ class Runner:
         self._next_touch = 0.0
         self._leased: dict[str, _LeasedJob] = {}
         self._has_unseen_changes = False
-        """Whether the store has changed since the last step that did not fail."""
+        """Whether the store may have changed since the last step that did not fail."""
         self._has_new_file = False
-        """Whether the store uses a new file, and the jobs of the old file are not forgotten yet."""
+        """Whether the store has begun to use a new file, and this runner has not yet forgotten the
+        jobs that only the old file had."""
         self._next_claim = 0.0
         self._next_adoption = 0.0
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         """The unique name of this runner in the store."""
 
     def run(self, stop: threading.Event) -> None:
-        """Run jobs until `stop` is set. Then end the processes of the running jobs, and return. The
-        next runner starts new attempts of these jobs.
+        """Run jobs until `stop` is set. Then end the processes of the running jobs, and return. A
+        job that has not ended by then gets a new attempt from the next runner.
 
         If the store fails, the runner tries again until the store works. Raises StoreError if the
         store fails after `stop` was set, and LaunchError if `jobs_dir` cannot be used. Raises
-        OSError or DamagedRecord if a file in a job's folder cannot be used for a temporary cause,
-        such as a full disk. The next runner then adopts the running jobs.
+        OSError or DamagedRecord if a file in a job's folder cannot be read or written, and the
+        cause is temporary, such as a full disk. After an error, the next runner adopts the running
+        jobs.
         """
         self._run(stop, until_idle=False)
 
     def run_until_idle(self, stop: threading.Event) -> None:
-        """Run jobs until every job of the store has ended. Return earlier if `stop` is set.
+        """Run jobs until every job of the store has ended. If `stop` is set before that, end the
+        processes of the running jobs and return, as `run` does.
 
         This runner also waits for the jobs of other runners: if such a runner is dead, this runner
-        adopts its jobs as soon as their leases have run out.
+        adopts its jobs after their leases have run out.
         """
         self._run(stop, until_idle=True)
 
@@ -196,7 +199,8 @@ class Runner:
         if self._has_new_file:
             self._forget_lost_jobs(launcher)
             self._has_new_file = False
-        # If the store fails during this step, the next step must read the jobs again.
+        # Keep this flag until the end of the step. If the store fails during the step, the next
+        # step must read the jobs again, even if `self._store.changed()` then returns False.
         self._has_unseen_changes |= self._store.changed()
         changed = self._has_unseen_changes
         if not is_stopping:
@@ -224,7 +228,7 @@ class Runner:
         lease_seconds = self._settings.lease_seconds
         for job in self._store.adopt(self.owner, lease_seconds, held=self._leased):
             logger.warning(
-                "Job %s: its runner is gone; this runner continues the job.",
+                "Job %s: its lease ran out or was given up; this runner continues the job.",
                 job.id,
                 extra=log_fields(job),
             )
@@ -269,9 +273,9 @@ class Runner:
         )
         is_attempted_again = job.handle is None and job.attempt > 1
         if is_attempted_again and (wait := job.run_after - self._store.now()) > 0:
-            # An earlier runner ran the last attempt, and logged why it failed. This runner does not
-            # know the cause, because the store does not record it.
-            reason = f"Attempt {job.attempt - 1} of {job.id} failed."
+            # An earlier attempt failed, and the next attempt must wait. The store does not record
+            # why the attempt failed. Normally an earlier runner ran it, and has logged the cause.
+            reason = f"An earlier attempt of {job.id} failed."
             self._schedule_attempt(leased, failure(job, stage="lost", reason=reason), wait)
 
     # Running jobs
@@ -288,8 +292,8 @@ class Runner:
                 secret_key=self._secret_key,
             )
             waited = leased.waited_seconds
-            # Set these values before the call of the store. If the call fails, the attempt still
-            # runs.
+            # Set these values before the store is called. The attempt runs even if this call fails,
+            # so the job must not count as waiting any more.
             leased.deadline += waited
             leased.failed = None
             self._store.started(job.id, self.owner, leased.handle, waited_seconds=waited)
@@ -371,8 +375,9 @@ class Runner:
             if job.owner != self.owner:
                 raise LeaseLost(job.id, self.owner)
             if job.attempt > leased.job.attempt:
-                # The store failed just after it had stored the retry of the last attempt. So do not
-                # retry this attempt again, because it would count twice.
+                # This runner asked the store for a retry of the last attempt. The store has stored
+                # the retry, but then failed, so this runner got no answer. Do not ask again,
+                # because the last attempt would then count twice.
                 self._remove_outcome(job)
                 self._track(job)
                 return
@@ -459,16 +464,17 @@ class Runner:
             self._store.heartbeat(job.id, self.owner, self._settings.lease_seconds)
             try:
                 launcher.stop(leased.handle, force=True)
-            except (DamagedRecord, OSError):  # for example, the damaged file names the processes
+            # For example, the damaged file is the one that says which processes the job has.
+            except (DamagedRecord, OSError):
                 reason += " Processes of the job may still run."
         outcome = failure(job, stage="lost", reason=reason)
         logger.warning("%s", outcome.reason, extra=log_fields(job))
         self._after_result(leased, self._store.finish(job.id, self.owner, outcome))
 
     def _forget_lost_jobs(self, launcher: Launcher) -> None:
-        """Forget the jobs that the store's new file does not name as jobs of this runner. Do so
-        before a job of the new file is started, because the new job may have the id of a lost
-        job."""
+        """Forget each job of this runner that is lost: the store's new file does not have the job,
+        or this runner is not the job's owner there. Call this before a job of the new file is
+        started, because the new job may have the id of a lost job."""
         logger.error("The file of the job store was deleted or replaced; a new file is used.")
         for leased in list(self._leased.values()):
             try:
@@ -479,13 +485,13 @@ class Runner:
                 self._forget(leased, launcher)
 
     def _forget(self, leased: _LeasedJob, launcher: Launcher) -> None:
-        """Kill the processes of a job that the store no longer has, and forget the job. Other jobs
-        go on."""
+        """Kill the processes of a job that the store no longer has as a job of this runner, and
+        forget the job. Other jobs go on."""
         job = leased.job
         logger.warning(
-            "Job %s is not in the store any more, perhaps because the store was restored from a "
-            "backup. Its processes are killed. `pipeline doctor` says whether a push needs a new "
-            "job.",
+            "The store no longer has job %s as a job of this runner, perhaps because the store was "
+            "restored from a backup. The processes of the job are killed. To find out whether a "
+            "push needs a new job, run: pipeline doctor",
             job.id,
             extra=log_fields(job),
         )

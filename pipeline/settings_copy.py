@@ -26,8 +26,8 @@ def write_copy(file: Path, copy: Path) -> None:
 def copy_or_file(file: Path) -> Path:
     """The copy, if this process is part of a stack; otherwise the settings file `file`.
 
-    A program that a service starts may inherit `PIPELINE_SETTINGS_COPY`. If this program works with
-    another state folder, it gets `file`.
+    A program that a service starts may inherit `PIPELINE_SETTINGS_COPY`. But if the program works
+    with another state folder, the copy is not meant for it, so it gets `file`.
     """
     copy = Home.find().settings_copy
     is_in_stack = os.environ.get(VARIABLE) == str(copy) and copy.exists()

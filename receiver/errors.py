@@ -1,6 +1,6 @@
-"""The errors of the receiver, as a tree. The text beside an error says what happens when this error
-is raised. A number is the HTTP status of the answer to the sender. The *proof* of a request is its
-secret or its signature.
+"""The errors of the receiver, as a tree. The text beside most errors says what happens when this
+error is raised. A number is the HTTP status of the answer to the sender. The *proof* of a request
+is its secret or its signature.
 
 ReceiverError            the base class; the message is for a person
 ├── ProofMissing         answered 401
@@ -19,7 +19,8 @@ ReceiverError            the base class; the message is for a person
 
 
 class ReceiverError(Exception):
-    """The receiver refuses a request, cannot start, or cannot use a file, a hub or a tunnel."""
+    """The receiver refuses a request, cannot start, or cannot use a file, a hub or a tunnel. Or
+    somebody asked for a dead letter that does not exist (`receiver/dead_letters.py`)."""
 
     status_code = 500
     """The HTTP status of the answer, if this error refuses a request."""
@@ -59,10 +60,10 @@ class NotAnEvent(ReceiverError):
 
 
 class WorkerNotRunning(ReceiverError):
-    """The server does not accept a delivery for a durable handler, because the context
-    `WebhooksServer.lifespan` is not open. The server calls durable handlers only while this context
-    is open. (A handler is *durable* if each of its deliveries is stored before the handler is
-    called.)"""
+    """The server does not accept a delivery for a durable handler, because it could not call the
+    handler. A handler is *durable* if each of its deliveries is stored before the handler is
+    called. The server calls such handlers only while the context `WebhooksServer.lifespan` is
+    open, and this context is not open."""
 
     status_code = 503
 

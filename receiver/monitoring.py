@@ -1,5 +1,5 @@
-"""The routes that other programs use to watch a receiver: `/metrics` for Prometheus, and `/live`
-for `pipeline up`."""
+"""Two routes with which other programs watch a receiver: `/metrics` for Prometheus, and `/live` for
+`pipeline up`."""
 
 import time
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 15)
 
 
 def measure(app: FastAPI) -> None:
-    """Count the requests to `/webhooks/…` and the time of their answers, and add the route
+    """Count the requests to `/webhooks/…`, measure how long their answers take, and add the route
     `/metrics`. Call this function before the app serves requests."""
     registry = CollectorRegistry()
     requests = Counter(
@@ -83,10 +83,10 @@ class _Measured:
         try:
             await self._app(scope, receive, count)
         finally:
-            # Count all unknown paths under one name. Each path is a time series in Prometheus. If
-            # unknown paths were counted one by one, a stranger could create any number of series.
-            # The status does not show which paths are unknown: an unknown path is answered 404 or
-            # 403, and a refused request to a handler is answered 403 too.
+            # Count all unknown paths under the name `other`. In Prometheus, each path has its own
+            # time series. So if unknown paths were counted one by one, a stranger could create any
+            # number of series. Look for the path among the routes, because the status is no help: a
+            # 403 is the answer to some unknown paths, but also to a refused request to a handler.
             is_known = any(getattr(route, "path", None) == scope["path"] for route in self._routes)
             path = scope["path"] if is_known else "other"
             self._requests.labels(path, status).inc()

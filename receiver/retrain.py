@@ -1,5 +1,6 @@
-"""The handler that starts retrainings: it submits a job for each push to a dataset that a pipeline
-follows. It ignores all other events, and its answer says why an event was ignored."""
+"""The handler that starts retrainings: it submits a job for each push to a ref of a dataset
+(normally a branch) that a pipeline follows. It ignores all other events, and its answer says why an
+event was ignored."""
 
 import logging
 from collections import Counter
@@ -26,18 +27,24 @@ Answer = dict[str, str | list[str]]
 def retrain_handler(
     store: JobStore, rules: Sequence[RetrainRule]
 ) -> Callable[[WebhookPayload, Request], Awaitable[Answer]]:
-    """A handler for `WebhooksServer.add_webhook("/retrain", knows_repeats=True)`.
+    """A handler for `WebhooksServer.add_webhook("/retrain", knows_repeats=True)`. The argument
+    `knows_repeats` says that the handler itself recognises repeated deliveries.
 
     The handler answers `{"job": id}` after the job and the delivery were stored. If several
-    pipelines follow the dataset, the answer also has `"jobs"`, a list of the ids of all their jobs.
-    If an event needs no job, the answer is `{"ignored": reason}`.
+    pipelines follow the ref, the answer also has `"jobs"`, a list of the ids of all their jobs. If
+    an event needs no job, the answer is `{"ignored": reason}`.
 
-    If a delivery is repeated, the rules that are configured now decide again whether the delivery
-    needs a job. If it does, the answer names the job that is recorded for the delivery. But if this
-    job failed or was cancelled, the answer names a later job of the pipeline that was not submitted
-    by hand: the newest such job that neither failed nor was cancelled. If there is no such job, or
-    if no job is recorded because the delivery was ignored at first, the event is handled as if it
-    were new.
+    If a sender repeats a delivery, the rules that are configured now decide again whether the
+    delivery needs a job. If it does, the answer names, for each pipeline, the first of these jobs
+    that exists:
+
+    1. The job that is recorded for the delivery, unless this job failed or was cancelled.
+    2. The newest of the later jobs of the pipeline. Jobs that failed, were cancelled, or were
+       submitted by hand do not count.
+    3. The job to which the delivery leads when it is handled like a new one.
+
+    If no job is recorded, because the delivery was ignored when it first arrived, only item 3
+    applies.
 
     Raises:
         ValueError: Two rules name the same pipeline.
@@ -45,7 +52,7 @@ def retrain_handler(
     for pipeline, count in Counter(rule.pipeline for rule in rules).items():
         if count > 1:
             raise ValueError(
-                f"{count} rules name the pipeline {pipeline!r}, but a pipeline follows only one ref"
+                f"{count} rules name the pipeline {pipeline!r}, but a pipeline has only one rule"
             )
     # Only one thread writes. The jobs of all events that arrive during a write share the next
     # transaction. If each event had its own transaction, each event would wait for the lock of the

@@ -16,7 +16,11 @@ from pipeline.errors import PipelineError
 
 def init(
     name: Annotated[
-        str, typer.Option(help="The pipeline's name. Requests give this name as `model`.")
+        str,
+        typer.Option(
+            help="The pipeline's name. A request to the completion server of the pipeline may give "
+            "this name as its `model`."
+        ),
     ],
     dataset: Annotated[
         str, typer.Option(help="The dataset to follow, as OWNER/NAME or a git URL.")

@@ -14,13 +14,19 @@ from pipeline.paths import Home
 def repair(pipeline: PipelineOption = None) -> None:
     """Check every release, and make the server serve an undamaged one.
 
-    If the release that should be served is damaged, the server swaps to a substitute: the newest
-    undamaged release that was served before the damaged one. If a substitute is served, but
-    somebody has restored the damaged release, the server swaps back to the restored release.
+    If the release that should be served is damaged, the server swaps to the newest undamaged
+    release that was served before it. From then on, this older release is the one that should be
+    served, as after a rollback.
+
+    When the server starts, it may find the damage itself, and serve that older release as a
+    substitute. This command then makes no swap. But if somebody has restored the damaged release
+    since then, the server swaps back to the restored release.
+
+    If no server is up, the next server that starts makes the swap.
 
     This command names the damaged releases, but removes none. If the pending release (chosen, but
     not served yet) is damaged, it is no longer pending. The exit code is 1 if no undamaged release
-    can be served, or if the swap fails.
+    was served before the damaged one, or if the swap fails.
     """
     from pipeline.settings import load_settings
     from serving.errors import ReleaseError
@@ -51,7 +57,7 @@ def repair(pipeline: PipelineOption = None) -> None:
     try:
         served = served_release(folder)
     except ReleaseError as error:
-        print(f"`current` cannot be read: {error}")
+        print(f"`current` does not name a release: {error}")
         served = None
     best = next((each for each in reversed(live) if each in undamaged), None)
     if best is None:
@@ -65,13 +71,17 @@ def repair(pipeline: PipelineOption = None) -> None:
         instead = f" as a substitute for {should_be_served}" if is_substitute else ""
         print(f"{best} is served{instead}; there is nothing to do")
     else:
-        why = f"{should_be_served} is damaged" if is_substitute else f"{best} is undamaged again"
+        why = (
+            f"{should_be_served} is damaged"
+            if is_substitute
+            else f"{best} is undamaged, but not served"
+        )
         print(f"{why}: serving {best}")
         swap_in(chosen, best, as_json=False)
         if is_substitute:
             print(
-                "the next training learns the rows of the damaged release again; to start it: "
-                "pipeline jobs run"
+                f"the next training learns the rows again that only {should_be_served} had "
+                "learned; to start it: pipeline jobs run"
             )
     for release_id in sorted(faults.keys() - undamaged):
         print(
@@ -84,8 +94,8 @@ def rm(
     release: Annotated[str, typer.Argument(help="The id of a release, from `releases ls`.")],
     pipeline: PipelineOption = None,
 ) -> None:
-    """Remove a release, damaged or not. The served, the pending and the pinned releases cannot be
-    removed."""
+    """Remove a release, damaged or not. You cannot remove a release while it is served, pending
+    (chosen, but not served yet) or pinned (kept by `releases pin`)."""
     from pipeline.probes import server_state
     from pipeline.stack_record import running_settings
     from serving.weights.release_removal import remove

@@ -75,11 +75,13 @@ def is_replacement(name: str) -> bool:
 
 
 def is_abandoned(entry: Path) -> bool:
-    """Whether `entry` is a temporary file or link whose writer was killed before the rename.
+    """Whether `entry` is a temporary file or link whose writer was probably killed before the
+    rename.
 
-    This function decides by the age of the entry, because some writers hold no lock. So use it only
-    in folders where all temporary files are small. The writer of a large file, such as a
-    checkpoint, may pause for more than a minute, and the file would then count as abandoned.
+    This function cannot find out whether the writer still runs, because some writers hold no lock.
+    So it decides by the age of the entry. Use it only in folders where all temporary files are
+    small: the writer of a large file, such as a checkpoint, may pause for more than a minute, and
+    the file would then count as abandoned.
     """
     if not entry.name.startswith(REPLACING):
         return False

@@ -504,7 +504,7 @@ def test_repair_serves_a_release_again_that_is_whole_again(configure: Configure)
         assert httpx.get(f"{url}/health").json()["release"] == before
         assert f"as a substitute for {damaged}" in pipeline("releases", "repair").output
         elsewhere.rename(folder / damaged)
-        assert f"{damaged} is undamaged again" in pipeline("releases", "repair").output
+        assert f"{damaged} is undamaged, but not served" in pipeline("releases", "repair").output
         assert httpx.get(f"{url}/health").json()["release"] == damaged
 
 

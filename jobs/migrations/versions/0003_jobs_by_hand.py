@@ -1,7 +1,8 @@
 """Add two columns, `jobs.by_hand` and `job_deliveries.new_sha`.
 
-`by_hand` marks a job that a person submitted. A pipeline may now have two pending jobs: one created
-by pushes, and one submitted by hand. `new_sha` is the commit that a delivery announced.
+`by_hand` marks a job that a person submitted. (Of the jobs that are already in the store, only
+pending ones get the mark.) A pipeline may now have two pending jobs: one created by pushes, and one
+submitted by hand. `new_sha` is the commit that a delivery announced.
 """
 
 import json
@@ -41,7 +42,8 @@ def upgrade() -> None:
 
 def _mark_jobs_by_hand(connection: sa.Connection) -> None:
     """Mark the pending jobs that were submitted by hand. In the payload of such a job, the id of
-    the webhook is `by-hand`. A job that also has a delivery of a push is not marked."""
+    the webhook is `by-hand`. Two kinds of jobs are not marked: a job that also has a delivery of a
+    push, and a job whose payload the person gave, because it cannot be recognised."""
     pending = sa.select(JOBS.c.number, JOBS.c.payload).where(
         JOBS.c.state == "SCHEDULING",
         JOBS.c.number.not_in(sa.select(LINKS.c.job_number)),
