@@ -9,10 +9,11 @@ These terms have one meaning in all modules:
   hand* was submitted by a person.
 - An *attempt* is one start of a job's command. If the attempt fails for a temporary cause or is
   lost, the job normally gets another attempt.
-- An attempt is *lost* if its runner was stopped before the attempt wrote an outcome. It is also
-  lost if its process vanished or was killed before that. (A kill by the runner itself, for example
-  at the time limit, does not count.) There is one exception: if a plain command was killed, its
-  attempt is not lost, and the job has failed.
+- An attempt is *lost* if one of these things happened before the attempt wrote an outcome: its
+  runner was stopped, its process vanished, or somebody other than the runner killed its process.
+  (If the runner was stopped, an outcome `failed` or `cancelled` does not count, because the stop
+  probably caused it.) But if somebody killed a plain command, the attempt is not lost: the job has
+  failed.
 - A job *answers for* the commits and deliveries that led to it: the outcome of the job is also the
   outcome of these commits and deliveries.
 - While a push job is *pending* (not started yet), it *absorbs* later pushes: it answers for their

@@ -31,7 +31,9 @@ class JobReader:
         self._clock = clock
         self._changes = ChangeDetector(engine)
         self._file = file_of(engine)
-        """The SQLite file (see `file_of`) whose tables were checked last. None for Postgres."""
+        """The SQLite file (see `file_of`) whose tables are known to have the current schema. If
+        another file has replaced it, `JobStore.follow_file` creates or upgrades the tables of that
+        file. None for Postgres."""
 
     def close(self) -> None:
         self._changes.close()
@@ -49,9 +51,10 @@ class JobReader:
             return fetch_job(connection, number_of(job_id))
 
     def when_ended(self, *, among: int, since: str | None = None) -> dict[str, float]:
-        """When jobs ended: job id → time, earliest time first. Looks at the newest `among` jobs.
-        With `since`, also looks at this job and at every newer job. Leaves out jobs that have not
-        ended."""
+        """When jobs ended: job id → time, earliest time first. Leaves out jobs that have not ended.
+
+        Looks at the last `among` job ids, including the ids of deleted jobs. If `since` (a job's
+        id) is given, also looks at the job `since` and at every newer job."""
         with reading(self._engine) as connection:
             first = (connection.scalar(select(func.max(JOBS.c.number))) or 0) - among + 1
             if since is not None:

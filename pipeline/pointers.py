@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 OID = re.compile(r"[0-9a-f]{64}")
-"""Matches the id of a large file: the sha256 of its content, in lower case."""
+"""Matches the id of a large file: the sha256 of its content, as hex digits in lower case."""
 MAX_POINTER_BYTES = 1024
 """Git LFS does not treat a larger file as a pointer."""
 MIN_POINTER_BYTES = 126
@@ -29,15 +29,17 @@ class Pointer:
     @classmethod
     def parse(cls, content: bytes) -> "Pointer | None":
         """Read the content of a file. Returns None if the content is not a pointer. The newline at
-        the end of a pointer may be missing."""
+        the end of a pointer may be missing. Also returns None for a pointer of the pre-release of
+        Git LFS, which has another URL in its first line."""
         if len(content) > MAX_POINTER_BYTES:
             return None
         found = _POINTER.fullmatch(content)
         return None if found is None else cls(oid=found[1].decode(), size=int(found[2]))
 
     def render(self) -> bytes:
-        """The content of the pointer file, in exactly the form that `git lfs` writes. So git stores
-        the same pointer for a large file, whether the API or `git push` uploaded the file."""
+        """The content of the pointer file, in exactly the form that `git lfs` writes if it uses no
+        extensions. So git stores the same pointer for a large file, whether the API or `git push`
+        uploaded the file."""
         return (
             f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.oid}\nsize {self.size}\n"
         ).encode()

@@ -96,7 +96,8 @@ class RequestGuard:
     async def handle(self, request: Request, call_handler: CallHandler) -> Response:
         """The answer to the sender. It is the handler's answer to this delivery or, for a repeated
         delivery, the answer that `cache` has kept. The guard itself answers if the request is
-        refused, the event is ignored, or the delivery is stored for a later call."""
+        refused, if the event is ignored or is only a test, or if the delivery is stored for a later
+        call."""
         at, began, status = time.time(), time.perf_counter(), 500
         sent_id = sent_delivery_id(request.headers)
         try:
@@ -229,9 +230,11 @@ def guarded_route(guard: RequestGuard) -> type[APIRoute]:
 
 def sent_delivery_id(headers: Mapping[str, str]) -> str | None:
     """The delivery's id, which the sender has put into a header. None if no header has an id. If a
-    sender repeats a delivery, the repeat has the same id."""
+    sender repeats a delivery, the repeat normally has the same id."""
     if is_svix(headers):
-        return headers.get("svix-id") or None  # the signature covers only this id
+        # Trust no other header, because the signature of Svix covers only this id. Anybody who has
+        # seen a delivery could send it again with another id in another header.
+        return headers.get("svix-id") or None
     return next((headers[name] for name in _ID_HEADERS if headers.get(name)), None)
 
 
@@ -244,8 +247,8 @@ def _with_body(request: Request, body: bytes) -> Request:
 
 
 def _headers_of(body: bytes) -> dict[str, str]:
-    """The headers that describe `body`, which is JSON. They replace the sender's headers of the
-    same names, because the sender may have sent a form, or JSON with another content type."""
+    """The headers that describe `body` as JSON. They replace the sender's headers of the same
+    names, because the sender may have sent a form, or JSON with another content type."""
     return {"content-type": "application/json", "content-length": str(len(body))}
 
 

@@ -38,8 +38,8 @@ def wait(
     pipeline: Annotated[
         str | None,
         typer.Option(
-            help="The pipeline of the job. Needed with --commit if several pipelines follow the "
-            "dataset."
+            help="Only with --commit: the pipeline of the job. Needed if several pipelines have a "
+            "job for the commit."
         ),
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Wait at most this many seconds.")] = None,
@@ -68,10 +68,10 @@ def wait(
 
 def commit_id(name: str) -> str:
     """The full id of the commit `name`. `name` may be a full id, a short id, or a name such as
-    HEAD. If it is not a full id, git looks for the commit in the clone that contains the working
-    folder.
+    HEAD. A full id is returned without a check. For any other name, git looks for the commit in the
+    clone that contains the working folder.
 
-    Raises PipelineError if there is no such commit.
+    Raises PipelineError if git is not installed or finds no such commit.
     """
     if re.fullmatch(r"[0-9a-f]{40}([0-9a-f]{24})?", name):
         return name
@@ -99,8 +99,9 @@ def _follow_commit(
     quiet: bool,
     deadline: float | None,
 ) -> "Job":
-    """Show the job of the commit until the job has ended; returns the ended job. If this job fails
-    and a later job takes over its commits, show the later job in the same way, and return it."""
+    """Show the job of the commit until the job has ended; returns the ended job. If the commit then
+    has a newer job, show the newer job in the same way, and return it. Normally there is a newer
+    job if the first job failed and the newer job has taken over its commits."""
     job = _arrived(store, sha, pipeline, deadline)
     while True:
         ended = follow_to_end(store, job, home, quiet=quiet, deadline=deadline)

@@ -70,7 +70,7 @@ def deliveries(
             for one in found
         ]
         headings = ("delivery", "status", "event", "attempts", "ms", "next attempt", "answer")
-        empty = "Nothing was sent yet." if status is None else f"No {status} delivery."
+        empty = "No delivery." if status is None else f"No {status} delivery."
         print_table(headings, rows, empty=empty)
 
 
@@ -90,10 +90,13 @@ def replay(
     """Send a delivery again, to the URL that the webhook has now.
 
     Without --force, the delivery keeps its id. So if the receiver has already handled the delivery,
-    the receiver only repeats its first answer. The stack's own receiver makes one exception: if the
-    delivery's job failed or was cancelled, this receiver submits a new job, unless a later push has
-    a job that neither failed nor was cancelled. If there is such a later job, the receiver answers
-    with its id.
+    the receiver normally only repeats its first answer. The stack's own receiver makes exceptions.
+    If it ignored the delivery at first, it handles the delivery like a new one. If no pipeline
+    follows the branch any more, it ignores the delivery.
+
+    If the delivery's job failed or was cancelled, the stack's own receiver looks for later jobs of
+    the pipeline that pushes started, and that neither failed nor were cancelled. It answers with
+    the id of the newest of these jobs. If there is none, it submits a new job.
     """
     path = f"deliveries/{delivery_id}/replay"
     sent = call_hub("POST", path, endpoint, {"force": "1"} if force else {})["delivery"]
@@ -125,7 +128,7 @@ def test(
     elif quiet:
         print(sent["id"])
     else:
-        waiting = "not sent yet, because the hub sends other deliveries first"
+        waiting = "no attempt has ended yet; the hub may be busy with other deliveries"
         print(f"Webhook {webhook_id}: {_answer(sent) or waiting}")
     if sent["status"] != "delivered":
         raise typer.Exit(1)

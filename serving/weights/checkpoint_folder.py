@@ -34,9 +34,10 @@ _NOT_COMPANIONS = {
     *INDEX_FILES,
 }
 _SOURCES = ((INDEX_FILE, "model.safetensors"), (BIN_INDEX_FILE, "pytorch_model.bin"))
-"""Where weights may be, in the order of the search. Each pair has the name of an index, and the
-name of a single shard without an index. Safetensors come first, so if a folder has both formats, no
-pickle is read."""
+"""Where weights may be, in the order of the search. In each pair, the first name is the name of an
+index file. If this file is missing, the weights may be in a single shard with the second name. A
+`.bin` shard is a pickle. Safetensors come first, so if a folder has both formats, no pickle is
+read."""
 
 
 def checkpoint_weight_map(source: Path) -> dict[str, str]:
@@ -44,7 +45,8 @@ def checkpoint_weight_map(source: Path) -> dict[str, str]:
 
     The map comes from the index, a file of the checkpoint that lists the tensors of each shard. A
     checkpoint without an index must have exactly one shard, and the tensor names are then read from
-    this shard. Raises ReleaseError if there are no weights, or if a shard is missing.
+    this shard. Raises ReleaseError if there are no weights, if a shard is missing, or if the index
+    or the single shard is not valid.
     """
     if not source.is_dir():
         raise ReleaseError(f"{source} is not a folder")
@@ -76,7 +78,7 @@ def _names(shard: Path) -> Collection[str]:
 def manifest_of_folder(source: Path, pipeline: str) -> Release:
     """Makes a manifest for a checkpoint folder that is served without being published.
 
-    The manifest is not written to disk, and its release number is 0. If the folder has `.bin`
+    The manifest is not written to disk, and its release number is 0. If the weights are in `.bin`
     shards, the manifest lists no tensors. Raises ReleaseError.
     """
     weight_map = checkpoint_weight_map(source)

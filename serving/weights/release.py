@@ -132,14 +132,16 @@ class Release(_Record):
     """The job's measurements of the new weights, as JSON of `pipeline.retrain.evaluate.Evaluation`.
     None if nothing was measured."""
     files: dict[str, FileEntry]
-    """Every file of the folder except the manifest. A file that is not listed is never read."""
+    """The files of the release, except the manifest. If the folder has another file, no check looks
+    at that file."""
     tensors: dict[str, TensorEntry]
     tied: dict[str, str] = {}
     """Alias → stored name. An alias is a tensor name that uses the bytes of another tensor and has
     no bytes of its own."""
     probe: Probe | None = None
     """The logprobs that a server compares with its own before it serves the release. None if the
-    release was published by hand without a probe. A server then compares no logprobs."""
+    release was published without a probe, as `pipeline releases publish` does. A server then
+    compares no logprobs."""
 
     @property
     def stored_dtype(self) -> str:
