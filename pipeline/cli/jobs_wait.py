@@ -54,6 +54,11 @@ def wait(
     home, deadline = project_home(), deadline_in(timeout)
     if commit is not None and (job is not None or latest):
         raise PipelineError("--commit cannot be combined with a job id or --latest; give only one")
+    if pipeline is not None and commit is None:
+        raise PipelineError(
+            f"--pipeline {pipeline} works only with --commit; to wait for one of its jobs, give "
+            "the job's id; to list its jobs: pipeline jobs ls"
+        )
     with reading_store(home) as store:
         if commit is None:
             store, found = find_job(store, job, latest)

@@ -201,8 +201,9 @@ def _origin(served: dict[str, Any], head: str | None, head_changes_no_row: bool)
 def _substitute_note(served: dict[str, Any]) -> str:
     reason = served["reason"] or f"{served['stands_in_for']} could not be served"
     return (
-        f"{reason}; {served['release']} is served as a substitute; the next training learns the "
-        "rows of the damaged release again; to start it: pipeline jobs run"
+        f"{reason}; {served['release']} is served as a substitute; the next training learns "
+        f"the rows again that only {served['stands_in_for']} had learned; to start it: pipeline "
+        "jobs run"
     )
 
 

@@ -120,6 +120,14 @@ def test_several_pipelines_of_one_dataset_are_told_apart(store: JobStore) -> Non
     assert wait("--commit", A, "--pipeline", "facts").exit_code == 1
 
 
+def test_a_pipeline_without_a_commit_is_refused(store: JobStore) -> None:
+    """Ignored, the newest job of another pipeline would be waited for."""
+    store.submit(spec(A), delivery=delivery("d1"))
+    refused = wait("--latest", "--pipeline", "other")
+    assert refused.exit_code == 1
+    assert "--pipeline other works only with --commit" in str(refused.exception)
+
+
 def test_counts_are_told_wherever_a_job_is_shown(store: JobStore) -> None:
     counts = Counts(changed=60, learned=58, learned_before=3)
     store.submit(spec(A), delivery=delivery("d1"))
