@@ -31,7 +31,7 @@ from pipeline.sealed_secrets import check_secrets
 from pipeline.services import services_of
 from pipeline.settings import Settings
 from pipeline.stack_record import read_stack, stale_settings, suspended_stack
-from pipeline.subscriptions import ROUTE, own_webhook_id
+from pipeline.subscriptions import ROUTE, own_webhook_id, unwatched_datasets
 from pipeline.tokens import read_tokens
 from pipeline.versions import installed_versions
 from receiver.errors import NotAllowed, ReceiverError
@@ -251,11 +251,10 @@ def _check_webhooks(home: Home, settings: Settings) -> Iterator[Finding]:
             f"pipeline webhooks enable {ours.id}",
         )
     else:
-        watched = {item.name for item in ours.watched}
         moved = moved_datasets(settings, tokens)
         for dataset, present in moved.items():
             yield wrong("webhook", moved_message(dataset, present), moved_next_step(present))
-        missing = set(settings.datasets_on_hub) - watched - set(moved)
+        missing = set(unwatched_datasets(settings.datasets_on_hub, ours.watched)) - set(moved)
         if missing:
             yield wrong(
                 "webhook",

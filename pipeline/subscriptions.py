@@ -1,7 +1,7 @@
 """Makes the stack's own hub deliver events to the stack's receiver. For this, the hub gets one
 webhook. The webhook watches every dataset on this hub that a pipeline follows."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 
@@ -92,6 +92,13 @@ def subscribe(settings: Settings, home: Home, tokens: Tokens) -> None:
         )
         if ours.status != "disabled":
             enable_webhook(ours.id, endpoint=settings.hub_url, token=tokens.hub)
+
+
+def unwatched_datasets(datasets: Iterable[str], watched: Iterable[WatchedItem]) -> tuple[str, ...]:
+    """The datasets that are not among the watched items. The comparison ignores case, because a hub
+    finds a repository by its name in upper or lower case."""
+    names = {item.name.lower() for item in watched if item.type == "dataset"}
+    return tuple(dataset for dataset in datasets if dataset.lower() not in names)
 
 
 def _create(dataset: str, settings: Settings, tokens: Tokens) -> None:

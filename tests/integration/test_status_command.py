@@ -123,6 +123,15 @@ def test_an_own_webhook_that_delivers_to_another_address_is_loud(hub: RunningHub
     assert message not in dict(wrong())
 
 
+def test_a_dataset_that_is_watched_in_another_case_is_watched(hub: RunningHub) -> None:
+    home, settings = Home.find(), load_settings()
+    subscribe(settings, home, load_tokens(home.tokens_file))
+    [own] = hub.api.list_webhooks()
+    watched: list[Any] = [{"type": "dataset", "name": "Local/FACTS"}]
+    hub.api.update_webhook(own.id, watched=watched)
+    assert not any("does not watch" in message for message in dict(wrong()))
+
+
 def test_the_engine_is_named_with_the_reason(
     hub: RunningHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
