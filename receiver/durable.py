@@ -229,9 +229,9 @@ class DurableDeliveries:
                 continue
             next_due_at = await self._in_thread(log.next_due_at, now)
             # `_wake` is set when a delivery was stored, when a handler was added, when a call or a
-            # task of calls has ended, and when the worker must stop. But nothing sets `_wake` when a
-            # pause ends, when it is time to delete old deliveries, or when another process queues a
-            # dead letter. So wait for `_wake` at most until `look_at`.
+            # task of calls has ended, and when the worker must stop. But nothing sets `_wake` when
+            # a pause ends, when it is time to delete old deliveries, or when another process queues
+            # a dead letter. So wait for `_wake` at most until `look_at`.
             look_at = min(forget_at, next_due_at or forget_at, now + LOOK_SECONDS)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(look_at - now):
