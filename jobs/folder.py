@@ -23,7 +23,8 @@ SPEC = "spec.json"
 PAYLOAD = "payload.json"
 """The runner writes the payload of the webhook's delivery into this file, if the job has one."""
 OUTCOME = "outcome.json"
-"""The command may write its `JobOutcome` into this file. A retraining does so as its last step."""
+"""The command may write its `JobOutcome` into this file. A retraining does so as its last step.
+When the job's next attempt is started, this file is removed."""
 STALE = ".stale-"
 """If a folder belongs to a job of another database, `prepare_job_folder` adds this text and a
 number to the folder's name."""

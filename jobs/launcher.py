@@ -45,10 +45,12 @@ class Launcher(Protocol):
     """
 
     def start(self, launch: Launch) -> str:
-        """Start the attempt. If the attempt was already started, start nothing. Returns the
-        attempt's handle without waiting.
+        """Remove the outcome that an earlier attempt has left in the job's folder, and start the
+        attempt. If the attempt was already started, do neither. Returns the attempt's handle
+        without waiting.
 
-        Raises LaunchError if no process can be started.
+        Raises LaunchError if no process can be started, and OSError if the outcome cannot be
+        removed.
         """
 
     def poll(self, handle: str) -> Status:

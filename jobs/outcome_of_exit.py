@@ -16,7 +16,7 @@ from jobs.temporary_failures import TEMPORARY_FAILURE, is_temporary
 @dataclass(frozen=True)
 class Lost:
     """The job needs another attempt, because this attempt was interrupted. Either the runner was
-    stopped, or the attempt's process vanished or was killed before it wrote an outcome."""
+    stopped, or the attempt's process vanished or was killed before it had written an outcome."""
 
     reason: str
 
@@ -30,7 +30,7 @@ def outcome_of_exit(
     time_limit: float | None,
 ) -> JobOutcome | Lost | None:
     """Decide what the end of a job's process means. The process has exited, or has vanished without
-    an exit code. The result is one of these:
+    an exit code. This function changes no file. The result is one of these:
 
     - The outcome that the job wrote. It counts even if the process was killed after that. There is
       one exception: if the runner stopped the process, and the job wrote `failed` or `cancelled`,
@@ -45,9 +45,9 @@ def outcome_of_exit(
       set in this outcome if the command of a pipeline's job exited with `TEMPORARY_FAILURE`.
 
     If `outcome.json` is not valid or cannot be read, the result is an outcome `failed`. But if the
-    runner stopped the process, a file that is not valid is ignored: the process may have been
-    stopped while it wrote the file. Raises OSError if the file cannot be read for a temporary
-    cause, such as too many open files.
+    process was stopped or killed, or has vanished, a file that is not valid counts as missing: the
+    process may have been interrupted while it wrote the file. Raises OSError if the file cannot be
+    read for a temporary cause, such as too many open files.
 
     `stop_reason` says why the runner stopped the process: `cancel`, `timeout` or `shutdown`. None
     means that the runner did not stop the process. `time_limit` is the job's limit in seconds.
@@ -55,16 +55,16 @@ def outcome_of_exit(
     try:
         written = _written_outcome(job_dir)
     except ValidationError as error:
-        written = None
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        where = f", field {field}" if field else ""
-        reason = (
-            f"{OUTCOME} in the job's folder is not a valid outcome{where}: {first['msg']}. Correct "
-            "the command that writes the file, then submit the job again."
-        )
-        if stop_reason is None:
+        if stop_reason is None and status.exit_code is not None and status.exit_code >= 0:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"])
+            where = f", field {field}" if field else ""
+            reason = (
+                f"{OUTCOME} in the job's folder is not a valid outcome{where}: {first['msg']}. "
+                "Correct the command that writes the file, then submit the job again."
+            )
             return failure(job, stage="launch", reason=reason, exit_code=status.exit_code)
+        written = None
     except OSError as error:
         if is_temporary(error):
             raise
@@ -93,10 +93,6 @@ def outcome_of_exit(
         )
         return failure(job, stage="timeout", reason=reason, exit_code=status.exit_code)
     if stop_reason == "shutdown":
-        # The job may have written `failed` or `cancelled`, or a part of an outcome, because its
-        # runner was stopped. The next runner starts another attempt in the same folder. So remove
-        # this outcome. Otherwise the next runner would mistake it for that of the new attempt.
-        (job_dir / OUTCOME).unlink(missing_ok=True)
         return Lost("The job's runner was stopped.")
     code = status.exit_code
     if code == 0:

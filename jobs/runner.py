@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Literal
 
 from jobs.errors import DamagedRecord, JobNotFound, LaunchError, LeaseLost, StoreError
-from jobs.folder import OUTCOME
 from jobs.job import Job, delivery_ids, failure, log_fields
 from jobs.launcher import Launcher, Status
 from jobs.launchers.local import LocalLauncher
@@ -318,10 +317,6 @@ class Runner:
         seconds = self._settings.retry_seconds * _RETRY_FACTOR**job.num_lost
         job = self._store.retry(job.id, self.owner, failed, seconds)
         if not job.has_ended:
-            # Delete the outcome only after the store has recorded the retry. If the outcome were
-            # deleted first and this runner then died, the next runner would find a process that has
-            # exited without an outcome, and would end the job as failed.
-            self._remove_outcome(job)
             logger.warning(
                 "Job %s is tried again in %g s: %s",
                 job.id,
@@ -331,10 +326,6 @@ class Runner:
             )
             self._schedule_attempt(leased, failed, seconds)
         return job
-
-    def _remove_outcome(self, job: Job) -> None:
-        """Remove the outcome of the last attempt, before the next attempt is launched."""
-        (self._jobs_dir / job.id / OUTCOME).unlink(missing_ok=True)
 
     def _may_launch_again(self, leased: _LeasedJob, failed: JobOutcome, changed: bool) -> bool:
         """Whether to launch the next attempt of a waiting job now. `failed` is the outcome of the
@@ -378,7 +369,6 @@ class Runner:
                 # This runner asked the store for a retry of the last attempt. The store has stored
                 # the retry, but then failed, so this runner got no answer. Do not ask again,
                 # because the last attempt would then count twice.
-                self._remove_outcome(job)
                 self._track(job)
                 return
             leased.job = job

@@ -138,10 +138,6 @@ class JobStore(JobReader):
                 insert_ignored(connection, delivery, now, reason)
             return submit_all(connection, requests, now)
 
-    def ignore(self, delivery: Delivery, reason: str) -> None:
-        """Record that `delivery` leads to no job, as `submit_all` does."""
-        self.submit_all([], ignored=[(delivery, reason)])
-
     # What a runner does
 
     def follow_file(self) -> bool:

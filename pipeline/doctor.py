@@ -31,7 +31,7 @@ from pipeline.sealed_secrets import check_secrets
 from pipeline.services import services_of
 from pipeline.settings import Settings
 from pipeline.stack_record import read_stack, stale_settings, suspended_stack
-from pipeline.subscriptions import ROUTE
+from pipeline.subscriptions import ROUTE, own_webhook_id, unwatched_datasets
 from pipeline.tokens import read_tokens
 from pipeline.versions import installed_versions
 from receiver.errors import NotAllowed, ReceiverError
@@ -213,7 +213,8 @@ def _check_webhooks(home: Home, settings: Settings) -> Iterator[Finding]:
             "pipeline down, then pipeline up",
         )
         return
-    ours = next((webhook for webhook in webhooks if webhook.url == url), None)
+    own_id = own_webhook_id({each.id: each.url for each in webhooks}, settings, home)
+    ours = next((webhook for webhook in webhooks if webhook.id == own_id), None)
     for webhook in webhooks:
         for warning in webhook.warnings:
             yield wrong(
@@ -237,6 +238,12 @@ def _check_webhooks(home: Home, settings: Settings) -> Iterator[Finding]:
             yield wrong(
                 "webhook", f"the hub has no webhook for {url}", "pipeline down, then pipeline up"
             )
+    elif ours.url != url:
+        yield wrong(
+            "webhook",
+            f"{ours.id} delivers to {ours.url or 'its job'}, but the receiver is at {url}",
+            "pipeline down, then pipeline up",
+        )
     elif ours.status != "enabled":
         yield wrong(
             "webhook",
@@ -244,11 +251,10 @@ def _check_webhooks(home: Home, settings: Settings) -> Iterator[Finding]:
             f"pipeline webhooks enable {ours.id}",
         )
     else:
-        watched = {item.name for item in ours.watched}
         moved = moved_datasets(settings, tokens)
         for dataset, present in moved.items():
             yield wrong("webhook", moved_message(dataset, present), moved_next_step(present))
-        missing = set(settings.datasets_on_hub) - watched - set(moved)
+        missing = set(unwatched_datasets(settings.datasets_on_hub, ours.watched)) - set(moved)
         if missing:
             yield wrong(
                 "webhook",

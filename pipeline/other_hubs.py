@@ -15,7 +15,7 @@ from pipeline.retrain.own_token import own_token
 from pipeline.services import deliveries_path
 from pipeline.settings import Settings
 from pipeline.stack_record import read_stack
-from pipeline.subscriptions import ROUTE
+from pipeline.subscriptions import ROUTE, unwatched_datasets
 from pipeline.tokens import Tokens, read_tokens, secret_in_shell
 from receiver.errors import ReceiverError
 from receiver.moved_webhooks import HubCredentials
@@ -109,11 +109,7 @@ def check_webhooks_at_other_hubs(home: Home, settings: Settings) -> Iterator[Fin
         except ReceiverError as error:
             yield wrong(_CHECK, f"{hub} does not list its webhooks: {error}", _RESTART)
             continue
-        if (
-            ours is None
-            or "repo" not in ours.domains
-            or set(datasets) - {item.name for item in ours.watched}
-        ):
+        if ours is None or "repo" not in ours.domains or unwatched_datasets(datasets, ours.watched):
             names = ", ".join(datasets)
             yield wrong(_CHECK, f"no webhook at {hub} reports pushes to {names}", _RESTART)
         elif ours.status != "enabled":
@@ -140,8 +136,10 @@ def _subscribe(hub: str, token: str, url: str, datasets: list[str], secret: str)
     """Create or correct the webhook that posts to `url`; returns the webhook's id. This webhook
     keeps what it watches, because the user may have added something. The user's other webhooks do
     not change."""
-    watched = [WatchedItem(type="dataset", name=name) for name in datasets]
     ours = _find_webhook(hub, token, url)
+    kept = () if ours is None else ours.watched
+    added = (WatchedItem(type="dataset", name=name) for name in unwatched_datasets(datasets, kept))
+    watched = [*kept, *added]
     if ours is None:
         created = create_webhook(
             url=url, watched=watched, domains=["repo"], secret=secret, endpoint=hub, token=token
@@ -149,7 +147,7 @@ def _subscribe(hub: str, token: str, url: str, datasets: list[str], secret: str)
         return created.id
     update_webhook(
         ours.id,
-        watched=[*ours.watched, *(item for item in watched if item not in ours.watched)],
+        watched=watched,
         domains=["repo"],
         secret=secret,
         url=url,

@@ -96,7 +96,11 @@ class PipelineSettings(BaseModel):
     built-in retraining. A relative path of the program starts at the folder of the settings file.
     The program runs in the job's folder. When the program has trained, it has to call
     `pipeline releases publish` to make a release, and then `pipeline releases swap` to serve it."""
-    on_outcome: Annotated[str, Field(pattern=r"^https?://")] | tuple[str, ...] | None = None
+    on_outcome: (
+        Annotated[str, Field(pattern=r"^https?://")]
+        | Annotated[tuple[str, ...], Field(min_length=1)]
+        | None
+    ) = None
     """Where to report the outcome of each job: a URL, which gets the outcome as JSON in a POST, or
     a command with its arguments, which gets the same JSON on standard input. A relative path of the
     program starts at the folder of the settings file. If your own trainer (`command`) succeeds

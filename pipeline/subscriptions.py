@@ -1,7 +1,8 @@
 """Makes the stack's own hub deliver events to the stack's receiver. For this, the hub gets one
 webhook. The webhook watches every dataset on this hub that a pipeline follows."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from http import HTTPStatus
 
 from jobs.folder import write_atomically
@@ -32,8 +33,10 @@ def own_webhook_id(
     `subscribe` records the id. An older version has recorded no id, so if none of the webhooks has
     the recorded id, the stack's own webhook is the one that posts to the stack's receiver.
     """
-    if (recorded := _recorded_id(home)) in webhooks:
-        return recorded
+    with suppress(FileNotFoundError):
+        recorded = home.own_webhook_file.read_text(errors="replace")
+        if recorded in webhooks:
+            return recorded
     url = settings.receiver_url + ROUTE
     return next((id for id, posts_to in webhooks.items() if posts_to == url), None)
 
@@ -78,8 +81,7 @@ def subscribe(settings: Settings, home: Home, tokens: Tokens) -> None:
         )
         write_atomically(home.own_webhook_file, created.id, durable=True)
     else:
-        if ours.id != _recorded_id(home):
-            write_atomically(home.own_webhook_file, ours.id, durable=True)
+        write_atomically(home.own_webhook_file, ours.id, durable=True)
         update_webhook(
             ours.id,
             url=url,
@@ -92,11 +94,11 @@ def subscribe(settings: Settings, home: Home, tokens: Tokens) -> None:
             enable_webhook(ours.id, endpoint=settings.hub_url, token=tokens.hub)
 
 
-def _recorded_id(home: Home) -> str | None:
-    try:
-        return home.own_webhook_file.read_text(errors="replace")
-    except FileNotFoundError:
-        return None
+def unwatched_datasets(datasets: Iterable[str], watched: Iterable[WatchedItem]) -> tuple[str, ...]:
+    """The datasets that are not among the watched items. The comparison ignores case, because a hub
+    finds a repository by its name in upper or lower case."""
+    names = {item.name.lower() for item in watched if item.type == "dataset"}
+    return tuple(dataset for dataset in datasets if dataset.lower() not in names)
 
 
 def _create(dataset: str, settings: Settings, tokens: Tokens) -> None:

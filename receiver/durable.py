@@ -223,19 +223,25 @@ class DurableDeliveries:
             while len(self._running) < MAX_RUNNING and (delivery := queues.take()) is not None:
                 task = asyncio.create_task(self._handle_queue(delivery))
                 self._running.add(task)
-                task.add_done_callback(self._running.discard)
+                task.add_done_callback(self._free_task)
             if queues.has_next():
                 await self._wake.wait()
                 continue
             next_due_at = await self._in_thread(log.next_due_at, now)
-            # `_wake` is set when a delivery was stored, when a handler was added, when a call of a
-            # handler has ended, and when the worker must stop. But nothing sets `_wake` when a
-            # pause ends, when it is time to delete old deliveries, or when another process queues a
-            # dead letter. So wait for `_wake` at most until `look_at`.
+            # `_wake` is set when a delivery was stored, when a handler was added, when a call or a
+            # task of calls has ended, and when the worker must stop. But nothing sets `_wake` when
+            # a pause ends, when it is time to delete old deliveries, or when another process queues
+            # a dead letter. So wait for `_wake` at most until `look_at`.
             look_at = min(forget_at, next_due_at or forget_at, now + LOOK_SECONDS)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(look_at - now):
                     await self._wake.wait()
+
+    def _free_task(self, task: asyncio.Task[None]) -> None:
+        """Let the worker start another task in place of this one, which has ended. Wake the worker
+        only now: while `_running` is full, it would start nothing and wait again."""
+        self._running.discard(task)
+        self._wake.set()
 
     async def _store_results(self, log: DeliveryLog) -> None:
         if self._results:

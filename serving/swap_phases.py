@@ -88,18 +88,10 @@ class SwapPhases:
         """
         previous = self._admission.live
         if previous is not None and previous.folder == swap.folder:
-            # Somebody has asked for the live release itself. If it was a substitute, or named only
-            # at the start of the server, it is now the release that the next start serves.
-            chosen = replace(previous, stands_in_for=None)
-            await self._record(swap, chosen)
-            self._admission.switch(chosen)
-            swap.phase = "live"
-            return previous
+            return await self._choose_live(swap, previous)
         candidate = await self._preflight(swap)
         if previous is not None and previous.id == candidate.id:
-            await self._record(swap, candidate)
-            swap.phase = "live"
-            return previous
+            return await self._choose_live(swap, previous)
         await self._stage(swap, candidate)
         try:
             candidate = self._with_engine_context(candidate)
@@ -114,6 +106,17 @@ class SwapPhases:
         if previous is not None:
             self._begin_retiring(previous.id)
         return previous
+
+    async def _choose_live(self, swap: SwapAttempt, live: LiveRelease) -> LiveRelease:
+        """Perform a swap to the live release itself. If this release was a substitute, or was named
+        only at the start of the server, it is now the release that the next start serves."""
+        # Set the folder too: the server may have been started with another path to the release. If
+        # a later swap fails, `current` is restored only for a release in the pipeline's folder.
+        chosen = replace(live, folder=swap.folder, stands_in_for=None)
+        await self._record(swap, chosen)
+        self._admission.switch(chosen)
+        swap.phase = "live"
+        return live
 
     async def _preflight(self, swap: SwapAttempt) -> LiveRelease:
         with swap.timed("preflight"):

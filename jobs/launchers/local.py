@@ -23,7 +23,7 @@ from pathlib import Path
 from signal import SIGKILL, SIGTERM
 
 from jobs.errors import LaunchError
-from jobs.folder import EXIT, EXIT_FIELDS, LOG, PROCESS, PROCESS_FIELDS, read_record
+from jobs.folder import EXIT, EXIT_FIELDS, LOG, OUTCOME, PROCESS, PROCESS_FIELDS, read_record
 from jobs.launcher import Launch, Status
 from jobs.launchers.process import ProcessIdentity, is_alive, signal_session
 from jobs.launchers.supervise import Request
@@ -71,6 +71,9 @@ class LocalLauncher:
         process = read_record(launch.job_dir / PROCESS, PROCESS_FIELDS)
         if handle in self._starting or (process and process["attempt"] >= launch.attempt):
             return handle
+        # Remove the outcome of the previous attempt only now. It must not count for this attempt,
+        # but until this attempt begins, a runner may still have to read it.
+        (launch.job_dir / OUTCOME).unlink(missing_ok=True)
         request = Request(
             job_dir=str(launch.job_dir),
             attempt=launch.attempt,

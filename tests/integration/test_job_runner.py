@@ -178,6 +178,21 @@ def test_a_killed_job_goes_on_from_what_it_wrote(house: House) -> None:
     assert house.log(job).read_text() == "second attempt\n"
 
 
+@pytest.mark.parametrize("victim", ["$$", "$PPID"], ids=["command", "leader"])
+def test_a_half_written_outcome_of_a_killed_attempt_does_not_count(
+    house: House, victim: str
+) -> None:
+    house.run()
+    script = (
+        "[ -e second ] && exit 0; touch second; printf '{\"resu' > outcome.json; "
+        f"kill -9 {victim}; sleep 600"
+    )
+    spec = JobSpec(command=("sh", "-c", script), pipeline="faq")
+    job = house.ended(house.store.submit(spec).job)
+    assert (job.state, job.attempt, job.num_lost) == ("COMPLETED", 2, 1)
+    assert job.outcome is None, "the second attempt wrote none"
+
+
 def test_a_job_that_always_dies_fails(house: House) -> None:
     house.run()
     delivery = Delivery(source="hub", id="d1", body="{}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.folder import EXIT
+from jobs.folder import EXIT, OUTCOME
 from jobs.store import JobStore
 from tests.job_runner_fixtures import SETTINGS, House, house, program
 from tests.jobs_fixtures import is_gone, new_database, pids_in, postgres_server, until
@@ -30,6 +30,7 @@ def test_a_stopped_runner_leaves_its_jobs_to_the_next(
     house.run()
     assert pids_in(house.log(job), 2)[0] == pid
     assert (now := house.store.get(job.id)).attempt == 2 and now.num_lost == 0
+    assert not (house.jobs_dir / job.id / OUTCOME).exists(), "it was that of the first attempt"
 
 
 def test_a_runner_whose_lease_was_taken_leaves_the_job_alone(house: House) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from jobs.folder import COMPUTING, EXIT, LOCK, PROCESS
+from jobs.folder import COMPUTING, EXIT, LOCK, OUTCOME, PROCESS
 from jobs.launcher import Status
 from jobs.launchers.process import IS_LINUX, identify, signal_session
 from tests.jobs_fixtures import is_gone, until
@@ -124,6 +124,17 @@ def test_the_next_attempt_waits_for_no_trace_of_the_first(bench: Bench) -> None:
     second = bench.start("show_process", attempt=2)
     assert bench.ended(second).exit_code == 0
     assert bench.launcher.poll(first).phase == "vanished", "the folder is the second one's now"
+
+
+def test_only_the_next_attempt_removes_the_outcome_of_the_first(bench: Bench) -> None:
+    outcome = bench.job_dir / OUTCOME
+    bench.ended(bench.start("write_outcome", "promoted", "1"))
+    other = bench.another()
+    assert bench.ended(other.start(bench.launch("die"))).exit_code == 1
+    assert outcome.exists(), "the same attempt was not started again"
+    other.close()
+    bench.ended(bench.start("die", attempt=2))
+    assert not outcome.exists()
 
 
 def test_the_next_attempt_waits_until_the_first_is_gone(bench: Bench) -> None:

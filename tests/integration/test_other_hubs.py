@@ -73,11 +73,11 @@ def test_the_webhook_is_created_once_and_then_corrected(
     (again,) = [each for each in elsewhere.api.list_webhooks() if each.id != mine.id]
     assert [each.name for each in again.watched] == ["ada/answers", "ada/facts"]
 
-    by_a_person: list[Any] = [{"type": "dataset", "name": f"ada/{name}"} for name in ("x", "facts")]
+    by_a_person: list[Any] = [{"type": "dataset", "name": name} for name in ("ada/x", "Ada/FACTS")]
     elsewhere.api.update_webhook(ours.id, watched=by_a_person)
     (line,) = subscribe_at_other_hubs(following(elsewhere.url, "answers", "facts"), home, tokens)
     kept = elsewhere.api.get_webhook(ours.id)
-    assert [each.name for each in kept.watched] == ["ada/x", "ada/facts", "ada/answers"]
+    assert [each.name for each in kept.watched] == ["ada/x", "Ada/FACTS", "ada/answers"]
     elsewhere.api.delete_webhook(ours.id)
 
 
@@ -151,6 +151,8 @@ def test_doctor_says_what_keeps_a_hub_from_telling(
 
     (line,) = subscribe_at_other_hubs(settings, home, tokens)
     (ours,) = [each for each in elsewhere.api.list_webhooks() if each.id in line]
+    other_case: list[Any] = [{"type": "dataset", "name": "Ada/ANSWERS"}]
+    elsewhere.api.update_webhook(ours.id, watched=other_case)
     assert found() == [("ok", f"{ours.id} at {elsewhere.url} posts to {ours.url}", None)]
     elsewhere.api.disable_webhook(ours.id)
     enable = f"pipeline webhooks enable {ours.id} --endpoint {elsewhere.url}"

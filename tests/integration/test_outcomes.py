@@ -325,7 +325,7 @@ def test_a_command_that_hangs_is_ended(
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize("wrong", ["ftp://example.org", "example.org", 5])
+@pytest.mark.parametrize("wrong", ["ftp://example.org", "example.org", 5, []])
 def test_what_is_neither_url_nor_command_is_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match="on_outcome"):
         PipelineSettings.model_validate({"name": "a", "dataset": "b/c", "on_outcome": wrong})

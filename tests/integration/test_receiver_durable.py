@@ -261,6 +261,35 @@ def test_after_its_removal_a_function_is_not_called(server: WebhooksServer) -> N
         await_that(lambda: ("later", "d2") in calls)
 
 
+def test_a_removed_function_with_many_deliveries_does_not_hold_up_the_others(
+    server: WebhooksServer,
+) -> None:
+    """The first call removes its own function, so no call of `x` ends after the worker has begun to
+    drop the other deliveries to `x`."""
+    num_x = 5 * durable.MAX_RUNNING
+    with contextlib.closing(DeliveryLog(server.settings.deliveries_path)) as log:
+        body = body_of(dataset_update())
+        new = [
+            NewDelivery(path=path, id=f"d{n}", headers=JSON, body=body, repository=f"acme/{n}")
+            for path, count in (("/webhooks/x", num_x), ("/webhooks/y", 1))
+            for n in range(count)
+        ]
+        log.add(new, time.time())
+    calls: list[str] = []
+
+    @server.add_webhook(durable=True)
+    async def x(payload: WebhookPayload) -> None:
+        if "/webhooks/x" in server.registered_webhooks:
+            server.remove_webhook("/webhooks/x")
+
+    @server.add_webhook(durable=True)
+    async def y(payload: WebhookPayload) -> None:
+        calls.append("y")
+
+    with TestClient(server.app):
+        await_that(lambda: calls)
+
+
 def test_what_can_never_succeed_is_refused_at_once(server: WebhooksServer) -> None:
     server.add_webhook("/x", durable=True)(lambda payload: None)
     with TestClient(server.app, headers=SECRET) as client:

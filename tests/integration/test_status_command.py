@@ -111,6 +111,27 @@ def test_a_dataset_that_was_moved_is_loud_and_no_new_one_takes_its_name(
     assert message in pipeline("status") and step in pipeline("status")
 
 
+def test_an_own_webhook_that_delivers_to_another_address_is_loud(hub: RunningHub) -> None:
+    home, settings = Home.find(), load_settings()
+    tokens = load_tokens(home.tokens_file)
+    subscribe(settings, home, tokens)
+    [own] = hub.api.list_webhooks()
+    hub.api.update_webhook(own.id, url="http://127.0.0.1:9/")
+    message = f"{own.id} delivers to http://127.0.0.1:9/, but the receiver is at {own.url}"
+    assert dict(wrong())[message] == "pipeline down, then pipeline up"
+    subscribe(settings, home, tokens)
+    assert message not in dict(wrong())
+
+
+def test_a_dataset_that_is_watched_in_another_case_is_watched(hub: RunningHub) -> None:
+    home, settings = Home.find(), load_settings()
+    subscribe(settings, home, load_tokens(home.tokens_file))
+    [own] = hub.api.list_webhooks()
+    watched: list[Any] = [{"type": "dataset", "name": "Local/FACTS"}]
+    hub.api.update_webhook(own.id, watched=watched)
+    assert not any("does not watch" in message for message in dict(wrong()))
+
+
 def test_the_engine_is_named_with_the_reason(
     hub: RunningHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """What a server that starts serves, and what it then swaps in."""
 
 import asyncio
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -68,7 +69,7 @@ def test_a_way_back_that_was_asked_for_without_a_server_is_taken_at_the_start(
 
 @pytest.mark.parametrize("is_link", [False, True], ids=["its own folder", "another path to it"])
 def test_a_release_that_was_named_at_the_start_is_recorded_when_it_is_asked_for(
-    tmp_path: Path, is_link: bool
+    tmp_path: Path, is_link: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = echo_release(tmp_path, 1), echo_release(tmp_path, 2)
     release_store.set_current(tmp_path, first.id)
@@ -77,11 +78,18 @@ def test_a_release_that_was_named_at_the_start_is_recorded_when_it_is_asked_for(
         (tmp_path / "link").symlink_to(tmp_path)
         folder = tmp_path / "link" / second.id
 
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     async def story() -> None:
         house = House(tmp_path)
         await house.swapper.start(folder)
         assert release_store.served_release_id(tmp_path) == first.id, "it was only tried out"
         assert (await house.swapper.swap(second.id)).result == "live"
+        with monkeypatch.context() as patch:
+            # The link `current` is written, and the list `live` is not.
+            patch.setattr(release_store, "write_atomically", full)
+            assert (await house.swapper.swap(first.id)).result == "failed"
         await house.swapper.close()
 
     asyncio.run(story())

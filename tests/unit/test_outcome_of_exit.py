@@ -1,6 +1,7 @@
 """What an `outcome.json` that cannot be used means, however the job's process has ended."""
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from jobs.spec import JobSpec
 from jobs.store import JobStore
 
 EXITED = Status(phase="exited", exit_code=1)
+KILLED = Status(phase="exited", exit_code=-9)
+VANISHED = Status(phase="vanished")
 
 
 @pytest.fixture
@@ -34,13 +37,27 @@ def test_a_half_written_outcome(
     assert (OUTCOME in str(found.reason)) == (stop_reason is None)
 
 
-def test_a_runner_that_stops_its_job_while_it_writes_the_outcome_loses_the_attempt(
+@pytest.mark.parametrize(
+    ("status", "stop_reason"),
+    [(KILLED, None), (VANISHED, None), (EXITED, "shutdown")],
+    ids=["killed by others", "vanished", "stopped with its runner"],
+)
+def test_an_attempt_that_was_interrupted_while_it_wrote_the_outcome_is_lost(
+    job: Job, tmp_path: Path, status: Status, stop_reason: str | None
+) -> None:
+    (tmp_path / OUTCOME).write_text('{"resu')
+    found = outcome_of_exit(job, tmp_path, status, stop_reason=stop_reason, time_limit=None)
+    assert isinstance(found, Lost)
+
+
+def test_a_plain_command_that_was_killed_while_it_wrote_the_outcome_fails_by_the_signal(
     job: Job, tmp_path: Path
 ) -> None:
     (tmp_path / OUTCOME).write_text('{"resu')
-    found = outcome_of_exit(job, tmp_path, EXITED, stop_reason="shutdown", time_limit=None)
-    assert isinstance(found, Lost)
-    assert not (tmp_path / OUTCOME).exists(), "the next attempt does not find it"
+    plain = replace(job, spec=JobSpec(command=("train",)))
+    found = outcome_of_exit(plain, tmp_path, KILLED, stop_reason=None, time_limit=None)
+    assert isinstance(found, JobOutcome) and found.result == "failed"
+    assert "signal 9" in str(found.reason) and OUTCOME not in str(found.reason)
 
 
 def test_an_outcome_that_cannot_be_read_now_is_not_judged(

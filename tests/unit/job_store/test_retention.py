@@ -73,12 +73,12 @@ def test_the_newest_jobs_of_each_pipeline_stay(store: JobStore, clock: Clock) ->
 
 
 def test_old_deliveries_that_led_to_no_job_go(store: JobStore, clock: Clock) -> None:
-    for number in range(250):  # more than one batch
-        store.ignore(delivery(f"d{number}", source=f"hub/{number % 2}"), "a tag")
-    store.ignore(delivery("became a job"), "a tag")
+    old = [delivery(f"d{number}", source=f"hub/{number % 2}") for number in range(250)]
+    old.append(delivery("became a job"))
+    store.submit_all([], ignored=[(each, "a tag") for each in old])  # more than one batch
     job = store.submit(spec("1"), delivery=delivery("became a job")).job
     clock.now += 100
-    store.ignore(delivery("young"), "a tag")
+    store.submit_all([], ignored=[(delivery("young"), "a tag")])
     assert store.forget(clock.now - 50, newest=1) == []
     assert answer_to(store, "hub/0", "d0") is None
     assert answer_to(store, "hub/1", "d249") is None
