@@ -155,9 +155,9 @@ def purge(
 
 
 def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
-    """Returns what a purge of this commit removes from the repository. With the `method` POST, also
-    carries out the purge; with GET, removes nothing. If the hub runs, the hub does the work.
-    Otherwise this process does the work."""
+    """Returns what a purge of this commit removes from the repository, and the `names` of the
+    repository. With the `method` POST, also carries out the purge; with GET, removes nothing. If
+    the hub runs, the hub does the work. Otherwise this process does the work."""
     from pipeline.hub.discussions.store import open_refs
     from pipeline.hub.errors import HubInUse
     from pipeline.hub.repositories.purge import plan_purge, purge
@@ -169,8 +169,8 @@ def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
             with database.read() as connection:
                 found = repositories.find(connection, name)
                 refs = open_refs(connection, found)
-                former = repositories.former_ids(connection, found)
-            return act(found, sha, refs, former)
+                names = repositories.names(connection, found)
+            return {**act(found, sha, refs), "names": names}
     except HubInUse:
         path = f"purge/{name.type}/{name.id}/{sha}"
         return call_hub(method, path, None, {}, timeout_seconds=None)
