@@ -28,10 +28,11 @@ from jobs.store import JobStore
 from pipeline.paths import Home
 from pipeline.retrain.job_folder import SNAPSHOT
 from pipeline.retrain.snapshot import FOLLOWED
+from serving.converted import remove_unneeded_copies
 from serving.errors import ReleaseError
 from serving.weights.release import Release
-from serving.weights.release_removal import replaced_folders
-from serving.weights.release_store import list_releases, load_release
+from serving.weights.release_removal import replaced_folders, sweep_locked
+from serving.weights.release_store import list_releases, load_release, release_ids, release_lock
 
 TOKEN_CACHE = "tokens.npz"
 """The file name of a token cache. `pipeline/retrain/token_cache.py` has the same constant; it is
@@ -71,6 +72,9 @@ class Traces:
     copies: tuple[Path, ...]
     """The folders `current.replaced-…` and `previous.replaced-…` that hold a copy of such a
     release. The release itself may be gone already."""
+    unreadable: tuple[Path, ...]
+    """The folders of releases and of copies whose manifest cannot be read. So nobody knows on which
+    commit they were trained, and they may have been trained on one of these commits."""
 
 
 def needed_commits(home: Home, store: JobStore) -> set[str]:
@@ -132,12 +136,19 @@ def find_traces(
             if release.lineage.dataset_revision in commits
             or not touched.isdisjoint({_key(release), (release.pipeline, release.lineage.parent)})
         ),
+        unreadable=tuple(_unreadable(home)),
     )
 
 
-def remove_traces(traces: Traces, store: JobStore) -> None:
+def remove_traces(home: Home, traces: Traces, store: JobStore) -> None:
     """Remove the caches and the job folders, and overwrite the reasons in the outcomes of the jobs.
-    Removes no release. If this function is interrupted, call it again."""
+    Removes no release, but removes what an interrupted removal of a release or of a copy has left.
+    If this function is interrupted, call it again."""
+    for pipeline_dir in home.releases_dir.glob("*/"):
+        # Wait for the lock, because `sweep` does nothing while another process holds it.
+        with release_lock(pipeline_dir):
+            sweep_locked(pipeline_dir)
+        remove_unneeded_copies(pipeline_dir)
     for path in (*traces.caches, *traces.job_folders):
         if path.is_dir():
             shutil.rmtree(path)
@@ -227,11 +238,21 @@ def _key(release: Release) -> tuple[str, str]:
 
 def _copies(home: Home) -> Iterator[tuple[Path, Release]]:
     """The folders that stood in the place of the links `current` and `previous`, each with its
-    manifest. A folder without a readable manifest is left out."""
+    manifest. A folder without a readable manifest is left out: `_unreadable` has it."""
     for pipeline_dir in sorted(home.releases_dir.glob("*/")):
         for folder in replaced_folders(pipeline_dir):
             with suppress(ReleaseError):
                 yield folder, load_release(folder)
+
+
+def _unreadable(home: Home) -> Iterator[Path]:
+    for pipeline_dir in sorted(home.releases_dir.glob("*/")):
+        releases = (pipeline_dir / release_id for release_id in release_ids(pipeline_dir))
+        for folder in (*releases, *replaced_folders(pipeline_dir)):
+            try:
+                load_release(folder)
+            except ReleaseError:
+                yield folder
 
 
 def _releases(home: Home) -> list[Release]:

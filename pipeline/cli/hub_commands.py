@@ -2,7 +2,6 @@
 a commit that was pushed by mistake."""
 
 import shlex
-import shutil
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -124,15 +123,14 @@ def purge(
             # Remove the releases before anything else. If one of these releases is served, pending
             # or pinned, `_remove_releases` raises an error, and this command removes nothing.
             _remove_releases(home, traces)
-        remove_traces(traces, store)
+        remove_traces(home, traces, store)
     # Remove the commits from the repository last. If this command is interrupted earlier, a second
     # run still finds the commits in the repository, and so can finish the work. Do this even if the
     # repository does not have the commit: an interrupted purge may have left some of its files.
     _purge("POST", home, name, sha)
     is_found = planned["is_there"] or traces.job_folders or traces.num_downloads
     if not is_found and not (releases and (traces.releases or traces.copies)):
-        if not releases:
-            _print_remaining_releases(traces)
+        _print_what_stays(traces, releases)
         raise PipelineError(
             f"the {name} does not have the commit {sha}, and neither a job folder nor a download "
             "has it; check the sha, for example with git log. If you have repeated a purge that "
@@ -150,8 +148,7 @@ def purge(
             "the rows that jobs had stored as tokens",
         ]
     print(f"{sha} is gone from the {name}. Removed: {'; '.join(removed)}")
-    if not releases:
-        _print_remaining_releases(traces)
+    _print_what_stays(traces, releases)
 
 
 def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
@@ -189,7 +186,7 @@ def _question(
 
 
 def _remove_releases(home: Home, traces: "Traces") -> None:
-    from serving.weights.release_removal import check_removable, remove
+    from serving.weights.release_removal import check_removable, remove, remove_replaced
 
     releases = (*traces.releases, *traces.later_releases)
     for release in releases:
@@ -197,12 +194,22 @@ def _remove_releases(home: Home, traces: "Traces") -> None:
     # Remove the copies first. If this command is interrupted, the next one still finds a remaining
     # copy by its release.
     for copy in traces.copies:
-        shutil.rmtree(copy)
+        remove_replaced(copy)
     for release in reversed(releases):
         remove(home.releases_dir / release.pipeline, release.id)
 
 
-def _print_remaining_releases(traces: "Traces") -> None:
+def _print_what_stays(traces: "Traces", with_releases: bool) -> None:
+    if not with_releases:
+        _print_releases(traces)
+    for path in traces.unreadable:
+        print(
+            f"{path} stays, because its manifest cannot be read. So nobody knows whether it was "
+            f"trained on a removed commit. To remove it: rm -r {shlex.quote(str(path))}"
+        )
+
+
+def _print_releases(traces: "Traces") -> None:
     for words, found in (
         ("was trained on a removed commit", traces.releases),
         ("was trained from the weights of such a release", traces.later_releases),

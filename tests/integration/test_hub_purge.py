@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -294,24 +295,77 @@ def test_a_copy_in_the_place_of_a_link_counts_like_its_release(place: Place) -> 
     folder = place.home.releases_dir / "facts"
     ids = [place.release(1, place.good), place.release(2, place.bad)]
     ids.append(place.release(3, place.good, parent=ids[1]))
-    # Each copy is named after the link in whose place a copy tool has put it.
-    for link, id in (("current", ids[0]), ("previous", ids[1]), ("previous", ids[2])):
-        (folder / link).unlink(missing_ok=True)
-        shutil.copytree(folder / id, folder / link)
-        link_atomically(folder / link, id)
+    good = put_copy(place, ids[0], "current")
+    bad = [put_copy(place, each) for each in ids[1:]]
     release_store.set_current(folder, ids[0])
     release_removal.remove(folder, ids[2])
     with place.hub() as hub:
         place.push_away(hub)
-    [good] = folder.glob("current.replaced-*")
-    bad = list(folder.glob("previous.replaced-*"))
     said = purged(place.bad)
-    assert len(bad) == 2 and all(
+    assert all(
         f"{each} is a copy of such a release; to remove it: rm -r {each}" in said for each in bad
     )
     assert all(each.is_dir() for each in bad)
     purged(place.bad, "--releases")
     assert not any(each.exists() for each in bad) and good.is_dir()
+
+
+def put_copy(place: Place, id: str, link: str = "previous") -> Path:
+    """As a copy tool leaves a copy of the release in the place of a link; the renamed folder."""
+    folder = place.home.releases_dir / "facts"
+    before = set(folder.glob(f"{link}.replaced-*"))
+    (folder / link).unlink(missing_ok=True)
+    shutil.copytree(folder / id, folder / link)
+    link_atomically(folder / link, id)
+    [copy] = set(folder.glob(f"{link}.replaced-*")) - before
+    return copy
+
+
+@pytest.mark.parametrize("is_release", [True, False])
+def test_a_purge_that_is_killed_while_it_removes_a_release_or_a_copy_finds_the_rest(
+    place: Place, monkeypatch: pytest.MonkeyPatch, is_release: bool
+) -> None:
+    id = place.release(2, place.bad)
+    folder = place.home.releases_dir / "facts"
+    half = folder / id
+    if not is_release:
+        half = put_copy(place, id)
+        release_removal.remove(folder, id)
+    (half / "weights").write_text(SECRET)
+    with place.hub() as hub:
+        place.push_away(hub)
+    with monkeypatch.context() as patch:
+
+        def killed(folder: Path) -> None:
+            (folder / RELEASE_FILE).unlink()
+            raise KeyboardInterrupt
+
+        patch.setattr(release_removal, "shutil", SimpleNamespace(rmtree=killed))
+        assert pipeline("purge", "local/facts", place.bad, "--yes", "--releases").exit_code != 0
+    assert not half.exists() and any(folder.rglob("weights"))
+    # As a process leaves it that was killed between a release and its copy with safetensors shards.
+    converted = folder / ".converted/r000001-00000000/r000001-11111111/weights"
+    converted.parent.mkdir(parents=True)
+    converted.write_text(SECRET)
+    purged(place.bad, "--releases")
+    assert not any(folder.rglob("weights"))
+    assert place.holds_the_secret() == []
+
+
+def test_what_has_a_damaged_manifest_is_named(place: Place) -> None:
+    id = place.release(1, place.bad)
+    copy = put_copy(place, id)
+    folder = place.home.releases_dir / "facts"
+    for each in (copy, folder / id):
+        (each / RELEASE_FILE).write_text("{")
+    with place.hub() as hub:
+        place.push_away(hub)
+    for arguments in ([], ["--releases"]):
+        said = pipeline("purge", "local/facts", place.bad, "--yes", *arguments).stdout
+        for each in (copy, folder / id):
+            assert f"{each} stays, because its manifest cannot be read." in said
+            assert f"To remove it: rm -r {each}" in said
+            assert each.is_dir()
 
 
 def test_what_would_be_pulled_from_under_a_job_is_refused(place: Place) -> None:
