@@ -14,8 +14,8 @@ of the state folder. The hub uses the module too: `needed_commits` names the com
 """
 
 import shutil
+from collections import defaultdict
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,25 @@ PURGED = (
 )
 
 
+Key = tuple[str | None, str | None]
+"""The name of a pipeline, and the id of one of its releases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleaseFolder:
+    """A release, or a copy of a release, on disk."""
+
+    path: Path
+    release: Release
+    is_copy: bool
+    """Whether this is a folder `current.replaced-…` or `previous.replaced-…`. The release itself
+    may be gone already."""
+
+    @property
+    def key(self) -> Key:
+        return self.path.parent.name, self.release.id
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traces:
     """What some commits of a dataset have left in the state folder."""
@@ -64,14 +83,11 @@ class Traces:
     job_ids: tuple[str, ...]
     """The jobs that were started for one of the commits, or that read rows of one of the commits.
     """
-    releases: tuple[Release, ...]
-    """The releases that were trained on one of the commits."""
-    later_releases: tuple[Release, ...]
+    releases: tuple[ReleaseFolder, ...]
+    """The releases that were trained on one of the commits, and their copies."""
+    later_releases: tuple[ReleaseFolder, ...]
     """The releases whose training started from a release in `releases`, or from another release in
-    `later_releases`."""
-    copies: tuple[Path, ...]
-    """The folders `current.replaced-…` and `previous.replaced-…` that hold a copy of such a
-    release. The release itself may be gone already."""
+    `later_releases`; and their copies."""
     unreadable: tuple[Path, ...]
     """The folders of releases and of copies whose manifest cannot be read. So nobody knows on which
     commit they were trained, and they may have been trained on one of these commits."""
@@ -83,7 +99,8 @@ def needed_commits(home: Home, store: JobStore) -> set[str]:
     commit with an earlier commit, the release or job also names the earlier commit."""
     needed = {
         sha
-        for release in _releases(home)
+        for folder in sorted(home.releases_dir.glob("*/"))
+        for release in list_releases(folder)
         for sha in (release.lineage.dataset_revision, release.lineage.dataset_base_revision)
     }
     for job in _unfinished(store):
@@ -120,23 +137,17 @@ def find_traces(
     folders = tuple(_job_folders(home, commits))
     ids = {folder.name for folder in folders if "." not in folder.name}
     ids |= {job.id for sha in commits for job in store.of_commit(sha)}
-    trained, later = _trained_on(_releases(home), commits)
-    touched: set[tuple[str, str | None]] = {_key(each) for each in (*trained, *later)}
+    stored, unreadable = _stored_releases(home)
+    trained, later = _trained_on(stored, store.list(), commits)
     caches = tuple(_caches(home, names, commits))
     return Traces(
         caches=caches,
         num_downloads=sum(_has_commit(each, commits) for each in caches),
         job_folders=folders,
         job_ids=tuple(sorted(ids)),
-        releases=tuple(trained),
-        later_releases=tuple(later),
-        copies=tuple(
-            folder
-            for folder, release in _copies(home)
-            if release.lineage.dataset_revision in commits
-            or not touched.isdisjoint({_key(release), (release.pipeline, release.lineage.parent)})
-        ),
-        unreadable=tuple(_unreadable(home)),
+        releases=tuple(each for each in stored if each.key in trained),
+        later_releases=tuple(each for each in stored if each.key in later),
+        unreadable=tuple(unreadable),
     )
 
 
@@ -217,50 +228,47 @@ def _commits_of_job(job_folder: Path) -> set[str | None]:
 
 
 def _trained_on(
-    releases: Collection[Release], commits: Collection[str]
-) -> tuple[list[Release], list[Release]]:
-    """Two lists: the releases that were trained on one of the commits, and the later releases whose
-    training started from a release of either list. Both lists have the order of `releases`. In
-    `releases`, the releases of each pipeline must be in the order of their creation."""
-    trained = [each for each in releases if each.lineage.dataset_revision in commits]
-    touched, later = {_key(each) for each in trained}, []
-    for release in releases:  # a parent comes before its children, because it is older
-        key = _key(release)
-        if key not in touched and (release.pipeline, release.lineage.parent) in touched:
-            touched.add(key)
-            later.append(release)
+    stored: Collection[ReleaseFolder], jobs: Collection[Job], commits: Collection[str]
+) -> tuple[set[Key], set[Key]]:
+    """The releases that were trained on one of the commits, and the later releases whose training
+    started from a release of either set.
+
+    A release that lies between two others may be gone. So this function also reads where the copies
+    came from, and which releases the jobs made.
+    """
+    origins: list[tuple[Key, str | None, str | None]] = [
+        (each.key, each.release.lineage.parent, each.release.lineage.dataset_revision)
+        for each in stored
+    ]
+    for job in jobs:
+        if (made := job.outcome) is not None and made.release is not None:
+            key = (job.spec.pipeline, made.release)
+            origins.append((key, made.parent_release, made.dataset_revision))
+    children = defaultdict[Key, set[Key]](set)
+    for (pipeline, release_id), parent, _ in origins:
+        children[pipeline, parent].add((pipeline, release_id))
+    trained = {key for key, _, revision in origins if revision in commits}
+    later, newly_found = set[Key](), trained
+    while newly_found:
+        newly_found = {child for key in newly_found for child in children[key]} - trained - later
+        later |= newly_found
     return trained, later
 
 
-def _key(release: Release) -> tuple[str, str]:
-    return release.pipeline, release.id
-
-
-def _copies(home: Home) -> Iterator[tuple[Path, Release]]:
-    """The folders that stood in the place of the links `current` and `previous`, each with its
-    manifest. A folder without a readable manifest is left out: `_unreadable` has it."""
+def _stored_releases(home: Home) -> tuple[list[ReleaseFolder], list[Path]]:
+    """All releases and copies of releases, and the folders whose manifest cannot be read."""
+    stored, unreadable = [], []
     for pipeline_dir in sorted(home.releases_dir.glob("*/")):
-        for folder in replaced_folders(pipeline_dir):
-            with suppress(ReleaseError):
-                yield folder, load_release(folder)
-
-
-def _unreadable(home: Home) -> Iterator[Path]:
-    for pipeline_dir in sorted(home.releases_dir.glob("*/")):
-        releases = (pipeline_dir / release_id for release_id in release_ids(pipeline_dir))
-        for folder in (*releases, *replaced_folders(pipeline_dir)):
+        releases = [pipeline_dir / release_id for release_id in release_ids(pipeline_dir)]
+        copies = replaced_folders(pipeline_dir)
+        for path in (*releases, *copies):
             try:
-                load_release(folder)
+                release = load_release(path)
             except ReleaseError:
-                yield folder
-
-
-def _releases(home: Home) -> list[Release]:
-    return [
-        release
-        for folder in sorted(home.releases_dir.glob("*/"))
-        for release in list_releases(folder)
-    ]
+                unreadable.append(path)
+            else:
+                stored.append(ReleaseFolder(path=path, release=release, is_copy=path in copies))
+    return stored, unreadable
 
 
 def _unfinished(store: JobStore) -> list[Job]:

@@ -122,14 +122,14 @@ def purge(
         if releases:
             # Remove the releases before anything else. If one of these releases is served, pending
             # or pinned, `_remove_releases` raises an error, and this command removes nothing.
-            _remove_releases(home, traces)
+            _remove_releases(traces)
         remove_traces(home, traces, store)
     # Remove the commits from the repository last. If this command is interrupted earlier, a second
     # run still finds the commits in the repository, and so can finish the work. Do this even if the
     # repository does not have the commit: an interrupted purge may have left some of its files.
     _purge("POST", home, name, sha)
     is_found = planned["is_there"] or traces.job_folders or traces.num_downloads
-    if not is_found and not (releases and (traces.releases or traces.copies)):
+    if not is_found and not (releases and (traces.releases or traces.later_releases)):
         _print_what_stays(traces, releases)
         raise PipelineError(
             f"the {name} does not have the commit {sha}, and neither a job folder nor a download "
@@ -185,18 +185,21 @@ def _question(
     return f"{what}, {len(traces.job_folders)} job folders and {num_releases} releases?"
 
 
-def _remove_releases(home: Home, traces: "Traces") -> None:
+def _remove_releases(traces: "Traces") -> None:
     from serving.weights.release_removal import check_removable, remove, remove_replaced
+    from serving.weights.release_store import release_number
 
-    releases = (*traces.releases, *traces.later_releases)
-    for release in releases:
-        check_removable(home.releases_dir / release.pipeline, release.id)
-    # Remove the copies first. If this command is interrupted, the next one still finds a remaining
-    # copy by its release.
-    for copy in traces.copies:
-        remove_replaced(copy)
-    for release in reversed(releases):
-        remove(home.releases_dir / release.pipeline, release.id)
+    found = (*traces.releases, *traces.later_releases)
+    for each in found:
+        if not each.is_copy:
+            check_removable(each.path.parent, each.path.name)
+    # Remove the newest first. A later release is found by its parent, so if this command is
+    # interrupted, the next one still finds all that remains.
+    for each in sorted(found, key=lambda each: release_number(each.release.id), reverse=True):
+        if each.is_copy:
+            remove_replaced(each.path)
+        else:
+            remove(each.path.parent, each.path.name)
 
 
 def _print_what_stays(traces: "Traces", with_releases: bool) -> None:
@@ -214,11 +217,14 @@ def _print_releases(traces: "Traces") -> None:
         ("was trained on a removed commit", traces.releases),
         ("was trained from the weights of such a release", traces.later_releases),
     ):
-        for release in found:
-            print(f"release {release.id} of {release.pipeline} {words}")
-    for copy in traces.copies:
-        print(f"{copy} is a copy of such a release; to remove it: rm -r {shlex.quote(str(copy))}")
-    if traces.releases:
+        for each in found:
+            release = f"release {each.release.id} of {each.path.parent.name}"
+            if each.is_copy:
+                remove = f"to remove it: rm -r {shlex.quote(str(each.path))}"
+                print(f"{each.path} is a copy of {release}, which {words}; {remove}")
+            else:
+                print(f"{release} {words}")
+    if traces.releases or traces.later_releases:
         print(
             "To remove such a release: pipeline releases rm ID. A served, pending or pinned "
             "release cannot be removed. If the release is served, first train without the commit, "

@@ -103,7 +103,7 @@ class Place:
         ]
         return found + [sha for sha in (self.bad, self.after, self.blob) if self.has(sha)]
 
-    def run_job(self, store: JobStore, sha: str, result: str = "promoted") -> str:
+    def run_job(self, store: JobStore, sha: str, **told: str) -> str:
         """A job of the commit, whose folder and whose downloads hold its rows."""
         range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=sha)
         spec = JobSpec(command=("true",), pipeline="facts", revisions=range)
@@ -114,7 +114,7 @@ class Place:
         (folder / "spec.json").write_text(spec.model_dump_json())
         (folder / "log.txt").write_text(SECRET if sha == self.bad else "words")
         reason = f"not learned: {SECRET}" if sha == self.bad else None
-        outcome = JobOutcome.model_validate({"result": result, "reason": reason})
+        outcome = JobOutcome.model_validate({"result": "promoted", "reason": reason, **told})
         store.finish(job.id, "me", outcome)
         return job.id
 
@@ -302,9 +302,12 @@ def test_a_copy_in_the_place_of_a_link_counts_like_its_release(place: Place) -> 
     with place.hub() as hub:
         place.push_away(hub)
     said = purged(place.bad)
-    assert all(
-        f"{each} is a copy of such a release; to remove it: rm -r {each}" in said for each in bad
-    )
+    for each, id, words in (
+        (bad[0], ids[1], "was trained on a removed commit"),
+        (bad[1], ids[2], "was trained from the weights of such a release"),
+    ):
+        copy = f"{each} is a copy of release {id} of facts, which {words}"
+        assert f"{copy}; to remove it: rm -r {each}" in said
     assert all(each.is_dir() for each in bad)
     purged(place.bad, "--releases")
     assert not any(each.exists() for each in bad) and good.is_dir()
@@ -350,6 +353,56 @@ def test_a_purge_that_is_killed_while_it_removes_a_release_or_a_copy_finds_the_r
     purged(place.bad, "--releases")
     assert not any(folder.rglob("weights"))
     assert place.holds_the_secret() == []
+
+
+@pytest.mark.parametrize("is_known_by", ["a copy", "a job"])
+def test_a_release_is_found_although_the_one_before_it_is_gone(
+    place: Place, is_known_by: str
+) -> None:
+    ids = [place.release(1, place.bad)]
+    ids += [place.release(2, place.good, ids[0]), place.release(3, place.good)]
+    if is_known_by == "a copy":
+        put_copy(place, ids[0])
+    else:
+        with open_job_store(load_settings(), place.home) as store:
+            place.run_job(store, place.bad, release=ids[0], dataset_revision=place.bad)
+    folder = place.home.releases_dir / "facts"
+    release_removal.remove(folder, ids[0])
+    with place.hub() as hub:
+        place.push_away(hub)
+    words = "was trained from the weights of such a release"
+    assert f"release {ids[1]} of facts {words}\n" in purged(place.bad)
+    purged(place.bad, "--releases")
+    assert release_store.release_ids(folder) == ids[2:]
+    assert not any(folder.glob("*.replaced-*"))
+
+
+def test_a_purge_that_is_killed_between_two_releases_finds_the_rest(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [place.release(1, place.bad)]
+    ids.append(place.release(2, place.good, ids[0]))
+    ids.append(place.release(3, place.good, ids[1]))
+    put_copy(place, ids[0])
+    put_copy(place, ids[1])
+    folder = place.home.releases_dir / "facts"
+    release_removal.remove(folder, ids[0])
+    release_removal.remove(folder, ids[1])
+    with place.hub() as hub:
+        place.push_away(hub)
+
+    def killed_after(folder: Path) -> None:
+        shutil.rmtree(folder)
+        raise KeyboardInterrupt
+
+    for left in (2, 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(release_removal, "shutil", SimpleNamespace(rmtree=killed_after))
+            assert pipeline("purge", "local/facts", place.bad, "--yes", "--releases").exit_code != 0
+        assert len([*release_store.release_ids(folder), *folder.glob("*.replaced-*")]) == left
+    purged(place.bad, "--releases")
+    assert release_store.release_ids(folder) == []
+    assert not any(folder.glob("*.replaced-*"))
 
 
 def test_what_has_a_damaged_manifest_is_named(place: Place) -> None:
