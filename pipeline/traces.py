@@ -1,16 +1,19 @@
 """A purge (`pipeline hub purge`) uses this module to remove what jobs have stored about some
-commits of a dataset.
+commits of a dataset or of a base model.
 
-Jobs may have stored rows of these commits in three places in the state folder, and the module finds
-and removes all three:
+Jobs may have stored rows of a dataset in three places in the state folder, and the module finds and
+removes all three:
 
 - the downloads of the dataset;
 - the token caches of the pipelines that have such downloads (a token cache holds rows as tokens);
 - the folders of the jobs that were started for these commits or read them.
 
-The module also overwrites the reasons in the outcomes of these jobs. It finds the releases that
-were trained on these commits, but does not remove any release, and it does not touch the hub's part
-of the state folder. The hub uses the module too: `needed_commits` names the commits to keep.
+The module also overwrites the reasons in the outcomes of these jobs. Of a base model, jobs have
+only downloads.
+
+The module finds the releases that were trained on these commits, or from them, but does not remove
+any release, and it does not touch the hub's part of the state folder. The hub uses the module too:
+`needed_commits` names the commits to keep.
 """
 
 import shutil
@@ -64,31 +67,33 @@ class ReleaseFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class Traces:
-    """What some commits of a dataset have left in the state folder."""
+    """What some commits of a dataset or of a base model have left in the state folder."""
 
-    caches: tuple[Path, ...]
-    """Downloads, token caches and `followed.json` files (each names an older and a newer commit of
-    the same history). The downloads of a pipeline come last. Remove the entries in this order:
-    `find_traces` finds the other files of a pipeline only if the pipeline still has downloads. So
-    after an interrupted removal, a second `find_traces` finds the rest."""
-    num_downloads: int
+    caches: tuple[Path, ...] = ()
+    """For a base model: its downloads. For a dataset: downloads, token caches and `followed.json`
+    files (each names an older and a newer commit of the same history). The downloads of a pipeline
+    come last. Remove the entries in this order: `find_traces` finds the other files of a pipeline
+    only if the pipeline still has downloads. So after an interrupted removal, a second
+    `find_traces` finds the rest."""
+    num_downloads: int = 0
     """How many downloads in `caches` have one of the commits. `caches` also has the other downloads
-    of the dataset. They show which pipelines may have a token cache with rows of a commit whose
-    download is gone."""
-    job_folders: tuple[Path, ...]
+    of the repository. For a dataset, they show which pipelines may have a token cache with rows of
+    a commit whose download is gone."""
+    job_folders: tuple[Path, ...] = ()
     """The folders of the jobs in `job_ids` that still exist, and folders of jobs of an earlier
     database. The runner renames such an old folder to `<id>.stale-<number>` if a new job has the
     same id. `job_ids` does not contain the id of a renamed folder, because this id now belongs to
     the new job."""
-    job_ids: tuple[str, ...]
+    job_ids: tuple[str, ...] = ()
     """The jobs that were started for one of the commits, or that read rows of one of the commits.
     """
-    releases: tuple[ReleaseFolder, ...]
-    """The releases that were trained on one of the commits, and their copies."""
-    later_releases: tuple[ReleaseFolder, ...]
+    releases: tuple[ReleaseFolder, ...] = ()
+    """The releases that were trained on one of the commits of the dataset, or from one of the
+    commits of the base model; and their copies."""
+    later_releases: tuple[ReleaseFolder, ...] = ()
     """The releases whose training started from a release in `releases`, or from another release in
     `later_releases`; and their copies."""
-    unreadable: tuple[Path, ...]
+    unreadable: tuple[Path, ...] = ()
     """The folders of releases and of copies whose manifest cannot be read. So nobody knows on which
     commit they were trained, and they may have been trained on one of these commits."""
 
@@ -109,37 +114,47 @@ def needed_commits(home: Home, store: JobStore) -> set[str]:
     return {sha for sha in needed if sha is not None}
 
 
-def jobs_in_the_way(store: JobStore, names: Collection[str], commits: Collection[str]) -> list[Job]:
-    """The jobs that prevent a purge: every running job for the dataset, and every pending or
-    running job for one of the commits.
+def jobs_in_the_way(
+    store: JobStore, type: str, names: Collection[str], commits: Collection[str]
+) -> list[Job]:
+    """The jobs that prevent a purge of a repository of this type: every running job that reads the
+    dataset or starts from the base model, and every pending or running job for one of the commits.
 
-    `names` are the present name and the former names of the dataset, in lower case: a job that was
-    started before the dataset was moved has a former name.
+    `names` are the present name and the former names of the repository, in lower case: a job that
+    was started before the repository was moved has a former name.
     """
-    return [
-        job
-        for job in _unfinished(store)
-        if (revisions := job.spec.revisions) is not None
-        and (
+
+    def is_in_the_way(job: Job) -> bool:
+        if type == "model":
+            base_model, _, _ = str(job.spec.settings.get("base_model")).partition("@")
+            return job.state == "RUNNING" and base_model.lower() in names
+        return (revisions := job.spec.revisions) is not None and (
             (job.state == "RUNNING" and revisions.repo.lower() in names)
             or revisions.new_sha in commits
         )
-    ]
+
+    # No job reads a Space.
+    return [] if type == "space" else [job for job in _unfinished(store) if is_in_the_way(job)]
 
 
 def find_traces(
-    home: Home, store: JobStore, names: Collection[str], commits: Collection[str]
+    home: Home, store: JobStore, type: str, names: Collection[str], commits: Collection[str]
 ) -> Traces:
-    """What these commits of the dataset have left in the state folder. Changes nothing.
+    """What these commits of a repository of this type have left in the state folder. Changes
+    nothing.
 
-    `names` are the present name and the former names of the dataset: `owner/name` in lower case.
+    `names` are the present name and the former names of the repository: `owner/name` in lower case.
     """
-    folders = tuple(_job_folders(home, commits))
+    if type == "space":
+        return Traces()
+    is_dataset = type == "dataset"
+    folders = tuple(_job_folders(home, commits)) if is_dataset else ()
     ids = {folder.name for folder in folders if "." not in folder.name}
-    ids |= {job.id for sha in commits for job in store.of_commit(sha)}
+    if is_dataset:
+        ids |= {job.id for sha in commits for job in store.of_commit(sha)}
+    caches = tuple((_caches if is_dataset else _base_models)(home, names, commits))
     stored, unreadable = _stored_releases(home)
-    trained, later = _trained_on(stored, store.list(), commits)
-    caches = tuple(_caches(home, names, commits))
+    trained, later = _trained_on(stored, store.list(), type, commits)
     return Traces(
         caches=caches,
         num_downloads=sum(_has_commit(each, commits) for each in caches),
@@ -181,6 +196,13 @@ def _caches(home: Home, names: Collection[str], commits: Collection[str]) -> Ite
             yield from folder.glob(f".{TOKEN_CACHE}.*")
             yield folder / FOLLOWED
             yield from downloads
+
+
+def _base_models(home: Home, names: Collection[str], commits: Collection[str]) -> Iterator[Path]:
+    known = {f"models--{name.replace('/', '--')}" for name in names}
+    for download in (home.bases_dir / "hub").glob("models--*"):
+        if download.name.lower() in known or _has_commit(download, commits):
+            yield download
 
 
 def _has_commit(download: Path, commits: Collection[str]) -> bool:
@@ -228,22 +250,23 @@ def _commits_of_job(job_folder: Path) -> set[str | None]:
 
 
 def _trained_on(
-    stored: Collection[ReleaseFolder], jobs: Collection[Job], commits: Collection[str]
+    stored: Collection[ReleaseFolder], jobs: Collection[Job], type: str, commits: Collection[str]
 ) -> tuple[set[Key], set[Key]]:
-    """The releases that were trained on one of the commits, and the later releases whose training
-    started from a release of either set.
+    """The releases that were trained on one of the commits of a dataset, or from one of the commits
+    of a base model; and the later releases whose training started from a release of either set.
 
     A release that lies between two others may be gone. So this function also reads where the copies
     came from, and which releases the jobs made.
     """
-    origins: list[tuple[Key, str | None, str | None]] = [
-        (each.key, each.release.lineage.parent, each.release.lineage.dataset_revision)
-        for each in stored
-    ]
+    origins: list[tuple[Key, str | None, str | None]] = []
+    for each in stored:
+        lineage = each.release.lineage
+        revision = lineage.dataset_revision if type == "dataset" else lineage.base_revision
+        origins.append((each.key, lineage.parent, revision))
     for job in jobs:
         if (made := job.outcome) is not None and made.release is not None:
-            key = (job.spec.pipeline, made.release)
-            origins.append((key, made.parent_release, made.dataset_revision))
+            revision = made.dataset_revision if type == "dataset" else None
+            origins.append(((job.spec.pipeline, made.release), made.parent_release, revision))
     children = defaultdict[Key, set[Key]](set)
     for (pipeline, release_id), parent, _ in origins:
         children[pipeline, parent].add((pipeline, release_id))

@@ -83,8 +83,9 @@ def purge(
         bool,
         typer.Option(
             "--releases",
-            help="Also remove every release that was trained on a removed commit, every release "
-            "whose training started from such a release, and the copies of these releases.",
+            help="Also remove every release that was trained on a removed commit (of a dataset) or "
+            "from it (of a base model), every release whose training started from such a release, "
+            "and the copies of these releases.",
         ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
@@ -93,11 +94,14 @@ def purge(
     because this command fails if one of them still contains the commit.
 
     The command removes the commit, and all later commits that are based on it, from the repository.
-    It also removes the copies of the dataset that jobs downloaded, the rows that jobs stored as
+    For a dataset, it also removes the copies that jobs downloaded, the rows that jobs stored as
     tokens, and the folders of the jobs that were started for these commits or read them. It
-    overwrites the reasons in the outcomes of these jobs, because a reason may quote rows. Without
-    --releases, the command removes no release, but names the releases that --releases would remove.
-    If the command is interrupted, run it again. If the command finds nothing to remove, it fails.
+    overwrites the reasons in the outcomes of these jobs, because a reason may quote rows. For a
+    model, it also removes the copy that jobs downloaded as their base model.
+
+    Without --releases, the command removes no release, but names the releases that --releases would
+    remove. If the command is interrupted, run it again. If the command finds nothing to remove, it
+    fails.
     """
     from pipeline.hub.repositories.names import repository_name
     from pipeline.job_store import open_job_store
@@ -108,15 +112,14 @@ def purge(
     name = repository_name(type, owner, short)
     home, settings = project_home(), load_settings()
     planned = _purge("GET", home, name, sha)
-    # A job reads commits of datasets only. So a commit of a model or a Space leaves no traces.
-    names, commits = (planned["names"], planned["commits"]) if type == "dataset" else ([], [])
+    names, commits = planned["names"], planned["commits"]
     with open_job_store(settings, home) as store:
-        if waiting := jobs_in_the_way(store, names, commits):
+        if waiting := jobs_in_the_way(store, type, names, commits):
             raise PipelineError(
                 f"{', '.join(f'{job.id} ({job.state})' for job in waiting)} may still read these "
                 "commits; wait until these jobs have ended, or: pipeline jobs cancel ID"
             )
-        traces = find_traces(home, store, names, commits)
+        traces = find_traces(home, store, type, names, commits)
         if not yes:
             typer.confirm(_question(name, sha, planned, traces, releases), abort=True)
         if releases:
@@ -130,7 +133,7 @@ def purge(
     _purge("POST", home, name, sha)
     is_found = planned["is_there"] or traces.job_folders or traces.num_downloads
     if not is_found and not (releases and (traces.releases or traces.later_releases)):
-        _print_what_stays(traces, releases)
+        _print_what_stays(name, traces, releases)
         raise PipelineError(
             f"the {name} does not have the commit {sha}, and neither a job folder nor a download "
             "has it; check the sha, for example with git log. If you have repeated a purge that "
@@ -147,8 +150,10 @@ def purge(
             "the copies of the dataset that jobs had downloaded",
             "the rows that jobs had stored as tokens",
         ]
+    else:
+        removed += [str(path) for path in traces.caches]
     print(f"{sha} is gone from the {name}. Removed: {'; '.join(removed)}")
-    _print_what_stays(traces, releases)
+    _print_what_stays(name, traces, releases)
 
 
 def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
@@ -202,19 +207,23 @@ def _remove_releases(traces: "Traces") -> None:
             remove(each.path.parent, each.path.name)
 
 
-def _print_what_stays(traces: "Traces", with_releases: bool) -> None:
+def _print_what_stays(name: "RepositoryName", traces: "Traces", with_releases: bool) -> None:
     if not with_releases:
-        _print_releases(traces)
+        _print_releases(name, traces)
     for path in traces.unreadable:
         print(
             f"{path} stays, because its manifest cannot be read. So nobody knows whether it was "
-            f"trained on a removed commit. To remove it: rm -r {shlex.quote(str(path))}"
+            f"{_trained_on(name)}. To remove it: rm -r {shlex.quote(str(path))}"
         )
 
 
-def _print_releases(traces: "Traces") -> None:
+def _trained_on(name: "RepositoryName") -> str:
+    return f"trained {'from' if name.type == 'model' else 'on'} a removed commit"
+
+
+def _print_releases(name: "RepositoryName", traces: "Traces") -> None:
     for words, found in (
-        ("was trained on a removed commit", traces.releases),
+        (f"was {_trained_on(name)}", traces.releases),
         ("was trained from the weights of such a release", traces.later_releases),
     ):
         for each in found:

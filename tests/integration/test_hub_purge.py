@@ -118,12 +118,19 @@ class Place:
         store.finish(job.id, "me", outcome)
         return job.id
 
-    def release(self, number: int, revision: str, parent: str | None = None) -> str:
+    def release(
+        self, number: int, revision: str, parent: str | None = None, base: str | None = None
+    ) -> str:
         release = Release(
             id=f"r{number:06d}-00000000",
             pipeline="facts",
             created_at="2026-01-01T00:00:00Z",
-            lineage=Lineage(dataset="local/facts", dataset_revision=revision, parent=parent),
+            lineage=Lineage(
+                dataset="local/facts",
+                dataset_revision=revision,
+                parent=parent,
+                base_revision=base,
+            ),
             files={},
             tensors={},
         )
@@ -466,11 +473,9 @@ def test_a_purge_finds_what_jobs_of_a_former_name_have_left(place: Place, is_up:
 def test_a_purge_of_a_model_leaves_the_dataset_of_the_same_name_alone(place: Place) -> None:
     place.leave_traces()
     traces = [path for path in place.home.snapshots_dir.rglob("*") if path.is_file()]
+    place.release(1, place.bad)
     with place.hub() as hub:
-        hub.api.create_repo("local/facts")
-        model = f"{hub.url}/local/facts"
-        hub.git("push", "-q", "--force", model, "main", cwd=place.worktree)
-        hub.git("push", "-q", "--force", model, f"{place.good}:main", cwd=place.worktree)
+        push_model(place, hub)
         with open_job_store(load_settings(), place.home) as store:
             range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=place.bad)
             store.submit(JobSpec(command=("true",), pipeline="facts", revisions=range))
@@ -481,6 +486,40 @@ def test_a_purge_of_a_model_leaves_the_dataset_of_the_same_name_alone(place: Pla
     ]
     assert place.has(place.bad), "the dataset's branch has it"
     assert all(path.exists() for path in traces)
+
+
+def push_model(place: Place, hub: RunningHub) -> None:
+    """Push the three commits to a model of the same name, and push the last two away again."""
+    hub.api.create_repo("local/facts")
+    model = f"{hub.url}/local/facts"
+    hub.git("push", "-q", "--force", model, "main", cwd=place.worktree)
+    hub.git("push", "-q", "--force", model, f"{place.good}:main", cwd=place.worktree)
+
+
+def test_a_purge_of_a_model_finds_what_jobs_have_made_of_their_base_model(place: Place) -> None:
+    bases = place.home.bases_dir / "hub"
+    # As pipeline.toml spells the name.
+    base, other = bases / "models--Local--facts", bases / "models--local--other"
+    for file in (base / "blobs/1", base / f"snapshots/{place.bad}/a", other / "snapshots/1/a"):
+        file.parent.mkdir(parents=True)
+        file.write_text("weights")
+    ids = [place.release(1, place.bad), place.release(2, place.good, base=place.bad)]
+    with place.hub() as hub:
+        push_model(place, hub)
+        with open_job_store(load_settings(), place.home) as store:
+            spec = JobSpec(command=("true",), settings={"base_model": "Local/facts@main"})
+            job = store.submit(spec).job
+            assert store.claim("me", 60) is not None
+            words = refused(place.bad, "--type", "model")
+            assert f"{job.id} (RUNNING) may still read these commits" in words
+            store.finish(job.id, "me", None)
+        said = purged(place.bad, "--type", "model")
+    assert f"Removed: 2 commits; {base}\n" in said
+    assert f"release {ids[1]} of facts was trained from a removed commit\n" in said
+    assert f"release {ids[0]}" not in said
+    assert list(bases.iterdir()) == [other]
+    purged(place.bad, "--type", "model", "--releases")
+    assert release_store.release_ids(place.home.releases_dir / "facts") == ids[:1]
 
 
 def test_a_commit_that_is_only_left_in_downloads_is_removed_there(place: Place) -> None:
