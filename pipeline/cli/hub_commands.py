@@ -16,7 +16,7 @@ from pipeline.paths import Home
 
 if TYPE_CHECKING:
     from pipeline.hub.repositories.names import RepositoryName
-    from pipeline.traces import Traces
+    from pipeline.traces import ReleaseFolder, Traces
 
 app = typer.Typer(
     help="Run the hub, which has the git repositories and the webhooks. Its default port is 8070.",
@@ -120,8 +120,10 @@ def purge(
                 "commits; wait until these jobs have ended, or: pipeline jobs cancel ID"
             )
         traces = find_traces(home, store, type, names, commits)
+        removed = _removed(name, planned, traces, releases)
         if not yes:
-            typer.confirm(_question(name, sha, planned, traces, releases), abort=True)
+            question = f"A purge of {sha} removes for good: {removed}. Purge the {name}?"
+            typer.confirm(question, abort=True)
         if releases:
             # Remove the releases before anything else. If one of these releases is served, pending
             # or pinned, `_remove_releases` raises an error, and this command removes nothing.
@@ -139,20 +141,7 @@ def purge(
             "has it; check the sha, for example with git log. If you have repeated a purge that "
             "was interrupted, the purge is now complete"
         )
-    removed = [
-        f"{len(planned['commits'])} commits"
-        if planned["is_there"]
-        else "no commits, because the repository did not have this commit"
-    ]
-    if type == "dataset":
-        removed += [
-            f"{len(traces.job_folders)} job folders",
-            "the copies of the dataset that jobs had downloaded",
-            "the rows that jobs had stored as tokens",
-        ]
-    else:
-        removed += [str(path) for path in traces.caches]
-    print(f"{sha} is gone from the {name}. Removed: {'; '.join(removed)}")
+    print(f"{sha} is gone from the {name}. Removed: {removed}")
     _print_what_stays(name, traces, releases)
 
 
@@ -178,16 +167,29 @@ def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
         return call_hub(method, path, None, {}, timeout_seconds=None)
 
 
-def _question(
-    name: "RepositoryName", sha: str, planned: Any, traces: "Traces", with_releases: bool
-) -> str:
-    num_releases = len(traces.releases) + len(traces.later_releases) if with_releases else 0
-    what = (
-        f"Remove {sha} of the {name} for good, with {len(planned['commits']) - 1} commits after it"
+def _removed(name: "RepositoryName", planned: Any, traces: "Traces", with_releases: bool) -> str:
+    """A list of what the purge removes: for the question before it, and for the last line."""
+    parts = [
+        f"{len(planned['commits'])} commits"
         if planned["is_there"]
-        else f"The {name} does not have {sha}. Remove what jobs have downloaded of the dataset"
-    )
-    return f"{what}, {len(traces.job_folders)} job folders and {num_releases} releases?"
+        else "no commits, because none is in the repository"
+    ]
+    if name.type == "dataset":
+        parts += [
+            f"{len(traces.job_folders)} job folders",
+            "the copies of the dataset that jobs have downloaded",
+            "the rows that jobs have stored as tokens",
+        ]
+    else:
+        parts += [str(path) for path in traces.caches]
+    if with_releases:
+        parts += [_shown(each) for each in (*traces.releases, *traces.later_releases)]
+    return "; ".join(parts)
+
+
+def _shown(each: "ReleaseFolder") -> str:
+    release = f"release {each.release.id} of {each.path.parent.name}"
+    return f"{each.path} (a copy of {release})" if each.is_copy else release
 
 
 def _remove_releases(traces: "Traces") -> None:
@@ -227,12 +229,8 @@ def _print_releases(name: "RepositoryName", traces: "Traces") -> None:
         ("was trained from the weights of such a release", traces.later_releases),
     ):
         for each in found:
-            release = f"release {each.release.id} of {each.path.parent.name}"
-            if each.is_copy:
-                remove = f"to remove it: rm -r {shlex.quote(str(each.path))}"
-                print(f"{each.path} is a copy of {release}, which {words}; {remove}")
-            else:
-                print(f"{release} {words}")
+            remove = f"; to remove it: rm -r {shlex.quote(str(each.path))}" if each.is_copy else ""
+            print(f"{_shown(each)} {words}{remove}")
     if traces.releases or traces.later_releases:
         print(
             "To remove such a release: pipeline releases rm ID. A served, pending or pinned "

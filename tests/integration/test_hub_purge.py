@@ -313,10 +313,17 @@ def test_a_copy_in_the_place_of_a_link_counts_like_its_release(place: Place) -> 
         (bad[0], ids[1], "was trained on a removed commit"),
         (bad[1], ids[2], "was trained from the weights of such a release"),
     ):
-        copy = f"{each} is a copy of release {id} of facts, which {words}"
-        assert f"{copy}; to remove it: rm -r {each}" in said
+        assert f"{each} (a copy of release {id} of facts) {words}; to remove it: rm -r" in said
     assert all(each.is_dir() for each in bad)
-    purged(place.bad, "--releases")
+    asked = pipeline("purge", "local/facts", place.bad, "--releases").output
+    assert all(each.is_dir() for each in bad), "nobody has answered the question"
+    said = purged(place.bad, "--releases")
+    for words in (asked, said):
+        assert (
+            f"release {ids[1]} of facts; {bad[0]} (a copy of release {ids[1]} of facts);" in words
+        )
+        assert f"{bad[1]} (a copy of release {ids[2]} of facts)" in words
+    assert "Purge the dataset local/facts? [y/N]" in asked
     assert not any(each.exists() for each in bad) and good.is_dir()
 
 
@@ -480,6 +487,8 @@ def test_a_purge_of_a_model_leaves_the_dataset_of_the_same_name_alone(place: Pla
             range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=place.bad)
             store.submit(JobSpec(command=("true",), pipeline="facts", revisions=range))
             assert store.claim("me", 60) is not None
+        asked = pipeline("purge", "local/facts", place.bad, "--type", "model").output
+        assert "removes for good: 2 commits. Purge the model local/facts?" in asked
         said = purged(place.bad, "--type", "model")
     assert said.splitlines() == [
         f"{place.bad} is gone from the model local/facts. Removed: 2 commits"
@@ -531,7 +540,7 @@ def test_a_commit_that_is_only_left_in_downloads_is_removed_there(place: Place) 
     rows = place.home.snapshots_dir / "facts" / f"datasets--local--facts/snapshots/{lost}/a.jsonl"
     rows.parent.mkdir(parents=True)
     rows.write_text(SECRET)
-    assert "the repository did not have this commit" in purged(lost)
+    assert "no commits, because none is in the repository" in purged(lost)
     assert not rows.exists()
 
 
