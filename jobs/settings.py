@@ -10,7 +10,9 @@ class JobsSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     database_url: str | None = None
-    """`postgresql+psycopg://…`. If unset, jobs are kept in a SQLite file in the state folder."""
+    """`postgresql+psycopg://…`, or the path of a SQLite file. In pipeline.toml, a relative path
+    starts at the folder of pipeline.toml. If unset, jobs are kept in a SQLite file in the state
+    folder."""
     max_running: int = Field(default=1, ge=1)
     """How many jobs may run at the same time. A pipeline never runs two jobs at once. So with only
     one pipeline, a number above 1 matters only for jobs that belong to no pipeline."""

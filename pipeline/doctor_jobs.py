@@ -19,7 +19,6 @@ from pipeline.newest_commit import newest_commit
 from pipeline.paths import Home
 from pipeline.probes import port_fault
 from pipeline.retrain.reporters import check_reporters
-from pipeline.rules import absolute_command
 from pipeline.settings import PipelineSettings, Settings, settings_file
 from pipeline.stack_record import read_stack
 from serving.errors import ServingError
@@ -51,7 +50,7 @@ def check_trainers(home: Home, settings: Settings) -> Iterator[Finding]:
 
 def _check_command(pipeline: PipelineSettings) -> Iterator[Finding]:
     assert pipeline.command is not None
-    program = absolute_command(*pipeline.command)[0]
+    program = pipeline.command[0]
     if shutil.which(program) is None:
         what = "is not an executable program" if "/" in program else "is not a program on PATH"
         yield wrong(

@@ -14,7 +14,6 @@ import httpx
 
 from jobs.job import Job
 from pipeline import settings_copy
-from pipeline.rules import absolute_command
 from pipeline.settings import PipelineSettings
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
         if isinstance(pipeline.on_outcome, str):
             _post(pipeline.on_outcome, body, job.id)
         else:
-            _run(absolute_command(*pipeline.on_outcome), body, job, job_dir)
+            _run(pipeline.on_outcome, body, job, job_dir)
     except (
         httpx.HTTPError,
         httpx.InvalidURL,

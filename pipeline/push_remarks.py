@@ -6,6 +6,7 @@ looking into the job's log."""
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -29,8 +30,9 @@ MAX_BYTES = 4 * 1024 * 1024
 """The largest total size of the files that are checked: the README, the changed files with
 CHECKED_SUFFIXES, and the changed files that may be pointers to large files. If they have more
 bytes, no rows are checked, and missing large files are not reported. The limit is needed because
-the client waits for the hub's answer during the check. A README that alone has more bytes is not
-read."""
+the client waits for the hub's answer during the check. The hub reads each file once, however many
+pipelines there are. But it parses the rows again for each pipeline with other settings in `data`. A
+README that alone has more bytes is not read."""
 CHECKED_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 """Only rows of files with these suffixes are checked. The hub does not open compressed files, such
 as `.jsonl.gz` and `.parquet`: a small compressed file may become so large when it is unpacked that
@@ -100,10 +102,12 @@ class PushRemarks:
                 refs = {ref.removeprefix("refs/heads/") for _, ref in followers}
                 followed = ", ".join(sorted(refs))
                 yield f"No pipeline follows the branch {name!r}; pipelines follow {followed}."
-            for pipeline in _read_differently(pipelines):
-                if is_pushed_branch:
-                    yield from _ignored_data_files(repository, change, pipeline)
-                yield from _unreadable_rows(repository, change, pipeline)
+            if not pipelines:
+                continue
+            different = _read_differently(pipelines)
+            if is_pushed_branch:
+                yield from _ignored_data_files(repository, change, different)
+            yield from _unreadable_rows(repository, change, different)
 
 
 def _read_differently(pipelines: Sequence[PipelineSettings]) -> list[PipelineSettings]:
@@ -116,35 +120,51 @@ def _read_differently(pipelines: Sequence[PipelineSettings]) -> list[PipelineSet
 
 
 def _ignored_data_files(
-    repository: Repository, change: RefChange, pipeline: PipelineSettings
+    repository: Repository, change: RefChange, pipelines: Sequence[PipelineSettings]
 ) -> Iterator[str]:
-    """A remark on files that look like data, but that the pipeline does not read. For example, if
-    the README lists the files of the dataset, the pipeline reads only the listed files.
-    `Dataset.push_to_hub` writes such a README."""
+    """A remark for each pipeline on files that look like data, but that the pipeline does not read.
+    For example, if the README lists the files of the dataset, the pipeline reads only the listed
+    files. `Dataset.push_to_hub` writes such a README."""
     assert change.new_sha is not None
     changed = {file.path for file in changed_files(repository, change.old_sha, change.new_sha)}
-    now = _data_files(repository, change.new_sha, pipeline)
-    left_out = {path for path in changed if path in now.ignored and why_no_data(path) is None}
+    new = _Listing.of(repository, change.new_sha)
+    old = None
     if change.old_sha is not None and CARD in changed:
-        before = _data_files(repository, change.old_sha, pipeline)
-        left_out |= set(now.ignored) & set(chain.from_iterable(before.splits.values()))
-    if left_out:
-        named = sorted(left_out)
-        more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
-        reason = now.ignored[named[0]]
-        yield (
-            f"{pipeline.name} reads no rows of {', '.join(named[:MAX_NAMED])}{more}: {reason}. "
-            f"`pipeline data check` lists the files that {pipeline.name} reads."
+        old = _Listing.of(repository, change.old_sha)
+    for pipeline in pipelines:
+        now = new.data_files(pipeline)
+        left_out = {path for path in changed if path in now.ignored and why_no_data(path) is None}
+        if old is not None:
+            before = old.data_files(pipeline)
+            left_out |= set(now.ignored) & set(chain.from_iterable(before.splits.values()))
+        if left_out:
+            named = sorted(left_out)
+            more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+            reason = now.ignored[named[0]]
+            yield (
+                f"{pipeline.name} reads no rows of {', '.join(named[:MAX_NAMED])}{more}: {reason}. "
+                f"`pipeline data check` lists the files that {pipeline.name} reads."
+            )
+
+
+@dataclass(frozen=True)
+class _Listing:
+    """The paths of all files of a commit, and the text of its README (empty if it is not read)."""
+
+    paths: Sequence[str]
+    card: str
+
+    @classmethod
+    def of(cls, repository: Repository, commit: str) -> "_Listing":
+        card = "".join(
+            read_file(repository, entry).decode(errors="replace")
+            for entry in find_paths(repository, commit, [CARD])
+            if entry.size_bytes <= MAX_BYTES
         )
+        return cls(list_paths(repository, commit), card)
 
-
-def _data_files(repository: Repository, commit: str, pipeline: PipelineSettings) -> DataFiles:
-    card = "".join(
-        read_file(repository, entry).decode(errors="replace")
-        for entry in find_paths(repository, commit, [CARD])
-        if entry.size_bytes <= MAX_BYTES
-    )
-    return sort_files(list_paths(repository, commit), pipeline.data, card)
+    def data_files(self, pipeline: PipelineSettings) -> DataFiles:
+        return sort_files(self.paths, pipeline.data, self.card)
 
 
 def _has_checked_rows(path: str) -> bool:
@@ -152,11 +172,11 @@ def _has_checked_rows(path: str) -> bool:
 
 
 def _unreadable_rows(
-    repository: Repository, change: RefChange, pipeline: PipelineSettings
+    repository: Repository, change: RefChange, pipelines: Sequence[PipelineSettings]
 ) -> Iterator[str]:
-    """Remarks on the changed files: rows that a job of the pipeline could not read, and large files
-    whose content is missing. If the files have more than MAX_BYTES in total, the only remark is
-    that nothing was checked."""
+    """Remarks on the changed files: large files whose content is missing, and rows that a job of
+    one of the pipelines could not read. If the files have more than MAX_BYTES in total, the only
+    remark is that nothing was checked."""
     assert change.new_sha is not None
     files = changed_files(repository, change.old_sha, change.new_sha)
     wanted = [
@@ -165,22 +185,19 @@ def _unreadable_rows(
         if _has_checked_rows(file.path)
         or (is_needed(file.path) and may_be_pointer(file.size_bytes))
     ]
-    num_bytes = 0
-    bad: list[DataError] = []
+    read = (*wanted, *find_paths(repository, change.new_sha, [CARD]))
+    if sum(file.size_bytes for file in read) > MAX_BYTES:
+        jobs = " and ".join(f"the job of {pipeline.name}" for pipeline in pipelines)
+        yield (
+            "The hub checked no rows of this push: README.md and the changed text files have more "
+            f"than {MAX_BYTES // 1024**2} MiB together. {jobs[0].upper()}{jobs[1:]} will check all "
+            "rows."
+        )
+        return
     missing = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         paths = []
-        read = (*wanted, *find_paths(repository, change.new_sha, [CARD]))
-        for file in read:
-            num_bytes += file.size_bytes
-            if num_bytes > MAX_BYTES:
-                yield (
-                    "The hub checked no rows of this push: README.md and the changed text files "
-                    f"have more than {MAX_BYTES // 1024**2} MiB together. The job of "
-                    f"{pipeline.name} will check all rows."
-                )
-                return
         # Use few git processes, because there may be tens of thousands of small files, and the
         # client waits.
         contents = dict(read_blobs(repository, [file.oid for file in read]))
@@ -195,14 +212,16 @@ def _unreadable_rows(
                     paths.append(file.path)
             elif LargeFiles(repository.folder).size(pointer.oid) is None:
                 missing.append(file.path)
-        read_dataset(folder, paths, pipeline.data, bad.append)
-    for path in missing[:MAX_NAMED]:
-        yield f"{path}: this large file was not uploaded: run `git lfs push --all origin`."
-    if len(missing) > MAX_NAMED:
-        yield f"{len(missing) - MAX_NAMED} more large files were not uploaded."
-    for error in bad[:MAX_NAMED]:
-        yield f"{error}"
-    if len(bad) > MAX_NAMED:
-        yield f"{len(bad) - MAX_NAMED} more rows cannot be read: see `pipeline data check`."
-    if bad or missing:
-        yield f"The job of {pipeline.name} will fail until this is corrected."
+        for path in missing[:MAX_NAMED]:
+            yield f"{path}: this large file was not uploaded: run `git lfs push --all origin`."
+        if len(missing) > MAX_NAMED:
+            yield f"{len(missing) - MAX_NAMED} more large files were not uploaded."
+        for pipeline in pipelines:
+            bad: list[DataError] = []
+            read_dataset(folder, paths, pipeline.data, bad.append)
+            for error in bad[:MAX_NAMED]:
+                yield f"{error}"
+            if len(bad) > MAX_NAMED:
+                yield f"{len(bad) - MAX_NAMED} more rows cannot be read: see `pipeline data check`."
+            if bad or missing:
+                yield f"The job of {pipeline.name} will fail until this is corrected."

@@ -1,12 +1,10 @@
 """Makes a `RetrainRule` from the settings of a pipeline. The receiver uses this rule to make a job
 from a push."""
 
-from pathlib import Path
-
 from jobs.spec import Resources
 from pipeline.paths import Home
 from pipeline.retrain.settings import RetrainSettings, SkipIf
-from pipeline.settings import PipelineSettings, Settings, absolute_path, settings_file
+from pipeline.settings import PipelineSettings, Settings
 from receiver.retrain import RetrainRule
 
 
@@ -39,12 +37,12 @@ def retrain_rule(
         bases_dir=home.bases_dir,
         keep=pipeline.keep,
         data=pipeline.data,
-        train=pipeline.train.model_copy(update={"anchors": _absolute_path(pipeline.train.anchors)}),
-        gate=pipeline.gate.model_copy(update={"golden": _absolute_path(pipeline.gate.golden)}),
+        train=pipeline.train,
+        gate=pipeline.gate,
         force_reason=force_reason,
         skip_if=skip_if,
     )
-    trainer = {} if pipeline.command is None else {"command": absolute_command(*pipeline.command)}
+    trainer = {} if pipeline.command is None else {"command": pipeline.command}
     return RetrainRule(
         **trainer,
         pipeline=pipeline.name,
@@ -71,14 +69,3 @@ def retrain_rule(
 def branch_ref(pipeline: PipelineSettings) -> str:
     """The full name of the branch that the pipeline follows, such as `refs/heads/main`."""
     return pipeline.ref if pipeline.ref.startswith("refs/") else f"refs/heads/{pipeline.ref}"
-
-
-def _absolute_path(path: Path | None) -> Path | None:
-    return None if path is None else absolute_path(path)
-
-
-def absolute_command(name: str, *arguments: str) -> tuple[str, ...]:
-    """The command that runs the program `name` with these arguments. If `name` is a relative path,
-    it becomes absolute. The relative path starts at the folder of the settings file. If `name` has
-    no `/`, it does not change: the runner looks for the program on PATH."""
-    return (str(settings_file().parent / name) if "/" in name else name, *arguments)

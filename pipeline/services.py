@@ -11,7 +11,7 @@ import httpx
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.probes import port_fault
-from pipeline.settings import Settings, absolute_path
+from pipeline.settings import Settings
 
 START_SECONDS = 60.0
 """A service may need this long to import its modules, open its database and listen."""
@@ -132,5 +132,5 @@ def deliveries_path(settings: Settings, home: Home) -> Path:
     """The file in which the stack's receiver stores the deliveries for its durable handlers. If a
     durable handler fails, the receiver calls this handler again with the stored delivery."""
     if "deliveries_path" in settings.receiver.model_fields_set:
-        return absolute_path(settings.receiver.deliveries_path)
+        return settings.receiver.deliveries_path
     return home.root / "receiver.db"

@@ -44,6 +44,7 @@ from pipeline.retrain.settings import (
     is_git_url,
 )
 from pipeline.settings_copy import copy_or_file
+from pipeline.settings_paths import absolute_path, with_absolute_paths
 from receiver.settings import ReceiverSettings
 from serving.settings import ServingSettings
 
@@ -131,7 +132,7 @@ class PipelineSettings(BaseModel):
         there is a folder whose relative path looks like such an id, the folder is used."""
         if self.base_model in PRESETS:
             return None
-        folder = absolute_path(Path(self.base_model))
+        folder = absolute_path(Path(self.base_model), settings_file().parent)
         is_id = HUB_ID.fullmatch(self.base_model) is not None
         return None if is_id and not folder.is_dir() else folder
 
@@ -185,6 +186,14 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         file = copy_or_file(settings_file())
         return (env_settings, TomlConfigSettingsSource(settings_cls, file))
+
+    @field_validator("*")
+    @classmethod
+    def _paths_are_absolute(cls, value: Any) -> Any:
+        folder = settings_file().parent
+        if isinstance(value, BaseModel):
+            return with_absolute_paths(value, folder)
+        return tuple(with_absolute_paths(pipeline, folder) for pipeline in value)
 
     @model_validator(mode="after")
     def _names_and_ports_differ(self) -> "Settings":
@@ -259,12 +268,6 @@ def settings_file() -> Path:
     settings start at the folder of this file, also for a service, which reads a copy of the file.
     """
     return Path(os.environ.get("PIPELINE_SETTINGS", SETTINGS_FILE)).absolute()
-
-
-def absolute_path(path: Path) -> Path:
-    """A path in the settings as an absolute path. A relative path starts at the folder of the
-    settings file."""
-    return settings_file().parent / path.expanduser()
 
 
 def no_settings_file() -> PipelineError:

@@ -1,21 +1,24 @@
 """A purge (`pipeline hub purge`) uses this module to remove what jobs have stored about some
-commits of a dataset.
+commits of a dataset or of a base model.
 
-Jobs may have stored rows of these commits in three places in the state folder, and the module finds
-and removes all three:
+Jobs may have stored rows of a dataset in three places in the state folder, and the module finds and
+removes all three:
 
 - the downloads of the dataset;
 - the token caches of the pipelines that have such downloads (a token cache holds rows as tokens);
 - the folders of the jobs that were started for these commits or read them.
 
-The module also overwrites the reasons in the outcomes of these jobs. It finds the releases that
-were trained on these commits, but does not remove any release, and it does not touch the hub's part
-of the state folder. The hub uses the module too: `needed_commits` names the commits to keep.
+The module also overwrites the reasons in the outcomes of these jobs. Of a base model, jobs have
+only downloads.
+
+The module finds the releases that were trained on these commits, or from them, but does not remove
+any release, and it does not touch the hub's part of the state folder. The hub uses the module too:
+`needed_commits` names the commits to keep.
 """
 
 import shutil
+from collections import defaultdict
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +31,11 @@ from jobs.store import JobStore
 from pipeline.paths import Home
 from pipeline.retrain.job_folder import SNAPSHOT
 from pipeline.retrain.snapshot import FOLLOWED
+from serving.converted import remove_unneeded_copies
 from serving.errors import ReleaseError
 from serving.weights.release import Release
-from serving.weights.release_removal import replaced_folders
-from serving.weights.release_store import list_releases, load_release
+from serving.weights.release_removal import replaced_folders, sweep_locked
+from serving.weights.release_store import list_releases, load_release, release_ids, release_lock
 
 TOKEN_CACHE = "tokens.npz"
 """The file name of a token cache. `pipeline/retrain/token_cache.py` has the same constant; it is
@@ -42,35 +46,56 @@ PURGED = (
 )
 
 
+Key = tuple[str | None, str | None]
+"""The name of a pipeline, and the id of one of its releases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleaseFolder:
+    """A release, or a copy of a release, on disk."""
+
+    path: Path
+    release: Release
+    is_copy: bool
+    """Whether this is a folder `current.replaced-…` or `previous.replaced-…`. The release itself
+    may be gone already."""
+
+    @property
+    def key(self) -> Key:
+        return self.path.parent.name, self.release.id
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traces:
-    """What some commits of a dataset have left in the state folder."""
+    """What some commits of a dataset or of a base model have left in the state folder."""
 
-    caches: tuple[Path, ...]
-    """Downloads, token caches and `followed.json` files (each names an older and a newer commit of
-    the same history). The downloads of a pipeline come last. Remove the entries in this order:
-    `find_traces` finds the other files of a pipeline only if the pipeline still has downloads. So
-    after an interrupted removal, a second `find_traces` finds the rest."""
-    num_downloads: int
+    caches: tuple[Path, ...] = ()
+    """For a base model: its downloads. For a dataset: downloads, token caches and `followed.json`
+    files (each names an older and a newer commit of the same history). The downloads of a pipeline
+    come last. Remove the entries in this order: `find_traces` finds the other files of a pipeline
+    only if the pipeline still has downloads. So after an interrupted removal, a second
+    `find_traces` finds the rest."""
+    num_downloads: int = 0
     """How many downloads in `caches` have one of the commits. `caches` also has the other downloads
-    of the dataset. They show which pipelines may have a token cache with rows of a commit whose
-    download is gone."""
-    job_folders: tuple[Path, ...]
+    of the repository. For a dataset, they show which pipelines may have a token cache with rows of
+    a commit whose download is gone."""
+    job_folders: tuple[Path, ...] = ()
     """The folders of the jobs in `job_ids` that still exist, and folders of jobs of an earlier
     database. The runner renames such an old folder to `<id>.stale-<number>` if a new job has the
     same id. `job_ids` does not contain the id of a renamed folder, because this id now belongs to
     the new job."""
-    job_ids: tuple[str, ...]
+    job_ids: tuple[str, ...] = ()
     """The jobs that were started for one of the commits, or that read rows of one of the commits.
     """
-    releases: tuple[Release, ...]
-    """The releases that were trained on one of the commits."""
-    later_releases: tuple[Release, ...]
+    releases: tuple[ReleaseFolder, ...] = ()
+    """The releases that were trained on one of the commits of the dataset, or from one of the
+    commits of the base model; and their copies."""
+    later_releases: tuple[ReleaseFolder, ...] = ()
     """The releases whose training started from a release in `releases`, or from another release in
-    `later_releases`."""
-    copies: tuple[Path, ...]
-    """The folders `current.replaced-…` and `previous.replaced-…` that hold a copy of such a
-    release. The release itself may be gone already."""
+    `later_releases`; and their copies."""
+    unreadable: tuple[Path, ...] = ()
+    """The folders of releases and of copies whose manifest cannot be read. So nobody knows on which
+    commit they were trained, and they may have been trained on one of these commits."""
 
 
 def needed_commits(home: Home, store: JobStore) -> set[str]:
@@ -79,7 +104,8 @@ def needed_commits(home: Home, store: JobStore) -> set[str]:
     commit with an earlier commit, the release or job also names the earlier commit."""
     needed = {
         sha
-        for release in _releases(home)
+        for folder in sorted(home.releases_dir.glob("*/"))
+        for release in list_releases(folder)
         for sha in (release.lineage.dataset_revision, release.lineage.dataset_base_revision)
     }
     for job in _unfinished(store):
@@ -88,56 +114,67 @@ def needed_commits(home: Home, store: JobStore) -> set[str]:
     return {sha for sha in needed if sha is not None}
 
 
-def jobs_in_the_way(store: JobStore, names: Collection[str], commits: Collection[str]) -> list[Job]:
-    """The jobs that prevent a purge: every running job for the dataset, and every pending or
-    running job for one of the commits.
+def jobs_in_the_way(
+    store: JobStore, type: str, names: Collection[str], commits: Collection[str]
+) -> list[Job]:
+    """The jobs that prevent a purge of a repository of this type: every running job that reads the
+    dataset or starts from the base model, and every pending or running job for one of the commits.
 
-    `names` are the present name and the former names of the dataset, in lower case: a job that was
-    started before the dataset was moved has a former name.
+    `names` are the present name and the former names of the repository, in lower case: a job that
+    was started before the repository was moved has a former name.
     """
-    return [
-        job
-        for job in _unfinished(store)
-        if (revisions := job.spec.revisions) is not None
-        and (
+
+    def is_in_the_way(job: Job) -> bool:
+        if type == "model":
+            base_model, _, _ = str(job.spec.settings.get("base_model")).partition("@")
+            return job.state == "RUNNING" and base_model.lower() in names
+        return (revisions := job.spec.revisions) is not None and (
             (job.state == "RUNNING" and revisions.repo.lower() in names)
             or revisions.new_sha in commits
         )
-    ]
+
+    # No job reads a Space.
+    return [] if type == "space" else [job for job in _unfinished(store) if is_in_the_way(job)]
 
 
 def find_traces(
-    home: Home, store: JobStore, names: Collection[str], commits: Collection[str]
+    home: Home, store: JobStore, type: str, names: Collection[str], commits: Collection[str]
 ) -> Traces:
-    """What these commits of the dataset have left in the state folder. Changes nothing.
+    """What these commits of a repository of this type have left in the state folder. Changes
+    nothing.
 
-    `names` are the present name and the former names of the dataset: `owner/name` in lower case.
+    `names` are the present name and the former names of the repository: `owner/name` in lower case.
     """
-    folders = tuple(_job_folders(home, commits))
+    if type == "space":
+        return Traces()
+    is_dataset = type == "dataset"
+    folders = tuple(_job_folders(home, commits)) if is_dataset else ()
     ids = {folder.name for folder in folders if "." not in folder.name}
-    ids |= {job.id for sha in commits for job in store.of_commit(sha)}
-    trained, later = _trained_on(_releases(home), commits)
-    touched: set[tuple[str, str | None]] = {_key(each) for each in (*trained, *later)}
-    caches = tuple(_caches(home, names, commits))
+    if is_dataset:
+        ids |= {job.id for sha in commits for job in store.of_commit(sha)}
+    caches = tuple((_caches if is_dataset else _base_models)(home, names, commits))
+    stored, unreadable = _stored_releases(home)
+    trained, later = _trained_on(stored, store.list(), type, commits)
     return Traces(
         caches=caches,
         num_downloads=sum(_has_commit(each, commits) for each in caches),
         job_folders=folders,
         job_ids=tuple(sorted(ids)),
-        releases=tuple(trained),
-        later_releases=tuple(later),
-        copies=tuple(
-            folder
-            for folder, release in _copies(home)
-            if release.lineage.dataset_revision in commits
-            or not touched.isdisjoint({_key(release), (release.pipeline, release.lineage.parent)})
-        ),
+        releases=tuple(each for each in stored if each.key in trained),
+        later_releases=tuple(each for each in stored if each.key in later),
+        unreadable=tuple(unreadable),
     )
 
 
-def remove_traces(traces: Traces, store: JobStore) -> None:
+def remove_traces(home: Home, traces: Traces, store: JobStore) -> None:
     """Remove the caches and the job folders, and overwrite the reasons in the outcomes of the jobs.
-    Removes no release. If this function is interrupted, call it again."""
+    Removes no release, but removes what an interrupted removal of a release or of a copy has left.
+    If this function is interrupted, call it again."""
+    for pipeline_dir in home.releases_dir.glob("*/"):
+        # Wait for the lock, because `sweep` does nothing while another process holds it.
+        with release_lock(pipeline_dir):
+            sweep_locked(pipeline_dir)
+        remove_unneeded_copies(pipeline_dir)
     for path in (*traces.caches, *traces.job_folders):
         if path.is_dir():
             shutil.rmtree(path)
@@ -159,6 +196,13 @@ def _caches(home: Home, names: Collection[str], commits: Collection[str]) -> Ite
             yield from folder.glob(f".{TOKEN_CACHE}.*")
             yield folder / FOLLOWED
             yield from downloads
+
+
+def _base_models(home: Home, names: Collection[str], commits: Collection[str]) -> Iterator[Path]:
+    known = {f"models--{name.replace('/', '--')}" for name in names}
+    for download in (home.bases_dir / "hub").glob("models--*"):
+        if download.name.lower() in known or _has_commit(download, commits):
+            yield download
 
 
 def _has_commit(download: Path, commits: Collection[str]) -> bool:
@@ -206,40 +250,48 @@ def _commits_of_job(job_folder: Path) -> set[str | None]:
 
 
 def _trained_on(
-    releases: Collection[Release], commits: Collection[str]
-) -> tuple[list[Release], list[Release]]:
-    """Two lists: the releases that were trained on one of the commits, and the later releases whose
-    training started from a release of either list. Both lists have the order of `releases`. In
-    `releases`, the releases of each pipeline must be in the order of their creation."""
-    trained = [each for each in releases if each.lineage.dataset_revision in commits]
-    touched, later = {_key(each) for each in trained}, []
-    for release in releases:  # a parent comes before its children, because it is older
-        key = _key(release)
-        if key not in touched and (release.pipeline, release.lineage.parent) in touched:
-            touched.add(key)
-            later.append(release)
+    stored: Collection[ReleaseFolder], jobs: Collection[Job], type: str, commits: Collection[str]
+) -> tuple[set[Key], set[Key]]:
+    """The releases that were trained on one of the commits of a dataset, or from one of the commits
+    of a base model; and the later releases whose training started from a release of either set.
+
+    A release that lies between two others may be gone. So this function also reads where the copies
+    came from, and which releases the jobs made.
+    """
+    origins: list[tuple[Key, str | None, str | None]] = []
+    for each in stored:
+        lineage = each.release.lineage
+        revision = lineage.dataset_revision if type == "dataset" else lineage.base_revision
+        origins.append((each.key, lineage.parent, revision))
+    for job in jobs:
+        if (made := job.outcome) is not None and made.release is not None:
+            revision = made.dataset_revision if type == "dataset" else None
+            origins.append(((job.spec.pipeline, made.release), made.parent_release, revision))
+    children = defaultdict[Key, set[Key]](set)
+    for (pipeline, release_id), parent, _ in origins:
+        children[pipeline, parent].add((pipeline, release_id))
+    trained = {key for key, _, revision in origins if revision in commits}
+    later, newly_found = set[Key](), trained
+    while newly_found:
+        newly_found = {child for key in newly_found for child in children[key]} - trained - later
+        later |= newly_found
     return trained, later
 
 
-def _key(release: Release) -> tuple[str, str]:
-    return release.pipeline, release.id
-
-
-def _copies(home: Home) -> Iterator[tuple[Path, Release]]:
-    """The folders that stood in the place of the links `current` and `previous`, each with its
-    manifest. A folder without a readable manifest is left out."""
+def _stored_releases(home: Home) -> tuple[list[ReleaseFolder], list[Path]]:
+    """All releases and copies of releases, and the folders whose manifest cannot be read."""
+    stored, unreadable = [], []
     for pipeline_dir in sorted(home.releases_dir.glob("*/")):
-        for folder in replaced_folders(pipeline_dir):
-            with suppress(ReleaseError):
-                yield folder, load_release(folder)
-
-
-def _releases(home: Home) -> list[Release]:
-    return [
-        release
-        for folder in sorted(home.releases_dir.glob("*/"))
-        for release in list_releases(folder)
-    ]
+        releases = [pipeline_dir / release_id for release_id in release_ids(pipeline_dir)]
+        copies = replaced_folders(pipeline_dir)
+        for path in (*releases, *copies):
+            try:
+                release = load_release(path)
+            except ReleaseError:
+                unreadable.append(path)
+            else:
+                stored.append(ReleaseFolder(path=path, release=release, is_copy=path in copies))
+    return stored, unreadable
 
 
 def _unfinished(store: JobStore) -> list[Job]:

@@ -35,8 +35,9 @@ class ReceiverSettings(BaseModel):
     reaches only the handlers, except in a Space."""
     tunnel: Annotated[str, Field(min_length=1)] | None = None
     """The tunnel that opens a public URL: `ssh://user@host[:port]`, or a command that prints the
-    URL, for example `cloudflared tunnel --url http://{address}`. With a tunnel, every handler needs
-    a secret."""
+    URL, for example `cloudflared tunnel --url http://{address}`. In pipeline.toml, a relative path
+    of the program starts at the folder of pipeline.toml. With a tunnel, every handler needs a
+    secret."""
     tunnel_url_pattern: Annotated[str, AfterValidator(_regular_expression)] = r"https://[\w.-]+"
     """A regular expression. Its first match in the output of a tunnel command is the public URL."""
     tunnel_lifetime_seconds: float = Field(default=72 * 3600.0, gt=0)

@@ -39,7 +39,6 @@ class ConvertedCopies:
     `copy_of`, until it calls `close`."""
 
     def __init__(self, releases_dir: Path) -> None:
-        self._releases_dir = releases_dir
         self._copies = releases_dir / release_store.CONVERTED
         self._used: dict[Path, BinaryIO] = {}
         """The folder of a release's copies → the locked file `in-use` in this folder."""
@@ -62,9 +61,7 @@ class ConvertedCopies:
                 _remove_unless_used(target)
                 logger.info("%s has .bin shards; they are converted once, into %s", folder, target)
                 whole = [_convert(folder, release, target)]
-                for each in self._copies.iterdir():
-                    if each != target and not (self._releases_dir / each.name).is_dir():
-                        _remove_unless_used(each)
+                _remove_unneeded(self._copies, kept=target)
             if target not in self._used:
                 file = (target / _IN_USE).open("a+b")
                 fcntl.flock(file, fcntl.LOCK_SH)
@@ -79,6 +76,21 @@ class ConvertedCopies:
         """Other servers may remove the copies from now on."""
         while self._used:
             self._used.popitem()[1].close()
+
+
+def remove_unneeded_copies(releases_dir: Path) -> None:
+    """Remove the copies of anything that is not a release of the pipeline, if no server uses them.
+    Such a copy may be of a removed release, if the process was killed that removed the release."""
+    copies = releases_dir / release_store.CONVERTED
+    if copies.is_dir():
+        with release_store.release_lock(copies):
+            _remove_unneeded(copies)
+
+
+def _remove_unneeded(copies: Path, kept: Path | None = None) -> None:
+    for each in copies.iterdir():
+        if each != kept and not (copies.parent / each.name).is_dir():
+            _remove_unless_used(each)
 
 
 def _convert(folder: Path, release: Release, target: Path) -> Release:

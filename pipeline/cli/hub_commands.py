@@ -2,7 +2,6 @@
 a commit that was pushed by mistake."""
 
 import shlex
-import shutil
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +16,7 @@ from pipeline.paths import Home
 
 if TYPE_CHECKING:
     from pipeline.hub.repositories.names import RepositoryName
-    from pipeline.traces import Traces
+    from pipeline.traces import ReleaseFolder, Traces
 
 app = typer.Typer(
     help="Run the hub, which has the git repositories and the webhooks. Its default port is 8070.",
@@ -84,8 +83,9 @@ def purge(
         bool,
         typer.Option(
             "--releases",
-            help="Also remove every release that was trained on a removed commit, every release "
-            "whose training started from such a release, and the copies of these releases.",
+            help="Also remove every release that was trained on a removed commit (of a dataset) or "
+            "from it (of a base model), every release whose training started from such a release, "
+            "and the copies of these releases.",
         ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
@@ -94,11 +94,14 @@ def purge(
     because this command fails if one of them still contains the commit.
 
     The command removes the commit, and all later commits that are based on it, from the repository.
-    It also removes the copies of the dataset that jobs downloaded, the rows that jobs stored as
+    For a dataset, it also removes the copies that jobs downloaded, the rows that jobs stored as
     tokens, and the folders of the jobs that were started for these commits or read them. It
-    overwrites the reasons in the outcomes of these jobs, because a reason may quote rows. Without
-    --releases, the command removes no release, but names the releases that --releases would remove.
-    If the command is interrupted, run it again. If the command finds nothing to remove, it fails.
+    overwrites the reasons in the outcomes of these jobs, because a reason may quote rows. For a
+    model, it also removes the copy that jobs downloaded as their base model.
+
+    Without --releases, the command removes no release, but names the releases that --releases would
+    remove. If the command is interrupted, run it again. If the command finds nothing to remove, it
+    fails.
     """
     from pipeline.hub.repositories.names import repository_name
     from pipeline.job_store import open_job_store
@@ -109,55 +112,43 @@ def purge(
     name = repository_name(type, owner, short)
     home, settings = project_home(), load_settings()
     planned = _purge("GET", home, name, sha)
-    # A job reads commits of datasets only. So a commit of a model or a Space leaves no traces.
-    names, commits = (planned["names"], planned["commits"]) if type == "dataset" else ([], [])
+    names, commits = planned["names"], planned["commits"]
     with open_job_store(settings, home) as store:
-        if waiting := jobs_in_the_way(store, names, commits):
+        if waiting := jobs_in_the_way(store, type, names, commits):
             raise PipelineError(
                 f"{', '.join(f'{job.id} ({job.state})' for job in waiting)} may still read these "
                 "commits; wait until these jobs have ended, or: pipeline jobs cancel ID"
             )
-        traces = find_traces(home, store, names, commits)
+        traces = find_traces(home, store, type, names, commits)
+        removed = _removed(name, planned, traces, releases)
         if not yes:
-            typer.confirm(_question(name, sha, planned, traces, releases), abort=True)
+            question = f"A purge of {sha} removes for good: {removed}. Purge the {name}?"
+            typer.confirm(question, abort=True)
         if releases:
             # Remove the releases before anything else. If one of these releases is served, pending
             # or pinned, `_remove_releases` raises an error, and this command removes nothing.
-            _remove_releases(home, traces)
-        remove_traces(traces, store)
+            _remove_releases(traces)
+        remove_traces(home, traces, store)
     # Remove the commits from the repository last. If this command is interrupted earlier, a second
     # run still finds the commits in the repository, and so can finish the work. Do this even if the
     # repository does not have the commit: an interrupted purge may have left some of its files.
     _purge("POST", home, name, sha)
     is_found = planned["is_there"] or traces.job_folders or traces.num_downloads
-    if not is_found and not (releases and (traces.releases or traces.copies)):
-        if not releases:
-            _print_remaining_releases(traces)
+    if not is_found and not (releases and (traces.releases or traces.later_releases)):
+        _print_what_stays(name, traces, releases)
         raise PipelineError(
             f"the {name} does not have the commit {sha}, and neither a job folder nor a download "
             "has it; check the sha, for example with git log. If you have repeated a purge that "
             "was interrupted, the purge is now complete"
         )
-    removed = [
-        f"{len(planned['commits'])} commits"
-        if planned["is_there"]
-        else "no commits, because the repository did not have this commit"
-    ]
-    if type == "dataset":
-        removed += [
-            f"{len(traces.job_folders)} job folders",
-            "the copies of the dataset that jobs had downloaded",
-            "the rows that jobs had stored as tokens",
-        ]
-    print(f"{sha} is gone from the {name}. Removed: {'; '.join(removed)}")
-    if not releases:
-        _print_remaining_releases(traces)
+    print(f"{sha} is gone from the {name}. Removed: {removed}")
+    _print_what_stays(name, traces, releases)
 
 
 def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
-    """Returns what a purge of this commit removes from the repository. With the `method` POST, also
-    carries out the purge; with GET, removes nothing. If the hub runs, the hub does the work.
-    Otherwise this process does the work."""
+    """Returns what a purge of this commit removes from the repository, and the `names` of the
+    repository. With the `method` POST, also carries out the purge; with GET, removes nothing. If
+    the hub runs, the hub does the work. Otherwise this process does the work."""
     from pipeline.hub.discussions.store import open_refs
     from pipeline.hub.errors import HubInUse
     from pipeline.hub.repositories.purge import plan_purge, purge
@@ -169,49 +160,78 @@ def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
             with database.read() as connection:
                 found = repositories.find(connection, name)
                 refs = open_refs(connection, found)
-                former = repositories.former_ids(connection, found)
-            return act(found, sha, refs, former)
+                names = repositories.names(connection, found)
+            return {**act(found, sha, refs), "names": names}
     except HubInUse:
         path = f"purge/{name.type}/{name.id}/{sha}"
         return call_hub(method, path, None, {}, timeout_seconds=None)
 
 
-def _question(
-    name: "RepositoryName", sha: str, planned: Any, traces: "Traces", with_releases: bool
-) -> str:
-    num_releases = len(traces.releases) + len(traces.later_releases) if with_releases else 0
-    what = (
-        f"Remove {sha} of the {name} for good, with {len(planned['commits']) - 1} commits after it"
+def _removed(name: "RepositoryName", planned: Any, traces: "Traces", with_releases: bool) -> str:
+    """A list of what the purge removes: for the question before it, and for the last line."""
+    parts = [
+        f"{len(planned['commits'])} commits"
         if planned["is_there"]
-        else f"The {name} does not have {sha}. Remove what jobs have downloaded of the dataset"
-    )
-    return f"{what}, {len(traces.job_folders)} job folders and {num_releases} releases?"
+        else "no commits, because none is in the repository"
+    ]
+    if name.type == "dataset":
+        parts += [
+            f"{len(traces.job_folders)} job folders",
+            "the copies of the dataset that jobs have downloaded",
+            "the rows that jobs have stored as tokens",
+        ]
+    else:
+        parts += [str(path) for path in traces.caches]
+    if with_releases:
+        parts += [_shown(each) for each in (*traces.releases, *traces.later_releases)]
+    return "; ".join(parts)
 
 
-def _remove_releases(home: Home, traces: "Traces") -> None:
-    from serving.weights.release_removal import check_removable, remove
-
-    releases = (*traces.releases, *traces.later_releases)
-    for release in releases:
-        check_removable(home.releases_dir / release.pipeline, release.id)
-    # Remove the copies first. If this command is interrupted, the next one still finds a remaining
-    # copy by its release.
-    for copy in traces.copies:
-        shutil.rmtree(copy)
-    for release in reversed(releases):
-        remove(home.releases_dir / release.pipeline, release.id)
+def _shown(each: "ReleaseFolder") -> str:
+    release = f"release {each.release.id} of {each.path.parent.name}"
+    return f"{each.path} (a copy of {release})" if each.is_copy else release
 
 
-def _print_remaining_releases(traces: "Traces") -> None:
+def _remove_releases(traces: "Traces") -> None:
+    from serving.weights.release_removal import check_removable, remove, remove_replaced
+    from serving.weights.release_store import release_number
+
+    found = (*traces.releases, *traces.later_releases)
+    for each in found:
+        if not each.is_copy:
+            check_removable(each.path.parent, each.path.name)
+    # Remove the newest first. A later release is found by its parent, so if this command is
+    # interrupted, the next one still finds all that remains.
+    for each in sorted(found, key=lambda each: release_number(each.release.id), reverse=True):
+        if each.is_copy:
+            remove_replaced(each.path)
+        else:
+            remove(each.path.parent, each.path.name)
+
+
+def _print_what_stays(name: "RepositoryName", traces: "Traces", with_releases: bool) -> None:
+    if not with_releases:
+        _print_releases(name, traces)
+    for path in traces.unreadable:
+        print(
+            f"{path} stays, because its manifest cannot be read. So nobody knows whether it was "
+            f"{_trained_on(name)}. To remove it: rm -r {shlex.quote(str(path))}"
+        )
+
+
+def _trained_on(name: "RepositoryName") -> str:
+    return f"trained {'from' if name.type == 'model' else 'on'} a removed commit"
+
+
+def _print_releases(name: "RepositoryName", traces: "Traces") -> None:
     for words, found in (
-        ("was trained on a removed commit", traces.releases),
+        (f"was {_trained_on(name)}", traces.releases),
         ("was trained from the weights of such a release", traces.later_releases),
     ):
-        for release in found:
-            print(f"release {release.id} of {release.pipeline} {words}")
-    for copy in traces.copies:
-        print(f"{copy} is a copy of such a release; to remove it: rm -r {shlex.quote(str(copy))}")
-    if traces.releases:
+        for each in found:
+            remove = f"; to remove it: rm -r {shlex.quote(str(each.path))}" if each.is_copy else ""
+            print(f"{_shown(each)} {words}{remove}")
+    if traces.releases or traces.later_releases:
         print(
             "To remove such a release: pipeline releases rm ID. A served, pending or pinned "
             "release cannot be removed. If the release is served, first train without the commit, "

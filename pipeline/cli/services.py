@@ -140,7 +140,7 @@ def serve(
     """
     from pipeline.job_store import is_token_of_running_job
     from pipeline.logs import log_to_stderr
-    from pipeline.settings import absolute_path, load_settings
+    from pipeline.settings import load_settings
     from pipeline.tokens import load_tokens
     from serving.app import create_app
     from serving.server import serve as serve_app
@@ -156,8 +156,6 @@ def serve(
     else:
         configured = settings.pipeline(pipeline)
         name, own_port = configured.name, settings.server_port(configured)
-    if api_key_file is None and (file := settings.serving.api_key_file) is not None:
-        api_key_file = absolute_path(file)
     serving = settings.serving.model_copy(
         update=_without_none(
             host=host,

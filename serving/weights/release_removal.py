@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import Timeout
@@ -48,7 +49,7 @@ def prune(pipeline_dir: Path, keep: int) -> list[str]:
         return []
     with release_lock(pipeline_dir):
         sweep_locked(pipeline_dir)
-        _remove_replaced(pipeline_dir)
+        _remove_old_replaced(pipeline_dir)
         ids = release_ids(pipeline_dir)
         served = served_release(pipeline_dir)
         kept = {
@@ -143,12 +144,34 @@ def replaced_folders(pipeline_dir: Path) -> list[Path]:
     return sorted(each for each in pipeline_dir.iterdir() if each.name.startswith(_REPLACED))
 
 
-def _remove_replaced(pipeline_dir: Path) -> None:
-    for entry in replaced_folders(pipeline_dir):
+def remove_replaced(folder: Path) -> None:
+    """Remove one of the `replaced_folders`. If this process is killed, `sweep` removes the rest.
+    Raises OSError if the folder cannot be removed."""
+    with release_lock(folder.parent):
+        _remove_replaced_locked(folder)
+
+
+def _remove_replaced_locked(folder: Path) -> None:
+    # Rename the folder first. Otherwise a killed process could leave a folder without a manifest,
+    # and nobody could tell any more of which release it is a copy.
+    renamed = folder.with_name(f"{UNFINISHED}{folder.name}")
+    os.rename(folder, renamed)
+    try:
+        shutil.rmtree(renamed)
+    except OSError:
+        # For example, another user owns the folder. Rename it back, because `sweep` could not
+        # remove it either, and every job would then fail.
+        os.rename(renamed, folder)
+        raise
+
+
+def _remove_old_replaced(pipeline_dir: Path) -> None:
+    for folder in replaced_folders(pipeline_dir):
         # The rename has set the time of the last change.
-        if time.time() - entry.lstat().st_ctime > _REPLACED_KEPT_SECONDS:
-            # Another user may own the folder. A job must not fail because it cannot remove it.
-            shutil.rmtree(entry, ignore_errors=True)
+        if time.time() - folder.lstat().st_ctime > _REPLACED_KEPT_SECONDS:
+            # A job must not fail because it cannot remove the folder.
+            with suppress(OSError):
+                _remove_replaced_locked(folder)
 
 
 def _remove_copies(pipeline_dir: Path, removed: Sequence[str]) -> None:
@@ -158,8 +181,9 @@ def _remove_copies(pipeline_dir: Path, removed: Sequence[str]) -> None:
     copies = pipeline_dir / CONVERTED
     if not removed or not copies.is_dir():
         return
-    # A server that begins a copy later finds no release. If this process is killed here, the next
-    # server that makes a copy of another release removes these copies.
+    # A server that begins a copy later finds no release. If this process is killed here, these
+    # copies are removed by the next server that makes a copy of another release, or by the next
+    # purge (`remove_unneeded_copies`).
     with release_lock(copies):
         for release_id in removed:
             if (copies / release_id).is_dir():

@@ -130,9 +130,9 @@ def test_a_purge_that_was_killed_finds_the_files_again(
             raise KeyboardInterrupt
 
         patch.setattr(LargeFiles, "remove", killed)
-        purge(repository, bad, open_refs=set(), former_ids=())
+        purge(repository, bad, open_refs=set())
     assert b"secret" in place.contents()
-    purge(repository, bad, open_refs=set(), former_ids=())
+    purge(repository, bad, open_refs=set())
     assert place.contents() == {b"good", b"new"}
 
 

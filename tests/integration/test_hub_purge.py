@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,7 +103,7 @@ class Place:
         ]
         return found + [sha for sha in (self.bad, self.after, self.blob) if self.has(sha)]
 
-    def run_job(self, store: JobStore, sha: str, result: str = "promoted") -> str:
+    def run_job(self, store: JobStore, sha: str, **told: str) -> str:
         """A job of the commit, whose folder and whose downloads hold its rows."""
         range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=sha)
         spec = JobSpec(command=("true",), pipeline="facts", revisions=range)
@@ -113,16 +114,23 @@ class Place:
         (folder / "spec.json").write_text(spec.model_dump_json())
         (folder / "log.txt").write_text(SECRET if sha == self.bad else "words")
         reason = f"not learned: {SECRET}" if sha == self.bad else None
-        outcome = JobOutcome.model_validate({"result": result, "reason": reason})
+        outcome = JobOutcome.model_validate({"result": "promoted", "reason": reason, **told})
         store.finish(job.id, "me", outcome)
         return job.id
 
-    def release(self, number: int, revision: str, parent: str | None = None) -> str:
+    def release(
+        self, number: int, revision: str, parent: str | None = None, base: str | None = None
+    ) -> str:
         release = Release(
             id=f"r{number:06d}-00000000",
             pipeline="facts",
             created_at="2026-01-01T00:00:00Z",
-            lineage=Lineage(dataset="local/facts", dataset_revision=revision, parent=parent),
+            lineage=Lineage(
+                dataset="local/facts",
+                dataset_revision=revision,
+                parent=parent,
+                base_revision=base,
+            ),
             files={},
             tensors={},
         )
@@ -294,24 +302,137 @@ def test_a_copy_in_the_place_of_a_link_counts_like_its_release(place: Place) -> 
     folder = place.home.releases_dir / "facts"
     ids = [place.release(1, place.good), place.release(2, place.bad)]
     ids.append(place.release(3, place.good, parent=ids[1]))
-    # Each copy is named after the link in whose place a copy tool has put it.
-    for link, id in (("current", ids[0]), ("previous", ids[1]), ("previous", ids[2])):
-        (folder / link).unlink(missing_ok=True)
-        shutil.copytree(folder / id, folder / link)
-        link_atomically(folder / link, id)
+    good = put_copy(place, ids[0], "current")
+    bad = [put_copy(place, each) for each in ids[1:]]
     release_store.set_current(folder, ids[0])
     release_removal.remove(folder, ids[2])
     with place.hub() as hub:
         place.push_away(hub)
-    [good] = folder.glob("current.replaced-*")
-    bad = list(folder.glob("previous.replaced-*"))
     said = purged(place.bad)
-    assert len(bad) == 2 and all(
-        f"{each} is a copy of such a release; to remove it: rm -r {each}" in said for each in bad
-    )
+    for each, id, words in (
+        (bad[0], ids[1], "was trained on a removed commit"),
+        (bad[1], ids[2], "was trained from the weights of such a release"),
+    ):
+        assert f"{each} (a copy of release {id} of facts) {words}; to remove it: rm -r" in said
     assert all(each.is_dir() for each in bad)
-    purged(place.bad, "--releases")
+    asked = pipeline("purge", "local/facts", place.bad, "--releases").output
+    assert all(each.is_dir() for each in bad), "nobody has answered the question"
+    said = purged(place.bad, "--releases")
+    for words in (asked, said):
+        assert (
+            f"release {ids[1]} of facts; {bad[0]} (a copy of release {ids[1]} of facts);" in words
+        )
+        assert f"{bad[1]} (a copy of release {ids[2]} of facts)" in words
+    assert "Purge the dataset local/facts? [y/N]" in asked
     assert not any(each.exists() for each in bad) and good.is_dir()
+
+
+def put_copy(place: Place, id: str, link: str = "previous") -> Path:
+    """As a copy tool leaves a copy of the release in the place of a link; the renamed folder."""
+    folder = place.home.releases_dir / "facts"
+    before = set(folder.glob(f"{link}.replaced-*"))
+    (folder / link).unlink(missing_ok=True)
+    shutil.copytree(folder / id, folder / link)
+    link_atomically(folder / link, id)
+    [copy] = set(folder.glob(f"{link}.replaced-*")) - before
+    return copy
+
+
+@pytest.mark.parametrize("is_release", [True, False])
+def test_a_purge_that_is_killed_while_it_removes_a_release_or_a_copy_finds_the_rest(
+    place: Place, monkeypatch: pytest.MonkeyPatch, is_release: bool
+) -> None:
+    id = place.release(2, place.bad)
+    folder = place.home.releases_dir / "facts"
+    half = folder / id
+    if not is_release:
+        half = put_copy(place, id)
+        release_removal.remove(folder, id)
+    (half / "weights").write_text(SECRET)
+    with place.hub() as hub:
+        place.push_away(hub)
+    with monkeypatch.context() as patch:
+
+        def killed(folder: Path) -> None:
+            (folder / RELEASE_FILE).unlink()
+            raise KeyboardInterrupt
+
+        patch.setattr(release_removal, "shutil", SimpleNamespace(rmtree=killed))
+        assert pipeline("purge", "local/facts", place.bad, "--yes", "--releases").exit_code != 0
+    assert not half.exists() and any(folder.rglob("weights"))
+    # As a process leaves it that was killed between a release and its copy with safetensors shards.
+    converted = folder / ".converted/r000001-00000000/r000001-11111111/weights"
+    converted.parent.mkdir(parents=True)
+    converted.write_text(SECRET)
+    purged(place.bad, "--releases")
+    assert not any(folder.rglob("weights"))
+    assert place.holds_the_secret() == []
+
+
+@pytest.mark.parametrize("is_known_by", ["a copy", "a job"])
+def test_a_release_is_found_although_the_one_before_it_is_gone(
+    place: Place, is_known_by: str
+) -> None:
+    ids = [place.release(1, place.bad)]
+    ids += [place.release(2, place.good, ids[0]), place.release(3, place.good)]
+    if is_known_by == "a copy":
+        put_copy(place, ids[0])
+    else:
+        with open_job_store(load_settings(), place.home) as store:
+            place.run_job(store, place.bad, release=ids[0], dataset_revision=place.bad)
+    folder = place.home.releases_dir / "facts"
+    release_removal.remove(folder, ids[0])
+    with place.hub() as hub:
+        place.push_away(hub)
+    words = "was trained from the weights of such a release"
+    assert f"release {ids[1]} of facts {words}\n" in purged(place.bad)
+    purged(place.bad, "--releases")
+    assert release_store.release_ids(folder) == ids[2:]
+    assert not any(folder.glob("*.replaced-*"))
+
+
+def test_a_purge_that_is_killed_between_two_releases_finds_the_rest(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [place.release(1, place.bad)]
+    ids.append(place.release(2, place.good, ids[0]))
+    ids.append(place.release(3, place.good, ids[1]))
+    put_copy(place, ids[0])
+    put_copy(place, ids[1])
+    folder = place.home.releases_dir / "facts"
+    release_removal.remove(folder, ids[0])
+    release_removal.remove(folder, ids[1])
+    with place.hub() as hub:
+        place.push_away(hub)
+
+    def killed_after(folder: Path) -> None:
+        shutil.rmtree(folder)
+        raise KeyboardInterrupt
+
+    for left in (2, 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(release_removal, "shutil", SimpleNamespace(rmtree=killed_after))
+            assert pipeline("purge", "local/facts", place.bad, "--yes", "--releases").exit_code != 0
+        assert len([*release_store.release_ids(folder), *folder.glob("*.replaced-*")]) == left
+    purged(place.bad, "--releases")
+    assert release_store.release_ids(folder) == []
+    assert not any(folder.glob("*.replaced-*"))
+
+
+def test_what_has_a_damaged_manifest_is_named(place: Place) -> None:
+    id = place.release(1, place.bad)
+    copy = put_copy(place, id)
+    folder = place.home.releases_dir / "facts"
+    for each in (copy, folder / id):
+        (each / RELEASE_FILE).write_text("{")
+    with place.hub() as hub:
+        place.push_away(hub)
+    for arguments in ([], ["--releases"]):
+        said = pipeline("purge", "local/facts", place.bad, "--yes", *arguments).stdout
+        for each in (copy, folder / id):
+            assert f"{each} stays, because its manifest cannot be read." in said
+            assert f"To remove it: rm -r {each}" in said
+            assert each.is_dir()
 
 
 def test_what_would_be_pulled_from_under_a_job_is_refused(place: Place) -> None:
@@ -359,21 +480,55 @@ def test_a_purge_finds_what_jobs_of_a_former_name_have_left(place: Place, is_up:
 def test_a_purge_of_a_model_leaves_the_dataset_of_the_same_name_alone(place: Place) -> None:
     place.leave_traces()
     traces = [path for path in place.home.snapshots_dir.rglob("*") if path.is_file()]
+    place.release(1, place.bad)
     with place.hub() as hub:
-        hub.api.create_repo("local/facts")
-        model = f"{hub.url}/local/facts"
-        hub.git("push", "-q", "--force", model, "main", cwd=place.worktree)
-        hub.git("push", "-q", "--force", model, f"{place.good}:main", cwd=place.worktree)
+        push_model(place, hub)
         with open_job_store(load_settings(), place.home) as store:
             range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=place.bad)
             store.submit(JobSpec(command=("true",), pipeline="facts", revisions=range))
             assert store.claim("me", 60) is not None
+        asked = pipeline("purge", "local/facts", place.bad, "--type", "model").output
+        assert "removes for good: 2 commits. Purge the model local/facts?" in asked
         said = purged(place.bad, "--type", "model")
     assert said.splitlines() == [
         f"{place.bad} is gone from the model local/facts. Removed: 2 commits"
     ]
     assert place.has(place.bad), "the dataset's branch has it"
     assert all(path.exists() for path in traces)
+
+
+def push_model(place: Place, hub: RunningHub) -> None:
+    """Push the three commits to a model of the same name, and push the last two away again."""
+    hub.api.create_repo("local/facts")
+    model = f"{hub.url}/local/facts"
+    hub.git("push", "-q", "--force", model, "main", cwd=place.worktree)
+    hub.git("push", "-q", "--force", model, f"{place.good}:main", cwd=place.worktree)
+
+
+def test_a_purge_of_a_model_finds_what_jobs_have_made_of_their_base_model(place: Place) -> None:
+    bases = place.home.bases_dir / "hub"
+    # As pipeline.toml spells the name.
+    base, other = bases / "models--Local--facts", bases / "models--local--other"
+    for file in (base / "blobs/1", base / f"snapshots/{place.bad}/a", other / "snapshots/1/a"):
+        file.parent.mkdir(parents=True)
+        file.write_text("weights")
+    ids = [place.release(1, place.bad), place.release(2, place.good, base=place.bad)]
+    with place.hub() as hub:
+        push_model(place, hub)
+        with open_job_store(load_settings(), place.home) as store:
+            spec = JobSpec(command=("true",), settings={"base_model": "Local/facts@main"})
+            job = store.submit(spec).job
+            assert store.claim("me", 60) is not None
+            words = refused(place.bad, "--type", "model")
+            assert f"{job.id} (RUNNING) may still read these commits" in words
+            store.finish(job.id, "me", None)
+        said = purged(place.bad, "--type", "model")
+    assert f"Removed: 2 commits; {base}\n" in said
+    assert f"release {ids[1]} of facts was trained from a removed commit\n" in said
+    assert f"release {ids[0]}" not in said
+    assert list(bases.iterdir()) == [other]
+    purged(place.bad, "--type", "model", "--releases")
+    assert release_store.release_ids(place.home.releases_dir / "facts") == ids[:1]
 
 
 def test_a_commit_that_is_only_left_in_downloads_is_removed_there(place: Place) -> None:
@@ -385,7 +540,7 @@ def test_a_commit_that_is_only_left_in_downloads_is_removed_there(place: Place) 
     rows = place.home.snapshots_dir / "facts" / f"datasets--local--facts/snapshots/{lost}/a.jsonl"
     rows.parent.mkdir(parents=True)
     rows.write_text(SECRET)
-    assert "the repository did not have this commit" in purged(lost)
+    assert "no commits, because none is in the repository" in purged(lost)
     assert not rows.exists()
 
 

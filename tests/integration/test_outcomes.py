@@ -19,7 +19,7 @@ from jobs.store import JobStore
 from pipeline import on_outcome, settings_copy
 from pipeline.outcomes import Outcomes
 from pipeline.paths import Home
-from pipeline.settings import PipelineSettings
+from pipeline.settings import PipelineSettings, load_settings
 from tests.after_jobs_fixtures import end_one, store
 from tests.jobs_fixtures import until
 
@@ -270,7 +270,10 @@ def test_a_program_with_a_relative_path_is_beside_the_settings(
     monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
     (tmp_path / "tell.sh").write_text('#!/bin/sh\ncat > "$JOB_DIR/told"\n')
     (tmp_path / "tell.sh").chmod(0o755)
-    assert on_outcome.notify(pipeline(("./tell.sh",)), end_one(store), tmp_path)
+    (tmp_path / "pipeline.toml").write_text(
+        '[[pipelines]]\nname = "facts"\ndataset = "local/facts"\non_outcome = ["./tell.sh"]\n'
+    )
+    assert on_outcome.notify(load_settings().pipeline("facts"), end_one(store), tmp_path)
     assert json.loads((tmp_path / "told").read_text())["result"] == "promoted"
 
 

@@ -23,6 +23,14 @@ FOLLOWED = [
     ),
     PipelineSettings(name="plain", dataset="local/two"),
     PipelineSettings(name="also-plain", dataset="local/two"),
+    *(
+        PipelineSettings(
+            name=f"many{n}",
+            dataset="local/many",
+            data=DataSettings(columns=ColumnSettings(prompt=f"q{n}")),
+        )
+        for n in range(20)
+    ),
 ]
 
 
@@ -178,6 +186,19 @@ def test_each_way_to_read_the_branch_is_checked(hub: RunningHub, tmp_path: Path)
     opened = hub.api.create_pull_request("local/two", "Rows", repo_type="dataset")
     told = push(hub, tmp_path, {"rows2.jsonl": row}, branch=str(opened.git_reference))
     assert [line for line in told if "The job of" in line] == [last]
+
+
+def test_a_push_is_read_once_for_all_pipelines(hub: RunningHub, tmp_path: Path) -> None:
+    hub.git("init", "-q", cwd=tmp_path)
+    hub.git("remote", "add", "origin", hub.create_dataset("local/many"), cwd=tmp_path)
+    with git_processes_of_hub() as started:
+        told = push(hub, tmp_path, {"rows.jsonl": GOOD.replace("prompt", "q7")})
+    failing = [f"The job of many{n} will fail until this is corrected." for n in range(20)]
+    assert [line for line in told if "The job of" in line] == failing[:7] + failing[8:]
+    assert len(started) < 30, started
+    long = "{no json\n" + GOOD * (1 + MAX_BYTES // len(GOOD))
+    [line] = push(hub, tmp_path, {"long.jsonl": long})
+    assert "MiB together. The job of many0 and the job of many1 and " in line
 
 
 def test_files_that_a_readme_leaves_out_are_told(hub: RunningHub, clone: Path) -> None:

@@ -8,40 +8,52 @@ from pydantic import ValidationError
 from jobs.spec import RevisionRange
 from pipeline.paths import Home
 from pipeline.rules import retrain_rule
-from pipeline.settings import PipelineSettings, Settings
+from pipeline.settings import PipelineSettings, Settings, load_settings
 from receiver.payload import WebhookPayload
 from receiver.rules import RetrainRule, decide
 from tests.receiver_payloads import dataset_update
 
 
 @pytest.fixture(autouse=True)
-def settings_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
+    return tmp_path / "pipeline.toml"
 
 
-def test_a_trainer_of_ones_own_runs_in_place_of_the_retraining(tmp_path: Path) -> None:
+def rule_of(file: Path, keys: str) -> RetrainRule:
+    """The rule of a pipeline with these keys in its settings file."""
+    file.write_text(f'[[pipelines]]\nname = "a"\ndataset = "o/d"\n{keys}\n')
+    settings = load_settings()
+    return retrain_rule(settings, Home(file.parent), settings.pipeline("a"))
+
+
+def test_a_trainer_of_ones_own_runs_in_place_of_the_retraining(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
     range = RevisionRange(repo="o/d", ref="refs/heads/main", new_sha="f" * 40)
 
-    def command(own: tuple[str, ...] | None) -> tuple[str, ...]:
-        pipeline = PipelineSettings(name="a", dataset="o/d", command=own)
-        settings = Settings.model_construct(pipelines=(pipeline,))
-        return retrain_rule(settings, Home(tmp_path), pipeline).job_spec(range).command
+    def command(keys: str) -> tuple[str, ...]:
+        return rule_of(file, keys).job_spec(range).command
 
-    assert command(("./train.sh", "fast")) == (f"{tmp_path}/train.sh", "fast")
-    assert command(("/bin/sh", "x/y")) == ("/bin/sh", "x/y")
-    assert command(("sh", "x/y")) == ("sh", "x/y")
-    assert command(None)[1:] == ("-m", "pipeline.retrain")
+    assert command('command = ["./train.sh", "fast"]') == (f"{file.parent}/train.sh", "fast")
+    assert command('command = ["~/train.sh", "~/x"]') == ("/home/me/train.sh", "~/x")
+    assert command('command = ["/bin/sh", "x/y"]') == ("/bin/sh", "x/y")
+    assert command('command = ["sh", "x/y"]') == ("sh", "x/y")
+    assert command("")[1:] == ("-m", "pipeline.retrain")
 
 
-def test_a_relative_base_model_is_beside_the_settings(tmp_path: Path) -> None:
-    (tmp_path / "own" / "base").mkdir(parents=True)
+def test_a_relative_base_model_is_beside_the_settings(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    (file.parent / "own" / "base").mkdir(parents=True)
 
     def told(base_model: str) -> object:
-        pipeline = PipelineSettings(name="a", dataset="o/d", base_model=base_model)
-        settings = Settings.model_construct(pipelines=(pipeline,))
-        return retrain_rule(settings, Home(tmp_path), pipeline).settings["base_model"]
+        return rule_of(file, f'base_model = "{base_model}"').settings["base_model"]
 
-    assert told("own/base") == told("./own/base") == f"{tmp_path}/own/base"
+    assert told("own/base") == told("./own/base") == f"{file.parent}/own/base"
+    assert told("~/base") == "/home/me/base"
     assert [told(each) for each in ("me/base", "preset:tiny")] == ["me/base", "preset:tiny"]
 
 
@@ -82,14 +94,10 @@ def test_the_own_hub_by_its_url_is_the_own_hub(tmp_path: Path) -> None:
         PipelineSettings(name="a", dataset="https://h/o/d", dataset_endpoint="https://hub.example")
 
 
-def test_relative_files_of_questions_are_beside_the_settings(tmp_path: Path) -> None:
+def test_relative_files_of_questions_are_beside_the_settings(file: Path) -> None:
     def told(path: str) -> list[object]:
-        pipeline = PipelineSettings.model_validate(
-            {"name": "a", "dataset": "o/d", "gate": {"golden": path}, "train": {"anchors": path}}
-        )
-        settings = Settings.model_construct(pipelines=(pipeline,))
-        values = retrain_rule(settings, Home(tmp_path), pipeline).settings
+        values = rule_of(file, f'gate.golden = "{path}"\ntrain.anchors = "{path}"').settings
         return [values["gate"]["golden"], values["train"]["anchors"]]
 
-    assert told("own/q.jsonl") == [f"{tmp_path}/own/q.jsonl"] * 2
+    assert told("own/q.jsonl") == [f"{file.parent}/own/q.jsonl"] * 2
     assert told("/q.jsonl") == ["/q.jsonl"] * 2

@@ -1,3 +1,4 @@
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pipeline.paths import Home
 from pipeline.services import deliveries_path
 from pipeline.settings import PipelineSettings, Settings, load_settings
 from pipeline.settings_copy import write_copy
+from receiver.tunnel_command import tunnel_command
 
 FACTS = PipelineSettings(name="facts", dataset="demo/facts")
 
@@ -75,6 +77,69 @@ def test_the_file_of_deliveries_is_beside_the_settings(file: Path, tmp_path: Pat
     assert deliveries_path(load_settings(), home) == home.root / "receiver.db"
     file.write_text('[receiver]\ndeliveries_path = "kept/deliveries.db"\n')
     assert deliveries_path(load_settings(), home) == tmp_path / "kept/deliveries.db"
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("sqlite:///kept/jobs.db", "sqlite:///{}/kept/jobs.db"),
+        ("sqlite:///jobs.db?timeout=5", "sqlite:///{}/jobs.db?timeout=5"),
+        ("sqlite:///~/jobs.db", "sqlite:////home/me/jobs.db"),
+        ("jobs.db", "{}/jobs.db"),
+        *(
+            (same, same)
+            for same in (
+                "sqlite:////kept/jobs.db",
+                "sqlite://",
+                "sqlite:///:memory:",
+                "sqlite:///file:jobs.db?mode=ro&uri=true",
+                "sqlite-3:///jobs.db",
+                "postgresql+psycopg://me:secret@host/jobs",
+            )
+        ),
+    ],
+)
+def test_the_file_of_jobs_is_beside_the_settings(
+    file: Path, monkeypatch: pytest.MonkeyPatch, given: str, read: str
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    file.write_text(f'[jobs]\ndatabase_url = "{given}"\n')
+    assert load_settings().jobs.database_url == read.format(file.parent)
+
+
+def test_the_program_of_the_tunnel_is_beside_the_settings(file: Path) -> None:
+    def tunnel(text: str) -> str | None:
+        file.write_text(f"[receiver]\ntunnel = {json.dumps(text)}\n")
+        return load_settings().receiver.tunnel
+
+    program = file.parent / "bin/open"
+    program.parent.mkdir()
+    program.touch(0o755)
+    read = tunnel("bin/open 'a b' http://{address}")
+    assert read is not None
+    command = tunnel_command(read, "host:1", url_pattern="x")
+    assert command.arguments == (str(program), "a b", "http://host:1")
+    for text in ("cloudflared tunnel --url http://{address}", "ssh://me@relay/", "  "):
+        assert tunnel(text) == text
+
+
+def test_a_home_folder_that_is_not_known_is_a_fault_of_the_settings(file: Path) -> None:
+    for text in (
+        '[receiver]\ndeliveries_path = "~nobody-here/x"\n',
+        '[receiver]\ntunnel = "~nobody-here/x"\n',
+        '[jobs]\ndatabase_url = "sqlite:///~nobody-here/x"\n',
+        *(
+            f'[[pipelines]]\nname = "a"\ndataset = "o/d"\n{key}\n'
+            for key in (
+                'command = ["~nobody-here/x"]',
+                'gate.golden = "~nobody-here/x"',
+                'base_model = "~nobody-here/x"',
+            )
+        ),
+    ):
+        file.write_text(text)
+        with pytest.raises(PipelineError, match="the home folder in ~nobody-here/x is not known"):
+            load_settings()
 
 
 def test_the_environment_overrules_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,16 +28,11 @@ class Purge(TypedDict):
     """The refs that lead to the commit, and that are removed too."""
     is_there: bool
     """False if the repository does not have the commit (any more)."""
-    names: list[str]
-    """The present name of the repository and its former names: `owner/name` in lower case."""
 
 
-def plan_purge(
-    repository: Repository, sha: str, open_refs: Collection[str], former_ids: Collection[str]
-) -> Purge:
+def plan_purge(repository: Repository, sha: str, open_refs: Collection[str]) -> Purge:
     """What a purge would remove. `open_refs` are the refs of the open pull requests. Nobody can
-    push to the ref of another pull request, so a purge removes it. `former_ids` are the former
-    names of the repository, in lower case.
+    push to the ref of another pull request, so a purge removes it.
 
     Raises BadRequest if `sha` is not the sha of a commit, and Conflict if a branch, a tag or an
     open pull request leads to the commit.
@@ -45,9 +40,8 @@ def plan_purge(
     if not SHA.fullmatch(sha):
         raise BadRequest(f"{sha!r} is not the sha of a commit: give all 40 digits of its sha.")
     kind = _kind(repository, sha)
-    names = [repository.name.id.lower(), *former_ids]
     if kind is None:
-        return Purge(commits=[sha], refs=[], is_there=False, names=names)
+        return Purge(commits=[sha], refs=[], is_there=False)
     if kind != "commit":
         raise BadRequest(
             f"{sha} is a {kind}, not a commit: give the sha of the commit that brought it."
@@ -70,16 +64,14 @@ def plan_purge(
             repository.folder, "rev-list", "--ancestry-path", "--stdin", stdin=between.encode()
         )
         commits += path.decode().split()
-    return Purge(commits=commits, refs=list(leading), is_there=True, names=names)
+    return Purge(commits=commits, refs=list(leading), is_there=True)
 
 
-def purge(
-    repository: Repository, sha: str, open_refs: Collection[str], former_ids: Collection[str]
-) -> Purge:
+def purge(repository: Repository, sha: str, open_refs: Collection[str]) -> Purge:
     """Removes the commits and refs of the plan that `plan_purge` makes, and returns the plan. The
     caller holds the repository's lock. Raises the errors of `plan_purge`, and HubError if the
     commit is still there afterwards."""
-    planned = plan_purge(repository, sha, open_refs, former_ids)
+    planned = plan_purge(repository, sha, open_refs)
     _keep_parents(repository, planned)
     delete_refs(repository, planned["refs"])
     # Remove the large files before their pointers. If the purge is killed, the next purge still

@@ -183,6 +183,10 @@ class Repositories:
             for row in connection.execute(select(former_names).where(owned))
         ]
 
+    def names(self, connection: Connection, repository: Repository) -> list[str]:
+        """The present name of the repository and its former names: `owner/name` in lower case."""
+        return [repository.name.id.lower(), *self.former_ids(connection, repository)]
+
     def all(self, connection: Connection) -> list[Repository]:
         return [self._from_row(row) for row in connection.execute(select(table))]
 

@@ -1,7 +1,6 @@
 """API routes for the commands `pipeline hub gc` and `pipeline hub purge` while the hub runs."""
 
 from collections.abc import Callable, Collection
-from typing import TypeVar
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -11,13 +10,12 @@ from starlette.routing import Route
 from pipeline.hub.discussions.store import open_refs
 from pipeline.hub.repositories.garbage import Collected, collect_garbage
 from pipeline.hub.repositories.names import requested_name
-from pipeline.hub.repositories.purge import plan_purge, purge
+from pipeline.hub.repositories.purge import Purge, plan_purge, purge
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes.listing import forget_cards
 from pipeline.hub.service import hub_of
 from pipeline.hub.tokens.auth import identity_of
 
-Answer = TypeVar("Answer")
 _PURGE = "/api/settings/purge/{type}/{owner}/{name}/{sha}"
 
 
@@ -50,8 +48,8 @@ async def gc(request: Request) -> Response:
 
 async def plan(request: Request) -> Response:
     """What a purge of a commit would remove. A purge removes a commit that was pushed by mistake.
-    The answer is 409 if the history of a branch, a tag or an open pull request still has the
-    commit."""
+    The answer also has the `names` of the repository (`Repositories.names`). It is 409 if the
+    history of a branch, a tag or an open pull request still has the commit."""
     return await _locked(request, plan_purge)
 
 
@@ -62,16 +60,16 @@ async def remove(request: Request) -> Response:
 
 
 async def _locked(
-    request: Request, act: Callable[[Repository, str, Collection[str], Collection[str]], Answer]
+    request: Request, act: Callable[[Repository, str, Collection[str]], Purge]
 ) -> Response:
     hub, path = hub_of(request), request.path_params
     name = requested_name(path["type"], path["owner"], path["name"])
 
-    def run(repository: Repository) -> Answer:
+    def run(repository: Repository) -> dict[str, object]:
         with hub.database.read() as connection:
             refs = open_refs(connection, repository)
-            former = hub.repositories.former_ids(connection, repository)
-        return act(repository, path["sha"], refs, former)
+            names = hub.repositories.names(connection, repository)
+        return {**act(repository, path["sha"], refs), "names": names}
 
     async with hub.locked(name, identity_of(request)) as repository:
         return JSONResponse(await run_in_threadpool(run, repository))
