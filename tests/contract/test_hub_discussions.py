@@ -262,6 +262,32 @@ def test_a_pull_request_without_a_common_commit_is_shown_and_not_merged(talk: Ta
     assert talk.details(1).status == "open"
 
 
+def test_a_merge_that_is_refused_or_fails_changes_nothing(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api, on = talk.api, talk.on
+    api.upload_file(path_or_fileobj=b"x\n", path_in_repo="x.txt", create_pr=True, **on)
+    head, before = api.dataset_info(talk.id).sha, talk.details(1)
+
+    def killed(*_: object) -> None:
+        raise Conflict("killed")
+
+    for module, name, value, comment, message in [
+        (store, "MAX_TEXT", 10, "Much too long", "A comment must have 1 to 10 characters"),
+        (store, "MAX_BYTES", 1, "Good.", "Discussion 1 is full"),
+        (discussions, "git", killed, "Good.", "killed"),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, value)
+            with pytest.raises(HfHubHTTPError, match=message):
+                api.merge_pull_request(discussion_num=1, comment=comment, **on)
+        assert api.dataset_info(talk.id).sha == head
+        assert talk.details(1) == before
+    api.merge_pull_request(discussion_num=1, comment="Good.", **on)
+    assert talk.details(1).status == "merged"
+    assert talk.read("x.txt") == "x\n"
+
+
 @pytest.mark.parametrize(
     "path, body, status",
     [
