@@ -216,6 +216,8 @@ def test_a_revoked_token_is_refused_and_no_token_is_stored(hub: RunningHub) -> N
         ("x", {"repositories": "dataset:local/none"}, "no dataset local/none"),
         ("x", {"repositories": "local/facts"}, "dataset:owner/name"),
         ("x", {"repositories": "dataset:facts"}, "dataset:owner/name"),
+        ("x", {"repositories": ""}, "does not name a repository"),
+        ("x", {"repositories": "dataset:local/facts,"}, "does not name a repository"),
         ("twice", {}, "already"),
     ],
 )
