@@ -17,7 +17,7 @@ from pipeline.hub.repositories.names import RepositoryName, RepositoryType
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.tokens.auth import Identity, check_sees
+from pipeline.hub.tokens.auth import Identity, check_sees, out_of_reach
 from pipeline.hub.webhooks.job_copies import JobLauncher
 from pipeline.hub.webhooks.store import SecretCipher
 
@@ -73,13 +73,22 @@ class Hub:
 
     def find_reached(self, name: RepositoryName, identity: Identity) -> Repository:
         """Like `find`. Also raises RepositoryNotFound or TokenMissing if the request's token does
-        not reach the repository.
+        not reach the repository. The error then is the same as if the repository did not exist.
 
-        `routes/access.py` has already checked this, but before the request's body came in. While
-        it came in, the repository may have been deleted, and another repository may have got its
-        name. So a route that has waited for a body checks again.
+        `routes/access.py` has already checked this for the name in the path, but before the
+        request's body came in. While it came in, the repository may have been deleted, and another
+        repository may have got its name. So a route that has waited for a body checks again. A
+        route whose body names another repository checks this one only here.
         """
-        repository = self.find(name)
+        try:
+            repository = self.find(name)
+        except RepositoryMoved as moved:
+            check_sees(identity, name, self.find_by_id(moved.repository_id))
+            raise
+        except RepositoryNotFound:
+            if identity.is_limited:
+                raise out_of_reach(identity, name) from None
+            raise
         check_sees(identity, name, repository)
         return repository
 
