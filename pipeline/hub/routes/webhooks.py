@@ -89,11 +89,12 @@ async def create(request: Request) -> Response:
     if body.secrets is not None and body.jobSourceId is None:
         raise BadRequest("secrets: only a webhook that starts a job has any: leave them out.")
     _check_secrets(identity_of(request), body)
+    new = body.model_copy(update=_watched(hub, body))
 
     def act() -> WebhookJson:
         _check_job(hub, body)
         with hub.database.write() as connection:
-            created = create_webhook(connection, body, hub.cipher)
+            created = create_webhook(connection, new, hub.cipher)
             return _described(hub, connection, created)
 
     created = await run_in_threadpool(act)
@@ -108,13 +109,14 @@ async def change(request: Request) -> Response:
     hub = hub_of(request)
     body = await read_json(request, UpdateWebhook)
     _check_secrets(identity_of(request), body)
+    new = body.model_copy(update=_watched(hub, body))
 
     def act() -> WebhookJson:
         _check_job(hub, body)
         with hub.database.write() as connection:
             id = request.path_params["id"]
             before = get_webhook(connection, id)
-            after = update_webhook(connection, id, body, hub.cipher)
+            after = update_webhook(connection, id, new, hub.cipher)
             if after.target_and_proof != before.target_and_proof:
                 suspension.resume(connection, after, "changed")
             return _described(hub, connection, get_webhook(connection, id))
@@ -165,6 +167,12 @@ async def _resume(request: Request, event: WebhookEvent) -> Response:
             return _described(hub, connection, get_webhook(connection, id))
 
     return JSONResponse({"webhook": await run_in_threadpool(act)})
+
+
+def _watched(hub: Hub, body: CreateWebhook | UpdateWebhook) -> dict[str, object]:
+    """What the webhook watches. A name without an owner means a repository of the hub's owner, as
+    in every other request."""
+    return {"watched": tuple(item.with_owner(hub.settings.owner) for item in body.watched)}
 
 
 def _check_job(hub: Hub, body: CreateWebhook | UpdateWebhook) -> None:
