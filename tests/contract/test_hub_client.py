@@ -141,6 +141,15 @@ def test_refs_are_listed_made_and_deleted_as_events(
     with pytest.raises(HfHubHTTPError, match="already exists"):
         hub.api.create_branch("local/facts", branch="review/one", repo_type="dataset")
     hub.api.create_branch("local/facts", branch="review/one", repo_type="dataset", exist_ok=True)
+    for name, reason in [
+        ("review", "cannot exist together with refs/heads/review/one"),
+        ("review/one/two", "cannot exist together with refs/heads/review/one"),
+        ("x" * 251, "at most 250 bytes"),
+    ]:
+        with pytest.raises(BadRequestError, match=reason):
+            hub.api.create_branch("local/facts", branch=name, repo_type="dataset", exist_ok=True)
+        with pytest.raises(HfHubHTTPError):
+            hub.api.dataset_info("local/facts", revision=name)
     hub.api.create_tag("local/facts", tag="v1", repo_type="dataset")
     hub.api.create_tag("local/facts", tag="v2", tag_message="Second", repo_type="dataset")
     refs = hub.api.list_repo_refs("local/facts", repo_type="dataset")

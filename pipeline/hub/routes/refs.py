@@ -136,6 +136,7 @@ def _full(prefix: str, name: str) -> str:
     if not is_ref_name(name) or name == "HEAD" or name.startswith("refs/"):
         raise BadRequest(
             f"{name!r} is not a valid name for a branch or a tag: use letters, digits, '-', '_', "
-            "'.' and '/'. The names HEAD and refs/… are not allowed."
+            "'.' and '/', and at most 250 bytes between two '/'. The names HEAD and refs/… are not "
+            "allowed."
         )
     return f"{prefix}{name}"
