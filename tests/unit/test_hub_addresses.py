@@ -39,6 +39,7 @@ DUE = Due(id="d1", payload="{}", attempt=0, queued_at=0, next_attempt_at=0)
         "fe80::1",
         "fe80::1%lo",
         "fd00:ec2::254",
+        "fd00:ec2::23",
         "fd20:ce::254",
         "100.100.100.200",
         "168.63.129.16",
@@ -80,6 +81,8 @@ def test_no_form_of_a_link_local_address_passes(address: ipaddress.IPv4Address) 
         ipaddress.IPv6Address(0xFFFF << 32 | number),
         ipaddress.IPv6Address(0x2002 << 112 | number << 80),
         ipaddress.IPv6Address((0x64FF9B << 96) | number),
+        ipaddress.IPv6Address((0x64FF9B0001 << 80) | number),
+        ipaddress.IPv6Address(0x20010000 << 96 | number ^ 0xFFFFFFFF),
     ):
         assert is_forbidden(form)
 
