@@ -48,6 +48,9 @@ class Hub:
     commit_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """How many commits of the API may be parsed or made at once. A single line of a request's body
     may take 250 MB of memory while it is parsed."""
+    anonymous_check: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    """Lets clients without a token check one README at a time. The metadata of a README may take
+    four seconds to parse, and several at once would slow down every other request."""
 
     def find(self, name: RepositoryName) -> Repository:
         """Raises RepositoryNotFound."""
