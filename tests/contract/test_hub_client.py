@@ -145,6 +145,7 @@ def test_refs_are_listed_made_and_deleted_as_events(
         ("review", "cannot exist together with refs/heads/review/one"),
         ("review/one/two", "cannot exist together with refs/heads/review/one"),
         ("x" * 251, "at most 250 bytes"),
+        ("a" * 40, "the form of a commit's sha"),
     ]:
         with pytest.raises(BadRequestError, match=reason):
             hub.api.create_branch("local/facts", branch=name, repo_type="dataset", exist_ok=True)
