@@ -48,9 +48,10 @@ def create(
 
     check_name(name)
     reaches = repository or []
+    query = {"role": role} | ({"repositories": ",".join(reaches)} if reaches else {})
     made = _on_hub(
         lambda database, repositories: create_token(database, repositories, name, role, reaches),
-        ("POST", f"tokens/{name}", {"role": role, "repositories": ",".join(reaches)}),
+        ("POST", f"tokens/{name}", query),
     )
     print(made["token"])
     print("Store the token now: it cannot be shown again.", file=sys.stderr)

@@ -102,6 +102,9 @@ async def on_crash(_: Request, error: Exception) -> Response:
     return JSONResponse(
         {"error": f"The hub failed ({type(error).__name__}); its log says where."},
         status_code=500,
+        # Starlette raises the error again, and the server then closes the connection. Without this
+        # header, the client would send its next request on the closed connection.
+        headers={"Connection": "close"},
     )
 
 

@@ -17,7 +17,7 @@ from pipeline.hub.repositories.names import RepositoryName, RepositoryType
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.tokens.auth import Identity, check_sees
+from pipeline.hub.tokens.auth import Identity, check_sees, out_of_reach
 from pipeline.hub.webhooks.job_copies import JobLauncher
 from pipeline.hub.webhooks.store import SecretCipher
 
@@ -48,6 +48,9 @@ class Hub:
     commit_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """How many commits of the API may be parsed or made at once. A single line of a request's body
     may take 250 MB of memory while it is parsed."""
+    anonymous_check: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    """Lets clients without a token check one README at a time. The metadata of a README may take
+    four seconds to parse, and several at once would slow down every other request."""
 
     def find(self, name: RepositoryName) -> Repository:
         """Raises RepositoryNotFound."""
@@ -73,13 +76,22 @@ class Hub:
 
     def find_reached(self, name: RepositoryName, identity: Identity) -> Repository:
         """Like `find`. Also raises RepositoryNotFound or TokenMissing if the request's token does
-        not reach the repository.
+        not reach the repository. The error then is the same as if the repository did not exist.
 
-        `routes/access.py` has already checked this, but before the request's body came in. While
-        it came in, the repository may have been deleted, and another repository may have got its
-        name. So a route that has waited for a body checks again.
+        `routes/access.py` has already checked this for the name in the path, but before the
+        request's body came in. While it came in, the repository may have been deleted, and another
+        repository may have got its name. So a route that has waited for a body checks again. A
+        route whose body names another repository checks this one only here.
         """
-        repository = self.find(name)
+        try:
+            repository = self.find(name)
+        except RepositoryMoved as moved:
+            check_sees(identity, name, self.find_by_id(moved.repository_id))
+            raise
+        except RepositoryNotFound:
+            if identity.is_limited:
+                raise out_of_reach(identity, name) from None
+            raise
         check_sees(identity, name, repository)
         return repository
 

@@ -19,6 +19,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from pipeline.hub.errors import HubError
+from pipeline.hub.routes import tokens
 from tests.hub_fixtures import Receiver, RunningHub, commit_file, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]
@@ -141,6 +143,16 @@ def test_refs_are_listed_made_and_deleted_as_events(
     with pytest.raises(HfHubHTTPError, match="already exists"):
         hub.api.create_branch("local/facts", branch="review/one", repo_type="dataset")
     hub.api.create_branch("local/facts", branch="review/one", repo_type="dataset", exist_ok=True)
+    for name, reason in [
+        ("review", "cannot exist together with refs/heads/review/one"),
+        ("review/one/two", "cannot exist together with refs/heads/review/one"),
+        ("x" * 251, "at most 250 bytes"),
+        ("a" * 40, "the form of a commit's sha"),
+    ]:
+        with pytest.raises(BadRequestError, match=reason):
+            hub.api.create_branch("local/facts", branch=name, repo_type="dataset", exist_ok=True)
+        with pytest.raises(HfHubHTTPError):
+            hub.api.dataset_info("local/facts", revision=name)
     hub.api.create_tag("local/facts", tag="v1", repo_type="dataset")
     hub.api.create_tag("local/facts", tag="v2", tag_message="Second", repo_type="dataset")
     refs = hub.api.list_repo_refs("local/facts", repo_type="dataset")
@@ -309,6 +321,22 @@ def test_bodies_that_are_no_json_get_an_error(hub: RunningHub) -> None:
             answer = hub.request(method, path, content=content)
             assert answer.status_code == 400, (path, content)
         assert hub.request(method, path, content=b"x" * 2**21).status_code == 413
+
+
+def test_the_request_after_a_failure_of_the_hub_is_answered(
+    hub: RunningHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise HubError("nobody foresaw this")
+
+    monkeypatch.setattr(tokens, "list_tokens", fail)
+    headers = {"Authorization": f"Bearer {hub.token}"}
+    with httpx.Client(base_url=hub.url, headers=headers, verify=False) as client:
+        for _ in range(20):
+            failed = client.get("/api/settings/tokens")
+            assert (failed.status_code, failed.headers["connection"]) == (500, "close")
+            assert "its log says where" in failed.json()["error"]
+            assert client.get("/api/whoami-v2").status_code == 200
 
 
 def test_health_needs_no_token_and_metrics_count(hub: RunningHub, pushed: str) -> None:

@@ -129,6 +129,32 @@ def test_a_discussion_from_its_first_comment_to_its_end(talk: Talk) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "title",
+    [
+        "The \U0001f469\u200d\U0001f52c measured it again",
+        "\u0645\u06cc\u200c\u0631\u0648\u0645",
+        "A character that no Unicode has yet: \U0001fbff",
+    ],
+    ids=["emoji", "persian", "new"],
+)
+def test_a_title_may_have_characters_that_are_not_printed(hub: RunningHub, title: str) -> None:
+    on: dict[str, Any] = {"repo_id": "local/titles", "repo_type": "dataset"}
+    hub.api.create_repo(**on, exist_ok=True)
+    made = hub.api.create_discussion(title=title, **on)
+    assert made.title == title
+    commit = hub.api.upload_file(
+        path_or_fileobj=b"x",
+        path_in_repo=f"{made.num}.txt",
+        commit_message=title,
+        create_pr=True,
+        **on,
+    )
+    assert commit.pr_num is not None
+    hub.api.merge_pull_request(discussion_num=commit.pr_num, **on)
+    assert hub.api.list_repo_commits(**on)[0].title == f"{title} (#{commit.pr_num})"
+
+
 def test_discussions_are_listed_by_kind_and_status(talk: Talk) -> None:
     api, on = talk.api, talk.on
     for number in range(55):
@@ -262,11 +288,38 @@ def test_a_pull_request_without_a_common_commit_is_shown_and_not_merged(talk: Ta
     assert talk.details(1).status == "open"
 
 
+def test_a_merge_that_is_refused_or_fails_changes_nothing(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api, on = talk.api, talk.on
+    api.upload_file(path_or_fileobj=b"x\n", path_in_repo="x.txt", create_pr=True, **on)
+    head, before = api.dataset_info(talk.id).sha, talk.details(1)
+
+    def killed(*_: object) -> None:
+        raise Conflict("killed")
+
+    for module, name, value, comment, message in [
+        (store, "MAX_TEXT", 10, "Much too long", "A comment must have 1 to 10 characters"),
+        (store, "MAX_BYTES", 1, "Good.", "Discussion 1 is full"),
+        (discussions, "git", killed, "Good.", "killed"),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, value)
+            with pytest.raises(HfHubHTTPError, match=message):
+                api.merge_pull_request(discussion_num=1, comment=comment, **on)
+        assert api.dataset_info(talk.id).sha == head
+        assert talk.details(1) == before
+    api.merge_pull_request(discussion_num=1, comment="Good.", **on)
+    assert talk.details(1).status == "merged"
+    assert talk.read("x.txt") == "x\n"
+
+
 @pytest.mark.parametrize(
     "path, body, status",
     [
         ("", {"title": "", "description": "x"}, 400),
         ("", {"title": "x" * 300, "description": "x"}, 400),
+        ("", {"title": "x\x07", "description": "x"}, 400),
         ("", {"title": "x", "description": " "}, 400),
         ("", {"title": 1}, 400),
         ("/1/comment", {"comment": "x" * 100_000}, 400),

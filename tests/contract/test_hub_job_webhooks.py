@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,24 @@ def test_secrets_are_kept_replaced_and_removed_by_name(
     [job] = wait_until(lambda: copies(store, source))
     seen = json.loads((run(store, tmp_path / "jobs", job) / "seen.json").read_text())
     assert (seen["API_KEY"], seen["COLOR"]) == ("new", None)
+
+
+def test_only_the_hubs_own_token_sets_the_variables_of_a_job(
+    hub: RunningHub, store: JobStore
+) -> None:
+    source = source_of(store)
+    made = hub.request("POST", "/api/settings/tokens/ada", params={"role": "write"}).json()
+    ada = replace(hub, token=made["token"]).api
+    variables = {"LD_PRELOAD": "/tmp/evil.so"}
+    with pytest.raises(HfHubHTTPError, match="hub's own token") as refused:
+        ada.create_webhook(job_id=source, watched=WATCHED, secrets=variables)
+    assert refused.value.response.status_code == 403
+    id = ada.create_webhook(job_id=source, watched=WATCHED, secret="s3cret").id
+    with pytest.raises(HfHubHTTPError, match="hub's own token"):
+        ada.update_webhook(id, job_id=source, secrets=variables)
+    hub.api.update_webhook(id, job_id=source, secrets={"WANDB_API_KEY": "k3y"})
+    with pytest.raises(HfHubHTTPError, match="hub's own token"):
+        ada.update_webhook(id, job_id=source, secrets={"WANDB_API_KEY": ""})
 
 
 @pytest.mark.parametrize("key", [None, b"A" * 43 + b"="])

@@ -3,8 +3,10 @@
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +22,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from pipeline.hub.contents.cards import Card
+from pipeline.hub.routes import commits
 from tests.hub_fixtures import (
     Receiver,
     RunningHub,
@@ -27,6 +31,7 @@ from tests.hub_fixtures import (
     recording_receiver,
     run_git,
     running_hub,
+    wait_until,
 )
 
 DATASET: dict[str, Any] = {"repo_type": "dataset"}
@@ -349,6 +354,34 @@ def test_readmes_are_validated(hub: RunningHub) -> None:
         assert reason in answer.json()["errors"][0]["message"]
     with pytest.raises(ValueError, match="must be a list"):
         hub.api._validate_yaml("---\ntags: 1\n---\n", repo_type="dataset")
+
+
+def test_readmes_of_clients_without_a_token_are_checked_one_at_a_time(
+    hub: RunningHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may take seconds of the hub's time."""
+    checked: list[str] = []
+    goes_on = threading.Event()
+
+    def slow(content: str) -> Card:
+        checked.append(content)
+        assert content == "known" or goes_on.wait(30)
+        return Card()
+
+    def check(content: str, **options: Any) -> int:
+        url, body = f"{hub.url}/api/validate-yaml", {"content": content}
+        return httpx.post(url, json=body, verify=False, **options).status_code
+
+    monkeypatch.setattr(commits, "parse_card", slow)
+    with ThreadPoolExecutor(4) as pool:
+        strangers = [pool.submit(check, "stranger", timeout=60) for _ in range(4)]
+        wait_until(lambda: checked)
+        headers = {"Authorization": f"Bearer {hub.token}"}
+        assert check("known", headers=headers) == 200  # does not wait for the others
+        meanwhile = list(checked)
+        goes_on.set()
+    assert [one.result() for one in strangers] == [200] * 4
+    assert meanwhile == ["stranger", "known"]
 
 
 PUSH_A_CARD = """

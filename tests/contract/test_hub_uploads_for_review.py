@@ -38,7 +38,10 @@ def test_a_pull_request_for_another_branch(repo: Repo) -> None:
 
     def ask(revision: str) -> int | None:
         return repo.api.create_commit(
-            operations=[CommitOperationAdd("a.txt", b"a"), CommitOperationAdd("b.bin", LARGE)],
+            operations=[
+                CommitOperationAdd("a.txt", revision.encode()),
+                CommitOperationAdd("b.bin", LARGE),
+            ],
             commit_message="Add",
             revision=revision,
             create_pr=True,
@@ -51,6 +54,8 @@ def test_a_pull_request_for_another_branch(repo: Repo) -> None:
             ask(revision)
     assert not list(repo.api.get_repo_discussions(**repo.on))
     assert ask("side") == 1
+    with pytest.raises(RevisionNotFoundError):
+        ask("refs/pr/1")
     details = repo.api.get_discussion_details(discussion_num=1, **repo.on)
     assert details.target_branch == "refs/heads/side"
     repo.api.merge_pull_request(discussion_num=1, **repo.on)

@@ -79,6 +79,7 @@ def test_the_client_prints_that_a_watch_can_never_fire(
         ({"url": "http://x/", "watched": []}, "watched"),
         ({"url": "http://x/", "watched": [{"type": "planet", "name": "x"}]}, "watched.0.type"),
         ({"url": "http://x/", "watched": WATCHED, "domains": ["weather"]}, "domains.0"),
+        ({"url": "http://x/", "watched": WATCHED, "domains": []}, "domains"),
         ({"url": "http://x/", "watched": WATCHED, "secret": "two\nlines"}, "secret"),
         ({"url": "http://x/", "watched": WATCHED, "secret": "whsec_"}, "secret"),
         ({"jobSourceId": "1", "watched": WATCHED}, "url"),
@@ -89,6 +90,29 @@ def test_what_makes_no_webhook_is_refused(hub: RunningHub, body: object, named: 
     assert answer.status_code == 400
     assert named in answer.json()["error"]
     assert "lines" not in answer.text  # the secret
+
+
+def test_a_webhook_is_not_left_without_a_domain(hub: RunningHub) -> None:
+    id = hub.api.create_webhook(url="http://x/", watched=WATCHED).id
+    with pytest.raises(HfHubHTTPError, match="domains: Tuple should have at least 1 item"):
+        hub.api.update_webhook(id, domains=[])
+    assert hub.api.get_webhook(id).domains == ["repo", "discussion"]
+
+
+def test_a_watched_name_without_owner_is_the_hubs_owners(
+    hub: RunningHub, receiver: Receiver, worktree: Path
+) -> None:
+    short, other = [{"type": "dataset", "name": "facts"}], [{"type": "user", "name": "other"}]
+    created = hub.api.create_webhook(url=receiver.url, watched=short)
+    changed = hub.api.create_webhook(url=receiver.url, watched=other)
+    changed = hub.api.update_webhook(changed.id, watched=short)
+    assert [[one.name for one in each.watched] for each in (created, changed)] == [
+        ["local/facts"],
+        ["local/facts"],
+    ]
+    commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    assert {one.json["webhook"]["id"] for one in receiver.wait_for(2)} == {created.id, changed.id}
 
 
 def test_the_default_branch_can_be_deleted_and_pushed_again(

@@ -39,6 +39,17 @@ def asked(hub: RunningHub, token: str) -> int:
     return httpx.get(f"{hub.url}/api/datasets/local/facts", headers=headers).status_code
 
 
+def test_an_empty_repository_makes_no_token_for_all(home: Home) -> None:
+    """As from `--repository "$NAME"` in a script in which NAME is not set."""
+    options = ("create", "ada", "--repository", "")
+    with hub_of(home):
+        while_up = run(*options)
+    while_down = run(*options)
+    for refused in (while_up, while_down):
+        assert refused.exit_code == 1 and "hf_" not in refused.output
+        assert "'' does not name a repository" in str(refused.exception)
+
+
 def test_tokens_are_created_listed_and_revoked_in_both_states(home: Home) -> None:
     with hub_of(home) as hub:
         hub.create_dataset("local/facts")

@@ -26,6 +26,7 @@ from pipeline.hub.webhooks.outbox import Attempt, Due
 from pipeline.hub.webhooks.posting import Poster, headers
 from pipeline.hub.webhooks.store import CreateWebhook
 from tests.hub_fixtures import recording_receiver
+from tests.ports import free_port
 
 DUE = Due(id="d1", payload="{}", attempt=0, queued_at=0, next_attempt_at=0)
 
@@ -38,6 +39,7 @@ DUE = Due(id="d1", payload="{}", attempt=0, queued_at=0, next_attempt_at=0)
         "fe80::1",
         "fe80::1%lo",
         "fd00:ec2::254",
+        "fd00:ec2::23",
         "fd20:ce::254",
         "100.100.100.200",
         "168.63.129.16",
@@ -79,6 +81,8 @@ def test_no_form_of_a_link_local_address_passes(address: ipaddress.IPv4Address) 
         ipaddress.IPv6Address(0xFFFF << 32 | number),
         ipaddress.IPv6Address(0x2002 << 112 | number << 80),
         ipaddress.IPv6Address((0x64FF9B << 96) | number),
+        ipaddress.IPv6Address((0x64FF9B0001 << 80) | number),
+        ipaddress.IPv6Address(0x20010000 << 96 | number ^ 0xFFFFFFFF),
     ):
         assert is_forbidden(form)
 
@@ -257,3 +261,17 @@ def test_the_certificate_must_be_for_the_name_in_the_url(
         assert post(f"https://receiver.test:{port}/").response_status == 204
         attempt = post(f"https://impostor.test:{port}/")
         assert attempt.error is not None and "mismatch" in attempt.error
+
+
+def test_only_a_port_on_which_nobody_listens_counts_as_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    refused = post(f"http://127.0.0.1:{free_port()}/")
+    assert refused.refused and refused.error is not None
+    with tls_receiver(tmp_path, "receiver.test") as (port, _):
+        # `receiver.test` leads to an address where nobody listens, then to the receiver.
+        Names(monkeypatch, receiver=["127.0.0.2", "127.0.0.1"])
+        for host in ("127.0.0.1", "receiver.test"):
+            untrusted = post(f"https://{host}:{port}/")
+            assert not untrusted.refused
+            assert untrusted.error is not None and "CERTIFICATE_VERIFY_FAILED" in untrusted.error

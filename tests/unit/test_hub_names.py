@@ -1,6 +1,7 @@
 """Names from outside, as the hub takes and refuses them."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -67,3 +68,28 @@ def test_a_name_taken_for_a_ref_is_one_for_git_too(name: str) -> None:
         return
     checked = subprocess.run(["git", "check-ref-format", f"refs/heads/{name}"])
     assert checked.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"),
+    [
+        ("x" * 250, True),
+        ("x" * 251, False),
+        ("é" * 126, False),
+        (f"{'x' * 250}/{'x' * 250}", True),
+        (f"a/{'x' * 251}", False),
+        ("x/" * 1000 + "x", False),
+        ("half-\ud800", False),
+    ],
+    ids=["part", "long-part", "bytes", "two-parts", "long-second-part", "many-parts", "surrogate"],
+)
+def test_a_ref_is_a_file_of_a_name_that_is_not_too_long(
+    name: str, fits: bool, tmp_path: Path
+) -> None:
+    assert is_ref_name(name) == fits
+    if fits:
+        git = ("git", "-C", tmp_path)
+        subprocess.run([*git, "init", "-q", "--bare"], check=True)
+        tree = subprocess.run([*git, "mktree"], input=b"", capture_output=True, check=True)
+        sha = tree.stdout.decode().strip()
+        subprocess.run([*git, "update-ref", f"refs/tags/{name}", sha], check=True)

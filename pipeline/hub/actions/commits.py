@@ -54,7 +54,7 @@ def commit_to_pull_request(
 ) -> MadeCommit:
     """Makes the commit on a new pull request. The commit's parent is the commit that the client
     names, or else the head of the branch."""
-    base, head = find_branch(repository, revision)
+    base, head = find_branch(repository, revision, or_pull_request=False)
     parent = body.header.parentCommit
     start = head if parent is None else resolve_revision(repository, parent)
     new = _new_commit(repository, start, body, identity)
@@ -74,13 +74,17 @@ def commit_to_pull_request(
     return MadeCommit(sha=sha, changes=[change], pull_request=opened.num)
 
 
-def find_branch(repository: Repository, revision: str) -> tuple[str, str | None]:
-    """The full name of the branch, and the sha of its head. The sha is None for the default branch
-    of a repository without commits. Raises RevisionNotFound for any other branch that does not
-    exist."""
+def find_branch(
+    repository: Repository, revision: str, *, or_pull_request: bool = True
+) -> tuple[str, str | None]:
+    """The full name of the branch, and the sha of its head. With `or_pull_request`, the ref of a
+    pull request counts as a branch. The sha is None for the default branch of a repository without
+    commits. Raises RevisionNotFound for any other branch that does not exist."""
     refs = read_refs(repository)
     ref = revision if revision.startswith("refs/") else f"refs/heads/{revision}"
-    is_branch = ref.startswith(("refs/heads/", PULL_REQUEST_PREFIX))
+    is_branch = ref.startswith("refs/heads/") or (
+        or_pull_request and ref.startswith(PULL_REQUEST_PREFIX)
+    )
     if not is_branch or (ref not in refs and (refs or ref != DEFAULT_BRANCH)):
         raise RevisionNotFound(
             f"The {repository.name} has no branch {revision!r}, and a commit can only be made on "

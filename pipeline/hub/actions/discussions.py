@@ -138,20 +138,11 @@ def set_status(
     *,
     status: Status,
     comment: str | None,
-    merge_commit: str | None = None,
 ) -> DiscussionEvent:
     """Changes the status, and adds `comment` to the discussion. The comment is an event of its own,
     so that a webhook which reads comments gets this one too."""
     with log.database.write() as connection:
-        found = find_discussion(connection, repository, num)
-        if comment:
-            added = add_comment(connection, found, author=identity.user, text=comment)
-            log.record_comment(connection, repository, found, added, action="create")
-        event = change_status(
-            connection, found, author=identity.user, status=status, merge_commit=merge_commit
-        )
-        _record_update(connection, log, repository, num)
-    return event
+        return _set_status(connection, log, repository, identity, num, status, comment)
 
 
 def merge_pull_request(
@@ -182,16 +173,12 @@ def merge_pull_request(
         message="\n".join([f"{found.title} (#{num})", "", *titles, ""]),
         author=signature(identity),
     )
-    git(repository.folder, "update-ref", found.base, commit, base)
-    set_status(
-        log,
-        repository,
-        identity,
-        num,
-        status="merged",
-        comment=comment,
-        merge_commit=commit,
-    )
+    with log.database.write() as connection:
+        _set_status(connection, log, repository, identity, num, "merged", comment, commit)
+        # The branch moves last, because the comment may be refused. If git fails, nothing is
+        # stored. If the hub is killed before the transaction ends, the branch has the commit, and
+        # the pull request stays open.
+        git(repository.folder, "update-ref", found.base, commit, base)
     record_ref_changes(repository, log)
 
 
@@ -211,6 +198,27 @@ def num_of(text: str) -> int:
             f"{text!r} is not the number of a discussion: write a whole number."
         )
     return int(text)
+
+
+def _set_status(
+    connection: Connection,
+    log: EventLog,
+    repository: Repository,
+    identity: Identity,
+    num: int,
+    status: Status,
+    comment: str | None,
+    merge_commit: str | None = None,
+) -> DiscussionEvent:
+    found = find_discussion(connection, repository, num)
+    if comment:
+        added = add_comment(connection, found, author=identity.user, text=comment)
+        log.record_comment(connection, repository, found, added, action="create")
+    event = change_status(
+        connection, found, author=identity.user, status=status, merge_commit=merge_commit
+    )
+    _record_update(connection, log, repository, num)
+    return event
 
 
 def _record_update(connection: Connection, log: EventLog, repository: Repository, num: int) -> None:

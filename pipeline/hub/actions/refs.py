@@ -80,7 +80,8 @@ def _refuse_existing(repository: Repository, ref: str) -> None:
         if existing == ref:
             raise Conflict(f"Reference {ref} already exists: choose another name.")
         if existing.startswith(f"{ref}/") or ref.startswith(f"{existing}/"):
-            raise Conflict(
+            # Not a Conflict: with `exist_ok`, a client takes status 409 to mean that `ref` exists.
+            raise BadRequest(
                 f"Reference {ref} cannot exist together with {existing}, because git stores each "
                 "ref as a file, and one of the two would be a folder: choose another name."
             )

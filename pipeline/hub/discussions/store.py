@@ -7,6 +7,7 @@ that the pull request is for gets their changes only when the pull request is me
 
 import secrets
 import time
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -232,7 +233,9 @@ def _checked_title(title: str) -> str:
     """The title in one line. Raises BadRequest if it is empty or too long, or if it has control
     characters."""
     line = " ".join(title.split())
-    if not line.isprintable():
+    # `isprintable` is also False for the joiners in emoji and in Persian, and for characters that
+    # this version of Python does not know yet.
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in line):
         # The title becomes the message of the merge commit. Git refuses a NUL character there.
         raise BadRequest("A title may not have control characters: remove them.")
     if not line or len(line) > MAX_TITLE:

@@ -26,6 +26,10 @@ lower case."""
 # What `git check-ref-format` forbids in a name. So a name cannot be an expression such as `main~1`.
 _FORBIDDEN_IN_REF = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^[-/.]|/\.|[./]$|\.lock(/|$)")
 _IGNORED_BY_HFS = re.compile("[\u200c-\u200f\u202a-\u202e\u206a-\u206f\ufeff]")
+_MAX_REF_BYTES = 2000
+_MAX_REF_PART_BYTES = 250
+"""Git stores a ref as a file, and locks it by a second file with `.lock` added to its name. The
+name of a file may have 255 bytes."""
 MAX_PATH_BYTES = 4000
 MAX_FOLDER_CHARACTERS = 32 * 1024 * 1024
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -91,8 +95,11 @@ def segments(raw_path: bytes) -> list[str]:
 
 
 def is_ref_name(name: str) -> bool:
-    """Whether git allows `name` as the name of a branch or a tag."""
-    return bool(name) and not _FORBIDDEN_IN_REF.search(name)
+    """Whether git allows `name` as the name of a branch or a tag, and can store it."""
+    if not name or _FORBIDDEN_IN_REF.search(name) or _SURROGATE.search(name):
+        return False
+    parts = [len(part) for part in name.encode().split(b"/")]
+    return max(parts) <= _MAX_REF_PART_BYTES and len(name.encode()) <= _MAX_REF_BYTES
 
 
 def parents_of(path: str) -> list[str]:

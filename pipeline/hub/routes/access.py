@@ -1,9 +1,10 @@
 """Decides what the token of an API request may do, before the request gets to its route.
 
-The decision is made from the method and the path. In three cases they are not enough, and the route
-checks again. Only the body of a git LFS batch says whether the batch reads or writes. A list must
-show only the repositories that the token reaches. And while a body comes in, the repository may be
-replaced by another one. For requests of git, `git_http.py` decides.
+The decision is made from the method and the path. In four cases they are not enough, and the route
+checks again. Only the body of a git LFS batch says whether the batch reads or writes, and only the
+body about a webhook says whether it sets secrets. A list must show only the repositories that the
+token reaches. And while a body comes in, the repository may be replaced by another one. For
+requests of git, `git_http.py` decides.
 """
 
 from collections.abc import Collection

@@ -4,6 +4,7 @@ tells a client how to send each file, and `commit` makes the commit."""
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from tempfile import TemporaryFile
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -35,7 +36,7 @@ from pipeline.hub.repositories.names import (
 from pipeline.hub.repositories.objects import pointers_of
 from pipeline.hub.repositories.refs import read_refs
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.service import Hub
+from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.tokens.auth import Identity, identity_of
 
 
@@ -69,7 +70,9 @@ async def validate_yaml(request: Request) -> Response:
     """Answers 400 if the README has errors, so that the client does not commit it. With warnings
     only, the client may commit it."""
     body = await read_json(request, Readme)
-    card = await run_in_threadpool(parse_card, body.content)
+    is_anonymous = identity_of(request).is_anonymous
+    async with hub_of(request).anonymous_check if is_anonymous else nullcontext():
+        card = await run_in_threadpool(parse_card, body.content)
     return JSONResponse(
         {
             "errors": [{"message": message} for message in card.errors],

@@ -33,7 +33,7 @@ from pipeline.hub.repositories.names import RepositoryName, RepositoryType, requ
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes import transfers
 from pipeline.hub.service import Hub
-from pipeline.hub.tokens.auth import identity_of
+from pipeline.hub.tokens.auth import Identity, identity_of
 from pipeline.pointers import OID
 
 MULTIPART_BYTES = 512 * 1024 * 1024
@@ -141,12 +141,11 @@ async def duplicate(
     if list(rest) != ["duplicate"]:
         raise HTTPException(404)
     body = await read_json(request, Duplicate)
-    target_name = _target(hub, body.target)
 
     def act() -> list[Json]:
         identity = identity_of(request)
         source = hub.find_reached(name, identity)
-        target = hub.find_reached(target_name, identity)
+        target = _target(hub, body.target, identity)
         files, copies = LargeFiles(source.folder), LargeFiles(target.folder)
         missing = [each.sha256 for each in body.files if not copies.link(files, each.sha256)]
         return [
@@ -160,9 +159,15 @@ async def duplicate(
     return JSONResponse({"failed": await run_in_threadpool(act)})
 
 
-def _target(hub: Hub, target: Target) -> RepositoryName:
-    owner, slash, name = target.name.partition("/")
-    return requested_name(target.type, *((owner, name) if slash else (hub.settings.owner, owner)))
+def _target(hub: Hub, target: Target, identity: Identity) -> Repository:
+    """The repository that gets the files. A former name leads to it without a redirect, because the
+    request's path names the source."""
+    owner, slash, short = target.name.partition("/")
+    parts = (owner, short) if slash else (hub.settings.owner, owner)
+    try:
+        return hub.find_reached(requested_name(target.type, *parts), identity)
+    except RepositoryMoved as moved:
+        return hub.find_by_id(moved.repository_id)
 
 
 class _Offer:

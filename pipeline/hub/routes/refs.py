@@ -15,7 +15,7 @@ from pipeline.hub.errors import BadRequest
 from pipeline.hub.events.log import EventLog
 from pipeline.hub.git.process import PULL_REQUEST_PREFIX
 from pipeline.hub.http_json import read_json
-from pipeline.hub.repositories.names import DEFAULT_BRANCH, RepositoryName, is_ref_name
+from pipeline.hub.repositories.names import DEFAULT_BRANCH, SHA, RepositoryName, is_ref_name
 from pipeline.hub.repositories.refs import peeled_refs
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.service import Hub
@@ -63,7 +63,7 @@ async def list_refs(request: Request, hub: Hub, name: RepositoryName) -> Respons
 async def create_branch(
     request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
 ) -> Response:
-    ref = _full("refs/heads/", "/".join(rest))
+    ref = _new("refs/heads/", "/".join(rest))
     body = await read_json(request, NewBranch)
     act = partial(acts.create_branch, ref=ref, start=body.startingPoint)
     await _change_refs(request, hub, name, act)
@@ -87,7 +87,7 @@ async def create_tag(
     request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
 ) -> Response:
     body = await read_json(request, NewTag)
-    ref = _full("refs/tags/", body.tag)
+    ref = _new("refs/tags/", body.tag)
     act = partial(
         acts.create_tag,
         ref=ref,
@@ -132,10 +132,20 @@ def _as_json(repository: Repository, prefix: str) -> list[dict[str, str]]:
     ]
 
 
+def _new(prefix: str, name: str) -> str:
+    if SHA.fullmatch(name):
+        raise BadRequest(
+            f"{name!r} has the form of a commit's sha, so nobody could read a branch or a tag of "
+            "this name: choose another name."
+        )
+    return _full(prefix, name)
+
+
 def _full(prefix: str, name: str) -> str:
     if not is_ref_name(name) or name == "HEAD" or name.startswith("refs/"):
         raise BadRequest(
             f"{name!r} is not a valid name for a branch or a tag: use letters, digits, '-', '_', "
-            "'.' and '/'. The names HEAD and refs/… are not allowed."
+            "'.' and '/', and at most 250 bytes between two '/'. The names HEAD and refs/… are not "
+            "allowed."
         )
     return f"{prefix}{name}"

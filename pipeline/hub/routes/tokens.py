@@ -61,9 +61,10 @@ async def show(request: Request) -> Response:
 async def create(request: Request) -> Response:
     """Creates a token. The query is `role=read` or `role=write`, and
     `repositories=dataset:local/facts,…`. Without `repositories`, the token is for all
-    repositories."""
+    repositories. An empty `repositories` is an error, so that a script whose variable is empty gets
+    no token for everything."""
     hub, query = hub_of(request), request.query_params
-    reaches = [each for each in query.get("repositories", "").split(",") if each]
+    reaches = query["repositories"].split(",") if "repositories" in query else []
     made = await run_in_threadpool(
         create_token,
         hub.database,

@@ -13,10 +13,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jobs.errors import JobNotFound
-from pipeline.hub.errors import BadRequest
+from pipeline.hub.errors import BadRequest, Forbidden
 from pipeline.hub.http_json import client_warning, read_json
 from pipeline.hub.repositories.names import REPOSITORY_TYPES, RepositoryName
 from pipeline.hub.service import Hub, hub_of
+from pipeline.hub.tokens.auth import Identity, identity_of
 from pipeline.hub.webhooks import suspension
 from pipeline.hub.webhooks.states import WebhookEvent
 from pipeline.hub.webhooks.store import (
@@ -87,11 +88,13 @@ async def create(request: Request) -> Response:
         raise BadRequest("url: a webhook needs the URL that it calls, or a job in `jobSourceId`.")
     if body.secrets is not None and body.jobSourceId is None:
         raise BadRequest("secrets: only a webhook that starts a job has any: leave them out.")
+    _check_secrets(identity_of(request), body)
+    new = body.model_copy(update=_watched(hub, body))
 
     def act() -> WebhookJson:
         _check_job(hub, body)
         with hub.database.write() as connection:
-            created = create_webhook(connection, body, hub.cipher)
+            created = create_webhook(connection, new, hub.cipher)
             return _described(hub, connection, created)
 
     created = await run_in_threadpool(act)
@@ -105,13 +108,15 @@ async def change(request: Request) -> Response:
     again, and the pending deliveries are due at once."""
     hub = hub_of(request)
     body = await read_json(request, UpdateWebhook)
+    _check_secrets(identity_of(request), body)
+    new = body.model_copy(update=_watched(hub, body))
 
     def act() -> WebhookJson:
         _check_job(hub, body)
         with hub.database.write() as connection:
             id = request.path_params["id"]
             before = get_webhook(connection, id)
-            after = update_webhook(connection, id, body, hub.cipher)
+            after = update_webhook(connection, id, new, hub.cipher)
             if after.target_and_proof != before.target_and_proof:
                 suspension.resume(connection, after, "changed")
             return _described(hub, connection, get_webhook(connection, id))
@@ -164,6 +169,12 @@ async def _resume(request: Request, event: WebhookEvent) -> Response:
     return JSONResponse({"webhook": await run_in_threadpool(act)})
 
 
+def _watched(hub: Hub, body: CreateWebhook | UpdateWebhook) -> dict[str, object]:
+    """What the webhook watches. A name without an owner means a repository of the hub's owner, as
+    in every other request."""
+    return {"watched": tuple(item.with_owner(hub.settings.owner) for item in body.watched)}
+
+
 def _check_job(hub: Hub, body: CreateWebhook | UpdateWebhook) -> None:
     """Raises BadRequest if the request names a job that a webhook cannot start."""
     if body.jobSourceId is None:
@@ -179,6 +190,21 @@ def _check_job(hub: Hub, body: CreateWebhook | UpdateWebhook) -> None:
         hub.launcher.describe(body.jobSourceId)
     except JobNotFound as error:
         raise BadRequest(str(error)) from None
+
+
+def _check_secrets(identity: Identity, body: CreateWebhook | UpdateWebhook) -> None:
+    """Raises Forbidden if the request has secrets and its token is not the hub's own.
+
+    The secrets become environment variables of a job. Many variables make a program run other code
+    (`BASH_ENV`, `LD_PRELOAD`, `PYTHONWARNINGS`, …), and others send its requests, with its tokens,
+    to another server. No list of such names is complete. A job runs as the user who started the
+    stack, so only this user may set its variables.
+    """
+    if body.secrets and not identity.owns_hub:
+        raise Forbidden(
+            "secrets: they become environment variables of a job, and so may change what the job "
+            "runs. Only the hub's own token, which `pipeline env` prints, may set them."
+        )
 
 
 def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> WebhookJson:

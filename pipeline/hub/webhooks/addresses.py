@@ -20,6 +20,7 @@ _METADATA = frozenset(
     ipaddress.ip_address(text)
     for text in (
         "fd00:ec2::254",  # Amazon
+        "fd00:ec2::23",  # Amazon, for pods of EKS
         "fd20:ce::254",  # Google
         "100.100.100.200",  # Alibaba
         "168.63.129.16",  # Azure
@@ -29,7 +30,7 @@ _METADATA = frozenset(
 # Names are looked up in separate threads, because a name server that does not answer blocks a
 # thread for half a minute.
 _resolvers = ThreadPoolExecutor(64, thread_name_prefix="resolve")
-_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_NAT64 = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
 
 
 class Unreachable(HubError):
@@ -40,10 +41,10 @@ def is_forbidden(address: Address) -> bool:
     """Whether no webhook may call this address. An IPv6 address is also forbidden if it contains
     a forbidden IPv4 address."""
     if isinstance(address, ipaddress.IPv6Address):
-        inner = address.ipv4_mapped or address.sixtofour
-        if inner is None and address in _NAT64:
-            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        if inner is not None and is_forbidden(inner):
+        inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+        if any(address in network for network in _NAT64):
+            inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if any(each is not None and is_forbidden(each) for each in inner):
             return True
         # Remove the zone (`%eth0`): an address with a zone equals none in `_METADATA`.
         address = ipaddress.IPv6Address(int(address))

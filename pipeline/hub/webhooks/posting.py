@@ -44,6 +44,7 @@ class Poster:
         status = head = retry_after = error = None
         refused = False
         addresses: tuple[Address, ...] = ()
+        num_refused = 0
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 target = httpx.URL(url)
@@ -54,7 +55,8 @@ class Poster:
                     request = _request(client, target, address, due, secret)
                     try:
                         response = await client.send(request, stream=True)
-                    except httpx.ConnectError:
+                    except httpx.ConnectError as failure:
+                        num_refused += address.is_loopback and _is_refusal(failure)
                         if number == len(addresses):
                             raise
                         continue
@@ -69,9 +71,7 @@ class Poster:
             error = f"no answer within {self._timeout_seconds:g} s"
         except (httpx.HTTPError, httpx.InvalidURL, HubError) as failure:
             error = str(failure) or type(failure).__name__
-            refused = isinstance(failure, httpx.ConnectError) and all(
-                address.is_loopback for address in addresses
-            )
+            refused = 0 < num_refused == len(addresses)
         return Attempt(
             started_at=started_at,
             milliseconds=1000 * (time.perf_counter() - clock),
@@ -99,6 +99,16 @@ class Poster:
             )
             self._origin = origin
         return self._client
+
+
+def _is_refusal(failure: httpx.ConnectError) -> bool:
+    """Whether no program listens at the address. False if a program listens, and only the TLS
+    handshake failed, for example because nobody trusts its certificate. httpx raises the same class
+    of error in both cases."""
+    cause: BaseException | None = failure
+    while cause is not None and not isinstance(cause, ConnectionRefusedError):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None
 
 
 @cache

@@ -48,6 +48,7 @@ Secret = Annotated[
     StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=512),
     AfterValidator(check_signing_secret),
 ]
+Domains = Annotated[tuple[Domain, ...], Field(min_length=1)]
 
 
 class HubWatchedItem(WatchedItem):
@@ -63,6 +64,12 @@ class HubWatchedItem(WatchedItem):
         if self.type in ("org", "user"):
             return name == repository.owner.lower()
         return (self.type, name) == (repository.type, repository.id.lower())
+
+    def with_owner(self, owner: str) -> "HubWatchedItem":
+        """The same item, but a repository's name without an owner gets `owner`."""
+        if self.type in ("org", "user") or "/" in self.name:
+            return self
+        return self.model_copy(update={"name": f"{owner}/{self.name}"})
 
 
 class _Request(BaseModel):
@@ -81,7 +88,7 @@ class CreateWebhook(_Request):
     url: HttpUrl | None = None
     """None if the webhook has a `jobSourceId` instead."""
     watched: tuple[HubWatchedItem, ...] = Field(min_length=1)
-    domains: tuple[Domain, ...] = DEFAULT_DOMAINS
+    domains: Domains = DEFAULT_DOMAINS
 
 
 class UpdateWebhook(_Request):
@@ -91,7 +98,7 @@ class UpdateWebhook(_Request):
     url: HttpUrl | None = None
     watched: tuple[HubWatchedItem, ...] = ()
     """Empty changes nothing, because `huggingface_hub` sends an empty list for no change."""
-    domains: tuple[Domain, ...] | None = None
+    domains: Domains | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
