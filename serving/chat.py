@@ -13,14 +13,13 @@ from serving.answer import Answers
 from serving.answer_schemas import ChatAnswer
 from serving.chat_schemas import ChatPrompt, ChatRequest, NamedTool
 from serving.chat_template import ChatTemplateError, ChatTemplateTooCostly
+from serving.detokenizer import Delta, TokenText
 from serving.engine import Generation
-from serving.prompts import encode_prompt
 from serving.request_errors import RequestError
 from serving.sequences import (
-    Delta,
     GeneratedSequence,
-    TokenText,
     check_num_sequences,
+    encode_prompt,
     make_generations,
 )
 from serving.settings import ServingSettings

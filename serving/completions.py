@@ -11,15 +11,13 @@ from fastapi import APIRouter, Request, Response
 from serving.admission import LiveRelease
 from serving.answer import Answers
 from serving.answer_schemas import CompletionAnswer
-from serving.detokenizer import text_offsets
+from serving.detokenizer import Delta, TokenText, text_offsets
 from serving.engine import Generation, TokenLogprob
 from serving.openai_schemas import CompletionRequest
-from serving.prompts import encode_prompt
 from serving.sequences import (
-    Delta,
     GeneratedSequence,
-    TokenText,
     check_num_sequences,
+    encode_prompt,
     make_generations,
 )
 from serving.tokenizer import ReleaseTokenizer

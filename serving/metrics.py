@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from serving.detokenizer import Delta
 from serving.engine import Waits
-from serving.sequences import Delta
 from serving.swap_schemas import SwapResult
 from serving.vllm_metrics import VllmMetrics
 
