@@ -12,8 +12,7 @@ from hypothesis import settings as bounded
 from hypothesis import strategies as st
 
 from serving.engine import Generation
-from serving.engines.torch_engine.drawing import draw, largest
-from serving.engines.torch_engine.sampling import Sampler, logprobs
+from serving.engines.torch_engine.sampling import Sampler, draw, largest, logprobs
 from serving.engines.torch_engine.sequence import EngineSequence
 
 quickly = bounded(deadline=None, max_examples=40)

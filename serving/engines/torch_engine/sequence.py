@@ -3,11 +3,14 @@
 import asyncio
 import random
 import time
+from collections.abc import Callable
 
 from serving.engine import EngineError, Generation, Step, TokenLogprob, Waits
-from serving.engines.torch_engine.drawing import Uniform
 from serving.engines.torch_engine.logits_processor import LogitsProcessor
 from serving.engines.torch_engine.slot_allocator import Slot
+
+Uniform = Callable[[], float]
+"""Returns the next random number in [0, 1) of one sequence."""
 
 
 class EngineSequence:
