@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serving.engine import MIN_LOGPROB, TokenLogprob
-from serving.engines.torch_engine.grammars import NextTokens
 from serving.engines.torch_engine.logits_processor import process_logits
 from serving.engines.torch_engine.sequence import EngineSequence, Uniform
 
@@ -39,7 +38,6 @@ class Sampler:
 
     def __init__(self) -> None:
         self._unseeded = random.Random()
-        self._next_tokens = NextTokens()
 
     def sample(self, sequences: Sequence[EngineSequence], logits: Tensor) -> list[int]:
         """Choose one token for each row of `logits` [sequences, vocabulary]. `logits` does not
@@ -49,7 +47,7 @@ class Sampler:
             logits = logits.clone()
             processors = [s.logits_processor for s in sequences]
             outputs = [s.output for s in sequences]
-            process_logits(logits, processors, outputs, self._next_tokens)
+            process_logits(logits, processors, outputs)
         rows_by_method: dict[str, list[int]] = {"greedy": [], "top_k": [], "all": []}
         for row, sequence in enumerate(sequences):
             generation = sequence.generation
