@@ -13,7 +13,7 @@ import torch
 
 from serving.dtype import choose_dtype
 from serving.engine import StageError
-from serving.engines.torch_engine import architecture, generic, llama, llama_units
+from serving.engines.torch_engine import architecture, generic, llama
 from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.device import free_bytes, lower_thread_priority
 from serving.engines.torch_engine.generic_rope import allowed_context
@@ -26,8 +26,9 @@ from serving.engines.torch_engine.slots import (
     block_tokens,
     page_table_bytes,
 )
+from serving.errors import ReleaseError
 from serving.weights import network
-from serving.weights.release import Release
+from serving.weights.release import Release, read_json
 
 _log = logging.getLogger(__name__)
 
@@ -93,12 +94,29 @@ def load_runner(
     return staged
 
 
+def check_servable(folder: Path) -> None:
+    """Raises ReleaseError if the torch engine cannot serve the network of a checkpoint folder:
+    because the network keeps a state for each sequence, because it is unknown, or because its
+    weights are quantised. No tensor is read.
+
+    Does nothing if `config.json` names no architecture, because then the network is not known.
+    """
+    if not read_json(folder / network.CONFIG_FILE).get("architectures"):
+        return
+    try:
+        if architecture.llama_shape(architecture.read_config(folder)) is None:
+            generic.layer_shapes(folder)
+    except StageError as error:
+        raise ReleaseError(*error.reasons) from error
+
+
 def _load_llama(
     shape: LlamaShape, loader: Loader, settings: TorchEngineSettings, promised_bytes: int
 ) -> Staged:
-    units = llama_units.units(shape)
-    ignored = llama_units.ignored(loader.release.tensors)
-    loader.check(units, llama_units.ties(shape), ignored)
+    units = architecture.llama_units(shape)
+    # Older checkpoints also store the RoPE frequencies, which are not weights.
+    ignored = {name for name in loader.release.tensors if name.endswith("rotary_emb.inv_freq")}
+    loader.check(units, shape.ties, ignored)
     layer = LayerShape(
         num_heads=shape.num_kv_heads, key_size=shape.head_dim, value_size=shape.head_dim
     )
