@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from serving.engines.torch_engine import busy_lock, llama
+from serving.engines.torch_engine import device, llama
 from serving.engines.torch_engine import engine as engine_module
-from serving.engines.torch_engine.busy_lock import BusyLock
+from serving.engines.torch_engine.device import BusyLock
 from serving.engines.torch_engine.runner import Batch
 from serving.engines.torch_engine.staging import Staged
 from serving.weights.release import Release
@@ -117,7 +117,7 @@ def test_beside_others_that_compute_the_steps_leave_them_a_core(
         return forward(runner, batch)
 
     monkeypatch.setattr(llama.LlamaRunner, "forward", counted)
-    monkeypatch.setattr(busy_lock, "_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(device, "_CHECK_SECONDS", 0.0)
     lock = tmp_path / "computing"
 
     async def threads_of(engine: Any) -> set[int]:
@@ -139,7 +139,7 @@ def test_the_busy_lock_is_checked_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(busy_lock.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(device.time, "monotonic", lambda: now[0])
     lock = tmp_path / "computing"
     found = BusyLock(lock)
     assert not found.is_held

@@ -11,8 +11,7 @@ from typing import Any, Self
 
 from serving.dtype import choose_dtype
 from serving.engine import EngineError, Generation, StageError, Step
-from serving.engines.torch_engine.busy_lock import BusyLock
-from serving.engines.torch_engine.device import choose_device, return_unused_memory
+from serving.engines.torch_engine.device import BusyLock, choose_device, return_unused_memory
 from serving.engines.torch_engine.grammars import Grammars
 from serving.engines.torch_engine.loading import StagingCancelled, UnitPool
 from serving.engines.torch_engine.sampling import Sampler

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from serving.engine import EngineError, Step
-from serving.engines.torch_engine.busy_lock import BusyLock
+from serving.engines.torch_engine.device import BusyLock
 from serving.engines.torch_engine.scheduler import Event, Scheduler
 from serving.engines.torch_engine.sequence import EngineSequence
 
