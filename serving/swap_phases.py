@@ -33,10 +33,9 @@ from serving.admission import Admission, LiveRelease
 from serving.converted import ConvertedCopies
 from serving.engine import Engine, StageError
 from serving.errors import ReleaseError, is_temporary
-from serving.preflight import read_folder
-from serving.probe import measure_probe
 from serving.settings import ServingSettings
 from serving.swap_attempt import SwapAttempt, SwapStopped, bounded
+from serving.swap_checks import measure_probe, read_folder
 from serving.tokenizer import ReleaseTokenizer, load_tokenizer, tokenizer_files
 from serving.weights import release_store
 from serving.weights.release import Release
