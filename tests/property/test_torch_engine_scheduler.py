@@ -31,9 +31,8 @@ class RememberingRunner:
 
     vocab_size = VOCAB
 
-    def __init__(self, cache_size: KvCacheSize, max_tokens: int, *, shares_prefixes: bool) -> None:
+    def __init__(self, cache_size: KvCacheSize, max_tokens: int) -> None:
         self.cache_size = cache_size
-        self.shares_prefixes = shares_prefixes
         self._max_tokens = max_tokens
         self.slots: list[list[int]] = [[] for _ in range(cache_size.num_slots)]
         self.num_read = 0
@@ -68,7 +67,6 @@ class RememberingRunner:
         del self.slots[slot][length:]
 
     def copy(self, source: int, target: int, length: int) -> None:
-        assert self.shares_prefixes
         assert source != target
         assert len(self.slots[source]) >= length
         self.slots[target] = self.slots[source][:length]
@@ -124,18 +122,16 @@ def cache_sizes(draw: st.DrawFn) -> KvCacheSize:
     cache_size=cache_sizes(),
     max_batch=st.integers(1, 4),
     max_tokens=st.integers(1, 30),
-    shares_prefixes=st.booleans(),
 )
 def test_each_sequence_gets_the_tokens_it_would_get_alone(
     moves: list[Generation | int | str],
     cache_size: KvCacheSize,
     max_batch: int,
     max_tokens: int,
-    shares_prefixes: bool,
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     settings = TorchEngineSettings(max_batch_tokens=max_tokens, max_batch=max_batch)
-    runner = RememberingRunner(cache_size, max_tokens, shares_prefixes=shares_prefixes)
+    runner = RememberingRunner(cache_size, max_tokens)
     scheduler = Scheduler(runner, Sampler(), settings)
     submitted: list[EngineSequence] = []
     answers: dict[EngineSequence, list[Step]] = {}

@@ -14,7 +14,6 @@ class TokenSlots:
     """A runner whose slots hold tokens, and which computes nothing."""
 
     vocab_size = 2
-    shares_prefixes = True
 
     def __init__(self, cache_size: KvCacheSize) -> None:
         self.cache_size = cache_size

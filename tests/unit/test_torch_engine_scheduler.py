@@ -21,7 +21,6 @@ class Runner:
     """Every logit is 0. Remembers the batches."""
 
     vocab_size = VOCAB
-    shares_prefixes = True
     cache_size = KvCacheSize(
         num_slots=8, num_blocks=80, block_tokens=16, block_bytes=100, context=160
     )

@@ -12,7 +12,6 @@ class Runner:
     """Computes nothing, and remembers what is copied."""
 
     vocab_size = 2
-    shares_prefixes = True
 
     def __init__(self, num_slots: int = 4) -> None:
         self.cache_size = KvCacheSize(

@@ -95,8 +95,6 @@ class TransformersRunner:
     """Computes all decoding sequences in one forward pass, or each in its own if the network is not
     in `BATCHED` or `BATCHED_BY_KIND`. Each prefill chunk has its own forward pass too."""
 
-    shares_prefixes = True
-
     def __init__(
         self,
         network: Any,

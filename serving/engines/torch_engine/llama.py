@@ -35,8 +35,6 @@ class _Layer:
 class LlamaRunner:
     """The network of one release, with its own slots."""
 
-    shares_prefixes = True
-
     def __init__(
         self,
         shape: LlamaShape,

@@ -69,9 +69,6 @@ class Runner(Protocol):
 
     cache_size: KvCacheSize
     vocab_size: int
-    shares_prefixes: bool
-    """Whether a slot may be read from any of its tokens on, and a part of it may be copied. If so,
-    sequences can share the KV cache of a common prefix."""
 
     def forward(self, batch: Batch) -> Tensor:
         """Compute one step. Returns float32 logits [rows, vocabulary]: one row for each decoding
@@ -84,5 +81,4 @@ class Runner(Protocol):
         """Free the memory that a slot has for tokens after its first `length`."""
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of `source` to `target`. `source` does not change. Called
-        only if `shares_prefixes`."""
+        """Copy the first `length` tokens of `source` to `target`. `source` does not change."""
