@@ -10,7 +10,7 @@ library writes them, it takes 1.07 times as long. `headers.py` describes the for
 import json
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -119,30 +119,24 @@ def write_shards(
     return StoredWeights(index=index, files=files, tensors=entries, tied=tied)
 
 
-def read_tensors(
-    folder: Path, weight_map: Mapping[str, str], names: Iterable[str] | None = None
-) -> dict[str, torch.Tensor]:
-    """The tensors called `names` (default: all of `weight_map`) from safetensors shards,
-    memory-mapped, on the CPU.
+def read_tensors(folder: Path, weight_map: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """The tensors of `weight_map` (tensor name → safetensors shard), memory-mapped, on the CPU.
 
     The mappings are private: a write to a tensor never changes the file. Raises ReleaseError, which
     names the file or the tensor, if a tensor is missing or a shard cannot be read.
     """
-    wanted = list(weight_map) if names is None else list(names)
     by_shard: dict[str, list[str]] = {}
-    for name in wanted:
-        if name not in weight_map:
-            raise ReleaseError(f"tensor {name}: not in the index")
-        by_shard.setdefault(weight_map[name], []).append(name)
+    for name, file in weight_map.items():
+        by_shard.setdefault(file, []).append(name)
     found: dict[str, torch.Tensor] = {}
-    for file, in_file in by_shard.items():
+    for file, names in by_shard.items():
         with _open_shard(folder / file) as shard:
             held = set(shard.keys())
-            for name in in_file:
+            for name in names:
                 if name not in held:
                     raise ReleaseError(f"{file}: tensor {name}: missing from the shard")
                 found[name] = shard.get_tensor(name)
-    return {name: found[name] for name in wanted}
+    return {name: found[name] for name in weight_map}
 
 
 def read_bin_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, torch.Tensor]:

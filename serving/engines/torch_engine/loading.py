@@ -241,7 +241,7 @@ class Loader:
         Raises StagingCancelled."""
         name = self._stored(part.name)
         entry = self.release.tensors[name]
-        mapped = read_tensors(self.folder, {name: entry.file}, [name])[name]
+        mapped = read_tensors(self.folder, {name: entry.file})[name]
         if tuple(mapped.shape) != entry.shape or DTYPES[mapped.dtype] != entry.dtype:
             raise StageError(
                 f"{entry.file}: tensor {name}: is {DTYPES[mapped.dtype]} {list(mapped.shape)}, "
