@@ -79,7 +79,8 @@ class KeyValueSlots:
         """`num_tokens` is the length of a slot, a multiple of `block_tokens`. Raises OSError if the
         system does not provide the address range."""
         shape = (2, num_slots, num_kv_heads, num_tokens, head_dim)
-        self._pages = [_Pages(shape, dtype) for _ in range(num_layers if _is_cpu(device) else 0)]
+        num_paged = num_layers if device.type == "cpu" else 0
+        self._pages = [_Pages(shape, dtype) for _ in range(num_paged)]
         self._layers = [pages.tensor for pages in self._pages] or [
             torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)
         ]
@@ -160,7 +161,3 @@ def _advice_to_free() -> int | None:
     """macOS frees nothing for MADV_DONTNEED. After MADV_FREE, old content may still be read."""
     name = "MADV_FREE" if sys.platform == "darwin" else "MADV_DONTNEED"
     return getattr(mmap, name, None)
-
-
-def _is_cpu(device: torch.device) -> bool:
-    return device.type == "cpu"

@@ -201,13 +201,7 @@ class StepLoop:
         """Wait until there is a step to compute. Returns False if the loop must stop."""
         with self._changed:
             self._answer_liveness_checks(None)
-            while not (
-                self._is_stopping
-                or self._submitted
-                or self._unloading
-                or self._cold
-                or self._is_running()
-            ):
+            while not (self._is_stopping or self._unloading or self._cold or self.is_busy):
                 self._changed.wait()
                 self._answer_liveness_checks(None)
             while self._submitted:
@@ -236,9 +230,6 @@ class StepLoop:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_answer_liveness_check, check, error)
         self._liveness_checks.clear()
-
-    def _is_running(self) -> bool:
-        return any(not scheduler.is_idle for scheduler in self._schedulers.values())
 
     def _step_every_scheduler(self) -> None:
         with self._changed:
