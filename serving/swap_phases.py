@@ -101,7 +101,8 @@ class SwapPhases:
             return previous
         await self._stage(swap, candidate)
         try:
-            candidate = self._with_engine_context(candidate)
+            context = self._engine.max_context(candidate.id)
+            candidate = replace(candidate, engine_context=context)
             if self._engine.holds_two:
                 await self._switch_with_two(swap, candidate, previous)
             else:
@@ -188,9 +189,6 @@ class SwapPhases:
                     swap.is_ending = True
                     await self._unload(candidate.id)
                 raise
-
-    def _with_engine_context(self, candidate: LiveRelease) -> LiveRelease:
-        return replace(candidate, engine_context=self._engine.max_context(candidate.id))
 
     async def _switch_with_two(
         self, swap: SwapAttempt, candidate: LiveRelease, previous: LiveRelease | None

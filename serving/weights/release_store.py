@@ -28,11 +28,9 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import BaseFileLock, FileLock
 from pydantic import ValidationError
 
 from serving.errors import ReleaseError, is_temporary
@@ -332,14 +330,12 @@ def next_number(pipeline_dir: Path) -> int:
     return number
 
 
-@contextmanager
-def release_lock(pipeline_dir: Path, timeout_seconds: float = -1) -> Iterator[None]:
-    """Waits for the lock of the pipeline's folder, and holds it until the `with` block ends. Hold
-    this lock to publish, remove, pin or unpin releases. If a process is killed, the kernel frees
-    its lock.
+def release_lock(pipeline_dir: Path, timeout_seconds: float = -1) -> BaseFileLock:
+    """The lock of the pipeline's folder. A `with` block waits for the lock, and holds it. Hold this
+    lock to publish, remove, pin or unpin releases. If a process is killed, the kernel frees its
+    lock.
 
-    Raises filelock.Timeout if the wait takes longer than `timeout_seconds`. If `timeout_seconds` is
-    negative, the wait has no limit.
+    The `with` statement raises filelock.Timeout if the wait takes longer than `timeout_seconds`. If
+    `timeout_seconds` is negative, the wait has no limit.
     """
-    with FileLock(pipeline_dir / ".lock", timeout=timeout_seconds):
-        yield
+    return FileLock(pipeline_dir / ".lock", timeout=timeout_seconds)
