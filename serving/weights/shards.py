@@ -99,7 +99,9 @@ def write_shards(
     # Write several shards at the same time, so that one shard can be hashed while another one is
     # written to disk. But if tensors must be copied, write one shard after another, so that memory
     # holds only the copies of one shard's tensors.
-    is_copied = not all(map(_needs_no_copy, stored.values()))
+    is_copied = any(
+        each.device.type != "cpu" or not each.is_contiguous() for each in stored.values()
+    )
     with ThreadPoolExecutor(max_workers=1 if is_copied else _SHARDS_AT_ONCE) as pool:
         written = list(pool.map(write_shard, range(1, len(groups) + 1)))
     for number, (names, (entry, digests)) in enumerate(zip(groups, written, strict=True), start=1):
@@ -223,10 +225,6 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     digest of them. The tensor is copied only if it is not contiguous or not on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
-
-
-def _needs_no_copy(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def _split(tensors: Mapping[str, torch.Tensor], max_bytes: int) -> Iterator[list[str]]:
