@@ -6,20 +6,17 @@ This module imports torch only if the folder has `.bin` shards.
 
 import hashlib
 import json
-import math
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 from serving.errors import ReleaseError
-from serving.weights.headers import DTYPE_BYTES, digest_file, digest_shard, read_header
+from serving.weights.headers import digest_file, digest_shard, read_header
 from serving.weights.index import (
     BIN_INDEX_FILE,
     INDEX_FILE,
     INDEX_FILES,
-    IndexMetadata,
     StoredWeights,
-    WeightsIndex,
     has_bin,
     read_index,
     wrong_names,
@@ -140,9 +137,7 @@ def digest_weights(folder: Path, weight_map: dict[str, str]) -> StoredWeights:
         tensors |= found
     if reasons:
         raise ReleaseError(*reasons)
-    total = sum(math.prod(entry.shape) * DTYPE_BYTES[entry.dtype] for entry in tensors.values())
-    index = WeightsIndex(metadata=IndexMetadata(total_size=total), weight_map=weight_map)
-    return StoredWeights(index=index, files=files, tensors=tensors, tied={})
+    return StoredWeights(files=files, tensors=tensors, tied={})
 
 
 def files_digest(files: Mapping[str, FileEntry]) -> str:

@@ -20,13 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from serving.errors import ReleaseError
 from serving.weights.digests import ShardDigests
-from serving.weights.index import (
-    IndexMetadata,
-    StoredWeights,
-    WeightsIndex,
-    shard_name,
-    wrong_names,
-)
+from serving.weights.index import StoredWeights, shard_name, wrong_names
 from serving.weights.release import FileEntry, Release, TensorEntry
 
 MAX_SHARD_BYTES = 2 * 10**9
@@ -114,11 +108,7 @@ def write_shards(
                 shape=tuple(stored[name].shape),
                 digest=digests[name],
             )
-    index = WeightsIndex(
-        metadata=IndexMetadata(total_size=sum(tensor.nbytes for tensor in stored.values())),
-        weight_map={name: entry.file for name, entry in entries.items()},
-    )
-    return StoredWeights(index=index, files=files, tensors=entries, tied=tied)
+    return StoredWeights(files=files, tensors=entries, tied=tied)
 
 
 def read_tensors(folder: Path, weight_map: Mapping[str, str]) -> dict[str, torch.Tensor]:
