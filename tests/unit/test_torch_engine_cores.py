@@ -15,7 +15,6 @@ from serving.engines.torch_engine import device, llama
 from serving.engines.torch_engine import engine as engine_module
 from serving.engines.torch_engine.device import BusyLock
 from serving.engines.torch_engine.runner import Batch
-from serving.engines.torch_engine.staging import Staged
 from serving.weights.release import Release
 from tests.torch_engine_fixtures import (
     Published,
@@ -75,7 +74,7 @@ def test_while_a_release_is_staged_the_steps_leave_it_a_core(
             has_lent.set()
         return forward(runner, batch)
 
-    def load_late(release: Release, *args: Any, **kwargs: Any) -> Staged:
+    def load_late(release: Release, *args: Any, **kwargs: Any) -> Any:
         if release.id == other.id:
             assert has_lent.wait(10)
         return load(release, *args, **kwargs)

@@ -5,7 +5,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from serving.engines.torch_engine import architecture, generic, llama
 from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.device import free_bytes, lower_thread_priority
 from serving.engines.torch_engine.generic_rope import allowed_context
-from serving.engines.torch_engine.loading import Loader, Unit, UnitPool
+from serving.engines.torch_engine.loading import Loaded, Loader, Unit, UnitPool
 from serving.engines.torch_engine.runner import KvCacheSize, Runner
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.slots import (
@@ -40,15 +39,6 @@ _MIN_SEQUENCES = 4
 slot takes memory for a whole context."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Staged:
-    runner: Runner
-    read_bytes: int
-    """Bytes of the tensors that were read from shards."""
-    shared_bytes: int
-    """Bytes of the tensors that were not read, because another release in memory had the same."""
-
-
 def load_runner(
     release: Release,
     folder: Path,
@@ -59,7 +49,7 @@ def load_runner(
     promised_bytes: int,
     is_cancelled: Callable[[], bool],
     pause_share: Callable[[], float],
-) -> Staged:
+) -> tuple[Runner, Loaded]:
     """Load a release and make its runner. Blocks, and lowers the priority of the calling thread.
 
     The manifest and the free memory are checked before any tensor is read, and the KV cache gets
@@ -81,17 +71,17 @@ def load_runner(
     shape = architecture.llama_shape(config)
     with torch.inference_mode():
         if shape is None:
-            staged = _load_generic(loader, settings, promised_bytes)
+            runner, loaded = _load_generic(loader, settings, promised_bytes)
         else:
-            staged = _load_llama(shape, loader, settings, promised_bytes)
+            runner, loaded = _load_llama(shape, loader, settings, promised_bytes)
     _log.info(
         "staged %s in %.2f s: read %d bytes, shared %d bytes",
         release.id,
         time.perf_counter() - started,
-        staged.read_bytes,
-        staged.shared_bytes,
+        loaded.read_bytes,
+        loaded.shared_bytes,
     )
-    return staged
+    return runner, loaded
 
 
 def check_servable(folder: Path) -> None:
@@ -112,7 +102,7 @@ def check_servable(folder: Path) -> None:
 
 def _load_llama(
     shape: LlamaShape, loader: Loader, settings: TorchEngineSettings, promised_bytes: int
-) -> Staged:
+) -> tuple[Runner, Loaded]:
     units = architecture.llama_units(shape)
     # Older checkpoints also store the RoPE frequencies, which are not weights.
     ignored = {name for name in loader.release.tensors if name.endswith("rotary_emb.inv_freq")}
@@ -127,10 +117,12 @@ def _load_llama(
     runner = llama.LlamaRunner(
         shape, loaded.units, slots, cache_size=cache_size, device=loader.device
     )
-    return Staged(runner=runner, read_bytes=loaded.read_bytes, shared_bytes=loaded.shared_bytes)
+    return runner, loaded
 
 
-def _load_generic(loader: Loader, settings: TorchEngineSettings, promised_bytes: int) -> Staged:
+def _load_generic(
+    loader: Loader, settings: TorchEngineSettings, promised_bytes: int
+) -> tuple[Runner, Loaded]:
     built: Any = network.build_network(loader.folder)
     sources = network.sources(built, loader.release.named_tensors)
     units = generic.units(sources)
@@ -143,7 +135,7 @@ def _load_generic(loader: Loader, settings: TorchEngineSettings, promised_bytes:
     runner = generic.TransformersRunner(
         built, loaded.units, slots, layers, cache_size=cache_size, device=loader.device
     )
-    return Staged(runner=runner, read_bytes=loaded.read_bytes, shared_bytes=loaded.shared_bytes)
+    return runner, loaded
 
 
 def _slots(
