@@ -105,23 +105,18 @@ class SglangEngine:
 
     async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
         refuse_constraints(generation, "sglang")
-        has_begun = False
-        try:
-            async with aclosing(self._answer(release_id, generation)) as steps:
-                async for step in steps:
-                    has_begun = True
-                    yield step
-            return
-        except WrongWeights as error:
-            if has_begun:
-                raise EngineError(str(error)) from None
-        await self._restore_weights(release_id)
-        try:
-            async with aclosing(self._answer(release_id, generation)) as steps:
-                async for step in steps:
-                    yield step
-        except WrongWeights as error:
-            raise EngineError(str(error)) from None
+        for may_retry in (True, False):
+            has_begun = False
+            try:
+                async with aclosing(self._answer(release_id, generation)) as steps:
+                    async for step in steps:
+                        has_begun = True
+                        yield step
+                return
+            except WrongWeights as error:
+                if has_begun or not may_retry:
+                    raise EngineError(str(error)) from None
+            await self._restore_weights(release_id)
 
     async def _answer(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
         """Raises EngineError. Raises WrongWeights if the upstream computed with other weights."""

@@ -249,8 +249,7 @@ class Scheduler:
         if sampled:
             self._sample(sampled, logits if len(rows) == row else logits[rows])
         for sequence in scored:
-            self._events.append((sequence, sequence.take_scores()))
-            self._finish(sequence)
+            self._hand_over(sequence, "length")
 
     def _sample(self, sequences: list[EngineSequence], logits: Tensor) -> None:
         token_ids = self._sampler.sample(sequences, logits)
@@ -261,10 +260,13 @@ class Scheduler:
                 self._finish(sequence)
                 continue
             reason = sequence.add(token_id, found.get(sequence), self._runner.cache_size.context)
-            if (step := sequence.take_step(reason)) is not None:
-                self._events.append((sequence, step))
-            if reason is not None:
-                self._finish(sequence)
+            self._hand_over(sequence, reason)
+
+    def _hand_over(self, sequence: EngineSequence, finish_reason: str | None) -> None:
+        if (step := sequence.take_step(finish_reason)) is not None:
+            self._events.append((sequence, step))
+        if finish_reason is not None:
+            self._finish(sequence)
 
     def _finish(self, sequence: EngineSequence) -> None:
         self._decoding.remove(sequence)
