@@ -67,3 +67,8 @@ def is_temporary(error: BaseException) -> bool:
             return True
         cause = cause.__cause__ or cause.__context__
     return False
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the error's message, shortened; the type of the error if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

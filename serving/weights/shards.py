@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
-from serving.errors import ReleaseError
+from serving.errors import ReleaseError, first_line
 from serving.weights.digests import ShardDigests
 from serving.weights.index import StoredWeights, shard_name, wrong_names
 from serving.weights.release import FileEntry, Release, TensorEntry
@@ -167,13 +167,13 @@ def read_bin(path: Path) -> dict[str, torch.Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=start == _ZIP)
     except pickle.UnpicklingError as error:
         raise ReleaseError(
-            f"{path.name}: refused ({_first_line(error)}); the file holds Python objects that are "
+            f"{path.name}: refused ({first_line(error)}); the file holds Python objects that are "
             "not tensors, and loading such objects could run code; save the weights as safetensors"
         ) from None
     # If the file is damaged, or is not a checkpoint, torch may raise any exception: the pickle says
     # which functions are called with which arguments.
     except Exception as error:
-        raise ReleaseError(f"{path.name}: cannot be read: {_first_line(error)}") from None
+        raise ReleaseError(f"{path.name}: cannot be read: {first_line(error)}") from None
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) and tensor.dtype in DTYPES
         for name, tensor in content.items()
@@ -266,8 +266,4 @@ def _open_shard(path: Path) -> Any:
     except FileNotFoundError:
         raise ReleaseError(f"{path.name}: missing") from None
     except (SafetensorError, OSError) as error:
-        raise ReleaseError(f"{path.name}: cannot be read: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+        raise ReleaseError(f"{path.name}: cannot be read: {first_line(error)}") from None

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from serving.engines.torch_engine.settings import TorchEngineSettings
-from serving.errors import ServingError
+from serving.errors import ServingError, first_line
 
 _CGROUP_V2 = Path("/sys/fs/cgroup")
 _CHECK_SECONDS = 0.1
@@ -25,8 +25,8 @@ def choose_device(settings: TorchEngineSettings) -> torch.device:
             device = torch.device(settings.device)
             torch.Generator(device)  # fails if the device does not exist
         except RuntimeError as error:
-            message = str(error).splitlines()[0]
-            raise ServingError(f"[serving.torch] device {settings.device!r}: {message}") from None
+            reason = first_line(error)
+            raise ServingError(f"[serving.torch] device {settings.device!r}: {reason}") from None
         return device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
