@@ -4,7 +4,6 @@ files in this folder, and computes their digests.
 This module imports torch only if the folder has `.bin` shards.
 """
 
-import hashlib
 import json
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
@@ -21,7 +20,7 @@ from serving.weights.index import (
     read_index,
     wrong_names,
 )
-from serving.weights.release import RELEASE_FILE, FileEntry, Release, TensorEntry
+from serving.weights.release import RELEASE_FILE, FileEntry, Release, TensorEntry, files_digest
 
 _COMPANION_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".md"}
 _NOT_COMPANIONS = {
@@ -138,13 +137,6 @@ def digest_weights(folder: Path, weight_map: dict[str, str]) -> StoredWeights:
     if reasons:
         raise ReleaseError(*reasons)
     return StoredWeights(files=files, tensors=tensors, tied={})
-
-
-def files_digest(files: Mapping[str, FileEntry]) -> str:
-    """The second half of a release id: the first 8 hex digits of a sha256 that covers the names and
-    sha256s of all files."""
-    listed = "".join(f"{name}\0{entry.sha256}\n" for name, entry in sorted(files.items()))
-    return hashlib.sha256(listed.encode()).hexdigest()[:8]
 
 
 def utc_now() -> str:

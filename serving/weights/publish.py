@@ -28,13 +28,19 @@ from serving.weights.checkpoint_folder import (
     checkpoint_weight_map,
     companions,
     digest_weights,
-    files_digest,
     tied_head,
     utc_now,
 )
 from serving.weights.headers import digest_file
 from serving.weights.index import INDEX_FILE, StoredWeights, has_bin, shard_name
-from serving.weights.release import RELEASE_FILE, FileEntry, Lineage, Probe, Release
+from serving.weights.release import (
+    RELEASE_FILE,
+    FileEntry,
+    Lineage,
+    Probe,
+    Release,
+    files_digest,
+)
 from serving.weights.release_removal import sweep_locked
 from serving.weights.release_store import UNFINISHED, next_number, release_lock
 from serving.weights.verify import check_network

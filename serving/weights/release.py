@@ -1,9 +1,11 @@
 """Defines the manifest of a release. A release is a folder with weights that can be served. The
 files in it never change. Its manifest is the file `release.json` in this folder."""
 
+import hashlib
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -159,3 +161,10 @@ class Release(_Record):
             alias: self.tensors[name] for alias, name in self.tied.items() if name in self.tensors
         }
         return {**self.tensors, **aliases}
+
+
+def files_digest(files: Mapping[str, FileEntry]) -> str:
+    """The second half of a release id: the first 8 hex digits of a sha256 that covers the names and
+    sha256s of all files."""
+    listed = "".join(f"{name}\0{entry.sha256}\n" for name, entry in sorted(files.items()))
+    return hashlib.sha256(listed.encode()).hexdigest()[:8]
