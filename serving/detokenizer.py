@@ -99,17 +99,18 @@ class TextReader:
             text += safe
             if stop is not None:
                 break
-        stopped = stop is not None
-        finish_reason = "stop" if stopped else step.finish_reason
-        if finish_reason is not None and not stopped:
+        finish_reason = step.finish_reason
+        if finish_reason is not None and stop is None:
             safe, stop = self._stop_strings.add(self._detokenizer.flush())
-            stopped = stop is not None
-            text += safe if stopped else safe + self._stop_strings.flush()
-            if not stopped and finish_reason == "stop" and step.token_ids:
-                stop = step.token_ids[-1] if step.token_ids[-1] in self._request_stop_ids else None
-            finish_reason = "stop" if stopped else finish_reason
+            text += safe if stop is not None else safe + self._stop_strings.flush()
+        is_cut = stop is not None
+        if is_cut:
+            finish_reason = "stop"
+        elif finish_reason == "stop" and step.token_ids:
+            last = step.token_ids[-1]
+            stop = last if last in self._request_stop_ids else None
         self._num_given += len(text)
-        gives_all = finish_reason is not None and not stopped
+        gives_all = finish_reason is not None and not is_cut
         tokens = tuple(each for each in self._held if gives_all or each.offset < self._num_given)
         self._held = self._held[len(tokens) :]
         return Delta(

@@ -128,24 +128,18 @@ class LlamaRunner:
         return self._multiply(layer.down, F.silu(gate).mul_(up)).add_(x)
 
     def _write(self, index: int, keys_values: Tensor, rows: Rows) -> None:
-        shape, first = self._shape, rows.num_decoding
-        by_head = keys_values.view(-1, 2, shape.num_kv_heads, shape.head_dim)
-        if first:
-            self._slots.write_rows(index, rows.row_indices, by_head[:first])
-        for chunk, _ in rows.chunks:
-            end = first + len(chunk.token_ids)
-            self._slots.write_run(index, chunk.slot, chunk.start, by_head[first:end])
-            first = end
+        by_head = keys_values.view(-1, 2, self._shape.num_kv_heads, self._shape.head_dim)
+        if rows.num_decoding:
+            self._slots.write_rows(index, rows.row_indices, by_head[: rows.num_decoding])
+        for chunk, its_rows, _ in rows.chunks:
+            self._slots.write_run(index, chunk.slot, chunk.start, by_head[its_rows])
 
     def _attend(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
         parts = [self._attend_span(index, queries[span.rows], span) for span in rows.spans]
-        first = rows.num_decoding
-        for chunk, mask in rows.chunks:
-            end = first + len(chunk.token_ids)
-            parts.append(self._attend_chunk(index, queries[first:end], chunk, mask))
-            first = end
-        if first < len(queries):
-            parts.append(queries[first:])
+        for chunk, its_rows, mask in rows.chunks:
+            parts.append(self._attend_chunk(index, queries[its_rows], chunk, mask))
+        if rows.count < len(queries):  # padding
+            parts.append(queries[rows.count :])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend_span(self, index: int, queries: Tensor, span: Span) -> Tensor:

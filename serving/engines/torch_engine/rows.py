@@ -75,10 +75,13 @@ class Rows:
         token_ids = list(batch.token_ids)
         positions = list(batch.lengths)
         wanted = list(range(self.num_decoding))
+        self.chunks: list[tuple[Chunk, slice, Tensor | None]] = []
+        """Each chunk with its rows, and the mask of its attention."""
         for chunk in batch.chunks:
-            end = len(token_ids) + len(chunk.token_ids)
+            first, end = len(token_ids), len(token_ids) + len(chunk.token_ids)
+            self.chunks.append((chunk, slice(first, end), _chunk_mask(chunk, device)))
             if chunk.wants == "all":
-                wanted.extend(range(len(token_ids), end))
+                wanted.extend(range(first, end))
             elif chunk.wants == "last":
                 wanted.append(end - 1)
             token_ids.extend(chunk.token_ids)
@@ -100,7 +103,6 @@ class Rows:
             _span(batch, rows, token_bytes, num_kv_heads, dtype, device)
             for rows in adjacent(batch.slots, batch.lengths, _SPAN_BYTES // token_bytes)
         ]
-        self.chunks = [(chunk, _chunk_mask(chunk, device)) for chunk in batch.chunks]
 
 
 def is_parallel_worthwhile(*, read_bytes: int = 0, multiplications: int = 0) -> bool:
