@@ -56,7 +56,7 @@ class RememberingRunner:
                 read.append(token_id)
                 found.append(next_token(read))
             self.num_read += len(found)
-            rows.extend(found[{"none": len(found), "last": -1, "all": 0}[chunk.wants] :])
+            rows.extend(found[len(found) - chunk.num_wanted :])
         num_blocks = sum(self.cache_size.blocks(len(slot)) for slot in self.slots)
         assert num_blocks <= self.cache_size.num_blocks
         return torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.long), VOCAB).float()

@@ -30,8 +30,7 @@ class Runner:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         self.batches.append(batch)
-        sizes = {"none": 0, "last": 1}
-        num_rows = sum(sizes.get(each.wants, len(each.token_ids)) for each in batch.chunks)
+        num_rows = sum(each.num_wanted for each in batch.chunks)
         return torch.zeros(len(batch.slots) + num_rows, VOCAB)
 
     def warm_up(self) -> None: ...
@@ -99,7 +98,7 @@ def test_logits_of_prompts_take_no_more_memory_in_a_step_than_is_allowed(
         for sequence, event in scheduler.step(num_schedulers=1):
             answers[sequence].append(event)
     num_rows = [
-        sum(len(chunk.token_ids) for chunk in batch.chunks if chunk.wants == "all")
+        sum(each.num_wanted for each in batch.chunks if each.num_wanted == len(each.token_ids))
         for batch in runner.batches
     ]
     assert max(num_rows) == 40

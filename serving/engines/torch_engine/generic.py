@@ -145,9 +145,9 @@ class TransformersRunner:
             token_ids = [[token_id] for token_id in batch.token_ids[first:end]]
             rows.append(self._read(batch.slots[first:end], batch.lengths[first:end], token_ids, 1))
         for chunk in batch.chunks:
-            keep = {"none": 1, "last": 1, "all": len(chunk.token_ids)}[chunk.wants]
+            keep = max(1, chunk.num_wanted)
             logits = self._read([chunk.slot], [chunk.start], [list(chunk.token_ids)], keep)
-            rows.append(logits[:0] if chunk.wants == "none" else logits)
+            rows.append(logits[: chunk.num_wanted])
         return torch.cat(rows)
 
     def _read(

@@ -80,10 +80,7 @@ class Rows:
         for chunk in batch.chunks:
             first, end = len(token_ids), len(token_ids) + len(chunk.token_ids)
             self.chunks.append((chunk, slice(first, end), _chunk_mask(chunk, device)))
-            if chunk.wants == "all":
-                wanted.extend(range(first, end))
-            elif chunk.wants == "last":
-                wanted.append(end - 1)
+            wanted.extend(range(end - chunk.num_wanted, end))
             token_ids.extend(chunk.token_ids)
             positions.extend(range(chunk.start, chunk.start + len(chunk.token_ids)))
         self.count, self.num_wanted = len(token_ids), len(wanted)

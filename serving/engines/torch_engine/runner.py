@@ -47,8 +47,8 @@ class Chunk:
     """The number of tokens that the slot already holds. If it holds more than `start` tokens, those
     after the first `start` are overwritten."""
     token_ids: tuple[int, ...]
-    wants: str
-    """For which of these tokens logits are computed: `none`, `last` or `all`."""
+    num_wanted: int
+    """For how many of these tokens logits are computed. They are the last ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -156,7 +156,7 @@ class Scheduler:
                     slot=slot.number,
                     start=slot.length,
                     token_ids=unread,
-                    wants=_wanted(sequence, is_last=is_last),
+                    num_wanted=int(is_last) if sequence.prompt_logprobs is None else len(unread),
                 )
             )
         return chunks
@@ -231,10 +231,10 @@ class Scheduler:
         scored: list[EngineSequence] = []
         for chunk, sequence in zip(chunks, list(self._prefilling), strict=True):
             slot = _slot(sequence)
-            wanted = {"none": 0, "last": 1, "all": len(chunk.token_ids)}[chunk.wants]
+            end = row + chunk.num_wanted
             if sequence.prompt_logprobs is not None:
-                _score(sequence, chunk.start, sequence.prompt_logprobs, logits[row : row + wanted])
-            row += wanted
+                _score(sequence, chunk.start, sequence.prompt_logprobs, logits[row:end])
+            row = end
             slot.length += len(chunk.token_ids)
             if slot.length < len(slot.tokens):
                 continue
@@ -284,12 +284,6 @@ def _slot(sequence: EngineSequence) -> Slot:
 
 def _arrival(sequence: EngineSequence) -> int:
     return sequence.arrival
-
-
-def _wanted(sequence: EngineSequence, *, is_last: bool) -> str:
-    if sequence.prompt_logprobs is not None:
-        return "all"
-    return "last" if is_last else "none"
 
 
 def _score(
