@@ -92,8 +92,7 @@ class TorchEngine:
         return self._steps.failure
 
     async def take_turn(self) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._steps.add_liveness_check(turn)
+        turn = asyncio.wrap_future(self._steps.next_turn())
         try:
             while not turn.done():
                 before = self._steps.cpu_seconds
