@@ -3,8 +3,7 @@
 ServingError                the command line prints its message in one line
 ├── ReleaseError            a release folder has faults; `reasons` lists all of them
 │   └── NotEnoughSpace      the disk has no space for another release
-├── SwapAnswerError         the answer to a swap request is not from a server of hotpush
-└── PortBusy                another program listens on the port
+└── SwapAnswerError         the answer to a swap request is not from a server of hotpush
 """
 
 import errno
@@ -40,19 +39,6 @@ class NotEnoughSpace(ReleaseError):
 
 class SwapAnswerError(ServingError):
     """The answer to a swap request is not a `SwapResult`."""
-
-    def __init__(self, url: str, status_code: int, text: str) -> None:
-        super().__init__(f"{url} answered {status_code}: {text[:300].strip() or '(nothing)'}")
-
-
-class PortBusy(ServingError):
-    """Another program listens on the port of the server."""
-
-    def __init__(self, host: str, port: int) -> None:
-        super().__init__(
-            f"{host}:{port} is used by another program; "
-            "choose another port with --port or [serving] port"
-        )
 
 
 def is_temporary(error: BaseException) -> bool:
