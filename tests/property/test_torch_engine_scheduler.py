@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.engine import EngineError, Generation, Step
-from serving.engines.torch_engine.runner import Batch, KvCacheSize
+from serving.engines.torch_engine.runner import Batch
 from serving.engines.torch_engine.sampling import Sampler
 from serving.engines.torch_engine.scheduler import Scheduler
 from serving.engines.torch_engine.sequence import EngineSequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
+from serving.engines.torch_engine.slots import KvCacheSize
 
 VOCAB = 13
 CONTEXT = 40

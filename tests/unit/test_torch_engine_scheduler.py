@@ -8,11 +8,12 @@ import torch
 
 from serving.engine import EngineError, Generation, Step
 from serving.engines.torch_engine import scheduler as scheduler_module
-from serving.engines.torch_engine.runner import Batch, KvCacheSize
+from serving.engines.torch_engine.runner import Batch
 from serving.engines.torch_engine.sampling import Sampler
 from serving.engines.torch_engine.scheduler import Scheduler
 from serving.engines.torch_engine.sequence import EngineSequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
+from serving.engines.torch_engine.slots import KvCacheSize
 
 VOCAB = 32
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from serving.engine import StageError
 from serving.engines.torch_engine.generic_rope import freeze_frequencies, keep_frequencies
 from serving.engines.torch_engine.loading import Built, Part, Unit
-from serving.engines.torch_engine.runner import Batch, KvCacheSize
-from serving.engines.torch_engine.slots import KeyValueSlots, LayerShape
+from serving.engines.torch_engine.runner import Batch
+from serving.engines.torch_engine.slots import KeyValueSlots, KvCacheSize, LayerShape
 from serving.weights import network
 from serving.weights.network import Sources
 

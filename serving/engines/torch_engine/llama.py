@@ -14,8 +14,8 @@ from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.linear import Linear
 from serving.engines.torch_engine.loading import Built
 from serving.engines.torch_engine.rows import Rows, Span, is_parallel_worthwhile, padded_count
-from serving.engines.torch_engine.runner import Batch, Chunk, KvCacheSize
-from serving.engines.torch_engine.slots import KeyValueSlots
+from serving.engines.torch_engine.runner import Batch, Chunk
+from serving.engines.torch_engine.slots import KeyValueSlots, KvCacheSize
 
 _ROWS_WARMED_UP = 64
 

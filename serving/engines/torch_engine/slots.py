@@ -27,6 +27,36 @@ def block_tokens(head_dim: int, dtype: torch.dtype) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KvCacheSize:
+    """The size of the KV cache of one release.
+
+    A slot has an address range for a whole context. Memory is counted in blocks, which all slots
+    share.
+    """
+
+    num_slots: int
+    num_blocks: int
+    """At least the number of blocks for one sequence of `context` tokens."""
+    block_tokens: int
+    block_bytes: int
+    context: int
+    """The largest number of tokens in a sequence, prompt included."""
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def slot_tokens(self) -> int:
+        """The length of a slot's address range: a context, in whole blocks."""
+        return self.blocks(self.context) * self.block_tokens
+
+    def blocks(self, num_tokens: int) -> int:
+        """The number of blocks for `num_tokens` tokens of one sequence."""
+        return -(-num_tokens // self.block_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerShape:
     """The keys and values that a layer keeps for each token."""
 

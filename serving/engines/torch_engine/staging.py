@@ -17,10 +17,11 @@ from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.device import free_bytes, lower_thread_priority
 from serving.engines.torch_engine.generic_rope import allowed_context
 from serving.engines.torch_engine.loading import Loaded, Loader, Unit, UnitPool
-from serving.engines.torch_engine.runner import KvCacheSize, Runner
+from serving.engines.torch_engine.runner import Runner
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.slots import (
     KeyValueSlots,
+    KvCacheSize,
     LayerShape,
     block_tokens,
     page_table_bytes,
