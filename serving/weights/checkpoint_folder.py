@@ -20,7 +20,14 @@ from serving.weights.index import (
     read_index,
     wrong_names,
 )
-from serving.weights.release import RELEASE_FILE, FileEntry, Release, TensorEntry, files_digest
+from serving.weights.release import (
+    RELEASE_FILE,
+    FileEntry,
+    Release,
+    TensorEntry,
+    files_digest,
+    read_json,
+)
 
 _COMPANION_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".md"}
 _NOT_COMPANIONS = {
@@ -154,9 +161,7 @@ def tied_head(folder: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, str
     has neither a head nor this setting, the checkpoint is incomplete, and `check_network` refuses
     the checkpoint.
     """
-    path = folder / "config.json"
-    config = json.loads(path.read_bytes()) if path.is_file() else None
-    if not isinstance(config, dict) or config.get("tie_word_embeddings") is not True:
+    if read_json(folder / "config.json").get("tie_word_embeddings") is not True:
         return {}
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     return {head: embedding} if head not in tensors and embedding in tensors else {}

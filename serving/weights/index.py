@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from serving.errors import ReleaseError
 from serving.weights.headers import DTYPE_BYTES
-from serving.weights.release import FileEntry, TensorEntry
+from serving.weights.release import FileEntry, TensorEntry, faults_in
 
 INDEX_FILE = "model.safetensors.index.json"
 BIN_INDEX_FILE = "pytorch_model.bin.index.json"
@@ -133,11 +133,7 @@ def parse_index(text: str | bytes, name: str) -> WeightsIndex:
         content = json.loads(text, object_pairs_hook=_no_duplicates)
         return WeightsIndex.model_validate(content)
     except ValidationError as error:
-        reasons = [
-            f"{name}: {'.'.join(str(part) for part in each['loc'])}: {each['msg']}"
-            for each in error.errors()
-        ]
-        raise ReleaseError(*reasons) from None
+        raise ReleaseError(*faults_in(name, error)) from None
     except (ValueError, RecursionError) as error:
         raise ReleaseError(f"{name}: {error}") from None
 

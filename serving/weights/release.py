@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from serving.errors import ReleaseError
 
@@ -27,6 +27,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ReleaseError(f"{path.name}: not an object")
     return content
+
+
+def faults_in(where: object, error: ValidationError) -> list[str]:
+    """What pydantic has found wrong in the file `where`, one sentence for each fault."""
+    return [
+        ": ".join(filter(None, (str(where), ".".join(map(str, each["loc"])), each["msg"])))
+        for each in error.errors()
+    ]
 
 
 class _Record(BaseModel):

@@ -35,7 +35,7 @@ from pydantic import ValidationError
 
 from serving.errors import ReleaseError, is_temporary
 from serving.weights.atomic_file import fsync_dir, link_atomically, write_atomically
-from serving.weights.release import RELEASE_FILE, Release
+from serving.weights.release import RELEASE_FILE, Release, faults_in
 
 logger = logging.getLogger(__name__)
 
@@ -82,14 +82,7 @@ def load_release(folder: Path) -> Release:
         # For example, a part of the disk is damaged.
         raise ReleaseError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValidationError as error:
-        raise ReleaseError(
-            *(
-                ": ".join(
-                    [str(path), *filter(None, [".".join(map(str, each["loc"]))]), each["msg"]]
-                )
-                for each in error.errors()
-            )
-        ) from None
+        raise ReleaseError(*faults_in(path, error)) from None
 
 
 def list_releases(pipeline_dir: Path) -> list[Release]:
