@@ -41,14 +41,14 @@ def load_api_keys(settings: ServingSettings) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def check_api_key(request: Request, keys: tuple[str, ...]) -> None:
-    """Raise RequestError 401 if the request has none of `keys`."""
-    if not _is_one_of(_bearer_of(request, "an API key"), keys):
+async def check_api_key(request: Request, *, keys: tuple[str, ...]) -> None:
+    """Raise RequestError 401 if there are keys and the request has none of them."""
+    if keys and not _is_one_of(_bearer_of(request, "an API key"), keys):
         raise _wrong_token("an API key", status=401)
 
 
 async def check_swap_token(
-    request: Request, admin_token: str, job_may_swap: Callable[[str], bool]
+    request: Request, *, admin_token: str, job_may_swap: Callable[[str], bool]
 ) -> None:
     """Raise RequestError 401 if the request has no token, and 403 if its token is neither
     `admin_token` nor one for which `job_may_swap` returns true."""

@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -116,24 +117,20 @@ def create_app(
         )
     app.state.admission = admission
 
-    async def check_key(request: Request) -> None:
-        if api_keys:
-            check_api_key(request, api_keys)
-
-    async def check_swap(request: Request) -> None:
-        await check_swap_token(request, admin_token, job_may_swap)
-
     answers = Answers(
         engine=engine, admission=admission, settings=settings, metrics=metrics, pipeline=pipeline
     )
     keyed = APIRouter(
-        route_class=json_routes(check_key), dependencies=[KEY_NEEDED], responses=ERRORS
+        route_class=json_routes(partial(check_api_key, keys=api_keys)),
+        dependencies=[KEY_NEEDED],
+        responses=ERRORS,
     )
     add_completions(keyed, answers)
     add_chat(keyed, answers)
     add_token_routes(keyed, answers)
     _add_models(keyed, answers)
-    admin = APIRouter(route_class=json_routes(check_swap))
+    may_swap = partial(check_swap_token, admin_token=admin_token, job_may_swap=job_may_swap)
+    admin = APIRouter(route_class=json_routes(may_swap))
     _add_swap(admin, swapper)
     _add_own_routes(app, engine, admission, metrics)
     app.include_router(keyed)
