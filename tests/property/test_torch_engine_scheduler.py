@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from serving.engine import EngineError, Generation, Step
 from serving.engines.torch_engine.runner import Batch
-from serving.engines.torch_engine.sampling import Sampler
 from serving.engines.torch_engine.scheduler import Scheduler
 from serving.engines.torch_engine.sequence import EngineSequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
@@ -133,7 +132,7 @@ def test_each_sequence_gets_the_tokens_it_would_get_alone(
 ) -> None:
     settings = TorchEngineSettings(max_batch_tokens=max_tokens, max_batch=max_batch)
     runner = RememberingRunner(cache_size, max_tokens)
-    scheduler = Scheduler(runner, Sampler(), settings)
+    scheduler = Scheduler(runner, settings)
     submitted: list[EngineSequence] = []
     answers: dict[EngineSequence, list[Step]] = {}
 

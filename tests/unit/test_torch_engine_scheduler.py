@@ -9,7 +9,6 @@ import torch
 from serving.engine import EngineError, Generation, Step
 from serving.engines.torch_engine import scheduler as scheduler_module
 from serving.engines.torch_engine.runner import Batch
-from serving.engines.torch_engine.sampling import Sampler
 from serving.engines.torch_engine.scheduler import Scheduler
 from serving.engines.torch_engine.sequence import EngineSequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
@@ -59,7 +58,7 @@ def submit(
 def test_a_sequence_that_ended_in_a_step_that_failed_gets_its_end(
     loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler = Scheduler(Runner(), Sampler(), TorchEngineSettings())
+    scheduler = Scheduler(Runner(), TorchEngineSettings())
     first = submit(scheduler, Generation(prompt=(1, 2), max_tokens=1, temperature=0.0), loop)
     second = submit(scheduler, Generation(prompt=(3, 4), max_tokens=5, temperature=0.0), loop)
 
@@ -84,7 +83,7 @@ def test_logits_of_prompts_take_no_more_memory_in_a_step_than_is_allowed(
 ) -> None:
     monkeypatch.setattr(scheduler_module, "_PROMPT_LOGITS_BYTES", 40 * 4 * VOCAB)
     runner = Runner()
-    scheduler = Scheduler(runner, Sampler(), TorchEngineSettings())
+    scheduler = Scheduler(runner, TorchEngineSettings())
     answers: dict[EngineSequence, list[Step | EngineError]] = {}
     for number in range(6):
         scored = number % 3 != 2
@@ -117,7 +116,7 @@ def test_a_preempted_sequence_takes_no_memory_while_it_waits(
     runner.cache_size = KvCacheSize(
         num_slots=8, num_blocks=10, block_tokens=16, block_bytes=100, context=160
     )
-    scheduler = Scheduler(runner, Sampler(), TorchEngineSettings())
+    scheduler = Scheduler(runner, TorchEngineSettings())
     for number in range(3):
         generation = Generation(prompt=(number,) * 30, max_tokens=100, temperature=0.0)
         submit(scheduler, generation, loop)
@@ -162,7 +161,7 @@ def test_a_prefill_may_take_longer_if_several_sequences_wait(
     runner = Slow()
     monkeypatch.setattr(scheduler_module, "_MIN_PREFILL_TOKENS", 1)
     settings = TorchEngineSettings(step_seconds=25 / 512, max_batch=max_batch)
-    scheduler = Scheduler(runner, Sampler(), settings)
+    scheduler = Scheduler(runner, settings)
     for number in range(2):
         generation = Generation(prompt=(number,) * 50, max_tokens=100, temperature=0.0)
         submit(scheduler, generation, loop)

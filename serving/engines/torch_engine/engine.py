@@ -15,7 +15,6 @@ from serving.engines.torch_engine.device import BusyLock, choose_device, return_
 from serving.engines.torch_engine.grammars import Grammars
 from serving.engines.torch_engine.loading import Loaded, StagingCancelled, UnitPool
 from serving.engines.torch_engine.runner import Runner
-from serving.engines.torch_engine.sampling import Sampler
 from serving.engines.torch_engine.scheduler import Scheduler
 from serving.engines.torch_engine.sequence import EngineSequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
@@ -71,7 +70,6 @@ class TorchEngine:
         self._settings = settings
         self._device = choose_device(settings)
         self._pool = UnitPool()
-        self._sampler = Sampler()
         self._grammars = Grammars()
         self._residents: dict[str, Resident] = {}
         self._staging = asyncio.Lock()
@@ -117,7 +115,7 @@ class TorchEngine:
             with self._steps.reserve_core():
                 runner, loaded = await self._load(release, folder)
             try:
-                self._steps.add(release.id, Scheduler(runner, self._sampler, self._settings))
+                self._steps.add(release.id, Scheduler(runner, self._settings))
             except EngineError as error:
                 raise StageError(f"release {release.id}: {error}") from error
             self._residents[release.id] = Resident(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from serving.engine import EngineError, Step, TokenLogprob
 from serving.engines.torch_engine.runner import Batch, Chunk, Runner
-from serving.engines.torch_engine.sampling import Sampler, logprobs
+from serving.engines.torch_engine.sampling import logprobs, sample
 from serving.engines.torch_engine.sequence import EngineSequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.slot_allocator import COPIED_PER_PREFILLED, Slot, SlotAllocator
@@ -30,9 +30,8 @@ class Scheduler:
     again, and later prefills its prompt and its output. So the oldest sequence always continues.
     """
 
-    def __init__(self, runner: Runner, sampler: Sampler, settings: TorchEngineSettings) -> None:
+    def __init__(self, runner: Runner, settings: TorchEngineSettings) -> None:
         self._runner = runner
-        self._sampler = sampler
         self._settings = settings
         self._allocator = SlotAllocator(runner)
         self._waiting: deque[EngineSequence] = deque()
@@ -252,7 +251,7 @@ class Scheduler:
             self._hand_over(sequence, "length")
 
     def _sample(self, sequences: list[EngineSequence], logits: Tensor) -> None:
-        token_ids = self._sampler.sample(sequences, logits)
+        token_ids = sample(sequences, logits)
         found = _token_logprobs(sequences, token_ids, logits)
         for sequence, token_id in zip(sequences, token_ids, strict=True):
             if sequence.logits_processor.refusal is not None:

@@ -12,6 +12,8 @@ from serving.engines.torch_engine.slot_allocator import Slot
 Uniform = Callable[[], float]
 """Returns the next random number in [0, 1) of one sequence."""
 
+_unseeded = random.Random()
+
 
 class EngineSequence:
     """Used by the step loop's thread only. Exceptions: any thread may set `is_cancelled`, and
@@ -54,12 +56,12 @@ class EngineSequence:
         self._random: random.Random | None = None
 
     @property
-    def uniform(self) -> Uniform | None:
-        """The generator of this sequence's random numbers; None without a seed. It is made when the
-        first number is needed, because it takes 2.5 KB."""
+    def uniform(self) -> Uniform:
+        """The generator of this sequence's random numbers. A sequence with a seed has its own. It
+        is made when the first number is needed, because it takes 2.5 KB."""
         seed = self.generation.seed
         if seed is None:
-            return None
+            return _unseeded.random
         if self._random is None:
             # `Random` ignores the sign of a seed.
             self._random = random.Random(seed % (1 << 64))
