@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from serving.errors import ReleaseError, first_line
-from serving.weights.digests import ShardDigests
+from serving.weights.headers import ShardDigests
 from serving.weights.index import StoredWeights, shard_name, wrong_names
 from serving.weights.release import FileEntry, Release, TensorEntry
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from serving.engine import StageError
 from serving.engines.torch_engine import rope
 from serving.engines.torch_engine.linear import Linear
-from serving.weights.digests import TensorDigest
-from serving.weights.release import Release, TensorEntry
+from serving.weights.release import Release, TensorDigest, TensorEntry
 from serving.weights.shards import DTYPES, read_tensors, tensor_bytes
 from serving.weights.verify import wrong_digest
 
