@@ -15,7 +15,6 @@ from serving.engine import StageError
 from serving.engines.torch_engine import architecture, generic, llama
 from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.device import free_bytes, lower_thread_priority
-from serving.engines.torch_engine.generic_rope import allowed_context
 from serving.engines.torch_engine.loading import Loaded, Loader, Unit, UnitPool
 from serving.engines.torch_engine.runner import Runner
 from serving.engines.torch_engine.settings import TorchEngineSettings
@@ -129,7 +128,7 @@ def _load_generic(
     units = generic.units(sources)
     loader.check(units, sources.ties, sources.ignored)
     layers = generic.layer_shapes(loader.folder)
-    context = allowed_context(built.config, settings.max_context)
+    context = generic.allowed_context(built.config, settings.max_context)
     cache_size = _plan_memory(loader, settings, units, context, layers, promised_bytes)
     slots = [_slots(loader, cache_size, each, num_layers=1) for each in layers]
     loaded = loader.load(units)
