@@ -72,8 +72,10 @@ class Admission:
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
-        self._live: LiveRelease | None = None
-        self._num_waiting = 0
+        self.live: LiveRelease | None = None
+        """The release for new requests. Only `switch` changes it."""
+        self.num_waiting = 0
+        """How many requests the barrier holds back."""
         self._in_flight: Counter[str] = Counter()
         self._open = asyncio.Event()
         self._open.set()
@@ -90,21 +92,12 @@ class Admission:
         live since the start of the server."""
 
     @property
-    def live(self) -> LiveRelease | None:
-        return self._live
-
-    @property
     def is_closed(self) -> bool:
         return not self._open.is_set()
 
     def is_used(self, release_id: str) -> bool:
         """Whether this release still answers a request."""
         return release_id in self._in_flight
-
-    @property
-    def num_waiting(self) -> int:
-        """How many requests the barrier holds back."""
-        return self._num_waiting
 
     @property
     def num_in_flight(self) -> int:
@@ -118,16 +111,16 @@ class Admission:
         """
         if self.num_in_flight + self.num_waiting >= self._max_requests:
             raise QueueFull
-        self._num_waiting += 1
+        self.num_waiting += 1
         try:
             while self.is_closed:
                 await self._open.wait()
         finally:
-            self._num_waiting -= 1
-        if self._live is None:
+            self.num_waiting -= 1
+        if self.live is None:
             raise NothingServed
-        self._in_flight[self._live.id] += 1
-        return self._live
+        self._in_flight[self.live.id] += 1
+        return self.live
 
     def leave(self, live: LiveRelease) -> None:
         """Record that a request on this release has ended. Call this once for each `enter`."""
@@ -148,9 +141,9 @@ class Admission:
 
     def switch(self, live: LiveRelease) -> None:
         """Give the release `live` to all requests that enter from now on."""
-        if self._live is not None and self._live.id != live.id:
-            self.previous = self._live.id
-        self._live = live
+        if self.live is not None and self.live.id != live.id:
+            self.previous = self.live.id
+        self.live = live
 
     async def drained(self, release_id: str) -> None:
         """Wait until this release answers no request any more."""

@@ -19,6 +19,7 @@ from fastapi import Request, Response
 
 from serving.admission import Admission, LiveRelease, NothingServed, QueueFull
 from serving.chat_schemas import ChatPrompt
+from serving.detokenizer import Delta
 from serving.engine import Engine, Generation
 from serving.event_stream import EventStream, unless_disconnected
 from serving.metrics import Metrics, RequestTimes, WaitingRequest
@@ -30,7 +31,7 @@ from serving.request_errors import (
     release_not_live,
     unavailable,
 )
-from serving.sequences import Delta, GeneratedSequence, generate
+from serving.sequences import GeneratedSequence, generate
 from serving.settings import ServingSettings
 
 T = TypeVar("T")

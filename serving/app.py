@@ -1,22 +1,26 @@
 """Builds the web application that serves one pipeline, with all its routes."""
 
+import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serving.access import RefuseOtherHosts, check_api_key, check_swap_token, load_api_keys
 from serving.admission import Admission, LiveRelease
 from serving.answer import Answers
 from serving.answer_schemas import (
@@ -27,14 +31,12 @@ from serving.answer_schemas import (
     ModelsAnswer,
     VersionAnswer,
 )
-from serving.api_keys import bearer_of, check_api_key, is_one_of, load_api_keys, wrong_token
 from serving.chat import add_chat
 from serving.completions import add_completions
 from serving.engine import Engine, EngineError
 from serving.http.bodies import LimitedBodies, json_routes
-from serving.http.request_ids import RequestIds
 from serving.metrics import Metrics
-from serving.other_hosts import RefuseOtherHosts
+from serving.openai_schemas import MAX_ID_LENGTH
 from serving.request_errors import (
     RETRY_AFTER_SECONDS,
     model_not_found,
@@ -84,7 +86,7 @@ def create_app(
         pipeline=pipeline,
         metrics=metrics,
     )
-    metrics.watch(lambda: admission.num_in_flight)
+    metrics.in_flight.set_function(lambda: admission.num_in_flight)
     if engine.kv_cache_usage is not None:
         metrics.vllm.watch_kv_cache(lambda: engine.kv_cache_usage or 0.0)
     api_keys = load_api_keys(settings)
@@ -104,7 +106,7 @@ def create_app(
     # first, so that it runs inside the other middlewares
     _add_error_handlers(app, metrics, only_host=None if api_keys else settings.host)
     app.add_middleware(LimitedBodies, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(RequestIds)
+    app.add_middleware(_RequestIds)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -115,28 +117,20 @@ def create_app(
         )
     app.state.admission = admission
 
-    async def check_key(request: Request) -> None:
-        if api_keys:
-            check_api_key(request, api_keys)
-
-    async def check_swap(request: Request) -> None:
-        given = bearer_of(request, "the admin token")
-        if not is_one_of(given, (admin_token,)) and not await run_in_threadpool(
-            job_may_swap, given
-        ):
-            raise wrong_token("the admin token or the token of a running job", status=403)
-
     answers = Answers(
         engine=engine, admission=admission, settings=settings, metrics=metrics, pipeline=pipeline
     )
     keyed = APIRouter(
-        route_class=json_routes(check_key), dependencies=[KEY_NEEDED], responses=ERRORS
+        route_class=json_routes(partial(check_api_key, keys=api_keys)),
+        dependencies=[KEY_NEEDED],
+        responses=ERRORS,
     )
     add_completions(keyed, answers)
     add_chat(keyed, answers)
     add_token_routes(keyed, answers)
     _add_models(keyed, answers)
-    admin = APIRouter(route_class=json_routes(check_swap))
+    may_swap = partial(check_swap_token, admin_token=admin_token, job_may_swap=job_may_swap)
+    admin = APIRouter(route_class=json_routes(may_swap))
     _add_swap(admin, swapper)
     _add_own_routes(app, engine, admission, metrics)
     app.include_router(keyed)
@@ -269,3 +263,29 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics, only_host: str | None) -
     app.add_middleware(ServerErrorMiddleware, handler=on_error)
     if only_host is not None:
         app.add_middleware(RefuseOtherHosts, host=only_host, on_error=on_error)
+
+
+class _RequestIds:
+    """Middleware that sends the header `X-Request-Id` of a request back with its answer. If the
+    request has no such header, or one that is too long, the middleware makes a new id and puts it
+    into the request's headers, where the application reads it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = Headers(scope=scope).get("x-request-id", "")
+        if not 0 < len(request_id) <= MAX_ID_LENGTH:
+            request_id = uuid.uuid4().hex
+            others = [each for each in scope["headers"] if each[0] != b"x-request-id"]
+            scope["headers"] = [*others, (b"x-request-id", request_id.encode())]
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_named)

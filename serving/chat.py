@@ -12,18 +12,18 @@ from serving.admission import LiveRelease
 from serving.answer import Answers
 from serving.answer_schemas import ChatAnswer
 from serving.chat_schemas import ChatPrompt, ChatRequest, NamedTool
-from serving.chat_template import ChatTemplateError, ChatTemplateTooCostly
+from serving.chat_template import ChatTemplateError
+from serving.detokenizer import Delta, TokenText
 from serving.engine import Generation
-from serving.prompts import encode_prompt
 from serving.request_errors import RequestError
 from serving.sequences import (
-    Delta,
     GeneratedSequence,
-    TokenText,
     check_num_sequences,
+    encode_prompt,
     make_generations,
 )
 from serving.settings import ServingSettings
+from serving.template_sandbox import TooCostly
 from serving.tokenizer import ReleaseTokenizer
 from serving.tool_calls import FORCED, FORMATS, Found, ToolCallReader, ToolFormat, format_of
 from serving.tool_grammar import tool_grammar
@@ -248,7 +248,7 @@ def encode_chat(request: ChatPrompt, live: LiveRelease) -> tuple[int, ...]:
                 **(request.chat_template_kwargs or {}),
             },
         )
-    except ChatTemplateTooCostly as error:
+    except TooCostly as error:
         raise RequestError(
             400,
             f"messages: {live.id}: {error}; send fewer or shorter messages",

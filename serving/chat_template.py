@@ -47,10 +47,6 @@ class ChatTemplateError(Exception):
     """The template refuses the messages of a request. The client gets the reason."""
 
 
-class ChatTemplateTooCostly(ChatTemplateError):
-    """The template takes too long for the messages of a request, or makes too long texts."""
-
-
 class ChatTemplate:
     """The compiled chat template of a release."""
 
@@ -113,7 +109,7 @@ class ChatTemplate:
         assistant. With `continue_final_message`, it ends with the text of the last message.
 
         Raises ChatTemplateError if both are set, or if the template refuses the messages. Raises
-        ChatTemplateTooCostly if the rendering takes too long or makes too long texts.
+        TooCostly if the rendering takes too long or makes too long texts.
         """
         if continue_final_message:
             if add_generation_prompt:
@@ -132,8 +128,6 @@ class ChatTemplate:
         try:
             template = self._template if tools is None else self._with_tools
             prompt = render_bounded(template, variables)
-        except TooCostly as error:
-            raise ChatTemplateTooCostly(f"the chat template {error}") from None
         except _REFUSALS as error:
             raise ChatTemplateError(str(error)) from None
         return _cut_at_mark(prompt) if continue_final_message else prompt
@@ -144,7 +138,7 @@ class ChatTemplate:
         accept other messages."""
         try:
             self.render([{"role": "user", "content": "Hello"}])
-        except ChatTemplateTooCostly as error:
+        except TooCostly as error:
             raise ReleaseError(f"chat_template: {error}, already for one short message") from None
         except ChatTemplateError as error:
             logger.warning("the chat template refuses a plain message of a user: %s", error)

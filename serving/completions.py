@@ -11,15 +11,13 @@ from fastapi import APIRouter, Request, Response
 from serving.admission import LiveRelease
 from serving.answer import Answers
 from serving.answer_schemas import CompletionAnswer
-from serving.detokenizer import text_offsets
+from serving.detokenizer import Delta, TokenText, text_offsets
 from serving.engine import Generation, TokenLogprob
 from serving.openai_schemas import CompletionRequest
-from serving.prompts import encode_prompt
 from serving.sequences import (
-    Delta,
     GeneratedSequence,
-    TokenText,
     check_num_sequences,
+    encode_prompt,
     make_generations,
 )
 from serving.tokenizer import ReleaseTokenizer
@@ -93,7 +91,7 @@ class CompletionPlan:
                 logprobs.add_prompt(prompt, delta.prompt_logprobs or ())
         if logprobs:
             logprobs.add(delta.tokens, len(echo))
-        if text or delta.finish_reason is not None or (logprobs and logprobs.has_tokens):
+        if text or delta.finish_reason is not None or (logprobs and logprobs.body["tokens"]):
             yield (
                 f'{{"index": {index}, "text": {json.dumps(text)}, "logprobs": '
                 f"{json.dumps(logprobs.body) if logprobs else 'null'}, "
@@ -150,23 +148,12 @@ class _Logprobs:
 
     def __init__(self, tokenizer: ReleaseTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._text_offset: list[int] = []
-        self._token_logprobs: list[float | None] = []
-        self._tokens: list[str] = []
-        self._top_logprobs: list[dict[str, float] | None] = []
-
-    @property
-    def body(self) -> dict[str, Any]:
-        return {
-            "text_offset": self._text_offset,
-            "token_logprobs": self._token_logprobs,
-            "tokens": self._tokens,
-            "top_logprobs": self._top_logprobs,
+        self.body: dict[str, list[Any]] = {
+            "text_offset": [],
+            "token_logprobs": [],
+            "tokens": [],
+            "top_logprobs": [],
         }
-
-    @property
-    def has_tokens(self) -> bool:
-        return bool(self._tokens)
 
     def add_prompt(self, prompt: tuple[int, ...], logprobs: Iterable[TokenLogprob]) -> None:
         offsets = text_offsets(self._tokenizer, prompt)
@@ -186,17 +173,14 @@ class _Logprobs:
         logprob: float | None,
         top: Iterable[tuple[int, float]],
     ) -> None:
-        name = self._tokenizer.token_text(token_id)
-        self._text_offset.append(offset)
-        self._tokens.append(name)
-        self._token_logprobs.append(logprob)
-        if logprob is None:
-            self._top_logprobs.append(None)
-            return
-        best: dict[str, float] = {}
-        for other, value in top:
+        best: dict[str, float] | None = None
+        if logprob is not None:
             # Several tokens may have the same text, for example parts of a character. Keep the
             # logprob of the most probable one, which comes first.
-            best.setdefault(self._tokenizer.token_text(other), value)
-        best.setdefault(name, logprob)
-        self._top_logprobs.append(best)
+            best = {}
+            for other, value in (*top, (token_id, logprob)):
+                best.setdefault(self._tokenizer.token_text(other), value)
+        self.body["text_offset"].append(offset)
+        self.body["token_logprobs"].append(logprob)
+        self.body["tokens"].append(self._tokenizer.token_text(token_id))
+        self.body["top_logprobs"].append(best)

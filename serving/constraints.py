@@ -6,14 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from serving.engine import Grammar
+from serving.engine import Grammar, GrammarKind
 from serving.field_limits import FewItems
 
 MAX_GRAMMAR_CHARS = 2**17
-FIELDS = (
-    "response_format", "structured_outputs",
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-)  # fmt: skip
+_GUIDED: dict[str, GrammarKind] = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+FIELDS = ("response_format", "structured_outputs", *_GUIDED)
 
 Schema = str | dict[str, Any] | bool
 Choice = Annotated[list[str], FewItems]
@@ -100,48 +103,30 @@ class Constraints(BaseModel):
     @property
     def grammar(self) -> Grammar | None:
         """The form that the text of the answer must have; None if every text is allowed."""
-        found = [grammar for name in FIELDS for grammar in _grammars(name, getattr(self, name))]
-        return found[0] if found else None
+        found = (grammar for name in FIELDS for grammar in _grammars(name, getattr(self, name)))
+        return next(found, None)
 
 
 def _grammars(param: str, value: Any) -> list[Grammar]:
     """All constraints in the value of one field. A valid field has at most one."""
+    given: dict[GrammarKind, Any]
     if isinstance(value, ResponseFormat):
-        schema = None if value.json_schema is None else value.json_schema.content
-        return _make_grammars(param, json_object=value.type == "json_object", json_schema=schema)
-    if isinstance(value, StructuredOutputs):
-        return _make_grammars(
-            param,
-            json_schema=value.json_,
-            regex=value.regex,
-            choice=value.choice,
-            grammar=value.grammar,
-            json_object=bool(value.json_object),
-        )
-    kind = param.removeprefix("guided_")
-    return _make_grammars(param, **{"json_schema" if kind == "json" else kind: value})
-
-
-def _make_grammars(
-    param: str,
-    *,
-    json_schema: Schema | None = None,
-    regex: str | None = None,
-    choice: Choice | None = None,
-    grammar: str | None = None,
-    json_object: bool = False,
-    **_: None,
-) -> list[Grammar]:
-    found = []
-    if json_schema is not None:
-        text = json_schema if isinstance(json_schema, str) else json.dumps(json_schema)
-        found.append(Grammar(kind="json_schema", text=text, param=param))
-    if json_object:
-        found.append(Grammar(kind="json_object", text="", param=param))
-    if regex is not None:
-        found.append(Grammar(kind="regex", text=regex, param=param))
-    if choice is not None:
-        found.append(Grammar(kind="choice", text=json.dumps(choice), param=param))
-    if grammar is not None:
-        found.append(Grammar(kind="grammar", text=grammar, param=param))
-    return found
+        given = {
+            "json_schema": None if value.json_schema is None else value.json_schema.content,
+            "json_object": "" if value.type == "json_object" else None,
+        }
+    elif isinstance(value, StructuredOutputs):
+        given = {
+            "json_schema": value.json_,
+            "json_object": "" if value.json_object else None,
+            "regex": value.regex,
+            "choice": value.choice,
+            "grammar": value.grammar,
+        }
+    else:
+        given = {_GUIDED[param]: value} if param in _GUIDED else {}
+    return [
+        Grammar(kind=kind, text=each if isinstance(each, str) else json.dumps(each), param=param)
+        for kind, each in given.items()
+        if each is not None
+    ]

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, BinaryIO
 from serving.errors import ReleaseError
 from serving.weights import release_store
 from serving.weights.checkpoint_folder import checkpoint_weight_map
-from serving.weights.digests import tensor_digest
 from serving.weights.publish import publish_state_dict
-from serving.weights.release import Release
+from serving.weights.release import Release, tensor_digest
 from serving.weights.verify import verify_release, wrong_digest
 
 if TYPE_CHECKING:

@@ -1,9 +1,12 @@
-"""Decodes the tokens of a sequence while they arrive."""
+"""Turns the tokens of a sequence into text while they arrive, and cuts the text at stop strings."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
 
+from serving.engine import Generation, Step, TokenLogprob, Waits
+from serving.openai_schemas import SamplingRequest
 from serving.tokenizer import REPLACEMENT, ReleaseTokenizer
 
 _MAX_CHARACTER_BYTES = 4
@@ -14,6 +17,120 @@ _MAX_WAITING_TOKENS = 16
 passed on."""
 _NUM_PROMPT_TOKENS = 6
 """How many of the prompt's last tokens are decoded together with the first new tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenText:
+    """A token and its place in the generated text."""
+
+    token_id: int
+    offset: int
+    """The number of characters of generated text before the token."""
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delta:
+    """The part of a sequence that became final with one step of the engine. Text that may still
+    become a stop string, or that may still change, is held back for a later delta."""
+
+    text: str = ""
+    tokens: tuple[TokenText, ...] = ()
+    """The tokens whose text begins before the end of this delta, without the tokens of earlier
+    deltas. Empty if the request asks for no logprobs."""
+    num_tokens: int = 0
+    """How many tokens the step generated, even if their text is held back."""
+    num_cached_tokens: int = 0
+    """How many tokens of the prompt the engine found in its cache. Set in the first delta; in later
+    ones it may be 0."""
+    waits: Waits | None = None
+    num_preemptions: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """The stop string, or the id among the request's `stop_token_ids`, that ended the sequence."""
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+class TextReader:
+    """Reads the steps of one sequence: turns tokens into text, cuts the text at a stop string, and
+    finds the place of each token in the text."""
+
+    def __init__(
+        self, tokenizer: ReleaseTokenizer, generation: Generation, request: SamplingRequest
+    ) -> None:
+        self._detokenizer = Detokenizer(
+            tokenizer, generation.prompt, skip_special_tokens=request.skip_special_tokens
+        )
+        self._includes_stop = request.include_stop_str_in_output
+        self._stop_strings = StopStrings(request.stops, include=self._includes_stop)
+        self._stop_ids = frozenset(generation.stop_token_ids)
+        self._request_stop_ids = self._stop_ids - set(tokenizer.eos_token_ids)
+        self._min_tokens = generation.min_tokens
+        self._wants_logprobs = generation.num_logprobs is not None
+        self._num_seen = 0
+        self._num_chars = 0
+        """Number of characters of detokenised text."""
+        self._num_given = 0
+        """Number of characters in all deltas so far."""
+        self._held: list[TokenText] = []
+        """Tokens whose text is not in a delta yet."""
+
+    def read(self, step: Step) -> Delta:
+        """The delta for `step`. If the delta has a `finish_reason`, the sequence has ended; do not
+        read its further steps."""
+        text = ""
+        stop: str | int | None = None
+        num_tokens = 0
+        for position, token_id in enumerate(step.token_ids):
+            num_tokens += 1
+            self._num_seen += 1
+            is_end = step.finish_reason == "stop" and position == len(step.token_ids) - 1
+            if self._wants_logprobs:
+                self._held.append(_token_text(step, position, token_id, self._num_chars))
+            is_stop_token = is_end and token_id in self._stop_ids
+            is_shown = self._includes_stop or not is_stop_token
+            piece = self._detokenizer.add(token_id) if is_shown else ""
+            self._num_chars += len(piece)
+            if self._num_seen < self._min_tokens:
+                text += piece
+                continue
+            safe, stop = self._stop_strings.add(piece)
+            text += safe
+            if stop is not None:
+                break
+        finish_reason = step.finish_reason
+        if finish_reason is not None and stop is None:
+            safe, stop = self._stop_strings.add(self._detokenizer.flush())
+            text += safe if stop is not None else safe + self._stop_strings.flush()
+        is_cut = stop is not None
+        if is_cut:
+            finish_reason = "stop"
+        elif finish_reason == "stop" and step.token_ids:
+            last = step.token_ids[-1]
+            stop = last if last in self._request_stop_ids else None
+        self._num_given += len(text)
+        gives_all = finish_reason is not None and not is_cut
+        tokens = tuple(each for each in self._held if gives_all or each.offset < self._num_given)
+        self._held = self._held[len(tokens) :]
+        return Delta(
+            text=text,
+            tokens=tokens,
+            num_tokens=num_tokens,
+            num_cached_tokens=step.num_cached_tokens,
+            waits=step.waits,
+            num_preemptions=step.num_preemptions,
+            finish_reason=finish_reason,
+            stop_reason=stop,
+            prompt_logprobs=step.prompt_logprobs,
+        )
+
+
+def _token_text(step: Step, position: int, token_id: int, offset: int) -> TokenText:
+    if position >= len(step.logprobs):
+        return TokenText(token_id=token_id, offset=offset)
+    found = step.logprobs[position]
+    return TokenText(token_id=token_id, offset=offset, logprob=found.logprob, top=found.top)
 
 
 class Detokenizer:
@@ -92,6 +209,48 @@ class Detokenizer:
         self._num_given = num_tokens - self._num_given
         self._given_text = self._decode(self._ids[: self._num_given])
         return piece
+
+
+class StopStrings:
+    """Finds the stop string that is complete first in one text, which arrives in pieces. If several
+    stop strings end at the same place, finds the one that comes first in the list. Holds text back
+    only if the text may be the beginning of a stop string."""
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """With `include`, the text ends after the stop string, otherwise before it."""
+        self._stops = tuple(stops)
+        self._include = include
+        self._held = ""
+
+    def add(self, piece: str) -> tuple[str, str | None]:
+        """The text that can be passed on now, and the stop string that ends it; None if the text
+        goes on."""
+        if not self._stops:
+            return piece, None
+        text = self._held + piece
+        found = [(p + len(stop), stop) for stop in self._stops if (p := text.find(stop)) >= 0]
+        if found:
+            self._held = ""
+            end, stop = min(found, key=lambda each: each[0])
+            return text[: end if self._include else end - len(stop)], stop
+        keep = max(overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def flush(self) -> str:
+        """The text that is held back. Call this at the end of the text, if no stop string was
+        found."""
+        held, self._held = self._held, ""
+        return held
+
+
+def overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that is also a beginning of `stop`, but not all of
+    `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
 
 
 def text_offsets(tokenizer: ReleaseTokenizer, token_ids: tuple[int, ...]) -> Iterator[int]:

@@ -23,11 +23,14 @@ def reported_logprob(logprob: float) -> float:
     return logprob if logprob >= MIN_LOGPROB else MIN_LOGPROB
 
 
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grammar:
     """A form that the text of a sequence must have."""
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    kind: GrammarKind
     text: str
     """Depends on `kind`. `json_schema`: the schema as JSON. `json_object`: empty. `regex`: the
     regular expression. `choice`: a JSON list of the strings to choose from. `grammar`: an EBNF

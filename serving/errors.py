@@ -3,8 +3,7 @@
 ServingError                the command line prints its message in one line
 ├── ReleaseError            a release folder has faults; `reasons` lists all of them
 │   └── NotEnoughSpace      the disk has no space for another release
-├── SwapAnswerError         the answer to a swap request is not from a server of hotpush
-└── PortBusy                another program listens on the port
+└── SwapAnswerError         the answer to a swap request is not from a server of hotpush
 """
 
 import errno
@@ -41,19 +40,6 @@ class NotEnoughSpace(ReleaseError):
 class SwapAnswerError(ServingError):
     """The answer to a swap request is not a `SwapResult`."""
 
-    def __init__(self, url: str, status_code: int, text: str) -> None:
-        super().__init__(f"{url} answered {status_code}: {text[:300].strip() or '(nothing)'}")
-
-
-class PortBusy(ServingError):
-    """Another program listens on the port of the server."""
-
-    def __init__(self, host: str, port: int) -> None:
-        super().__init__(
-            f"{host}:{port} is used by another program; "
-            "choose another port with --port or [serving] port"
-        )
-
 
 def is_temporary(error: BaseException) -> bool:
     """Whether the error says nothing about the files of a release: disk space or memory was used
@@ -67,3 +53,8 @@ def is_temporary(error: BaseException) -> bool:
             return True
         cause = cause.__cause__ or cause.__context__
     return False
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the error's message, shortened; the type of the error if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from serving.errors import ReleaseError
 from serving.openai_schemas import CompletionRequest
+from serving.weights.release import faults_in
 
 _SAMPLING_FIELDS = {
     "temperature": "temperature",
@@ -58,8 +59,5 @@ def sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
     try:
         CompletionRequest.model_validate({"prompt": "", **found})
     except ValidationError as error:
-        reasons = [
-            f"generation_config.json: {fault['loc'][0]}: {fault['msg']}" for fault in error.errors()
-        ]
-        raise ReleaseError(*reasons) from None
+        raise ReleaseError(*faults_in("generation_config.json", error)) from None
     return found

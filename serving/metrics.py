@@ -1,12 +1,12 @@
 """The Prometheus metrics of one server, in their own registry."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from serving.detokenizer import Delta
 from serving.engine import Waits
-from serving.sequences import Delta
 from serving.swap_schemas import SwapResult
 from serving.vllm_metrics import VllmMetrics
 
@@ -124,11 +124,6 @@ class Metrics:
             buckets=(0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 300),
             registry=registry,
         )
-
-    def watch(self, num_in_flight: Callable[[], int]) -> None:
-        """Call `num_in_flight` whenever the metrics are read. It returns how many requests have a
-        release and have not ended."""
-        self.in_flight.set_function(num_in_flight)
 
     def count_swap(self, result: SwapResult) -> None:
         """Count a swap that has ended, and the time of each of its phases."""

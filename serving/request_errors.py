@@ -126,19 +126,6 @@ def queue_full(max_queue: int) -> RequestError:
     )
 
 
-def wrong_host(host: str) -> RequestError:
-    """The error for a request that names another host, if the server has no keys. A page of another
-    site can make its own host name lead to this machine (DNS rebinding). Without this error, the
-    page could then read the answers."""
-    return RequestError(
-        403,
-        f"{host!r} is not a name of this server: call 127.0.0.1 or localhost, or set [serving] "
-        "api_key",
-        type="permission_error",
-        code="wrong_host",
-    )
-
-
 def release_not_live(release_id: str, live_id: str) -> RequestError:
     return RequestError(
         409,

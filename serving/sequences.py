@@ -1,4 +1,5 @@
-"""Makes a `Generation` for each sequence of a request, and turns the generated tokens into text."""
+"""Turns prompts into token ids, makes a `Generation` for each sequence of a request, and reads the
+sequences from the engine."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -6,16 +7,71 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from serving.admission import LiveRelease
-from serving.detokenizer import Detokenizer
-from serving.engine import Engine, Generation, Step, TokenLogprob, Waits
+from serving.detokenizer import Delta, TextReader, TokenText
+from serving.engine import Engine, Generation, TokenLogprob
 from serving.openai_schemas import MAX_SEED, MIN_SEED, SamplingRequest
-from serving.prompts import check_token_ids, too_long
 from serving.request_errors import RequestError
-from serving.stop_strings import StopStrings
 
 MAX_STEP_TOKENS = 16
 """The largest number of tokens in one step of a request that is not a stream. With more tokens per
 step, the event loop would save little, and streams would wait longer while it handles a step."""
+
+
+def encode_prompt(
+    live: LiveRelease, prompt: str | list[int], param: str, *, add_special_tokens: bool
+) -> tuple[int, ...]:
+    """The token ids of a prompt. `param` is the field of the request that contains the prompt.
+
+    Raises RequestError if there is no token id, if the network has no embedding for one of them, or
+    if the prompt is too long (`_check_length`).
+    """
+    _check_length(live, prompt, param)
+    if isinstance(prompt, str):
+        token_ids = live.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    else:
+        token_ids = tuple(prompt)
+    check_token_ids(live, token_ids, param)
+    if not token_ids:
+        raise RequestError(
+            400,
+            f"{param}: is empty, and the tokenizer adds no token to it; give at least one token",
+            param=param,
+            code="empty_prompt",
+        )
+    return token_ids
+
+
+def _check_length(live: LiveRelease, prompt: str | list[int], param: str) -> None:
+    """Raise RequestError if the prompt cannot fit into the context, as in vLLM. A list of token ids
+    must not be longer than the context. A text must not have more characters than a context that is
+    full of the longest token. This check takes almost no time, unlike the tokenizer."""
+    limit, unit = live.context_length, "token ids"
+    if isinstance(prompt, str):
+        limit, unit = limit * live.tokenizer.max_token_chars, "characters"
+    if len(prompt) > limit:
+        raise _too_long(
+            f"the prompt has {len(prompt)} {unit}, and the context {live.context_length} tokens, "
+            f"which is at most {limit} {unit}; shorten the prompt",
+            param,
+        )
+
+
+def check_token_ids(live: LiveRelease, token_ids: tuple[int, ...], param: str) -> None:
+    """Raise RequestError if the network has no embedding for one of `token_ids`."""
+    limit = live.tokenizer.vocab_size
+    largest = max(token_ids, default=0)
+    if largest >= limit:
+        raise RequestError(
+            400,
+            f"{param}: token id {largest} is not below {limit}, the size of the vocabulary",
+            param=param,
+            code="invalid_value",
+        )
+
+
+def _too_long(message: str, param: str) -> RequestError:
+    """The error for a prompt that does not fit into the context."""
+    return RequestError(400, message, param=param, code="context_length_exceeded")
 
 
 def make_generations(
@@ -40,13 +96,13 @@ def make_generations(
     context = live.context_length
     room = context - len(prompt)
     if room < (0 if max_tokens == 0 else 1):
-        raise too_long(
+        raise _too_long(
             f"the prompt has {len(prompt)} tokens, and the context {context} tokens; shorten the "
             "prompt",
             param,
         )
     if max_tokens is not None and max_tokens > room:
-        raise too_long(
+        raise _too_long(
             f"the context has {context} tokens: {len(prompt)} of the prompt and {max_tokens} new "
             f"tokens do not fit; ask for at most {room} new tokens",
             max_tokens_param,
@@ -119,39 +175,6 @@ def _within_64_bits(seed: int) -> int:
     return seed if seed <= MAX_SEED else seed - MAX_SEED + MIN_SEED - 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenText:
-    """A token and its place in the generated text."""
-
-    token_id: int
-    offset: int
-    """The number of characters of generated text before the token."""
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Delta:
-    """The part of a sequence that became final with one step of the engine. Text that may still
-    become a stop string, or that may still change, is held back for a later delta."""
-
-    text: str = ""
-    tokens: tuple[TokenText, ...] = ()
-    """The tokens whose text begins before the end of this delta, without the tokens of earlier
-    deltas. Empty if the request asks for no logprobs."""
-    num_tokens: int = 0
-    """How many tokens the step generated, even if their text is held back."""
-    num_cached_tokens: int = 0
-    """How many tokens of the prompt the engine found in its cache. Set in the first delta; in later
-    ones it may be 0."""
-    waits: Waits | None = None
-    num_preemptions: int = 0
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    """The stop string, or the id among the request's `stop_token_ids`, that ended the sequence."""
-    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-
-
 @dataclass(slots=True)
 class GeneratedSequence:
     """A sequence, put together from its deltas."""
@@ -180,84 +203,6 @@ class GeneratedSequence:
         """The mean logprob of the tokens; minus infinity if no token has a logprob."""
         logprobs = [token.logprob for token in self.tokens if token.logprob is not None]
         return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
-
-
-class TextReader:
-    """Reads the steps of one sequence: turns tokens into text, cuts the text at a stop string, and
-    finds the place of each token in the text."""
-
-    def __init__(self, live: LiveRelease, generation: Generation, request: SamplingRequest) -> None:
-        self._detokenizer = Detokenizer(
-            live.tokenizer, generation.prompt, skip_special_tokens=request.skip_special_tokens
-        )
-        self._includes_stop = request.include_stop_str_in_output
-        self._stop_strings = StopStrings(request.stops, include=self._includes_stop)
-        self._stop_ids = frozenset(generation.stop_token_ids)
-        self._request_stop_ids = self._stop_ids - set(live.tokenizer.eos_token_ids)
-        self._min_tokens = generation.min_tokens
-        self._wants_logprobs = generation.num_logprobs is not None
-        self._num_seen = 0
-        self._num_chars = 0
-        """Number of characters of detokenised text."""
-        self._num_given = 0
-        """Number of characters in all deltas so far."""
-        self._held: list[TokenText] = []
-        """Tokens whose text is not in a delta yet."""
-
-    def read(self, step: Step) -> Delta:
-        """The delta for `step`. If the delta has a `finish_reason`, the sequence has ended; do not
-        read its further steps."""
-        text = ""
-        stop: str | int | None = None
-        num_tokens = 0
-        for position, token_id in enumerate(step.token_ids):
-            num_tokens += 1
-            self._num_seen += 1
-            is_end = step.finish_reason == "stop" and position == len(step.token_ids) - 1
-            if self._wants_logprobs:
-                self._held.append(_token_text(step, position, token_id, self._num_chars))
-            is_stop_token = is_end and token_id in self._stop_ids
-            is_shown = self._includes_stop or not is_stop_token
-            piece = self._detokenizer.add(token_id) if is_shown else ""
-            self._num_chars += len(piece)
-            if self._num_seen < self._min_tokens:
-                text += piece
-                continue
-            safe, stop = self._stop_strings.add(piece)
-            text += safe
-            if stop is not None:
-                break
-        stopped = stop is not None
-        finish_reason = "stop" if stopped else step.finish_reason
-        if finish_reason is not None and not stopped:
-            safe, stop = self._stop_strings.add(self._detokenizer.flush())
-            stopped = stop is not None
-            text += safe if stopped else safe + self._stop_strings.flush()
-            if not stopped and finish_reason == "stop" and step.token_ids:
-                stop = step.token_ids[-1] if step.token_ids[-1] in self._request_stop_ids else None
-            finish_reason = "stop" if stopped else finish_reason
-        self._num_given += len(text)
-        gives_all = finish_reason is not None and not stopped
-        tokens = tuple(each for each in self._held if gives_all or each.offset < self._num_given)
-        self._held = self._held[len(tokens) :]
-        return Delta(
-            text=text,
-            tokens=tokens,
-            num_tokens=num_tokens,
-            num_cached_tokens=step.num_cached_tokens,
-            waits=step.waits,
-            num_preemptions=step.num_preemptions,
-            finish_reason=finish_reason,
-            stop_reason=stop,
-            prompt_logprobs=step.prompt_logprobs,
-        )
-
-
-def _token_text(step: Step, position: int, token_id: int, offset: int) -> TokenText:
-    if position >= len(step.logprobs):
-        return TokenText(token_id=token_id, offset=offset)
-    found = step.logprobs[position]
-    return TokenText(token_id=token_id, offset=offset, logprob=found.logprob, top=found.top)
 
 
 async def generate(
@@ -316,7 +261,7 @@ async def generate(
 async def _deltas(
     engine: Engine, live: LiveRelease, generation: Generation, request: SamplingRequest
 ) -> AsyncGenerator[Delta, None]:
-    reader = TextReader(live, generation, request)
+    reader = TextReader(live.tokenizer, generation, request)
     steps = engine.generate(live.id, generation)
     try:
         async for step in steps:

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from serving.admission import Admission
 from serving.engine_choice import choose_engine
-from serving.errors import PortBusy, ServingError
+from serving.errors import ServingError
 from serving.http.listening import is_only_loopback, listening_socket
 from serving.http.server import Limits, Server, freeze_imports, http_config
 from serving.settings import ServingSettings
@@ -64,8 +64,8 @@ class _Server(Server):
 def serve(app: FastAPI, settings: ServingSettings) -> None:
     """Serve until SIGINT or SIGTERM. Prints the address, then the engine and the release.
 
-    Raises ServingError: PortBusy if another program uses the port, and ReleaseError if the folder
-    that should be served has faults.
+    Raises ServingError if `bind` does, and ReleaseError if the folder that should be served has
+    faults.
 
     The socket listens before the application looks for a pending release, so that no release is
     forgotten. A job first marks its release as pending and then sends its swap request. If the
@@ -137,8 +137,8 @@ async def _serve(
 def bind(settings: ServingSettings) -> socket.socket:
     """A listening socket for the address in the settings.
 
-    Raises PortBusy if another program uses the port. Raises ServingError if the address cannot be
-    used, or if other machines can reach it but no API key is set.
+    Raises ServingError if the address cannot be used, for example because another program uses the
+    port, or if other machines can reach it but no API key is set.
     """
     has_key = settings.api_key is not None or settings.api_key_file is not None
     try:
@@ -152,5 +152,8 @@ def bind(settings: ServingSettings) -> socket.socket:
         raise ServingError(f"no address was found for {settings.host}: {error}") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise PortBusy(settings.host, settings.port) from None
+            raise ServingError(
+                f"{settings.host}:{settings.port} is used by another program; choose another port "
+                "with --port or [serving] port"
+            ) from None
         raise ServingError(f"cannot listen on {settings.host}:{settings.port}: {error}") from None

@@ -8,7 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 from serving.engine_choice import EngineName, choose_engine
 from serving.engines.torch_engine.settings import TorchSettings
 from serving.engines.vllm_settings import VllmSettings
-from serving.tool_calls import FormatName
+
+FormatName = Literal["hermes", "llama3_json", "mistral", "qwen3_coder"]
+"""`serving/tool_calls.py` describes the formats."""
 
 
 class ServingSettings(BaseModel):

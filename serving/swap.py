@@ -177,8 +177,8 @@ class Swapper:
         if overtaken is not None:
             overtaken.superseded_by = release_id
             await self._clear_pending(overtaken)
-            late = SwapStopped("superseded", f"a swap to {release_id} was requested later")
-            self._finish(overtaken, overtaken.stopped(late, self._live_id()))
+            reason = f"a swap to {release_id} was requested later"
+            self._finish(overtaken, overtaken.ended("superseded", self._live_id(), reason))
 
     async def _work(self) -> None:
         while self._running is not None:
@@ -231,15 +231,14 @@ class Swapper:
         try:
             previous = await self._phases.perform(swap)
         except SwapStopped as stopped:
-            return swap.stopped(stopped, self._live_id())
+            return swap.ended(stopped.result, self._live_id(), *stopped.reasons)
         except Exception as error:
             logger.exception("swap to %s: unexpected error", swap.release_id)
-            unforeseen = SwapStopped("failed", f"{type(error).__name__}: {error}")
-            return swap.stopped(unforeseen, self._live_id())
-        return swap.succeeded(previous.id if previous else None)
+            return swap.ended("failed", self._live_id(), f"{type(error).__name__}: {error}")
+        return swap.ended("live", previous.id if previous else None)
 
     def _shutdown_result(self, swap: SwapAttempt) -> SwapResult:
-        return swap.stopped(SwapStopped("failed", "the server is shutting down"), self._live_id())
+        return swap.ended("failed", self._live_id(), "the server is shutting down")
 
     def _live_id(self) -> str | None:
         return self._admission.live.id if self._admission.live else None

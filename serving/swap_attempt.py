@@ -68,22 +68,14 @@ class SwapAttempt:
             self.is_ending = True
             raise SwapStopped("superseded", f"a swap to {self.superseded_by} was requested later")
 
-    def succeeded(self, previous: str | None) -> SwapResult:
-        """The result of a swap that made its release live. `previous` is the id of the release that
-        was live before."""
-        return self._result("live", previous)
-
-    def stopped(self, stopped: "SwapStopped", live: str | None) -> SwapResult:
-        """The result of a swap that was stopped. `live` is the id of the release that is still
-        live."""
-        return self._result(stopped.result, live, stopped.reasons)
-
-    def _result(
+    def ended(
         self,
         result: Literal["live", "refused", "superseded", "deferred", "failed"],
         previous: str | None,
-        reasons: tuple[str, ...] = (),
+        *reasons: str,
     ) -> SwapResult:
+        """The result of a swap that has ended. `previous` is the id of the release that was live
+        before the swap."""
         return SwapResult(
             result=result,
             release=self.release_id,

@@ -33,10 +33,9 @@ from serving.admission import Admission, LiveRelease
 from serving.converted import ConvertedCopies
 from serving.engine import Engine, StageError
 from serving.errors import ReleaseError, is_temporary
-from serving.preflight import read_folder
-from serving.probe import measure_probe
 from serving.settings import ServingSettings
 from serving.swap_attempt import SwapAttempt, SwapStopped, bounded
+from serving.swap_checks import measure_probe, read_folder
 from serving.tokenizer import ReleaseTokenizer, load_tokenizer, tokenizer_files
 from serving.weights import release_store
 from serving.weights.release import Release
@@ -94,7 +93,8 @@ class SwapPhases:
             return await self._choose_live(swap, previous)
         await self._stage(swap, candidate)
         try:
-            candidate = self._with_engine_context(candidate)
+            context = self._engine.max_context(candidate.id)
+            candidate = replace(candidate, engine_context=context)
             if self._engine.holds_two:
                 await self._switch_with_two(swap, candidate, previous)
             else:
@@ -192,9 +192,6 @@ class SwapPhases:
                     swap.is_ending = True
                     await self._unload(candidate.id)
                 raise
-
-    def _with_engine_context(self, candidate: LiveRelease) -> LiveRelease:
-        return replace(candidate, engine_context=self._engine.max_context(candidate.id))
 
     async def _switch_with_two(
         self, swap: SwapAttempt, candidate: LiveRelease, previous: LiveRelease | None

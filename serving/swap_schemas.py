@@ -78,4 +78,5 @@ def request_swap(server_url: str, release: str, *, admin_token: str | None) -> S
             return SwapResult(
                 result="deferred", release=release, phase="preflight", reasons=(response.text,)
             )
-        raise SwapAnswerError(str(response.url), response.status_code, response.text) from None
+        said = response.text[:300].strip() or "(nothing)"
+        raise SwapAnswerError(f"{response.url} answered {response.status_code}: {said}") from None

@@ -37,11 +37,16 @@ class _Budget:
 
     def check_time(self) -> None:
         if time.thread_time() > self._end:
-            raise TooCostly(f"takes more than {MAX_RENDER_SECONDS:g} seconds of CPU time")
+            raise TooCostly(
+                f"the chat template takes more than {MAX_RENDER_SECONDS:g} seconds of CPU time"
+            )
 
     def check_length(self, length: int) -> None:
         if length > MAX_LENGTH:
-            raise TooCostly(f"makes a text or list of more than {MAX_LENGTH} characters or items")
+            raise TooCostly(
+                "the chat template makes a text or list of more than "
+                f"{MAX_LENGTH} characters or items"
+            )
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):
@@ -81,7 +86,7 @@ def render_bounded(template: Template, variables: dict[str, Any]) -> str:
             length += len(piece)
             budget.check_length(length)
     except MemoryError:  # from a filter, whose result is measured only after it was made
-        raise TooCostly("makes a text that does not fit into memory") from None
+        raise TooCostly("the chat template makes a text that does not fit into memory") from None
     return "".join(pieces)
 
 

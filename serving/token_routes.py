@@ -16,7 +16,7 @@ from serving.chat import encode_chat
 from serving.chat_schemas import ChatPrompt
 from serving.event_stream import unless_disconnected
 from serving.openai_schemas import ModelName, RequestBody, TokenIds
-from serving.prompts import check_token_ids
+from serving.sequences import check_token_ids
 from serving.unsupported_fields import Unsupported, UnsupportedChat
 
 

@@ -20,14 +20,13 @@ import string
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from pydantic_core import from_json
 
-from serving.stop_strings import overlap
+from serving.detokenizer import overlap
+from serving.settings import FormatName
 from serving.xml_arguments import FunctionEnd, ParameterTypes, xml_arguments
-
-FormatName = Literal["hermes", "llama3_json", "mistral", "qwen3_coder"]
 
 _NUM_ID_CHARACTERS = 9
 """Mistral's templates refuse ids of another length, and ids that are not alphanumeric."""

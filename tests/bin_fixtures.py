@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from serving.weights.checkpoint_folder import files_digest
 from serving.weights.headers import digest_file
 from serving.weights.index import BIN_INDEX_FILE, INDEX_FILE
-from serving.weights.release import RELEASE_FILE, Release
+from serving.weights.release import RELEASE_FILE, Release, files_digest
 from serving.weights.release_store import load_release
 from serving.weights.shards import read_tensors
 from tests.serving_fixtures import byte_tokenizer

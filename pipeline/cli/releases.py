@@ -208,7 +208,7 @@ def publish(
         context, parent=parent, served=served.name if served else None, revision=revision
     )
     if choose_engine(load_settings().serving.engine).name == "torch" and find_spec("torch"):
-        from serving.engines.torch_engine.servable import check_servable
+        from serving.engines.torch_engine.staging import check_servable
 
         check_servable(folder)
     release = publish_folder(target, folder, lineage=origin)

@@ -24,7 +24,7 @@ import httpx
 from serving.engine import EngineError, Generation, StageError, Step, refuse_constraints
 from serving.engines.same_network import config_differences, tensor_differences
 from serving.engines.sglang_requests import StreamProgress, WrongWeights, request_of, step_of
-from serving.errors import ReleaseError
+from serving.errors import ReleaseError, first_line
 from serving.weights.release import RELEASE_FILE, Release
 from serving.weights.release_store import load_release
 from serving.weights.shards import not_finite
@@ -105,23 +105,18 @@ class SglangEngine:
 
     async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
         refuse_constraints(generation, "sglang")
-        has_begun = False
-        try:
-            async with aclosing(self._answer(release_id, generation)) as steps:
-                async for step in steps:
-                    has_begun = True
-                    yield step
-            return
-        except WrongWeights as error:
-            if has_begun:
-                raise EngineError(str(error)) from None
-        await self._restore_weights(release_id)
-        try:
-            async with aclosing(self._answer(release_id, generation)) as steps:
-                async for step in steps:
-                    yield step
-        except WrongWeights as error:
-            raise EngineError(str(error)) from None
+        for may_retry in (True, False):
+            has_begun = False
+            try:
+                async with aclosing(self._answer(release_id, generation)) as steps:
+                    async for step in steps:
+                        has_begun = True
+                        yield step
+                return
+            except WrongWeights as error:
+                if has_begun or not may_retry:
+                    raise EngineError(str(error)) from None
+            await self._restore_weights(release_id)
 
     async def _answer(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
         """Raises EngineError. Raises WrongWeights if the upstream computed with other weights."""
@@ -139,7 +134,7 @@ class SglangEngine:
                 raise EngineError(f"{self._upstream} broke the answer off")
         except httpx.HTTPError as error:
             is_over = True
-            raise EngineError(f"{self._upstream}: {_message(error)}") from error
+            raise EngineError(f"{self._upstream}: {first_line(error)}") from error
         finally:
             if not is_over:
                 await self._abort(request_id)
@@ -208,7 +203,9 @@ class SglangEngine:
             answer.raise_for_status()
             return cast(dict[str, Any], answer.json())
         except (httpx.HTTPError, ValueError) as error:
-            raise EngineError(f"no SGLang server at {self._upstream}: {_message(error)}") from error
+            raise EngineError(
+                f"no SGLang server at {self._upstream}: {first_line(error)}"
+            ) from error
 
     async def _post(
         self, path: str, body: dict[str, Any], *, seconds: float = _ANSWER_SECONDS
@@ -218,7 +215,7 @@ class SglangEngine:
             # A refused update has status 400, and its body has the usual form with the reason.
             return cast(dict[str, Any], answer.json()) if answer.content else {}
         except (httpx.HTTPError, ValueError) as error:
-            raise EngineError(f"{self._upstream}{path}: {_message(error)}") from error
+            raise EngineError(f"{self._upstream}{path}: {first_line(error)}") from error
 
 
 def _differences(running: Path, release: Release, folder: Path) -> list[str]:
@@ -239,7 +236,3 @@ def _read_once(paths: list[Path]) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             while file.read(_READ_BYTES):
                 pass
-
-
-def _message(error: Exception) -> str:
-    return str(error) or type(error).__name__

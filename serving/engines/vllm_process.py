@@ -17,6 +17,7 @@ import torch
 from serving.engine import EngineError, Generation, GenerationRefused, StageError, Step
 from serving.engines.torch_engine.device import free_bytes
 from serving.engines.vllm_settings import VllmEngineSettings
+from serving.errors import first_line
 from serving.weights import network
 from serving.weights.headers import DTYPE_BYTES
 from serving.weights.release import Release, read_json
@@ -94,7 +95,7 @@ class VllmProcess:
             raise
         # vLLM, torch and the operating system raise many kinds of errors here.
         except Exception as error:
-            reason = _first_line(error)
+            reason = first_line(error)
             raise StageError(f"vLLM does not start on {folder.name}: {reason}") from error
         process = cls(llm, release)
         try:
@@ -185,12 +186,12 @@ class VllmProcess:
                 async for output in outputs:
                     yield step_of(output, generation, release_id)
         except (EngineDeadError, EngineGenerateError) as error:
-            raise EngineError(f"vLLM stopped: {_first_line(error)}") from error
+            raise EngineError(f"vLLM stopped: {first_line(error)}") from error
         except (ValueError, VLLMValidationError) as error:
             if generation.grammar is not None:
                 param = generation.grammar.param
-                raise GenerationRefused(_first_line(error), param=param) from error
-            raise EngineError(f"vLLM refuses the request: {_first_line(error)}") from error
+                raise GenerationRefused(first_line(error), param=param) from error
+            raise EngineError(f"vLLM refuses the request: {first_line(error)}") from error
 
     @property
     def _end_of_text(self) -> int | None:
@@ -254,14 +255,14 @@ class VllmProcess:
         try:
             await self._llm.update_weight_version(release_id)
         except EngineDeadError as error:
-            raise EngineError(f"vLLM stopped: {_first_line(error)}") from error
+            raise EngineError(f"vLLM stopped: {first_line(error)}") from error
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method on each worker. Returns their results. Raises EngineError."""
         try:
             found: list[Any] = await self._llm.collective_rpc(method, args=arguments)
         except Exception as error:
-            raise EngineError(f"{method}: {_first_line(error)}") from error
+            raise EngineError(f"{method}: {first_line(error)}") from error
         return found
 
 
@@ -305,7 +306,7 @@ def _has_tokenizer(folder: Path) -> bool:
         return get_tokenizer(str(folder)).eos_token_id is not None
     # `transformers` raises any kind of error for files that it cannot read.
     except Exception as error:
-        reason = _first_line(error)
+        reason = first_line(error)
         _log.warning("no grammars: vLLM cannot load the tokenizer of %s: %s", folder, reason)
         return False
 
@@ -316,7 +317,3 @@ def _end_late_start(starting: "asyncio.Future[AsyncLLM]") -> None:
         threading.Thread(
             target=starting.result().shutdown, name="vllm-shutdown", daemon=True
         ).start()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -27,7 +27,7 @@ from serving.engines.vllm_shadow import (
     load_and_trace,
     pack,
 )
-from serving.weights.digests import tensor_digest
+from serving.weights.release import tensor_digest
 from serving.weights.shards import is_finite, read_tensors, tensor_bytes
 from serving.weights.verify import wrong_digest
 

@@ -4,27 +4,30 @@ files in this folder, and computes their digests.
 This module imports torch only if the folder has `.bin` shards.
 """
 
-import hashlib
 import json
-import math
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 from serving.errors import ReleaseError
-from serving.weights.headers import DTYPE_BYTES, digest_file, digest_shard, read_header
+from serving.weights.headers import digest_file, digest_shard, read_header
 from serving.weights.index import (
     BIN_INDEX_FILE,
     INDEX_FILE,
     INDEX_FILES,
-    IndexMetadata,
     StoredWeights,
-    WeightsIndex,
     has_bin,
     read_index,
     wrong_names,
 )
-from serving.weights.release import RELEASE_FILE, FileEntry, Release, TensorEntry
+from serving.weights.release import (
+    RELEASE_FILE,
+    FileEntry,
+    Release,
+    TensorEntry,
+    files_digest,
+    read_json,
+)
 
 _COMPANION_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".md"}
 _NOT_COMPANIONS = {
@@ -142,16 +145,7 @@ def digest_weights(folder: Path, weight_map: dict[str, str]) -> StoredWeights:
         tensors |= found
     if reasons:
         raise ReleaseError(*reasons)
-    total = sum(math.prod(entry.shape) * DTYPE_BYTES[entry.dtype] for entry in tensors.values())
-    index = WeightsIndex(metadata=IndexMetadata(total_size=total), weight_map=weight_map)
-    return StoredWeights(index=index, files=files, tensors=tensors, tied={})
-
-
-def files_digest(files: Mapping[str, FileEntry]) -> str:
-    """The second half of a release id: the first 8 hex digits of a sha256 that covers the names and
-    sha256s of all files."""
-    listed = "".join(f"{name}\0{entry.sha256}\n" for name, entry in sorted(files.items()))
-    return hashlib.sha256(listed.encode()).hexdigest()[:8]
+    return StoredWeights(files=files, tensors=tensors, tied={})
 
 
 def utc_now() -> str:
@@ -169,9 +163,7 @@ def tied_head(folder: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, str
     has neither a head nor this setting, the checkpoint is incomplete, and `check_network` refuses
     the checkpoint.
     """
-    path = folder / "config.json"
-    config = json.loads(path.read_bytes()) if path.is_file() else None
-    if not isinstance(config, dict) or config.get("tie_word_embeddings") is not True:
+    if read_json(folder / "config.json").get("tie_word_embeddings") is not True:
         return {}
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     return {head: embedding} if head not in tensors and embedding in tensors else {}

@@ -10,14 +10,14 @@ import json
 import math
 import mmap
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from serving.errors import ReleaseError
-from serving.weights.digests import ShardDigests
-from serving.weights.release import FileEntry, TensorEntry
+from serving.weights.release import FileEntry, TensorEntry, tensor_digest
 
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -70,6 +70,47 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
             raise ReleaseError(f"{path.name}: not a safetensors header: {error}") from None
     _check_layout(path.name, entries, 8 + length, size)
     return entries
+
+
+class ShardDigests:
+    """Computes the digests of one shard on two threads. Use it in a `with` block.
+
+    Add the content in the order of the shard's bytes. The threads read the content later, so the
+    caller must not change or free the content before `finish` returns. Both hash functions release
+    the GIL, so the caller can write or fsync at the same time.
+    """
+
+    def __init__(self) -> None:
+        # Use one thread in each pool, so that the pieces of a file are hashed in the right order.
+        self._of_file = ThreadPoolExecutor(max_workers=1, thread_name_prefix="file-digest")
+        self._of_tensors = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensor-digest")
+        self._file = hashlib.sha256()
+        self._size = 0
+        self._tensors: dict[str, Future[str]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # After an error, nobody needs the digests that are not computed yet, so cancel them.
+        for threads in (self._of_file, self._of_tensors):
+            threads.shutdown(cancel_futures=True)
+
+    def add(self, content: bytes | memoryview) -> None:
+        """Add bytes that belong to no tensor, such as the header."""
+        self._of_file.submit(self._file.update, content)
+        self._size += memoryview(content).nbytes
+
+    def add_tensor(self, name: str, content: memoryview) -> None:
+        self.add(content)
+        self._tensors[name] = self._of_tensors.submit(tensor_digest, content)
+
+    def finish(self) -> tuple[FileEntry, dict[str, str]]:
+        """Wait until everything is hashed. Returns the size and sha256 of the file, and a dict of
+        tensor name → digest."""
+        sha256 = self._of_file.submit(self._file.hexdigest).result()
+        tensors = {name: digest.result() for name, digest in self._tensors.items()}
+        return FileEntry(size=self._size, sha256=sha256), tensors
 
 
 def digest_shard(path: Path) -> tuple[FileEntry, dict[str, TensorEntry]]:

@@ -2,6 +2,7 @@
 (a file with tensors) holds which tensor. This module opens no shard."""
 
 import json
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from serving.errors import ReleaseError
-from serving.weights.release import FileEntry, TensorEntry
+from serving.weights.headers import DTYPE_BYTES
+from serving.weights.release import FileEntry, TensorEntry, faults_in
 
 INDEX_FILE = "model.safetensors.index.json"
 BIN_INDEX_FILE = "pytorch_model.bin.index.json"
@@ -73,13 +75,22 @@ class WeightsIndex(BaseModel):
 class StoredWeights:
     """A description of weights that a folder holds as shards."""
 
-    index: WeightsIndex
     files: dict[str, FileEntry]
     """Only the shards, no other file."""
     tensors: dict[str, TensorEntry]
     tied: dict[str, str]
     """Alias → stored name. An alias is a tensor name that uses the bytes of another tensor and has
     no bytes of its own."""
+
+    @property
+    def index(self) -> WeightsIndex:
+        sizes = [
+            math.prod(entry.shape) * DTYPE_BYTES[entry.dtype] for entry in self.tensors.values()
+        ]
+        return WeightsIndex(
+            metadata=IndexMetadata(total_size=sum(sizes)),
+            weight_map={name: entry.file for name, entry in self.tensors.items()},
+        )
 
 
 def is_shard_name(name: str) -> bool:
@@ -122,11 +133,7 @@ def parse_index(text: str | bytes, name: str) -> WeightsIndex:
         content = json.loads(text, object_pairs_hook=_no_duplicates)
         return WeightsIndex.model_validate(content)
     except ValidationError as error:
-        reasons = [
-            f"{name}: {'.'.join(str(part) for part in each['loc'])}: {each['msg']}"
-            for each in error.errors()
-        ]
-        raise ReleaseError(*reasons) from None
+        raise ReleaseError(*faults_in(name, error)) from None
     except (ValueError, RecursionError) as error:
         raise ReleaseError(f"{name}: {error}") from None
 

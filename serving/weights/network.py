@@ -200,7 +200,12 @@ class _NameConversions:
             if pattern is not None and target in self._tensors:
                 converted.setdefault(target, []).append((name, pattern))
             elif target in self._tensors:
-                found[target] = _plain_source(name, stored[name].shape)
+                found[target] = Source(
+                    names=(name,),
+                    shapes=(stored[name].shape,),
+                    kind="plain",
+                    convert=lambda values: values[0],
+                )
         for target, pairs in converted.items():
             found |= self._converted_sources(target, pairs, stored)
         return found
@@ -241,7 +246,8 @@ class _NameConversions:
                 for name, tensor in made.items()
             }
 
-        kind = f"{converter.operations} of {converter.source_patterns} in {_config_digest(config)}"
+        digest = hashlib.sha256(config.to_json_string().encode()).hexdigest()[:12]
+        kind = f"{converter.operations} of {converter.source_patterns} in {digest}"
         empty = [torch.empty(stored[name].shape, device="meta") for name in names]
         try:
             results = list(make(empty))
@@ -258,10 +264,6 @@ class _NameConversions:
             )
             for number, result in enumerate(results)
         }
-
-
-def _plain_source(name: str, shape: Shape) -> Source:
-    return Source(names=(name,), shapes=(shape,), kind="plain", convert=lambda values: values[0])
 
 
 def _missing_members(pairs: list[tuple[str, str]]) -> tuple[str, ...]:
@@ -326,7 +328,3 @@ def _is_ignored(network: Any, name: str) -> bool:
         if any(buffer.endswith(suffix) for buffer, _ in network.named_buffers()):
             patterns.add(pattern)
     return any(re.search(pattern, name) for pattern in patterns)
-
-
-def _config_digest(config: Any) -> str:
-    return hashlib.sha256(config.to_json_string().encode()).hexdigest()[:12]

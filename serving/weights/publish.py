@@ -28,13 +28,19 @@ from serving.weights.checkpoint_folder import (
     checkpoint_weight_map,
     companions,
     digest_weights,
-    files_digest,
     tied_head,
     utc_now,
 )
 from serving.weights.headers import digest_file
 from serving.weights.index import INDEX_FILE, StoredWeights, has_bin, shard_name
-from serving.weights.release import RELEASE_FILE, FileEntry, Lineage, Probe, Release
+from serving.weights.release import (
+    RELEASE_FILE,
+    FileEntry,
+    Lineage,
+    Probe,
+    Release,
+    files_digest,
+)
 from serving.weights.release_removal import sweep_locked
 from serving.weights.release_store import UNFINISHED, next_number, release_lock
 from serving.weights.verify import check_network
@@ -80,53 +86,38 @@ def publish_state_dict(
         )
 
     return _publish(
-        pipeline_dir, files_dir, num_bytes, write, lineage, evaluation, probe, checks_network
+        pipeline_dir,
+        files_dir,
+        num_bytes,
+        write,
+        lineage,
+        evaluation=evaluation,
+        probe=probe,
+        checks_network=checks_network,
     )
 
 
-def publish_folder(
-    pipeline_dir: Path,
-    source: Path,
-    *,
-    lineage: Lineage | None = None,
-    evaluation: dict[str, Any] | None = None,
-    probe: Probe | None = None,
-    max_shard_bytes: int | None = None,
-    checks_network: bool = True,
-) -> Release:
+def publish_folder(pipeline_dir: Path, source: Path, *, lineage: Lineage | None = None) -> Release:
     """Publish a checkpoint folder that `save_pretrained` wrote, with `.safetensors` or `.bin`
     shards.
 
-    Safetensors shards are copied unchanged, unless `max_shard_bytes` is given. The tensors of
-    `.bin` shards are written to new safetensors shards, because no engine reads `.bin` shards. See
-    `publish_state_dict` for `checks_network`. Raises ReleaseError if the folder cannot be
-    published, and NotEnoughSpace if the disk has too little space for it. After an error, the
-    unfinished folder is removed.
+    Safetensors shards are copied unchanged. The tensors of `.bin` shards are written to new
+    safetensors shards, because no engine reads `.bin` shards. Raises ReleaseError if the folder
+    cannot be published, and NotEnoughSpace if the disk has too little space for it. After an error,
+    the unfinished folder is removed.
     """
     weight_map = checkpoint_weight_map(source)
-    is_bin = has_bin(weight_map.values())
-    if is_bin or max_shard_bytes is not None:
+    if has_bin(weight_map.values()):
         from serving.weights import shards
 
-        read = shards.read_bin_shards if is_bin else shards.read_tensors
-        return publish_state_dict(
-            pipeline_dir,
-            read(source, weight_map),
-            files_dir=source,
-            lineage=lineage,
-            evaluation=evaluation,
-            probe=probe,
-            max_shard_bytes=max_shard_bytes,
-            checks_network=checks_network,
-        )
+        tensors = shards.read_bin_shards(source, weight_map)
+        return publish_state_dict(pipeline_dir, tensors, files_dir=source, lineage=lineage)
     num_bytes = sum((source / shard).stat().st_size for shard in set(weight_map.values()))
 
     def write(folder: Path) -> StoredWeights:
         return _copy_weights(source, weight_map, folder)
 
-    return _publish(
-        pipeline_dir, source, num_bytes, write, lineage, evaluation, probe, checks_network
-    )
+    return _publish(pipeline_dir, source, num_bytes, write, lineage)
 
 
 def _publish(
@@ -135,9 +126,10 @@ def _publish(
     num_weight_bytes: int,
     write_weights: Callable[[Path], StoredWeights],
     lineage: Lineage | None,
-    evaluation: dict[str, Any] | None,
-    probe: Probe | None,
-    checks_network: bool,
+    *,
+    evaluation: dict[str, Any] | None = None,
+    probe: Probe | None = None,
+    checks_network: bool = True,
 ) -> Release:
     companion_files = companions(files_dir)
     if not any(path.name == "config.json" for path in companion_files):

@@ -1,13 +1,22 @@
 """Defines the manifest of a release. A release is a folder with weights that can be served. The
-files in it never change. Its manifest is the file `release.json` in this folder."""
+files in it never change. Its manifest is the file `release.json` in this folder.
 
+The manifest has the digests of all files and tensors. The digest of a file is a sha256, because the
+Hub and `sha256sum` use sha256. The digest of a tensor is a BLAKE3
+(https://github.com/BLAKE3-team/BLAKE3-specs), which takes a quarter of the time of sha256. The time
+matters because a server that loads a release computes the digest of every tensor that it reads.
+"""
+
+import hashlib
 import json
 import math
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from blake3 import blake3
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from serving.errors import ReleaseError
 
@@ -25,6 +34,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ReleaseError(f"{path.name}: not an object")
     return content
+
+
+def faults_in(where: object, error: ValidationError) -> list[str]:
+    """What pydantic has found wrong in the file `where`, one sentence for each fault."""
+    return [
+        ": ".join(filter(None, (str(where), ".".join(map(str, each["loc"])), each["msg"])))
+        for each in error.errors()
+    ]
 
 
 class _Record(BaseModel):
@@ -161,3 +178,40 @@ class Release(_Record):
             alias: self.tensors[name] for alias, name in self.tied.items() if name in self.tensors
         }
         return {**self.tensors, **aliases}
+
+
+def files_digest(files: Mapping[str, FileEntry]) -> str:
+    """The second half of a release id: the first 8 hex digits of a sha256 that covers the names and
+    sha256s of all files."""
+    listed = "".join(f"{name}\0{entry.sha256}\n" for name, entry in sorted(files.items()))
+    return hashlib.sha256(listed.encode()).hexdigest()[:8]
+
+
+_ALGORITHMS: dict[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
+
+
+class TensorDigest:
+    """Computes the digest of bytes that arrive in pieces. `str()` of this object returns the
+    digest: the name of the algorithm, a colon and 64 hex digits.
+
+    `like` is a digest with which the caller will compare the result. So the result is computed with
+    the same algorithm as `like`. For example, if `like` comes from an old manifest (format 1), the
+    algorithm is sha256.
+    """
+
+    def __init__(self, like: str) -> None:
+        self._algorithm = like.partition(":")[0]
+        self._hash = _ALGORITHMS[self._algorithm]()
+
+    def update(self, content: bytes | memoryview) -> None:
+        self._hash.update(content)
+
+    def __str__(self) -> str:
+        return f"{self._algorithm}:{self._hash.hexdigest()}"
+
+
+def tensor_digest(content: bytes | memoryview, like: str = "blake3:") -> str:
+    """The digest of a tensor's bytes, computed with the same algorithm as the digest `like`."""
+    digest = TensorDigest(like)
+    digest.update(content)
+    return str(digest)

@@ -28,16 +28,14 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import BaseFileLock, FileLock
 from pydantic import ValidationError
 
 from serving.errors import ReleaseError, is_temporary
 from serving.weights.atomic_file import fsync_dir, link_atomically, write_atomically
-from serving.weights.release import RELEASE_FILE, Release
+from serving.weights.release import RELEASE_FILE, Release, faults_in
 
 logger = logging.getLogger(__name__)
 
@@ -84,14 +82,7 @@ def load_release(folder: Path) -> Release:
         # For example, a part of the disk is damaged.
         raise ReleaseError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValidationError as error:
-        raise ReleaseError(
-            *(
-                ": ".join(
-                    [str(path), *filter(None, [".".join(map(str, each["loc"]))]), each["msg"]]
-                )
-                for each in error.errors()
-            )
-        ) from None
+        raise ReleaseError(*faults_in(path, error)) from None
 
 
 def list_releases(pipeline_dir: Path) -> list[Release]:
@@ -332,14 +323,12 @@ def next_number(pipeline_dir: Path) -> int:
     return number
 
 
-@contextmanager
-def release_lock(pipeline_dir: Path, timeout_seconds: float = -1) -> Iterator[None]:
-    """Waits for the lock of the pipeline's folder, and holds it until the `with` block ends. Hold
-    this lock to publish, remove, pin or unpin releases. If a process is killed, the kernel frees
-    its lock.
+def release_lock(pipeline_dir: Path, timeout_seconds: float = -1) -> BaseFileLock:
+    """The lock of the pipeline's folder. A `with` block waits for the lock, and holds it. Hold this
+    lock to publish, remove, pin or unpin releases. If a process is killed, the kernel frees its
+    lock.
 
-    Raises filelock.Timeout if the wait takes longer than `timeout_seconds`. If `timeout_seconds` is
-    negative, the wait has no limit.
+    The `with` statement raises filelock.Timeout if the wait takes longer than `timeout_seconds`. If
+    `timeout_seconds` is negative, the wait has no limit.
     """
-    with FileLock(pipeline_dir / ".lock", timeout=timeout_seconds):
-        yield
+    return FileLock(pipeline_dir / ".lock", timeout=timeout_seconds)

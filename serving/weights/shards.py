@@ -10,7 +10,7 @@ library writes them, it takes 1.07 times as long. `headers.py` describes the for
 import json
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,15 +18,9 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
-from serving.errors import ReleaseError
-from serving.weights.digests import ShardDigests
-from serving.weights.index import (
-    IndexMetadata,
-    StoredWeights,
-    WeightsIndex,
-    shard_name,
-    wrong_names,
-)
+from serving.errors import ReleaseError, first_line
+from serving.weights.headers import ShardDigests
+from serving.weights.index import StoredWeights, shard_name, wrong_names
 from serving.weights.release import FileEntry, Release, TensorEntry
 
 MAX_SHARD_BYTES = 2 * 10**9
@@ -99,7 +93,9 @@ def write_shards(
     # Write several shards at the same time, so that one shard can be hashed while another one is
     # written to disk. But if tensors must be copied, write one shard after another, so that memory
     # holds only the copies of one shard's tensors.
-    is_copied = not all(map(_needs_no_copy, stored.values()))
+    is_copied = any(
+        each.device.type != "cpu" or not each.is_contiguous() for each in stored.values()
+    )
     with ThreadPoolExecutor(max_workers=1 if is_copied else _SHARDS_AT_ONCE) as pool:
         written = list(pool.map(write_shard, range(1, len(groups) + 1)))
     for number, (names, (entry, digests)) in enumerate(zip(groups, written, strict=True), start=1):
@@ -112,37 +108,27 @@ def write_shards(
                 shape=tuple(stored[name].shape),
                 digest=digests[name],
             )
-    index = WeightsIndex(
-        metadata=IndexMetadata(total_size=sum(tensor.nbytes for tensor in stored.values())),
-        weight_map={name: entry.file for name, entry in entries.items()},
-    )
-    return StoredWeights(index=index, files=files, tensors=entries, tied=tied)
+    return StoredWeights(files=files, tensors=entries, tied=tied)
 
 
-def read_tensors(
-    folder: Path, weight_map: Mapping[str, str], names: Iterable[str] | None = None
-) -> dict[str, torch.Tensor]:
-    """The tensors called `names` (default: all of `weight_map`) from safetensors shards,
-    memory-mapped, on the CPU.
+def read_tensors(folder: Path, weight_map: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """The tensors of `weight_map` (tensor name → safetensors shard), memory-mapped, on the CPU.
 
     The mappings are private: a write to a tensor never changes the file. Raises ReleaseError, which
     names the file or the tensor, if a tensor is missing or a shard cannot be read.
     """
-    wanted = list(weight_map) if names is None else list(names)
     by_shard: dict[str, list[str]] = {}
-    for name in wanted:
-        if name not in weight_map:
-            raise ReleaseError(f"tensor {name}: not in the index")
-        by_shard.setdefault(weight_map[name], []).append(name)
+    for name, file in weight_map.items():
+        by_shard.setdefault(file, []).append(name)
     found: dict[str, torch.Tensor] = {}
-    for file, in_file in by_shard.items():
+    for file, names in by_shard.items():
         with _open_shard(folder / file) as shard:
             held = set(shard.keys())
-            for name in in_file:
+            for name in names:
                 if name not in held:
                     raise ReleaseError(f"{file}: tensor {name}: missing from the shard")
                 found[name] = shard.get_tensor(name)
-    return {name: found[name] for name in wanted}
+    return {name: found[name] for name in weight_map}
 
 
 def read_bin_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, torch.Tensor]:
@@ -181,13 +167,13 @@ def read_bin(path: Path) -> dict[str, torch.Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=start == _ZIP)
     except pickle.UnpicklingError as error:
         raise ReleaseError(
-            f"{path.name}: refused ({_first_line(error)}); the file holds Python objects that are "
+            f"{path.name}: refused ({first_line(error)}); the file holds Python objects that are "
             "not tensors, and loading such objects could run code; save the weights as safetensors"
         ) from None
     # If the file is damaged, or is not a checkpoint, torch may raise any exception: the pickle says
     # which functions are called with which arguments.
     except Exception as error:
-        raise ReleaseError(f"{path.name}: cannot be read: {_first_line(error)}") from None
+        raise ReleaseError(f"{path.name}: cannot be read: {first_line(error)}") from None
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) and tensor.dtype in DTYPES
         for name, tensor in content.items()
@@ -229,10 +215,6 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     digest of them. The tensor is copied only if it is not contiguous or not on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
-
-
-def _needs_no_copy(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def _split(tensors: Mapping[str, torch.Tensor], max_bytes: int) -> Iterator[list[str]]:
@@ -284,8 +266,4 @@ def _open_shard(path: Path) -> Any:
     except FileNotFoundError:
         raise ReleaseError(f"{path.name}: missing") from None
     except (SafetensorError, OSError) as error:
-        raise ReleaseError(f"{path.name}: cannot be read: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+        raise ReleaseError(f"{path.name}: cannot be read: {first_line(error)}") from None

@@ -7,11 +7,9 @@ from typing import Any
 
 from serving.errors import ReleaseError, is_temporary
 from serving.weights import network
-from serving.weights.checkpoint_folder import files_digest
-from serving.weights.digests import tensor_digest
 from serving.weights.headers import DTYPE_BYTES, digest_file, mapped_shard, read_header
 from serving.weights.index import INDEX_FILE, has_bin, is_shard_name, read_index
-from serving.weights.release import RELEASE_FILE, Release, read_json
+from serving.weights.release import RELEASE_FILE, Release, files_digest, read_json, tensor_digest
 from serving.weights.release_store import load_release
 
 # A fault report about a file names at most this many tensors of the file.

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from serving.weights.checkpoint_folder import files_digest
 from serving.weights.headers import digest_file, read_header
 from serving.weights.index import INDEX_FILE
 from serving.weights.publish import publish_state_dict
-from serving.weights.release import RELEASE_FILE, Release
+from serving.weights.release import RELEASE_FILE, Release, files_digest
 from serving.weights.release_store import load_release, next_number
 from serving.weights.shards import read_tensors
 

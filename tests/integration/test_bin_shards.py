@@ -22,10 +22,9 @@ from serving.engines.torch_engine.engine import create_engine
 from serving.errors import ReleaseError
 from serving.weights import release_removal, shards
 from serving.weights.checkpoint_folder import manifest_of_folder
-from serving.weights.digests import tensor_digest
 from serving.weights.index import BIN_INDEX_FILE, INDEX_FILE
 from serving.weights.publish import publish_folder, publish_state_dict
-from serving.weights.release import Release
+from serving.weights.release import Release, tensor_digest
 from serving.weights.release_store import CONVERTED, list_releases, set_current
 from serving.weights.verify import verify_release
 from tests.bin_fixtures import Trap, as_old_release, bin_folder, network

@@ -16,6 +16,7 @@ from serving.weights.index import read_index
 from serving.weights.publish import publish_folder, publish_state_dict
 from serving.weights.release import Lineage, Release
 from serving.weights.release_store import list_releases, load_release
+from serving.weights.shards import read_tensors
 from serving.weights.verify import check_network, verify_release
 from tests.serving_fixtures import save_config, tiny_llama
 
@@ -51,18 +52,13 @@ def test_transformers_loads_what_was_published(tmp_path: Path, tied: bool) -> No
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("max_shard_bytes", [None, 10_000])
-def test_a_save_pretrained_folder_is_published(
-    tmp_path: Path, tied: bool, max_shard_bytes: int | None
-) -> None:
+def test_a_save_pretrained_folder_is_published(tmp_path: Path, tied: bool) -> None:
     model = tiny_llama(tied=tied)
     source = tmp_path / "checkpoint"
     model.save_pretrained(source, max_shard_size="8KB")
     (source / "training_args.bin").write_bytes(b"a pickle that nobody asked for")
     (source / "modeling.py").write_text("raise SystemExit")
-    release = publish_folder(
-        tmp_path / "releases" / "answers", source, max_shard_bytes=max_shard_bytes
-    )
+    release = publish_folder(tmp_path / "releases" / "answers", source)
     folder = tmp_path / "releases" / "answers" / release.id
     assert {path.name for path in folder.iterdir()} == {*release.files, "release.json"}
     assert "training_args.bin" not in release.files and "modeling.py" not in release.files
@@ -83,12 +79,13 @@ def test_a_single_shard_gets_an_index_too(tmp_path: Path) -> None:
 
 
 def test_digests_of_equal_tensors_are_equal_whatever_the_shards(tmp_path: Path) -> None:
-    _, first = published(tmp_path)
-    second = publish_folder(
-        tmp_path / "releases" / "answers",
-        tmp_path / "releases" / "answers" / first.id,
-        max_shard_bytes=10**6,
+    folder, first = published(tmp_path)
+    weight_map = {name: entry.file for name, entry in first.tensors.items()}
+    assert len(set(weight_map.values())) > 1
+    second = publish_state_dict(
+        tmp_path / "releases" / "answers", read_tensors(folder, weight_map), files_dir=folder
     )
+    assert len({entry.file for entry in second.tensors.values()}) == 1
     assert {n: e.digest for n, e in second.tensors.items()} == {
         n: e.digest for n, e in first.tensors.items()
     }

@@ -21,7 +21,7 @@ import pytest
 
 from serving.engine import EngineError, Generation, Step
 from serving.engines.echo_engine import EchoEngine
-from serving.errors import PortBusy, ServingError
+from serving.errors import ServingError
 from serving.server import bind
 from serving.settings import ServingSettings
 from serving.weights.release_store import pending_release, set_current, set_pending
@@ -198,7 +198,9 @@ def test_an_engine_that_dies_later_ends_the_stream_with_an_error(slow: Slow) -> 
 def test_a_busy_port_says_which_and_what_to_do() -> None:
     with bind(ServingSettings(port=0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(PortBusy, match=rf"127\.0\.0\.1:{port} .*--port or \[serving\] port"):
+        with pytest.raises(
+            ServingError, match=rf"127\.0\.0\.1:{port} .*--port or \[serving\] port"
+        ):
             bind(ServingSettings(port=port))
 
 

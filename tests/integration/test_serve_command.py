@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from pipeline.cli import services
 from pipeline.settings import load_settings
-from serving.api_keys import load_api_keys
+from serving.access import load_api_keys
 from serving.engines import vllm_engine
 from serving.engines.echo_engine import EchoEngine
 from serving.engines.torch_engine import engine as torch_engine

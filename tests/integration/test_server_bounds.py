@@ -18,9 +18,8 @@ from serving.completions import CompletionPlan
 from serving.engine import Generation, Step
 from serving.engines.echo_engine import EchoEngine
 from serving.openai_schemas import CompletionRequest
-from serving.prompts import encode_prompt
 from serving.request_errors import RequestError
-from serving.sequences import generate, make_generations
+from serving.sequences import encode_prompt, generate, make_generations
 from serving.tokenizer import ReleaseTokenizer, load_tokenizer
 from serving.weights.release_store import set_current
 from tests.serving_fixtures import ADMIN_TOKEN, CHAT_TEMPLATE, echo_app, echo_release, running

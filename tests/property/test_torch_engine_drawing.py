@@ -12,8 +12,7 @@ from hypothesis import settings as bounded
 from hypothesis import strategies as st
 
 from serving.engine import Generation
-from serving.engines.torch_engine.drawing import draw, largest
-from serving.engines.torch_engine.sampling import Sampler, logprobs
+from serving.engines.torch_engine.sampling import draw, largest, logprobs, sample
 from serving.engines.torch_engine.sequence import EngineSequence
 
 quickly = bounded(deadline=None, max_examples=40)
@@ -72,10 +71,10 @@ def test_the_distribution_is_that_of_the_reference(
     logits = torch.randn(vocab_size, generator=generator) * 4
     exact = kept(logits, sequence(vocab_size, **settings).generation)
     rows = [sequence(vocab_size, seed=seed, **settings) for seed in range(100)]
-    sampler, num_rounds = Sampler(), 40
+    num_rounds = 40
     found: Counter[int] = Counter()
     for _ in range(num_rounds):
-        found.update(sampler.sample(rows, logits.expand(len(rows), -1)))
+        found.update(sample(rows, logits.expand(len(rows), -1)))
     assert set(found) <= set(exact)
     num_drawn = num_rounds * len(rows)
     expected = {token: share * num_drawn for token, share in exact.items()}
@@ -108,9 +107,8 @@ def test_ties_and_edges_stay_within_what_is_kept(
     logits = torch.tensor(levels) * 0.7303
     row = sequence(len(levels), seed=seed, **settings)
     exact = kept(logits, row.generation)
-    sampler = Sampler()
     for _ in range(5):
-        assert sampler.sample([row], logits[None])[0] in exact
+        assert sample([row], logits[None])[0] in exact
 
 
 @quickly
@@ -125,12 +123,9 @@ def test_no_row_depends_on_the_others(settings: list[dict[str, Any]], seed: int)
         return [sequence(WIDE, seed=seed + i, **each) for i, each in enumerate(settings)]
 
     together, alone = rows(), rows()
-    sampler = Sampler()
     for _ in range(2):
-        one_by_one = [
-            sampler.sample([each], logits[row : row + 1])[0] for row, each in enumerate(alone)
-        ]
-        assert sampler.sample(together, logits) == one_by_one
+        one_by_one = [sample([each], logits[row : row + 1])[0] for row, each in enumerate(alone)]
+        assert sample(together, logits) == one_by_one
 
 
 @quickly
@@ -188,7 +183,6 @@ def test_penalties_are_those_of_the_reference(
     loop.close()
     made = EngineSequence("r000001-00000000", generation, loop, vocab_size=31)
     beside = sequence(31, temperature=0.0)
-    sampler = Sampler()
     # In two parts, since what was counted is kept from one token to the next.
     for part in (output[: len(output) // 2], output):
         made.output[:] = part
@@ -203,13 +197,13 @@ def test_penalties_are_those_of_the_reference(
         for token_id, count in counts.items():
             expected[token_id] -= frequency * count + presence
         best = [int(expected.argmax()), int(logits[1].argmax())]
-        assert sampler.sample([made, beside], logits) == best
+        assert sample([made, beside], logits) == best
 
 
 def test_a_sequence_that_waits_holds_no_penalties() -> None:
     waiting = sequence(150_000, presence_penalty=1.0, repetition_penalty=1.1, seed=5)
     assert waiting.logits_processor.num_bytes == 0
-    Sampler().sample([waiting], torch.randn(1, 150_000))
+    sample([waiting], torch.randn(1, 150_000))
     assert 0 < waiting.logits_processor.num_bytes < 4096
 
 

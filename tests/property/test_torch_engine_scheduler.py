@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.engine import EngineError, Generation, Step
-from serving.engines.torch_engine.runner import Batch, KvCacheSize
-from serving.engines.torch_engine.sampling import Sampler
+from serving.engines.torch_engine.runner import Batch
 from serving.engines.torch_engine.scheduler import Scheduler
 from serving.engines.torch_engine.sequence import EngineSequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
+from serving.engines.torch_engine.slots import KvCacheSize
 
 VOCAB = 13
 CONTEXT = 40
@@ -31,9 +31,8 @@ class RememberingRunner:
 
     vocab_size = VOCAB
 
-    def __init__(self, cache_size: KvCacheSize, max_tokens: int, *, shares_prefixes: bool) -> None:
+    def __init__(self, cache_size: KvCacheSize, max_tokens: int) -> None:
         self.cache_size = cache_size
-        self.shares_prefixes = shares_prefixes
         self._max_tokens = max_tokens
         self.slots: list[list[int]] = [[] for _ in range(cache_size.num_slots)]
         self.num_read = 0
@@ -57,7 +56,7 @@ class RememberingRunner:
                 read.append(token_id)
                 found.append(next_token(read))
             self.num_read += len(found)
-            rows.extend(found[{"none": len(found), "last": -1, "all": 0}[chunk.wants] :])
+            rows.extend(found[len(found) - chunk.num_wanted :])
         num_blocks = sum(self.cache_size.blocks(len(slot)) for slot in self.slots)
         assert num_blocks <= self.cache_size.num_blocks
         return torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.long), VOCAB).float()
@@ -68,7 +67,6 @@ class RememberingRunner:
         del self.slots[slot][length:]
 
     def copy(self, source: int, target: int, length: int) -> None:
-        assert self.shares_prefixes
         assert source != target
         assert len(self.slots[source]) >= length
         self.slots[target] = self.slots[source][:length]
@@ -124,19 +122,17 @@ def cache_sizes(draw: st.DrawFn) -> KvCacheSize:
     cache_size=cache_sizes(),
     max_batch=st.integers(1, 4),
     max_tokens=st.integers(1, 30),
-    shares_prefixes=st.booleans(),
 )
 def test_each_sequence_gets_the_tokens_it_would_get_alone(
     moves: list[Generation | int | str],
     cache_size: KvCacheSize,
     max_batch: int,
     max_tokens: int,
-    shares_prefixes: bool,
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     settings = TorchEngineSettings(max_batch_tokens=max_tokens, max_batch=max_batch)
-    runner = RememberingRunner(cache_size, max_tokens, shares_prefixes=shares_prefixes)
-    scheduler = Scheduler(runner, Sampler(), settings)
+    runner = RememberingRunner(cache_size, max_tokens)
+    scheduler = Scheduler(runner, settings)
     submitted: list[EngineSequence] = []
     answers: dict[EngineSequence, list[Step]] = {}
 

@@ -4,8 +4,9 @@ was read."""
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from serving.engines.torch_engine.runner import Batch, KvCacheSize
+from serving.engines.torch_engine.runner import Batch
 from serving.engines.torch_engine.slot_allocator import MIN_SHARED_TOKENS, Slot, SlotAllocator
+from serving.engines.torch_engine.slots import KvCacheSize
 
 CONTEXT = 96
 
@@ -14,7 +15,6 @@ class TokenSlots:
     """A runner whose slots hold tokens, and which computes nothing."""
 
     vocab_size = 2
-    shares_prefixes = True
 
     def __init__(self, cache_size: KvCacheSize) -> None:
         self.cache_size = cache_size

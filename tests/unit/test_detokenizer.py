@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from serving.detokenizer import Detokenizer, text_offsets
+from serving.detokenizer import Detokenizer, StopStrings, text_offsets
 from serving.errors import ReleaseError
-from serving.stop_strings import StopStrings
 from serving.tokenizer import ReleaseTokenizer, load_tokenizer
 from tests.serving_fixtures import byte_tokenizer
 

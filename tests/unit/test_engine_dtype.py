@@ -8,7 +8,7 @@ import torch
 
 from pipeline.retrain.probe import make_probe
 from serving.dtype import choose_dtype, is_fast_in_bfloat16
-from serving.probe import measure_probe
+from serving.swap_checks import measure_probe
 from serving.weights.release import Probe
 from tests.torch_engine_fixtures import build, engine_with, llama_config, prompt, publish
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 from blake3 import blake3
 
-from serving.weights.digests import ShardDigests
+from serving.weights.headers import ShardDigests
 
 START, FIRST, SECOND = b"header", b"a" * 3_000_000, b"b" * 5
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.tool_calls import FORMATS, FormatName, Found, ToolCallReader, format_of
+from serving.settings import FormatName
+from serving.tool_calls import FORMATS, Found, ToolCallReader, format_of
 from serving.xml_arguments import parameter_types
 
 TOOLS = {

@@ -12,7 +12,7 @@ from llguidance import LLMatcher, grammar_from
 
 from serving.engine import Generation, GenerationRefused, Grammar
 from serving.engines.torch_engine import grammars
-from serving.engines.torch_engine.grammars import GrammarState, NextTokens
+from serving.engines.torch_engine.grammars import GrammarState
 from serving.engines.torch_engine.logits_processor import LogitsProcessor, process_logits
 from tests.serving_fixtures import byte_tokenizer
 from tests.torch_engine_fixtures import (
@@ -189,10 +189,9 @@ def test_allowed_tokens_beside_a_grammar_in_a_full_vocabulary(tmp_path: Path) ->
     )
     constrained = LogitsProcessor(regex("a+"), frozenset())
     constrained.grammar = GrammarState(matcher, tokenizer, "guided_regex")
-    next_tokens = NextTokens()
     for processors in ([allowing], [allowing, constrained], [constrained, allowing], [allowing]):
         logits = torch.zeros(len(processors), size)
-        process_logits(logits, processors, [[] for _ in processors], next_tokens)
+        process_logits(logits, processors, [[] for _ in processors])
         found = dict(zip(processors, logits, strict=True))
         assert found[allowing].isfinite().nonzero()[:, 0].tolist() == [5, 6]
         if constrained in found:

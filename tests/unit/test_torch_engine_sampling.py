@@ -10,7 +10,7 @@ import torch
 
 from serving.engine import Generation
 from serving.engines.torch_engine import sampling
-from serving.engines.torch_engine.sampling import Sampler
+from serving.engines.torch_engine.sampling import sample
 from serving.engines.torch_engine.sequence import EngineSequence
 from tests.torch_engine_fixtures import (
     ask_all,
@@ -35,8 +35,7 @@ def sequence(*, output: tuple[int, ...] = (), **settings: Any) -> EngineSequence
 
 def draws(count: int, logits: torch.Tensor = LOGITS, **settings: Any) -> Counter[int]:
     one = sequence(seed=0, **settings)
-    sampler = Sampler()
-    return Counter(sampler.sample([one], logits[None])[0] for _ in range(count))
+    return Counter(sample([one], logits[None])[0] for _ in range(count))
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -73,10 +72,9 @@ def test_a_flat_distribution_keeps_a_wide_nucleus() -> None:
 
 
 def test_penalties() -> None:
-    sampler = Sampler()
 
     def takes(**settings: Any) -> int:
-        return sampler.sample([sequence(temperature=0.0, **settings)], LOGITS[None])[0]
+        return sample([sequence(temperature=0.0, **settings)], LOGITS[None])[0]
 
     assert takes(presence_penalty=1.5) == 0
     assert takes(presence_penalty=1.5, output=(0, 0)) == 1
@@ -88,14 +86,14 @@ def test_penalties() -> None:
     favoured = torch.tensor([-2.0, -3.0, -3.0, -3.0, -1.0])
     repeated = sequence(temperature=0.0, repetition_penalty=3.0)
     present = sequence(temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0)
-    assert sampler.sample([repeated, present], favoured.repeat(2, 1)) == [0, 4]
+    assert sample([repeated, present], favoured.repeat(2, 1)) == [0, 4]
 
 
 def test_a_stop_token_that_is_none_changes_no_other_row() -> None:
     """Checkpoints name -1 as their end-of-sequence token if they have none."""
     beside = sequence(temperature=0.0)
     without_end = sequence(temperature=0.0, stop_token_ids=(-5,), min_tokens=3)
-    assert Sampler().sample([beside, without_end], LOGITS.repeat(2, 1)) == [0, 0]
+    assert sample([beside, without_end], LOGITS.repeat(2, 1)) == [0, 0]
 
 
 def test_a_large_top_k_widens_no_other_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,10 +107,10 @@ def test_a_large_top_k_widens_no_other_search(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sampling, "largest", counted)
     logits = torch.randn(4, 8192, generator=torch.Generator().manual_seed(0))
     counts = (4, 8000, 9, 0)
-    found = Sampler().sample([sequence(seed=1, top_k=count) for count in counts], logits)
+    found = sample([sequence(seed=1, top_k=count) for count in counts], logits)
     assert searched == [(2, 9)]
     alone = [
-        Sampler().sample([sequence(seed=1, top_k=count)], row[None])[0]
+        sample([sequence(seed=1, top_k=count)], row[None])[0]
         for count, row in zip(counts, logits, strict=True)
     ]
     assert found == alone
@@ -125,7 +123,7 @@ def test_what_is_sampled_leaves_the_logits_as_they_are() -> None:
         sequence(temperature=0.0),
         sequence(seed=2, logit_bias={1: 5.0}, presence_penalty=1.0, output=(0,)),
     ]
-    Sampler().sample(chosen, logits)
+    sample(chosen, logits)
     assert torch.equal(logits, LOGITS.repeat(3, 1))
 
 

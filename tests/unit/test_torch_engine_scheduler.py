@@ -8,11 +8,11 @@ import torch
 
 from serving.engine import EngineError, Generation, Step
 from serving.engines.torch_engine import scheduler as scheduler_module
-from serving.engines.torch_engine.runner import Batch, KvCacheSize
-from serving.engines.torch_engine.sampling import Sampler
+from serving.engines.torch_engine.runner import Batch
 from serving.engines.torch_engine.scheduler import Scheduler
 from serving.engines.torch_engine.sequence import EngineSequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
+from serving.engines.torch_engine.slots import KvCacheSize
 
 VOCAB = 32
 
@@ -21,7 +21,6 @@ class Runner:
     """Every logit is 0. Remembers the batches."""
 
     vocab_size = VOCAB
-    shares_prefixes = True
     cache_size = KvCacheSize(
         num_slots=8, num_blocks=80, block_tokens=16, block_bytes=100, context=160
     )
@@ -31,8 +30,7 @@ class Runner:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         self.batches.append(batch)
-        sizes = {"none": 0, "last": 1}
-        num_rows = sum(sizes.get(each.wants, len(each.token_ids)) for each in batch.chunks)
+        num_rows = sum(each.num_wanted for each in batch.chunks)
         return torch.zeros(len(batch.slots) + num_rows, VOCAB)
 
     def warm_up(self) -> None: ...
@@ -60,7 +58,7 @@ def submit(
 def test_a_sequence_that_ended_in_a_step_that_failed_gets_its_end(
     loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler = Scheduler(Runner(), Sampler(), TorchEngineSettings())
+    scheduler = Scheduler(Runner(), TorchEngineSettings())
     first = submit(scheduler, Generation(prompt=(1, 2), max_tokens=1, temperature=0.0), loop)
     second = submit(scheduler, Generation(prompt=(3, 4), max_tokens=5, temperature=0.0), loop)
 
@@ -85,7 +83,7 @@ def test_logits_of_prompts_take_no_more_memory_in_a_step_than_is_allowed(
 ) -> None:
     monkeypatch.setattr(scheduler_module, "_PROMPT_LOGITS_BYTES", 40 * 4 * VOCAB)
     runner = Runner()
-    scheduler = Scheduler(runner, Sampler(), TorchEngineSettings())
+    scheduler = Scheduler(runner, TorchEngineSettings())
     answers: dict[EngineSequence, list[Step | EngineError]] = {}
     for number in range(6):
         scored = number % 3 != 2
@@ -100,7 +98,7 @@ def test_logits_of_prompts_take_no_more_memory_in_a_step_than_is_allowed(
         for sequence, event in scheduler.step(num_schedulers=1):
             answers[sequence].append(event)
     num_rows = [
-        sum(len(chunk.token_ids) for chunk in batch.chunks if chunk.wants == "all")
+        sum(each.num_wanted for each in batch.chunks if each.num_wanted == len(each.token_ids))
         for batch in runner.batches
     ]
     assert max(num_rows) == 40
@@ -118,7 +116,7 @@ def test_a_preempted_sequence_takes_no_memory_while_it_waits(
     runner.cache_size = KvCacheSize(
         num_slots=8, num_blocks=10, block_tokens=16, block_bytes=100, context=160
     )
-    scheduler = Scheduler(runner, Sampler(), TorchEngineSettings())
+    scheduler = Scheduler(runner, TorchEngineSettings())
     for number in range(3):
         generation = Generation(prompt=(number,) * 30, max_tokens=100, temperature=0.0)
         submit(scheduler, generation, loop)
@@ -163,7 +161,7 @@ def test_a_prefill_may_take_longer_if_several_sequences_wait(
     runner = Slow()
     monkeypatch.setattr(scheduler_module, "_MIN_PREFILL_TOKENS", 1)
     settings = TorchEngineSettings(step_seconds=25 / 512, max_batch=max_batch)
-    scheduler = Scheduler(runner, Sampler(), settings)
+    scheduler = Scheduler(runner, settings)
     for number in range(2):
         generation = Generation(prompt=(number,) * 50, max_tokens=100, temperature=0.0)
         submit(scheduler, generation, loop)

@@ -4,15 +4,14 @@ from typing import Any
 
 import pytest
 
-from serving.engines.torch_engine.runner import KvCacheSize
 from serving.engines.torch_engine.slot_allocator import Slot, SlotAllocator
+from serving.engines.torch_engine.slots import KvCacheSize
 
 
 class Runner:
     """Computes nothing, and remembers what is copied."""
 
     vocab_size = 2
-    shares_prefixes = True
 
     def __init__(self, num_slots: int = 4) -> None:
         self.cache_size = KvCacheSize(

@@ -11,7 +11,7 @@ import torch
 
 from serving.engines.torch_engine import device as device_module
 from serving.engines.torch_engine import step_loop
-from serving.engines.torch_engine.busy_lock import BusyLock
+from serving.engines.torch_engine.device import BusyLock
 from serving.engines.torch_engine.step_loop import StepLoop
 from tests.torch_engine_changes import until
 from tests.torch_engine_fixtures import (

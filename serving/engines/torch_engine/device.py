@@ -1,18 +1,21 @@
-"""Chooses the device of an engine, tells how much memory is free, and lowers the priority of a
-thread."""
+"""The machine of an engine: chooses the device, tells how much memory is free and whether other
+programs compute, and lowers the priority of a thread."""
 
 import ctypes
+import fcntl
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 import torch
 
 from serving.engines.torch_engine.settings import TorchEngineSettings
-from serving.errors import ServingError
+from serving.errors import ServingError, first_line
 
 _CGROUP_V2 = Path("/sys/fs/cgroup")
+_CHECK_SECONDS = 0.1
 
 
 def choose_device(settings: TorchEngineSettings) -> torch.device:
@@ -22,8 +25,8 @@ def choose_device(settings: TorchEngineSettings) -> torch.device:
             device = torch.device(settings.device)
             torch.Generator(device)  # fails if the device does not exist
         except RuntimeError as error:
-            message = str(error).splitlines()[0]
-            raise ServingError(f"[serving.torch] device {settings.device!r}: {message}") from None
+            reason = first_line(error)
+            raise ServingError(f"[serving.torch] device {settings.device!r}: {reason}") from None
         return device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -66,6 +69,44 @@ def return_unused_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
+
+
+class BusyLock:
+    """Tells whether other programs on this machine compute. They hold a lock on a file meanwhile
+    (flock(2)). Use it from one thread only. Without a file, the lock is never held.
+
+    The engine then leaves one core to them. If a step used every core, each of its operations would
+    wait for the thread whose core another program occupies.
+    """
+
+    def __init__(self, lock: Path | None) -> None:
+        self._lock = lock
+        self._is_held = False
+        self._next_check = 0.0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a program held the lock at the last check, at most 0.1 seconds ago."""
+        if self._lock is not None and time.monotonic() >= self._next_check:
+            self._is_held = _is_held(self._lock)
+            self._next_check = time.monotonic() + _CHECK_SECONDS
+        return self._is_held
+
+
+def _is_held(lock: Path) -> bool:
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False  # no program has created the file
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # the file system does not support locks
+    finally:
+        os.close(descriptor)
+    return False
 
 
 # Beside a busy thread, the staging thread gets about a quarter of a core. With a higher nice

@@ -11,15 +11,14 @@ from typing import Any, Self
 
 from serving.dtype import choose_dtype
 from serving.engine import EngineError, Generation, StageError, Step
-from serving.engines.torch_engine.busy_lock import BusyLock
-from serving.engines.torch_engine.device import choose_device, return_unused_memory
+from serving.engines.torch_engine.device import BusyLock, choose_device, return_unused_memory
 from serving.engines.torch_engine.grammars import Grammars
-from serving.engines.torch_engine.loading import StagingCancelled, UnitPool
-from serving.engines.torch_engine.sampling import Sampler
+from serving.engines.torch_engine.loading import Loaded, StagingCancelled, UnitPool
+from serving.engines.torch_engine.runner import Runner
 from serving.engines.torch_engine.scheduler import Scheduler
 from serving.engines.torch_engine.sequence import EngineSequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
-from serving.engines.torch_engine.staging import Staged, load_runner
+from serving.engines.torch_engine.staging import load_runner
 from serving.engines.torch_engine.step_loop import StepLoop
 from serving.errors import ReleaseError
 from serving.weights.release import Release
@@ -53,7 +52,7 @@ class Resident:
     context: int
     """The largest number of tokens in a sequence, prompt included."""
     read_bytes: int
-    """As in `Staged`."""
+    """As in `Loaded`."""
     shared_bytes: int
     is_committed: bool = False
     is_unloading: bool = False
@@ -71,7 +70,6 @@ class TorchEngine:
         self._settings = settings
         self._device = choose_device(settings)
         self._pool = UnitPool()
-        self._sampler = Sampler()
         self._grammars = Grammars()
         self._residents: dict[str, Resident] = {}
         self._staging = asyncio.Lock()
@@ -92,8 +90,7 @@ class TorchEngine:
         return self._steps.failure
 
     async def take_turn(self) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._steps.add_liveness_check(turn)
+        turn = asyncio.wrap_future(self._steps.next_turn())
         try:
             while not turn.done():
                 before = self._steps.cpu_seconds
@@ -116,18 +113,18 @@ class TorchEngine:
                 return
             await self._wait_for_room(release.id)
             with self._steps.reserve_core():
-                staged = await self._load(release, folder)
+                runner, loaded = await self._load(release, folder)
             try:
-                self._steps.add(release.id, Scheduler(staged.runner, self._sampler, self._settings))
+                self._steps.add(release.id, Scheduler(runner, self._settings))
             except EngineError as error:
                 raise StageError(f"release {release.id}: {error}") from error
             self._residents[release.id] = Resident(
                 release=release,
                 folder=folder,
-                vocab_size=staged.runner.vocab_size,
-                context=staged.runner.cache_size.context,
-                read_bytes=staged.read_bytes,
-                shared_bytes=staged.shared_bytes,
+                vocab_size=runner.vocab_size,
+                context=runner.cache_size.context,
+                read_bytes=loaded.read_bytes,
+                shared_bytes=loaded.shared_bytes,
             )
 
     def dtype_of(self, release: Release) -> str:
@@ -248,7 +245,7 @@ class TorchEngine:
         if self._is_closed:
             raise StageError(f"release {release_id}: the engine was closed")
 
-    async def _load(self, release: Release, folder: Path) -> Staged:
+    async def _load(self, release: Release, folder: Path) -> tuple[Runner, Loaded]:
         is_unwanted = threading.Event()
         work = partial(
             load_runner,

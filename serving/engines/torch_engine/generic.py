@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from serving.engine import StageError
-from serving.engines.torch_engine.generic_rope import freeze_frequencies, keep_frequencies
 from serving.engines.torch_engine.loading import Built, Part, Unit
-from serving.engines.torch_engine.runner import Batch, KvCacheSize
-from serving.engines.torch_engine.slots import KeyValueSlots, LayerShape
+from serving.engines.torch_engine.runner import Batch
+from serving.engines.torch_engine.slots import KeyValueSlots, KvCacheSize, LayerShape
 from serving.weights import network
 from serving.weights.network import Sources
 
@@ -71,7 +70,7 @@ def layer_shapes(folder: Path) -> list[LayerShape]:
     # In 16 bits, because the operators of experts (MoE) compute shapes for no other dtypes.
     empty: Any = network.build_network(folder, is_empty=True).to(torch.bfloat16)
     # Scaling changes no shape, and it reads the values of positions, which do not exist here.
-    keep_frequencies(empty)
+    _keep_frequencies(empty)
     recorder = ShapeRecorder()
     name = f"{folder / network.CONFIG_FILE}: {type(empty).__name__}"
     try:
@@ -91,11 +90,28 @@ def layer_shapes(folder: Path) -> list[LayerShape]:
     return recorder.shapes
 
 
+def allowed_context(config: Any, max_context: int | None) -> int:
+    """The largest number of tokens in a sequence that the network allows.
+
+    LongRoPE has two sets of frequencies: one for texts of `original_max_position_embeddings`
+    tokens, one for longer texts. Training and probes use short texts, and so the first set. The
+    second one is used only if `max_context` asks for a longer context.
+    """
+    allowed = network.context_length(config)
+    original = min(_original_contexts(config), default=allowed)
+    if max_context is None and original < allowed:
+        _log.warning(
+            "max_context is lowered to %d: with a longer context, up to %d, LongRoPE has other "
+            "frequencies, and even the answers to short prompts change",
+            *(original, allowed),
+        )
+        return original
+    return allowed
+
+
 class TransformersRunner:
     """Computes all decoding sequences in one forward pass, or each in its own if the network is not
     in `BATCHED` or `BATCHED_BY_KIND`. Each prefill chunk has its own forward pass too."""
-
-    shares_prefixes = True
 
     def __init__(
         self,
@@ -120,7 +136,7 @@ class TransformersRunner:
         network.load_state_dict(self._weights, assign=True)
         # Weights are on the device already. This moves the buffers that no checkpoint holds.
         self._network = network.to(device)
-        freeze_frequencies(self._network, cache_size.context)
+        _freeze_frequencies(self._network, cache_size.context)
         self._is_batched = _is_batched(self._config)
         self._device = device
         self._dtype = next(network.parameters()).dtype
@@ -147,9 +163,9 @@ class TransformersRunner:
             token_ids = [[token_id] for token_id in batch.token_ids[first:end]]
             rows.append(self._read(batch.slots[first:end], batch.lengths[first:end], token_ids, 1))
         for chunk in batch.chunks:
-            keep = {"none": 1, "last": 1, "all": len(chunk.token_ids)}[chunk.wants]
+            keep = max(1, chunk.num_wanted)
             logits = self._read([chunk.slot], [chunk.start], [list(chunk.token_ids)], keep)
-            rows.append(logits[:0] if chunk.wants == "none" else logits)
+            rows.append(logits[: chunk.num_wanted])
         return torch.cat(rows)
 
     def _read(
@@ -181,3 +197,48 @@ def _is_batched(config: Any) -> bool:
     # A configuration may name kinds of layers that its network ignores.
     has_kinds = getattr(config.get_text_config(), "layer_types", None) is not None
     return config.model_type in BATCHED and not has_kinds
+
+
+def _freeze_frequencies(network: Any, context: int) -> None:
+    """Let every forward pass use the frequencies for texts of `context` tokens. Only some kinds of
+    RoPE have frequencies that depend on the length of the text: LongRoPE (arXiv:2402.13753) and
+    dynamic NTK scaling.
+
+    `transformers` chooses these frequencies again in each forward pass, from the largest position
+    in it. In the engine, a forward pass computes several sequences or a part of one, and the slots
+    hold keys of earlier passes. So an answer would depend on other sequences and on how its prompt
+    was divided. Here the frequencies are chosen once for a release, as vLLM does for LongRoPE.
+    """
+    weight = next(network.parameters())
+    last = torch.tensor([[context - 1]], device=weight.device)
+    for module, layer_type in list(_changing(network)):
+        # A forward pass chooses the frequencies for its last position.
+        module(weight, last, *(() if layer_type is None else (layer_type,)))
+    _keep_frequencies(network)
+
+
+def _keep_frequencies(network: Any) -> None:
+    """Let every forward pass use the frequencies that the network has now."""
+    for module, layer_type in list(_changing(network)):
+        if layer_type is None:
+            module.rope_type = "default"
+        else:
+            module.rope_type[layer_type] = "default"
+
+
+def _changing(network: Any) -> Iterator[tuple[Any, str | None]]:
+    """The modules that choose frequencies in each forward pass. A module that does this for several
+    kinds of layers comes once with each kind."""
+    for module in network.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else ((None, kinds),):
+            if kind is not None and (kind == "longrope" or "dynamic" in kind):
+                yield module, layer_type
+
+
+def _original_contexts(config: Any) -> Iterator[int]:
+    """`original_max_position_embeddings` of each kind of layers with LongRoPE."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    for each in (parameters, *parameters.values()):
+        if isinstance(each, dict) and each.get("rope_type") == "longrope":
+            yield each["original_max_position_embeddings"]

@@ -2,15 +2,17 @@
 in its grammar."""
 
 import asyncio
+import functools
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 from tokenizers import AddedToken
 
@@ -39,16 +41,16 @@ _LIMITS = LLParserLimits(
 )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class GrammarState:
     """The state of one sequence in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, param: str) -> None:
-        self.matcher = matcher
-        self.tokenizer = tokenizer
-        self.param = param
+    matcher: LLMatcher
+    tokenizer: LLTokenizer
+    param: str
 
     def copy(self) -> "GrammarState":
-        return GrammarState(self.matcher.deep_copy(), self.tokenizer, self.param)
+        return replace(self, matcher=self.matcher.deep_copy())
 
     def advance(self, token_id: int) -> bool:
         """Advance by one token. Returns True if the text is complete and no token can follow."""
@@ -155,37 +157,33 @@ class Grammars:
         return self._tokenizers.setdefault(release.id, next(same, made))
 
 
-class NextTokens:
-    """Finds the tokens that may come next, for several sequences at once."""
+def next_tokens(states: Sequence[GrammarState | None], vocab_size: int) -> Bits:
+    """The tokens that may come next: one row for each state, as wide as the vocabulary. The states
+    must be of one release. Without a state, every token is allowed."""
+    # A tokenizer may have more tokens than the vocabulary. llguidance writes all of them.
+    num_tokens = max([vocab_size, *(each.tokenizer.vocab_size for each in states if each)])
+    bits = allocate_token_bitmask(len(states), num_tokens)
+    found = [(state.matcher, row) for row, state in enumerate(states) if state]
+    if found:
+        fill_next_token_bitmask_par(_executor(), found, bits)
+    for row, state in enumerate(states):
+        if state is not None:
+            end = state.tokenizer.eos_token
+            bits[row, end >> 5] &= ~np.left_shift(np.int32(1), np.int32(end & 31))
+    return bits[:, : (vocab_size + 31) // 32]
 
-    def __init__(self) -> None:
-        self._executor: LLExecutor | None = None
 
-    def of(self, states: Sequence[GrammarState | None], vocab_size: int) -> Bits:
-        """One row for each state, as wide as the vocabulary. The states must be of one release.
-        Without a state, every token is allowed."""
-        # A tokenizer may have more tokens than the vocabulary. llguidance writes all of them.
-        num_tokens = max([vocab_size, *(each.tokenizer.vocab_size for each in states if each)])
-        bits = np.full((len(states), (num_tokens + 31) // 32), -1, np.int32)
-        found = [(state.matcher, row) for row, state in enumerate(states) if state]
-        if found:
-            if self._executor is None:
-                self._executor = LLExecutor()
-            self._executor.unsafe_compute_mask_ptr(
-                found, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits)
-            )
-        for row, state in enumerate(states):
-            if state is not None:
-                end = state.tokenizer.eos_token
-                bits[row, end >> 5] &= ~np.left_shift(np.int32(1), np.int32(end & 31))
-        return bits[:, : (vocab_size + 31) // 32]
+@functools.cache
+def _executor() -> LLExecutor:
+    """llguidance's threads. They start with the first grammar."""
+    return LLExecutor()
 
 
 def _read_tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:
     """Raises ReleaseError, ValueError."""
     tokenizer = load_tokenizer(folder).tokenizer
     # The request decides which tokens end the sequence. So llguidance gets an end token that no
-    # text contains, and `NextTokens` never allows this token.
+    # text contains, and `next_tokens` never allows this token.
     tokenizer.add_special_tokens([AddedToken(_END, special=True)])
     end = tokenizer.get_vocab(with_added_tokens=True)[_END]
     return LLTokenizer(tokenizer.to_str(), n_vocab=max(vocab_size, end + 1), eos_token=[end])

@@ -30,7 +30,7 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """`weight` is [out, in], `bias` is [out]. Both must have the final device and dtype."""
         self.bias = bias
-        self.is_packed = _is_packable(weight)
+        self.is_packed = weight.device.type == "cpu" and _can_pack(weight.dtype)
         if self.is_packed:
             weight = _pack(weight)
         self._weight = weight
@@ -50,10 +50,6 @@ class Linear:
     def plain_weight(self) -> Tensor:
         """[out, in], with exactly the original values. A copy if the weight is packed."""
         return self._weight.to_dense(self._weight.dtype) if self.is_packed else self._weight
-
-
-def _is_packable(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and _can_pack(weight.dtype)
 
 
 @functools.cache

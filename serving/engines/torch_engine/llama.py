@@ -1,21 +1,21 @@
 """Runs Llama and similar networks (Mistral, Qwen2, Qwen3) as a few large torch operations, without
 torch modules."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from serving.engines.torch_engine import rope, threads
+from serving.engines.torch_engine import rope
 from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.linear import Linear
 from serving.engines.torch_engine.loading import Built
-from serving.engines.torch_engine.rows import Rows, Span, padded_count
-from serving.engines.torch_engine.runner import Batch, Chunk, KvCacheSize
-from serving.engines.torch_engine.slots import KeyValueSlots
+from serving.engines.torch_engine.rows import Rows, Span, is_parallel_worthwhile, padded_count
+from serving.engines.torch_engine.runner import Batch, Chunk
+from serving.engines.torch_engine.slots import KeyValueSlots, KvCacheSize
 
 _ROWS_WARMED_UP = 64
 
@@ -34,8 +34,6 @@ class _Layer:
 
 class LlamaRunner:
     """The network of one release, with its own slots."""
-
-    shares_prefixes = True
 
     def __init__(
         self,
@@ -92,9 +90,8 @@ class LlamaRunner:
         self._num_threads = torch.get_num_threads()
         """For matrix products and large attention. Elementwise operations use
         `_num_elementwise_threads`."""
-        is_parallel = rows.count >= threads.PARALLEL_ROWS
-        self._num_elementwise_threads = self._num_threads if is_parallel else 1
-        with threads.use(self._num_elementwise_threads):
+        self._num_elementwise_threads = self._num_threads if rows.is_parallel else 1
+        with _use_threads(self._num_elementwise_threads):
             x = F.embedding(rows.token_ids, self._embedding)
             rotation = self._rotations[rows.positions]
             for index, layer in enumerate(self._layers):
@@ -130,28 +127,19 @@ class LlamaRunner:
         gate, up = self._multiply(layer.gate_up, self._normalise(x, layer.mlp_norm)).chunk(2, dim=1)
         return self._multiply(layer.down, F.silu(gate).mul_(up)).add_(x)
 
-    def _threads_for(self, *, is_parallel: bool) -> AbstractContextManager[None]:
-        return threads.use(self._num_threads if is_parallel else 1)
-
     def _write(self, index: int, keys_values: Tensor, rows: Rows) -> None:
-        shape, first = self._shape, rows.num_decoding
-        by_head = keys_values.view(-1, 2, shape.num_kv_heads, shape.head_dim)
-        if first:
-            self._slots.write_rows(index, rows.row_indices, by_head[:first])
-        for chunk, _ in rows.chunks:
-            end = first + len(chunk.token_ids)
-            self._slots.write_run(index, chunk.slot, chunk.start, by_head[first:end])
-            first = end
+        by_head = keys_values.view(-1, 2, self._shape.num_kv_heads, self._shape.head_dim)
+        if rows.num_decoding:
+            self._slots.write_rows(index, rows.row_indices, by_head[: rows.num_decoding])
+        for chunk, its_rows, _ in rows.chunks:
+            self._slots.write_run(index, chunk.slot, chunk.start, by_head[its_rows])
 
     def _attend(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
         parts = [self._attend_span(index, queries[span.rows], span) for span in rows.spans]
-        first = rows.num_decoding
-        for chunk, mask in rows.chunks:
-            end = first + len(chunk.token_ids)
-            parts.append(self._attend_chunk(index, queries[first:end], chunk, mask))
-            first = end
-        if first < len(queries):
-            parts.append(queries[first:])
+        for chunk, its_rows, mask in rows.chunks:
+            parts.append(self._attend_chunk(index, queries[its_rows], chunk, mask))
+        if rows.count < len(queries):  # padding
+            parts.append(queries[rows.count :])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend_span(self, index: int, queries: Tensor, span: Span) -> Tensor:
@@ -164,7 +152,7 @@ class LlamaRunner:
         # For SDPA, the query heads that share a key head look like query positions. So keys and
         # values need not be repeated.
         grouped = queries.view(count, shape.num_kv_heads, -1, shape.head_dim)
-        with self._threads_for(is_parallel=span.is_parallel):
+        with _use_threads(self._num_threads if span.is_parallel else 1):
             if span.score_mask is not None:
                 # As SDPA does, with fewer operations. Besides, SDPA on a CPU processes blocks of
                 # more query rows than there are here.
@@ -188,10 +176,10 @@ class LlamaRunner:
         shape, count = self._shape, len(chunk.token_ids)
         keys, values = self._slots.read(index, chunk.slot, chunk.slot + 1, chunk.start + count)
         by_head = queries.view(1, count, shape.num_heads, shape.head_dim).transpose(1, 2)
-        is_parallel = threads.is_parallel_worthwhile(
+        is_parallel = is_parallel_worthwhile(
             multiplications=2 * queries.numel() * (chunk.start + count)
         )
-        with self._threads_for(is_parallel=is_parallel):
+        with _use_threads(self._num_threads if is_parallel else 1):
             attended = F.scaled_dot_product_attention(
                 by_head, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
             )
@@ -204,6 +192,17 @@ class LlamaRunner:
         norms: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scales = torch.addcmul(self._norm_eps, norms, norms, value=1 / x.shape[-1]).rsqrt_()
         return (wide * scales).mul_(weight).to(x.dtype)
+
+
+@contextmanager
+def _use_threads(num_threads: int) -> Iterator[None]:
+    """In the `with` block, operations of the calling thread run on `num_threads` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _rotate(pairs: Tensor, rotation: Tensor) -> None:

@@ -14,8 +14,7 @@ from torch import Tensor
 from serving.engine import StageError
 from serving.engines.torch_engine import rope
 from serving.engines.torch_engine.linear import Linear
-from serving.weights.digests import TensorDigest
-from serving.weights.release import Release, TensorEntry
+from serving.weights.release import Release, TensorDigest, TensorEntry
 from serving.weights.shards import DTYPES, read_tensors, tensor_bytes
 from serving.weights.verify import wrong_digest
 
@@ -91,26 +90,17 @@ class Loaded:
     """Bytes of the tensors that another release in memory already held in the same form."""
 
 
-class UnitPool:
+class UnitPool(WeakValueDictionary[UnitKey, Built]):
     """The units of all releases in memory. The pool holds weak references only, so a unit is freed
     together with the last release that uses it."""
-
-    def __init__(self) -> None:
-        self._units: WeakValueDictionary[UnitKey, Built] = WeakValueDictionary()
-
-    def find(self, key: UnitKey) -> Built | None:
-        return self._units.get(key)
 
     def find_with_part(self, key: UnitKey, number: int) -> Built | None:
         """A unit of the same form and dtype, whose part with this number has the same digest."""
         form, dtype, digests = key
-        for (*like, others), unit in self._units.items():
+        for (*like, others), unit in self.items():
             if like == [form, dtype] and others[number] == digests[number]:
                 return unit
         return None
-
-    def keep(self, key: UnitKey, unit: Built) -> None:
-        self._units[key] = unit
 
 
 class StagingCancelled(Exception):
@@ -182,9 +172,7 @@ class Loader:
         count."""
         fresh = {self._key(unit): unit.numel for unit in units.values()}
         return sum(
-            numel * self.dtype.itemsize
-            for key, numel in fresh.items()
-            if self.pool.find(key) is None
+            numel * self.dtype.itemsize for key, numel in fresh.items() if key not in self.pool
         )
 
     def load(self, units: Mapping[str, Unit]) -> Loaded:
@@ -195,7 +183,7 @@ class Loader:
         for place, unit in units.items():
             used.update(self._stored(part.name) for part in unit.parts)
             key = self._key(unit)
-            found = self.pool.find(key)
+            found = self.pool.get(key)
             if found is None:
                 values = [self._find_part(unit, key, number) for number in range(len(unit.parts))]
                 for number, part in enumerate(unit.parts):
@@ -203,7 +191,7 @@ class Loader:
                         values[number] = part.prepare(self._read(part))
                         read.add(self._stored(part.name))
                 found = unit.build([each for each in values if each is not None])
-                self.pool.keep(key, found)
+                self.pool[key] = found
             built[place] = found
         return Loaded(
             units=built,
@@ -227,7 +215,7 @@ class Loader:
         # This is how a tied head finds the embedding.
         part, digest = unit.parts[number], key[2][number]
         as_stored = Part(name=part.name, shape=part.shape).form
-        plain = self.pool.find((("plain", (as_stored,)), self.dtype, (digest,)))
+        plain = self.pool.get((("plain", (as_stored,)), self.dtype, (digest,)))
         return part.prepare(plain) if isinstance(plain, Tensor) else None
 
     def _stored_bytes(self, names: set[str]) -> int:
@@ -241,7 +229,7 @@ class Loader:
         Raises StagingCancelled."""
         name = self._stored(part.name)
         entry = self.release.tensors[name]
-        mapped = read_tensors(self.folder, {name: entry.file}, [name])[name]
+        mapped = read_tensors(self.folder, {name: entry.file})[name]
         if tuple(mapped.shape) != entry.shape or DTYPES[mapped.dtype] != entry.dtype:
             raise StageError(
                 f"{entry.file}: tensor {name}: is {DTYPES[mapped.dtype]} {list(mapped.shape)}, "

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serving.engine import Generation, GenerationRefused
-from serving.engines.torch_engine.grammars import Bits, GrammarState, NextTokens
+from serving.engines.torch_engine.grammars import Bits, GrammarState, next_tokens
 
 _Ids = NDArray[np.int64]
 _Values = NDArray[np.float32]
@@ -145,18 +145,16 @@ class TokenCounts:
 
 
 def process_logits(
-    logits: Tensor,
-    processors: Sequence[LogitsProcessor],
-    outputs: Sequence[list[int]],
-    next_tokens: NextTokens,
+    logits: Tensor, processors: Sequence[LogitsProcessor], outputs: Sequence[list[int]]
 ) -> None:
     """Change `logits` [rows, vocabulary] in place. If no token is left in a row, its processor gets
     a `refusal`, and all its logits become zero."""
-    _mask(logits, processors, next_tokens)
+    constrained = [row for row, each in enumerate(processors) if each.is_constrained]
+    if constrained:
+        _mask(logits, processors, constrained)
     _add_bias(logits, processors)
     _forbid_stop_tokens(logits, processors, outputs)
     _penalise(logits, processors, outputs)
-    constrained = [row for row, each in enumerate(processors) if each.is_constrained]
     for row in constrained:
         each = processors[row]
         if (each.grammar and each.grammar.fault) or logits[row].amax() == -torch.inf:
@@ -164,12 +162,9 @@ def process_logits(
             logits[row] = 0
 
 
-def _mask(logits: Tensor, processors: Sequence[LogitsProcessor], next_tokens: NextTokens) -> None:
-    rows = [row for row, each in enumerate(processors) if each.is_constrained]
-    if not rows:
-        return
+def _mask(logits: Tensor, processors: Sequence[LogitsProcessor], rows: list[int]) -> None:
     vocab_size = logits.shape[1]
-    bits = next_tokens.of([processors[row].grammar for row in rows], vocab_size)
+    bits = next_tokens([processors[row].grammar for row in rows], vocab_size)
     for number, row in enumerate(rows):
         processors[row].restrict(bits[number])
     added = _LOGITS_OF_BYTE.take(bits.view(np.uint8), axis=0).reshape(len(rows), -1)[:, :vocab_size]

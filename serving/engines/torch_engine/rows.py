@@ -1,4 +1,11 @@
-"""`Rows`: the tensors of a batch. Also decides which rows attend in one operation."""
+"""`Rows`: the tensors of a batch. Also decides which rows attend in one operation, and which
+operations run on several threads.
+
+Before a parallel operation, the sleeping threads must be woken. This takes 10 to 150 µs. It takes
+longer if other programs use the cores, and if threads spin for a shorter time before they sleep
+(`GOMP_SPINCOUNT`). A decoding step has hundreds of operations that take less time than this on one
+thread.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serving.engines.torch_engine import threads
 from serving.engines.torch_engine.runner import Batch, Chunk
 
 # oneDNN creates a kernel for each number of rows and keeps it (about 1 ms and 0.4 MB each). So
@@ -19,6 +25,12 @@ _ROW_STEP_ABOVE = 64
 # One more attention operation takes as long as reading this many more bytes of keys and values:
 # about 40 µs.
 _SPAN_BYTES = 1 << 19
+
+# Elementwise operations on at least this number of rows are faster on several threads.
+_PARALLEL_ROWS = 256
+# Attention that reads or multiplies this much takes about 0.1 ms on one thread.
+_PARALLEL_READ_BYTES = 1 << 18
+_PARALLEL_MULTIPLICATIONS = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,15 +75,17 @@ class Rows:
         token_ids = list(batch.token_ids)
         positions = list(batch.lengths)
         wanted = list(range(self.num_decoding))
+        self.chunks: list[tuple[Chunk, slice, Tensor | None]] = []
+        """Each chunk with its rows, and the mask of its attention."""
         for chunk in batch.chunks:
-            end = len(token_ids) + len(chunk.token_ids)
-            if chunk.wants == "all":
-                wanted.extend(range(len(token_ids), end))
-            elif chunk.wants == "last":
-                wanted.append(end - 1)
+            first, end = len(token_ids), len(token_ids) + len(chunk.token_ids)
+            self.chunks.append((chunk, slice(first, end), _chunk_mask(chunk, device)))
+            wanted.extend(range(end - chunk.num_wanted, end))
             token_ids.extend(chunk.token_ids)
             positions.extend(range(chunk.start, chunk.start + len(chunk.token_ids)))
         self.count, self.num_wanted = len(token_ids), len(wanted)
+        self.is_parallel = self.count >= _PARALLEL_ROWS
+        """Whether elementwise operations on these rows run on several threads."""
         if is_padded:
             token_ids.extend(_padding(self.count))
             positions.extend(_padding(self.count))
@@ -86,7 +100,11 @@ class Rows:
             _span(batch, rows, token_bytes, num_kv_heads, dtype, device)
             for rows in adjacent(batch.slots, batch.lengths, _SPAN_BYTES // token_bytes)
         ]
-        self.chunks = [(chunk, _chunk_mask(chunk, device)) for chunk in batch.chunks]
+
+
+def is_parallel_worthwhile(*, read_bytes: int = 0, multiplications: int = 0) -> bool:
+    """Whether attention of this size is faster on several threads."""
+    return read_bytes > _PARALLEL_READ_BYTES or multiplications > _PARALLEL_MULTIPLICATIONS
 
 
 def padded_count(num_rows: int) -> int:
@@ -154,7 +172,7 @@ def _span(
         end=end,
         length=length,
         places=None if is_whole else torch.tensor(places, device=device),
-        is_parallel=threads.is_parallel_worthwhile(read_bytes=(end - first) * length * token_bytes),
+        is_parallel=is_parallel_worthwhile(read_bytes=(end - first) * length * token_bytes),
         mask=mask,
         score_mask=score_mask,
     )

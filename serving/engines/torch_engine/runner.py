@@ -7,35 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KvCacheSize:
-    """The size of the KV cache of one release.
-
-    A slot has an address range for a whole context. Memory is counted in blocks, which all slots
-    share.
-    """
-
-    num_slots: int
-    num_blocks: int
-    """At least the number of blocks for one sequence of `context` tokens."""
-    block_tokens: int
-    block_bytes: int
-    context: int
-    """The largest number of tokens in a sequence, prompt included."""
-
-    @property
-    def memory_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
-
-    @property
-    def slot_tokens(self) -> int:
-        """The length of a slot's address range: a context, in whole blocks."""
-        return self.blocks(self.context) * self.block_tokens
-
-    def blocks(self, num_tokens: int) -> int:
-        """The number of blocks for `num_tokens` tokens of one sequence."""
-        return -(-num_tokens // self.block_tokens)
+from serving.engines.torch_engine.slots import KvCacheSize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +19,8 @@ class Chunk:
     """The number of tokens that the slot already holds. If it holds more than `start` tokens, those
     after the first `start` are overwritten."""
     token_ids: tuple[int, ...]
-    wants: str
-    """For which of these tokens logits are computed: `none`, `last` or `all`."""
+    num_wanted: int
+    """For how many of these tokens logits are computed. They are the last ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,9 +41,6 @@ class Runner(Protocol):
 
     cache_size: KvCacheSize
     vocab_size: int
-    shares_prefixes: bool
-    """Whether a slot may be read from any of its tokens on, and a part of it may be copied. If so,
-    sequences can share the KV cache of a common prefix."""
 
     def forward(self, batch: Batch) -> Tensor:
         """Compute one step. Returns float32 logits [rows, vocabulary]: one row for each decoding
@@ -84,5 +53,4 @@ class Runner(Protocol):
         """Free the memory that a slot has for tokens after its first `length`."""
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of `source` to `target`. `source` does not change. Called
-        only if `shares_prefixes`."""
+        """Copy the first `length` tokens of `source` to `target`. `source` does not change."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from serving.engine import EngineError, Step, TokenLogprob
 from serving.engines.torch_engine.runner import Batch, Chunk, Runner
-from serving.engines.torch_engine.sampling import Sampler, logprobs
+from serving.engines.torch_engine.sampling import logprobs, sample
 from serving.engines.torch_engine.sequence import EngineSequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.slot_allocator import COPIED_PER_PREFILLED, Slot, SlotAllocator
@@ -30,9 +30,8 @@ class Scheduler:
     again, and later prefills its prompt and its output. So the oldest sequence always continues.
     """
 
-    def __init__(self, runner: Runner, sampler: Sampler, settings: TorchEngineSettings) -> None:
+    def __init__(self, runner: Runner, settings: TorchEngineSettings) -> None:
         self._runner = runner
-        self._sampler = sampler
         self._settings = settings
         self._allocator = SlotAllocator(runner)
         self._waiting: deque[EngineSequence] = deque()
@@ -156,7 +155,7 @@ class Scheduler:
                     slot=slot.number,
                     start=slot.length,
                     token_ids=unread,
-                    wants=_wanted(sequence, is_last=is_last),
+                    num_wanted=int(is_last) if sequence.prompt_logprobs is None else len(unread),
                 )
             )
         return chunks
@@ -231,10 +230,10 @@ class Scheduler:
         scored: list[EngineSequence] = []
         for chunk, sequence in zip(chunks, list(self._prefilling), strict=True):
             slot = _slot(sequence)
-            wanted = {"none": 0, "last": 1, "all": len(chunk.token_ids)}[chunk.wants]
+            end = row + chunk.num_wanted
             if sequence.prompt_logprobs is not None:
-                _score(sequence, chunk.start, sequence.prompt_logprobs, logits[row : row + wanted])
-            row += wanted
+                _score(sequence, chunk.start, sequence.prompt_logprobs, logits[row:end])
+            row = end
             slot.length += len(chunk.token_ids)
             if slot.length < len(slot.tokens):
                 continue
@@ -249,11 +248,10 @@ class Scheduler:
         if sampled:
             self._sample(sampled, logits if len(rows) == row else logits[rows])
         for sequence in scored:
-            self._events.append((sequence, sequence.take_scores()))
-            self._finish(sequence)
+            self._hand_over(sequence, "length")
 
     def _sample(self, sequences: list[EngineSequence], logits: Tensor) -> None:
-        token_ids = self._sampler.sample(sequences, logits)
+        token_ids = sample(sequences, logits)
         found = _token_logprobs(sequences, token_ids, logits)
         for sequence, token_id in zip(sequences, token_ids, strict=True):
             if sequence.logits_processor.refusal is not None:
@@ -261,10 +259,13 @@ class Scheduler:
                 self._finish(sequence)
                 continue
             reason = sequence.add(token_id, found.get(sequence), self._runner.cache_size.context)
-            if (step := sequence.take_step(reason)) is not None:
-                self._events.append((sequence, step))
-            if reason is not None:
-                self._finish(sequence)
+            self._hand_over(sequence, reason)
+
+    def _hand_over(self, sequence: EngineSequence, finish_reason: str | None) -> None:
+        if (step := sequence.take_step(finish_reason)) is not None:
+            self._events.append((sequence, step))
+        if finish_reason is not None:
+            self._finish(sequence)
 
     def _finish(self, sequence: EngineSequence) -> None:
         self._decoding.remove(sequence)
@@ -282,12 +283,6 @@ def _slot(sequence: EngineSequence) -> Slot:
 
 def _arrival(sequence: EngineSequence) -> int:
     return sequence.arrival
-
-
-def _wanted(sequence: EngineSequence, *, is_last: bool) -> str:
-    if sequence.prompt_logprobs is not None:
-        return "all"
-    return "last" if is_last else "none"
 
 
 def _score(

@@ -3,11 +3,16 @@
 import asyncio
 import random
 import time
+from collections.abc import Callable
 
 from serving.engine import EngineError, Generation, Step, TokenLogprob, Waits
-from serving.engines.torch_engine.drawing import Uniform
 from serving.engines.torch_engine.logits_processor import LogitsProcessor
 from serving.engines.torch_engine.slot_allocator import Slot
+
+Uniform = Callable[[], float]
+"""Returns the next random number in [0, 1) of one sequence."""
+
+_unseeded = random.Random()
 
 
 class EngineSequence:
@@ -45,17 +50,18 @@ class EngineSequence:
         self.prompt_logprobs: list[TokenLogprob] | None = (
             None if generation.num_prompt_logprobs is None else []
         )
+        """None if they were not requested, and after they have been handed over."""
         self.stop_ids = frozenset(id for id in generation.stop_token_ids if 0 <= id < vocab_size)
         self.logits_processor = LogitsProcessor(generation, self.stop_ids)
         self._random: random.Random | None = None
 
     @property
-    def uniform(self) -> Uniform | None:
-        """The generator of this sequence's random numbers; None without a seed. It is made when the
-        first number is needed, because it takes 2.5 KB."""
+    def uniform(self) -> Uniform:
+        """The generator of this sequence's random numbers. A sequence with a seed has its own. It
+        is made when the first number is needed, because it takes 2.5 KB."""
         seed = self.generation.seed
         if seed is None:
-            return None
+            return _unseeded.random
         if self._random is None:
             # `Random` ignores the sign of a seed.
             self._random = random.Random(seed % (1 << 64))
@@ -103,10 +109,11 @@ class EngineSequence:
         is_full = len(self._gathered) >= self.generation.max_step_tokens
         if not (is_first or is_full or finish_reason is not None):
             return None
+        scored, self.prompt_logprobs = self.prompt_logprobs, None
         step = Step(
             token_ids=tuple(self._gathered),
             logprobs=tuple(self._logprobs),
-            prompt_logprobs=self.take_prompt_logprobs(),
+            prompt_logprobs=None if scored is None else tuple(scored),
             finish_reason=finish_reason,
             num_cached_tokens=self.num_cached_tokens if is_first else 0,
             waits=self._waits() if is_first else None,
@@ -117,24 +124,9 @@ class EngineSequence:
         self._logprobs.clear()
         return step
 
-    def take_scores(self) -> Step:
-        """The only step of a sequence that generates no token."""
-        return Step(
-            prompt_logprobs=self.take_prompt_logprobs(),
-            finish_reason="length",
-            num_cached_tokens=self.num_cached_tokens,
-            waits=self._waits(),
-            num_preemptions=self._num_preemptions,
-        )
-
     def _waits(self) -> Waits:
         assert self._admitted is not None
         return Waits(
             queue_seconds=self._admitted - self._submitted,
             prefill_seconds=time.perf_counter() - self._admitted,
         )
-
-    def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
-        """Returns the logprobs once. Returns None after that, or if they were not requested."""
-        found, self.prompt_logprobs = self.prompt_logprobs, None
-        return None if found is None else tuple(found)

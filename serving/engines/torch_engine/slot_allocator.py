@@ -72,7 +72,7 @@ class SlotAllocator:
             return None
         source, length = None, 0
         packed = _pack(tokens)
-        if may_share and self._runner.shares_prefixes:
+        if may_share:
             source, length, is_worth_waiting = self._find(packed)
             if is_worth_waiting:
                 return None
@@ -106,9 +106,9 @@ class SlotAllocator:
         return True
 
     def cache(self, slot: Slot, tokens: tuple[int, ...]) -> None:
-        """Turn a running slot into a cached one, or free it if caching is useless. `tokens` are the
+        """Turn a running slot into a cached one, or free it if it is too short. `tokens` are the
         prompt and the output; the slot holds the first `slot.length` of them."""
-        if slot.length < MIN_SHARED_TOKENS or not self._runner.shares_prefixes:
+        if slot.length < MIN_SHARED_TOKENS:
             self.free(slot)
             return
         self._running.remove(slot)

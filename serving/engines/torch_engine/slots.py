@@ -27,6 +27,36 @@ def block_tokens(head_dim: int, dtype: torch.dtype) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KvCacheSize:
+    """The size of the KV cache of one release.
+
+    A slot has an address range for a whole context. Memory is counted in blocks, which all slots
+    share.
+    """
+
+    num_slots: int
+    num_blocks: int
+    """At least the number of blocks for one sequence of `context` tokens."""
+    block_tokens: int
+    block_bytes: int
+    context: int
+    """The largest number of tokens in a sequence, prompt included."""
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def slot_tokens(self) -> int:
+        """The length of a slot's address range: a context, in whole blocks."""
+        return self.blocks(self.context) * self.block_tokens
+
+    def blocks(self, num_tokens: int) -> int:
+        """The number of blocks for `num_tokens` tokens of one sequence."""
+        return -(-num_tokens // self.block_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerShape:
     """The keys and values that a layer keeps for each token."""
 
@@ -79,7 +109,8 @@ class KeyValueSlots:
         """`num_tokens` is the length of a slot, a multiple of `block_tokens`. Raises OSError if the
         system does not provide the address range."""
         shape = (2, num_slots, num_kv_heads, num_tokens, head_dim)
-        self._pages = [_Pages(shape, dtype) for _ in range(num_layers if _is_cpu(device) else 0)]
+        num_paged = num_layers if device.type == "cpu" else 0
+        self._pages = [_Pages(shape, dtype) for _ in range(num_paged)]
         self._layers = [pages.tensor for pages in self._pages] or [
             torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)
         ]
@@ -160,7 +191,3 @@ def _advice_to_free() -> int | None:
     """macOS frees nothing for MADV_DONTNEED. After MADV_FREE, old content may still be read."""
     name = "MADV_FREE" if sys.platform == "darwin" else "MADV_DONTNEED"
     return getattr(mmap, name, None)
-
-
-def _is_cpu(device: torch.device) -> bool:
-    return device.type == "cpu"

@@ -5,7 +5,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,22 @@ import torch
 
 from serving.dtype import choose_dtype
 from serving.engine import StageError
-from serving.engines.torch_engine import architecture, generic, llama, llama_units
+from serving.engines.torch_engine import architecture, generic, llama
 from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.device import free_bytes, lower_thread_priority
-from serving.engines.torch_engine.generic_rope import allowed_context
-from serving.engines.torch_engine.loading import Loader, Unit, UnitPool
-from serving.engines.torch_engine.runner import KvCacheSize, Runner
+from serving.engines.torch_engine.loading import Loaded, Loader, Unit, UnitPool
+from serving.engines.torch_engine.runner import Runner
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.slots import (
     KeyValueSlots,
+    KvCacheSize,
     LayerShape,
     block_tokens,
     page_table_bytes,
 )
+from serving.errors import ReleaseError
 from serving.weights import network
-from serving.weights.release import Release
+from serving.weights.release import Release, read_json
 
 _log = logging.getLogger(__name__)
 
@@ -37,15 +37,6 @@ _SLOTS_PER_SEQUENCE = 2
 _MIN_SEQUENCES = 4
 """At least this many sequences must fit when `max_context` is lowered for a device on which each
 slot takes memory for a whole context."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Staged:
-    runner: Runner
-    read_bytes: int
-    """Bytes of the tensors that were read from shards."""
-    shared_bytes: int
-    """Bytes of the tensors that were not read, because another release in memory had the same."""
 
 
 def load_runner(
@@ -58,7 +49,7 @@ def load_runner(
     promised_bytes: int,
     is_cancelled: Callable[[], bool],
     pause_share: Callable[[], float],
-) -> Staged:
+) -> tuple[Runner, Loaded]:
     """Load a release and make its runner. Blocks, and lowers the priority of the calling thread.
 
     The manifest and the free memory are checked before any tensor is read, and the KV cache gets
@@ -80,25 +71,42 @@ def load_runner(
     shape = architecture.llama_shape(config)
     with torch.inference_mode():
         if shape is None:
-            staged = _load_generic(loader, settings, promised_bytes)
+            runner, loaded = _load_generic(loader, settings, promised_bytes)
         else:
-            staged = _load_llama(shape, loader, settings, promised_bytes)
+            runner, loaded = _load_llama(shape, loader, settings, promised_bytes)
     _log.info(
         "staged %s in %.2f s: read %d bytes, shared %d bytes",
         release.id,
         time.perf_counter() - started,
-        staged.read_bytes,
-        staged.shared_bytes,
+        loaded.read_bytes,
+        loaded.shared_bytes,
     )
-    return staged
+    return runner, loaded
+
+
+def check_servable(folder: Path) -> None:
+    """Raises ReleaseError if the torch engine cannot serve the network of a checkpoint folder:
+    because the network keeps a state for each sequence, because it is unknown, or because its
+    weights are quantised. No tensor is read.
+
+    Does nothing if `config.json` names no architecture, because then the network is not known.
+    """
+    if not read_json(folder / network.CONFIG_FILE).get("architectures"):
+        return
+    try:
+        if architecture.llama_shape(architecture.read_config(folder)) is None:
+            generic.layer_shapes(folder)
+    except StageError as error:
+        raise ReleaseError(*error.reasons) from error
 
 
 def _load_llama(
     shape: LlamaShape, loader: Loader, settings: TorchEngineSettings, promised_bytes: int
-) -> Staged:
-    units = llama_units.units(shape)
-    ignored = llama_units.ignored(loader.release.tensors)
-    loader.check(units, llama_units.ties(shape), ignored)
+) -> tuple[Runner, Loaded]:
+    units = architecture.llama_units(shape)
+    # Older checkpoints also store the RoPE frequencies, which are not weights.
+    ignored = {name for name in loader.release.tensors if name.endswith("rotary_emb.inv_freq")}
+    loader.check(units, shape.ties, ignored)
     layer = LayerShape(
         num_heads=shape.num_kv_heads, key_size=shape.head_dim, value_size=shape.head_dim
     )
@@ -109,23 +117,25 @@ def _load_llama(
     runner = llama.LlamaRunner(
         shape, loaded.units, slots, cache_size=cache_size, device=loader.device
     )
-    return Staged(runner=runner, read_bytes=loaded.read_bytes, shared_bytes=loaded.shared_bytes)
+    return runner, loaded
 
 
-def _load_generic(loader: Loader, settings: TorchEngineSettings, promised_bytes: int) -> Staged:
+def _load_generic(
+    loader: Loader, settings: TorchEngineSettings, promised_bytes: int
+) -> tuple[Runner, Loaded]:
     built: Any = network.build_network(loader.folder)
     sources = network.sources(built, loader.release.named_tensors)
     units = generic.units(sources)
     loader.check(units, sources.ties, sources.ignored)
     layers = generic.layer_shapes(loader.folder)
-    context = allowed_context(built.config, settings.max_context)
+    context = generic.allowed_context(built.config, settings.max_context)
     cache_size = _plan_memory(loader, settings, units, context, layers, promised_bytes)
     slots = [_slots(loader, cache_size, each, num_layers=1) for each in layers]
     loaded = loader.load(units)
     runner = generic.TransformersRunner(
         built, loaded.units, slots, layers, cache_size=cache_size, device=loader.device
     )
-    return Staged(runner=runner, read_bytes=loaded.read_bytes, shared_bytes=loaded.shared_bytes)
+    return runner, loaded
 
 
 def _slots(

@@ -9,11 +9,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import torch
 
 from serving.engine import EngineError, Step
-from serving.engines.torch_engine.busy_lock import BusyLock
+from serving.engines.torch_engine.device import BusyLock
 from serving.engines.torch_engine.scheduler import Event, Scheduler
 from serving.engines.torch_engine.sequence import EngineSequence
 
@@ -47,7 +48,8 @@ class StepLoop:
         self._unloading: dict[str, OnUnloaded] = {}
         self._num_failed_steps = 0
         """The number of steps that have failed since the last one that did not."""
-        self._liveness_checks: list[asyncio.Future[None]] = []
+        self._turns: list[Future[None]] = []
+        """The futures that `next_turn` has returned and that are not completed yet."""
         self._cpu_clock: int | None = None
         self._is_core_reserved = False
         self._is_stopping = False
@@ -94,14 +96,16 @@ class StepLoop:
             return None
         return time.clock_gettime(self._cpu_clock)
 
-    def add_liveness_check(self, check: "asyncio.Future[None]") -> None:
-        """The thread completes the future `check` before its next step. Raises EngineError if the
-        thread has ended."""
+    def next_turn(self) -> Future[None]:
+        """A future that the thread completes before its next step. Raises EngineError if the thread
+        has ended."""
+        turn: Future[None] = Future()
         with self._changed:
             if self._failure is not None:
                 raise self._failure
-            self._liveness_checks.append(check)
+            self._turns.append(turn)
             self._changed.notify()
+        return turn
 
     @contextlib.contextmanager
     def reserve_core(self) -> Iterator[None]:
@@ -200,16 +204,10 @@ class StepLoop:
     def _wait_for_work(self) -> bool:
         """Wait until there is a step to compute. Returns False if the loop must stop."""
         with self._changed:
-            self._answer_liveness_checks(None)
-            while not (
-                self._is_stopping
-                or self._submitted
-                or self._unloading
-                or self._cold
-                or self._is_running()
-            ):
+            self._complete_turns()
+            while not (self._is_stopping or self._unloading or self._cold or self.is_busy):
                 self._changed.wait()
-                self._answer_liveness_checks(None)
+                self._complete_turns()
             while self._submitted:
                 sequence = self._submitted.popleft()
                 self._schedulers[sequence.release_id].submit(sequence)
@@ -230,15 +228,15 @@ class StepLoop:
                 # If steps fail as well, they report the error to their sequences.
                 _log.exception("the engine could not be warmed up")
 
-    def _answer_liveness_checks(self, error: EngineError | None) -> None:
-        for check in self._liveness_checks:
-            loop = check.get_loop()
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_answer_liveness_check, check, error)
-        self._liveness_checks.clear()
-
-    def _is_running(self) -> bool:
-        return any(not scheduler.is_idle for scheduler in self._schedulers.values())
+    def _complete_turns(self, error: EngineError | None = None) -> None:
+        for turn in self._turns:
+            if not turn.set_running_or_notify_cancel():
+                continue  # nobody waits any more
+            if error is None:
+                turn.set_result(None)
+            else:
+                turn.set_exception(error)
+        self._turns.clear()
 
     def _step_every_scheduler(self) -> None:
         with self._changed:
@@ -282,19 +280,10 @@ class StepLoop:
             self._cold = None
             unloaded = list(self._unloading.values())
             self._unloading.clear()
-            self._answer_liveness_checks(error)
+            self._complete_turns(error)
         _deliver(events)
         for on_unloaded in unloaded:
             on_unloaded([])
-
-
-def _answer_liveness_check(check: "asyncio.Future[None]", error: EngineError | None) -> None:
-    if check.done():  # the waiting task was cancelled
-        return
-    if error is None:
-        check.set_result(None)
-    else:
-        check.set_exception(error)
 
 
 def _deliver(events: list[Event]) -> None:
