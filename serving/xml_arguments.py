@@ -47,9 +47,7 @@ def parameter_types(schema: Mapping[str, Any] | None) -> ParameterTypes:
     if not isinstance(properties, dict):
         return {}
     known: dict[str, set[str]] = {}
-    return {
-        name: _types(each, schema, known, 0) or {"string"} for name, each in properties.items()
-    }
+    return {name: _types(each, schema, known, 0) or {"string"} for name, each in properties.items()}
 
 
 def _types(schema: Any, whole: Any, known: dict[str, set[str]], depth: int) -> set[str]:
