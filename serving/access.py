@@ -20,8 +20,9 @@ def load_api_keys(settings: ServingSettings) -> tuple[str, ...]:
     """All API keys of the settings and of `api_key_file`. If this is empty, everyone may send
     requests.
 
-    Raises ServingError if the file cannot be read. Also raises it if the file contains no key, or
-    if the key of the settings is empty, because otherwise everyone would be let in.
+    Raises ServingError if the file cannot be read, or if a key is one that no client can send. Also
+    raises it if the file contains no key, or if the key of the settings is empty, because otherwise
+    everyone would be let in.
     """
     keys = [settings.api_key.get_secret_value()] if settings.api_key is not None else []
     if keys and not keys[0].strip():
@@ -38,6 +39,12 @@ def load_api_keys(settings: ServingSettings) -> tuple[str, ...]:
                 f"{settings.api_key_file}: the file contains no key; write one key per line"
             )
         keys += found
+    for number, key in enumerate(keys, start=1):
+        if key != key.strip() or not (key.isascii() and key.isprintable()):
+            raise ServingError(
+                f"API key number {number}: it begins or ends with a space or a newline, or has a "
+                "character that is not ASCII; no client can send such a key: choose another one"
+            )
     return tuple(keys)
 
 

@@ -113,7 +113,7 @@ def make_generations(
     check_token_ids(live, stop_token_ids, "stop_token_ids")
     if not request.ignore_eos:
         stop_token_ids += live.tokenizer.eos_token_ids
-    allowed = None if request.allowed_token_ids is None else tuple(request.allowed_token_ids)
+    allowed = None if request.allowed_token_ids is None else tuple(set(request.allowed_token_ids))
     check_token_ids(live, allowed or (), "allowed_token_ids")
     defaults = live.tokenizer.sampling_defaults
     if max_tokens is None:

@@ -18,6 +18,10 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,256})>(.*)", re.DOTALL)
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 """Chat templates show these values of earlier calls to the model as Python writes them."""
 
+MAX_DEPTH = 100
+"""How many schemas inside one another are read, references included. What is deeper names no
+type."""
+
 ParameterTypes = Mapping[str, set[str]]
 """Name of a parameter → the types of JSON values that it may have."""
 
@@ -42,26 +46,32 @@ def parameter_types(schema: Mapping[str, Any] | None) -> ParameterTypes:
     properties = (schema or {}).get("properties")
     if not isinstance(properties, dict):
         return {}
-    return {name: _types(each, schema) or {"string"} for name, each in properties.items()}
+    known: dict[str, set[str]] = {}
+    return {name: _types(each, schema, known, 0) or {"string"} for name, each in properties.items()}
 
 
-def _types(schema: Any, whole: Any, followed: frozenset[str] = frozenset()) -> set[str]:
+def _types(schema: Any, whole: Any, known: dict[str, set[str]], depth: int) -> set[str]:
     """The types that `schema` names; empty if it names none. `whole` is the schema that it is a
-    part of, and `followed` the references that have led to it."""
-    if not isinstance(schema, dict):
+    part of, and `known` the types of each reference. Each reference is followed only once:
+    definitions that refer to each other have a number of paths that grows like a factorial."""
+    if not isinstance(schema, dict) or depth == MAX_DEPTH:
         return set()
+    depth += 1
     found = {each for each in _listed(schema.get("type")) if isinstance(each, str)}
     found.update(map(_type_of, _listed(schema.get("enum", []))))
     if "const" in schema:
         found.add(_type_of(schema["const"]))
     reference = schema.get("$ref")
-    if isinstance(reference, str) and reference not in followed:
-        found |= _types(_referred(whole, reference), whole, followed | {reference})
+    if isinstance(reference, str):
+        if reference not in known:
+            known[reference] = set()  # for a reference that leads back to itself
+            known[reference] = _types(_referred(whole, reference), whole, known, depth)
+        found |= known[reference]
     for each in _listed(schema.get("allOf", [])):
-        found |= _types(each, whole, followed)
+        found |= _types(each, whole, known, depth)
     for kind in ("anyOf", "oneOf"):
         for each in _listed(schema.get(kind, [])):
-            found |= _types(each, whole, followed) or {"string"}
+            found |= _types(each, whole, known, depth) or {"string"}
     return found
 
 

@@ -287,6 +287,12 @@ def test_an_empty_key_opens_no_door() -> None:
         load_api_keys(ServingSettings.model_validate({"api_key": " "}))
 
 
+@pytest.mark.parametrize("key", ["secret\n", " secret", "se\tcret", "ключ"])
+def test_a_key_that_no_client_can_send_is_refused(key: str) -> None:
+    with pytest.raises(ServingError, match="API key number 1: it begins or ends"):
+        load_api_keys(ServingSettings.model_validate({"api_key": key}))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_has_its_time(tmp_path: Path, stream: bool) -> None:
     set_current(tmp_path, echo_release(tmp_path, 1).id)

@@ -243,6 +243,27 @@ def test_the_schema_says_what_a_value_in_xml_is(schema: object, text: str, value
     assert json.loads(call.arguments) == {"x": value}
 
 
+def test_definitions_that_refer_to_each_other_are_each_read_once() -> None:
+    """The paths through 20 such definitions would take years."""
+    names = [str(number) for number in range(20)]
+    all_of_them = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]}
+    chain: dict[str, object] = {
+        f"chain{number}": {"$ref": f"#/$defs/chain{number + 1}"} for number in range(5_000)
+    }
+    types = parameter_types(
+        {
+            "properties": {"x": {"$ref": "#/$defs/0"}, "y": {"$ref": "#/$defs/chain0"}},
+            "$defs": {
+                **dict.fromkeys(names, all_of_them),
+                "7": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/8"}]},
+                **chain,
+            },
+        }
+    )
+    assert "integer" in types["x"]
+    assert types["y"] == {"string"}
+
+
 @pytest.mark.parametrize("schema", [None, {}, {"properties": 5}])
 def test_a_tool_whose_parameters_are_not_known(schema: dict[str, object] | None) -> None:
     assert parameter_types(schema) == {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from llguidance import LLMatcher, grammar_from
 
-from serving.engine import Generation, GenerationRefused, Grammar
+from serving.engine import EngineError, Generation, GenerationRefused, Grammar
 from serving.engines.torch_engine import grammars
 from serving.engines.torch_engine.grammars import GrammarState
 from serving.engines.torch_engine.logits_processor import LogitsProcessor, process_logits
@@ -111,6 +111,79 @@ def test_compiling_is_bounded_in_time(
                     await ask(engine, published.id, regex("ab"))
             may_compile.set()
             assert text_of((await ask_all(engine, published.id, [regex("ab")]))[0]) == "ab"
+
+    asyncio.run(scenario())
+
+
+def test_the_time_for_a_grammar_does_not_begin_while_others_are_compiled(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_compiling, may_compile = threading.Event(), threading.Event()
+    compile_grammar = grammars._compile
+
+    def compile_one_by_one(*args: Any) -> GrammarState:
+        is_compiling.set()
+        may_compile.wait(60)
+        return compile_grammar(*args)
+
+    monkeypatch.setattr(grammars, "_compile", compile_one_by_one)
+
+    async def scenario() -> None:
+        async with engine_with(published) as engine:
+            with monkeypatch.context() as patch:
+                patch.setattr(grammars, "_COMPILE_SECONDS", 0.0)
+                slow = asyncio.ensure_future(ask(engine, published.id, regex("a{9}")))
+                await asyncio.to_thread(is_compiling.wait, 60)
+                with pytest.raises(GenerationRefused, match="not compiled within 0 s"):
+                    await slow
+                behind = asyncio.ensure_future(ask_all(engine, published.id, [regex("ab")]))
+                while len(engine._grammars._compiled) < 2:
+                    await asyncio.sleep(0)
+                for _ in range(100):  # turns of the loop, in which the time could run out
+                    await asyncio.sleep(0)
+            assert not behind.done()
+            may_compile.set()
+            assert text_of((await behind)[0]) == "ab"
+
+    asyncio.run(scenario())
+
+
+def test_a_changed_tokenizer_compiles_nothing_until_it_is_restored(published: Published) -> None:
+    """With other tokens in the file, answers would come through that the grammar forbids."""
+    file = published.folder / "tokenizer.json"
+    whole = file.read_bytes()
+
+    async def scenario() -> None:
+        async with engine_with(published) as engine:
+            for damage, message in (
+                (file.unlink, r"tokenizer\.json of the release cannot be read"),
+                (lambda: file.write_bytes(whole + b" "), r"tokenizer\.json .* was changed"),
+            ):
+                damage()
+                with pytest.raises(EngineError, match=message) as failed:
+                    await ask(engine, published.id, regex("ab"))
+                assert not isinstance(failed.value, GenerationRefused)
+            file.write_bytes(whole)
+            assert text_of((await ask_all(engine, published.id, [regex("ab")]))[0]) == "ab"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt": (1, 300)},
+        {"prompt": (1,), "logit_bias": {2: 1.0, -1: 1.0}},
+        {"prompt": (1,), "allowed_token_ids": (5, 4, 300, 6)},
+    ],
+)
+def test_a_token_id_without_an_embedding_is_refused_before_a_step(
+    published: Published, wrong: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        async with engine_with(published) as engine:
+            with pytest.raises(EngineError, match="not in the vocabulary of 300 tokens"):
+                engine.generate(published.id, Generation(max_tokens=1, **wrong))
 
     asyncio.run(scenario())
 

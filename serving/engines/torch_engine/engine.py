@@ -323,9 +323,10 @@ def _check_fits(generation: Generation, resident: Resident) -> None:
             f"a prompt of {len(generation.prompt)} tokens does not fit; "
             f"the release takes 1 to {resident.context}"
         )
-    named = (*generation.prompt, *generation.logit_bias, *(generation.allowed_token_ids or ()))
-    strange = [token_id for token_id in named if not 0 <= token_id < resident.vocab_size]
-    if strange:
-        raise EngineError(
-            f"token id {strange[0]} is not in the vocabulary of {resident.vocab_size} tokens"
-        )
+    # With `min` and `max`, because this runs on the event loop for each of the `n` sequences.
+    for ids in (generation.prompt, generation.logit_bias, generation.allowed_token_ids):
+        for found in (min(ids), max(ids)) if ids else ():
+            if not 0 <= found < resident.vocab_size:
+                raise EngineError(
+                    f"token id {found} is not in the vocabulary of {resident.vocab_size} tokens"
+                )

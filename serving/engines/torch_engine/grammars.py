@@ -19,6 +19,7 @@ from tokenizers import AddedToken
 from serving.engine import EngineError, GenerationRefused, Grammar
 from serving.errors import ReleaseError
 from serving.tokenizer import load_tokenizer, tokenizer_files
+from serving.weights.headers import digest_file
 from serving.weights.release import Release
 
 Bits = NDArray[np.int32]
@@ -76,9 +77,11 @@ class _Tokenizer:
         self._read: LLTokenizer | None = None
 
     def get(self, folder: Path) -> LLTokenizer:
-        """Call it on the compiling thread. Raises ReleaseError, ValueError."""
+        """Call it on the compiling thread. Raises ReleaseError, ValueError. Raises EngineError if a
+        file is no longer the one from which the server has read its own tokenizer."""
         if self._read is None:
-            _, vocab_size = self.made_of
+            files, vocab_size = self.made_of
+            _check_files(folder, files)
             self._read = _read_tokenizer(folder, vocab_size)
         return self._read
 
@@ -88,6 +91,8 @@ class _Compilation:
     job: "Future[GrammarState]"
     result: "asyncio.Future[GrammarState]"
     """The result of `job` for the event loop."""
+    began: asyncio.Event
+    """Set when the thread begins with `job`, or when `job` has ended."""
     num_waiting: int = 0
     """How many sequences wait for the result."""
 
@@ -107,25 +112,18 @@ class Grammars:
         """The state at the beginning of the text.
 
         Raises GenerationRefused if the grammar cannot be compiled for this release's tokenizer, or
-        not within the limits of time and size. Raises EngineError if the engine is closed.
+        not within the limits of time and size. The time for a grammar does not begin while the
+        thread compiles others. Raises EngineError if the engine is closed, or if a file of the
+        tokenizer cannot be read or has changed.
         """
         key = (release.id, grammar)
         compilation = self._compiled.get(key)
         if compilation is None:
-            tokenizer = self._tokenizer(release, vocab_size)
-            try:
-                job = self._thread.submit(_compile, tokenizer, folder, grammar)
-            except RuntimeError:  # the thread has been shut down
-                raise EngineError("the engine was closed") from None
-            compilation = _Compilation(job=job, result=asyncio.wrap_future(job))
-            # Take the exception. Otherwise asyncio logs it if no request waits any more.
-            compilation.result.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._compiled[key] = compilation
-            while len(self._compiled) > _MAX_CACHED:
-                self._compiled.popitem(last=False)
+            compilation = self._start(key, self._tokenizer(release, vocab_size), folder, grammar)
         self._compiled.move_to_end(key)
         compilation.num_waiting += 1
         try:
+            await compilation.began.wait()
             await asyncio.wait({compilation.result}, timeout=_COMPILE_SECONDS)
         finally:
             compilation.num_waiting -= 1
@@ -141,6 +139,39 @@ class Grammars:
         if compilation.result.cancelled():
             raise EngineError("the engine was closed")
         return compilation.result.result().copy()
+
+    def _start(
+        self, key: tuple[str, Grammar], tokenizer: _Tokenizer, folder: Path, grammar: Grammar
+    ) -> _Compilation:
+        loop, began = asyncio.get_running_loop(), asyncio.Event()
+
+        def compile_grammar() -> GrammarState:
+            loop.call_soon_threadsafe(began.set)
+            return _compile(tokenizer, folder, grammar)
+
+        try:
+            job = self._thread.submit(compile_grammar)
+        except RuntimeError:  # the thread has been shut down
+            raise EngineError("the engine was closed") from None
+        compilation = _Compilation(job=job, result=asyncio.wrap_future(job), began=began)
+
+        def end(result: "asyncio.Future[GrammarState]") -> None:
+            began.set()
+            # Take the exception. Otherwise asyncio logs it if no request waits any more.
+            error = None if result.cancelled() else result.exception()
+            # A later request tries again, unless the grammar itself was refused.
+            if (
+                error is not None
+                and not isinstance(error, GenerationRefused)
+                and self._compiled.get(key) is compilation
+            ):
+                del self._compiled[key]
+
+        compilation.result.add_done_callback(end)
+        self._compiled[key] = compilation
+        while len(self._compiled) > _MAX_CACHED:
+            self._compiled.popitem(last=False)
+        return compilation
 
     def forget(self, release_id: str) -> None:
         self._tokenizers.pop(release_id, None)
@@ -179,6 +210,24 @@ def _executor() -> LLExecutor:
     return LLExecutor()
 
 
+def _check_files(folder: Path, files: dict[str, str]) -> None:
+    """Raise EngineError if a file is missing or does not have its sha256. A tokenizer with other
+    tokens would let answers through that the grammar forbids."""
+    for name, sha256 in files.items():
+        try:
+            is_unchanged = digest_file(folder / name).sha256 == sha256
+        except OSError as error:
+            raise EngineError(
+                f"no grammar can be compiled: {name} of the release cannot be read: "
+                f"{error.strerror}; see `pipeline releases repair`"
+            ) from None
+        if not is_unchanged:
+            raise EngineError(
+                f"no grammar can be compiled: {name} of the release was changed while the release "
+                "was served; see `pipeline releases repair`"
+            )
+
+
 def _read_tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:
     """Raises ReleaseError, ValueError."""
     tokenizer = load_tokenizer(folder).tokenizer
@@ -190,7 +239,7 @@ def _read_tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:
 
 
 def _compile(tokenizer: _Tokenizer, folder: Path, grammar: Grammar) -> GrammarState:
-    """Raises GenerationRefused."""
+    """Raises GenerationRefused, EngineError."""
     try:
         text = _as_guidance(grammar)
         read = tokenizer.get(folder)
