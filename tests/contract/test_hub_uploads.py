@@ -228,6 +228,17 @@ def test_file_system(repo: Repo) -> None:
     moved = f"{root}/moved.txt"
     assert fs.modified(moved) == made[f"Copy {root}/a.txt to {moved}"]
     assert fs.modified(f"{root}/big.bin") == made["Upload big.bin with huggingface_hub"]
+    got = repo.scratch / "got.bin"
+    for expand in (False, True):
+        fs = HfFileSystem(
+            endpoint=repo.hub.url,
+            token=repo.hub.token,
+            expand_info=expand,
+            skip_instance_cache=True,
+        )
+        fs.get_file(f"{root}/big.bin", str(got))
+        assert got.read_bytes() == LARGE
+        got.unlink()
 
 
 @pytest.mark.slow

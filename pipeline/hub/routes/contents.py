@@ -100,9 +100,11 @@ async def paths_info(
         entries = find_paths(repository, commit, paths)
         items = _entries(repository, commit, entries, expand=expand)
         for entry, item in zip(entries, items, strict=True):
-            if entry.lfs is not None:
+            if entry.lfs is not None and not expand:
                 # `huggingface_hub` copies a large file to another repository only if the file has a
                 # Xet hash. The client neither checks nor uses this hash, so the sha256 is enough.
+                # A copy asks without `expand`. Only `HfFileSystem` asks with it, and would download
+                # a file with a Xet hash over Xet, which this hub does not have.
                 item["xetHash"] = entry.lfs.oid
         return items
 
