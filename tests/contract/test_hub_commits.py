@@ -132,6 +132,19 @@ def test_files_are_added_changed_deleted_and_copied_in_one_commit(dataset: Datas
     assert made.commit_url == f"{dataset.hub.url}/datasets/{dataset.id}/commit/{made.oid}"
 
 
+def test_a_folder_whose_files_are_deleted_leaves_its_name_to_a_file(dataset: Dataset) -> None:
+    dataset.commit(add("old/a.txt"), add("old/sub/b.txt"), add("other/c.txt"))
+    both = [CommitOperationDelete("old/a.txt"), CommitOperationDelete("old/sub/b.txt")]
+    with pytest.raises(BadRequestError, match="it is a folder"):
+        dataset.commit(both[0], add("old", b"a file now\n"))
+    with pytest.raises(EntryNotFoundError, match="doesn't exist"):
+        dataset.commit(*both, CommitOperationDelete("old/"))
+    dataset.commit(*both, add("old", b"a file now\n"))
+    assert dataset.files() == {"old": b"a file now\n", "other/c.txt": b"1\n"}
+    dataset.commit(CommitOperationDelete("old"), add("old/sub/d.txt"))
+    assert dataset.files() == {"old/sub/d.txt": b"1\n", "other/c.txt": b"1\n"}
+
+
 def test_a_commit_goes_on_top_of_a_push_and_a_push_on_top_of_it(
     dataset: Dataset, tmp_path: Path
 ) -> None:
