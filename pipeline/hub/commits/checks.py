@@ -129,7 +129,8 @@ def check_files(files: Iterable[tuple[str, Callable[[], bytes]]]) -> None:
     batch: list[tuple[str, bytes]] = []
     num_bytes = 0
     for path, read in files:
-        if _CHECKED.fullmatch(path.rpartition("/")[2]):
+        # On Windows, a backslash ends a folder's name, so git checks the name after it.
+        if _CHECKED.fullmatch(re.split(r"[/\\]", path)[-1]):
             batch.append((path, read()))
             num_bytes += len(batch[-1][1])
         if num_bytes > _BATCH_BYTES:
