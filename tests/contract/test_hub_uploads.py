@@ -40,12 +40,13 @@ def test_upload_file(repo: Repo) -> None:
     with path.open("rb") as file:
         repo.api.upload_file(path_or_fileobj=file, path_in_repo="c.bin", **repo.on)
     # No line of `.gitattributes` names it, but git could not compare it with another version.
-    repo.api.upload_file(path_or_fileobj=b"\0" * 5000, path_in_repo="odd name[1].dat", **repo.on)
+    odd = "odd name[1]\u3000.dat"
+    repo.api.upload_file(path_or_fileobj=b"\0" * 5000, path_in_repo=odd, **repo.on)
     repo.api.upload_file(path_or_fileobj=b"", path_in_repo="empty.parquet", **repo.on)
     repo.api.upload_file(
         path_or_fileobj=b"12345678" * 1_500_000, path_in_repo="long.jsonl", **repo.on
     )
-    assert repo.large() == {"data/a.parquet", "c.bin", "odd name[1].dat", "long.jsonl"}
+    assert repo.large() == {"data/a.parquet", "c.bin", odd, "long.jsonl"}
     assert repo.read("data/a.parquet") == repo.read("c.bin") == LARGE
     assert (repo.read("b.jsonl"), repo.read("empty.parquet")) == (ROW, b"")
     future = repo.api.upload_file(
