@@ -99,6 +99,25 @@ def test_a_repository_may_be_called_like_a_part_of_a_route(
     hub.api.delete_repo(f"Ada/{name}", **DATASET)
 
 
+@pytest.mark.parametrize("name", ["tree", "refs", "settings", "logs", "parquet", "like"])
+def test_a_repository_that_is_called_like_a_part_of_a_route_may_be_missing(
+    hub: RunningHub, name: str
+) -> None:
+    """`logs` and the last two are parts of routes that this hub does not have."""
+    id = f"Ada/{name}"
+    assert not hub.api.repo_exists(id, **DATASET)
+    assert not hub.api.file_exists(id, "rows.txt", **DATASET)
+    for act in (
+        lambda: hub.api.list_repo_files(id, **DATASET),
+        lambda: hub.api.list_repo_refs(id, **DATASET),
+        lambda: hub.api.upload_file(
+            path_or_fileobj=b"1", path_in_repo="rows.txt", repo_id=id, **DATASET
+        ),
+    ):
+        with pytest.raises(RepositoryNotFoundError):
+            act()
+
+
 @pytest.mark.parametrize("owner", ["datasets", "Spaces", "api", "settings"])
 def test_an_owner_whose_repositories_could_never_be_reached_is_refused(
     hub: RunningHub, owner: str
@@ -516,7 +535,7 @@ def test_what_the_hub_has_and_this_one_has_not_is_told(hub: RunningHub) -> None:
         assert refused.value.response.status_code == 501
     for path in (
         "/api/none",
-        "/api/datasets/Ada/space/none",
+        "/api/spaces/Ada/space/none",
         "/none",
         "/papers/1",
         "/oauth/device",

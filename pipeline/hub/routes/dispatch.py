@@ -119,6 +119,9 @@ async def _call(
         return JSONResponse({})
     handler = _BY_METHOD.get(method, {}).get(verb)
     if handler is None:
+        # A missing repository comes first: the verb may be the name of the repository that the
+        # client looks for, such as `logs` in `/api/models/local/logs`.
+        await run_in_threadpool(hub.find, name)
         raise HTTPException(404)
     return await handler(request, hub, name, arguments)
 
