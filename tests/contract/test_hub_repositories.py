@@ -467,6 +467,44 @@ def test_lists_are_filtered_sorted_and_paged(hub: RunningHub, tmp_path: Path) ->
     assert hub.request("GET", "/api/datasets?sort=x").status_code == 400
 
 
+MODEL_CARD = """---
+pipeline_tag: text-generation
+library_name: transformers
+language: [en, de]
+license: mit
+datasets: lab/facts
+base_model: lab/base
+base_model_relation: finetune
+tags: [birds, text-generation]
+---
+"""
+
+
+def test_models_are_found_by_what_their_cards_say(hub: RunningHub) -> None:
+    api = hub.api
+    for name in ("card-model", "bare-model"):
+        api.create_repo(f"lab/{name}")
+    api.upload_file(
+        path_or_fileobj=MODEL_CARD.encode(), path_in_repo="README.md", repo_id="lab/card-model"
+    )
+    [listed] = api.list_models(author="lab", search="card-model")
+    for told in (listed, api.model_info("lab/card-model")):
+        assert (told.pipeline_tag, told.library_name) == ("text-generation", "transformers")
+        assert told.tags == [
+            *("transformers", "text-generation", "en", "de", "license:mit", "dataset:lab/facts"),
+            *("base_model:lab/base", "base_model:finetune:lab/base", "birds"),
+        ]
+    assert api.model_info("lab/bare-model").pipeline_tag is None
+    for found in (
+        api.list_models(pipeline_tag="text-generation"),
+        api.list_models(filter=["text-generation", "transformers", "en"]),
+        api.list_models(trained_dataset="lab/facts"),
+        api.list_models(filter="base_model:finetune:lab/base"),
+    ):
+        assert [one.id for one in found] == ["lab/card-model"]
+    assert not list(api.list_models(pipeline_tag="fill-mask"))
+
+
 def test_own_repositories_are_listed_with_their_size(hub: RunningHub, tmp_path: Path) -> None:
     pushed(hub, "Ada/sized", tmp_path / "sized", rows_txt="1" * 1000)
     mine = {repo.id: repo for repo in hub.api.list_user_repos()}

@@ -18,7 +18,7 @@ from pipeline.hub.errors import BadRequest
 from pipeline.hub.http_json import iso_time, next_page, query_flag, query_int
 from pipeline.hub.repositories.names import DEFAULT_BRANCH, RepositoryType
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.routes.contents import Json, facts
+from pipeline.hub.routes.contents import Json, facts, facts_of_card
 from pipeline.hub.schema import refs
 from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.tokens.auth import identity_of
@@ -40,12 +40,13 @@ def routes() -> list[Route]:
 
 async def list_repositories(request: Request, hub: Hub, type: RepositoryType) -> Response:
     """The repositories of one type, by default the newest first. The header `Link` has the URL of
-    the next page. The query may have `author`, `gated`, `sort`, `direction`, `limit`, `full` and
-    `cardData`. It may have `search`, `filter` and `expand` several times."""
+    the next page. The query may have `author`, `gated`, `pipeline_tag`, `sort`, `direction`,
+    `limit`, `full` and `cardData`. It may have `search`, `filter` and `expand` several times."""
     query = request.query_params
     author = query.get("author", "").lower()
     searched = [text.lower() for text in query.getlist("search")]
     tags = {tag.lower() for tag in query.getlist("filter")}
+    task = query.get("pipeline_tag")
     limit = max(1, query_int(request, "limit", PER_PAGE, at_most=PER_PAGE))
     sort = query.get("sort", "createdAt")
     if sort not in _SORTS:
@@ -79,7 +80,8 @@ async def list_repositories(request: Request, hub: Hub, type: RepositoryType) ->
                 and identity.may_see(repository)
                 and author in ("", repository.name.owner.lower())
                 and all(text in repository.name.id.lower() for text in searched)
-                and (not tags or tags <= {tag.lower() for tag in _card(repository, heads).tags})
+                and (not tags or tags <= _tags(repository, heads))
+                and (not task or task in _card(repository, heads).texts("pipeline_tag"))
             ),
             key=key,
             reverse=not ascending,
@@ -146,7 +148,7 @@ def _described(repository: Repository, heads: Heads, *, with_card: bool, with_fi
         "lastModified": iso_time(_modified(repository, heads)),
     }
     card = _card(repository, heads)
-    described["tags"] = card.tags
+    described |= facts_of_card(repository, card)
     if with_card:
         described["cardData"] = card.metadata
     if with_files:
@@ -154,6 +156,10 @@ def _described(repository: Repository, heads: Heads, *, with_card: bool, with_fi
         files = [entry.path for entry in entries if entry.type == "file"]
         described["siblings"] = [{"rfilename": path} for path in files]
     return described
+
+
+def _tags(repository: Repository, heads: Heads) -> set[str]:
+    return {tag.lower() for tag in _card(repository, heads).tags_of(repository.name.type)}
 
 
 def _heads(connection: Connection) -> Heads:
