@@ -281,6 +281,21 @@ def test_gitignore_leaves_files_out(dataset: Dataset, tmp_path: Path) -> None:
     assert set(dataset.files()) == {".gitignore", "b.log", "keep.txt"}
 
 
+def test_files_take_the_place_of_submodules(dataset: Dataset, tmp_path: Path) -> None:
+    hub, clone = dataset.hub, tmp_path / "clone"
+    hub.git("clone", "-q", f"{hub.url}/datasets/{dataset.id}", str(clone), cwd=tmp_path)
+    for path in ("sub", ".gitignore"):
+        entry = f"160000,{'a' * 40},{path}"
+        hub.git("update-index", "--add", "--cacheinfo", entry, cwd=clone)
+    hub.git("commit", "-qm", "Submodules", cwd=clone)
+    hub.git("push", "-q", "origin", "main", cwd=clone)
+    hub.api.upload_file(
+        path_or_fileobj=b"1\n", path_in_repo="sub", repo_id=dataset.id, repo_type="dataset"
+    )
+    assert dataset.files() == {"sub": b"1\n"}
+    dataset.commit(CommitOperationDelete(".gitignore"))
+
+
 def test_what_is_there_already_is_not_sent_again(dataset: Dataset) -> None:
     dataset.commit(add("a.txt"), add("b.txt"))
     before = dataset.head
