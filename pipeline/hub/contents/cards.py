@@ -14,7 +14,7 @@ from pipeline.hub.git.process import git
 from pipeline.hub.repositories.names import RepositoryType
 
 MAX_HEAD_CHARACTERS = 100_000
-"""Longer metadata is an error, because it would take seconds to read."""
+"""Longer metadata is not read, because that would take seconds."""
 README = "README.md"
 
 # The same expression as `huggingface_hub.repocard.REGEX_YAML_BLOCK`.
@@ -98,8 +98,12 @@ def parse_card(content: str) -> Card:
         return Card(warnings=("empty or missing yaml metadata in repo card",))
     text = found[2]
     if len(text) > MAX_HEAD_CHARACTERS:
-        reason = f"the metadata has more than {MAX_HEAD_CHARACTERS} characters"
-        return Card(errors=(reason,))
+        # Not an error: the metadata may be right, for example if it lists many labels.
+        reason = (
+            f"the metadata has more than {MAX_HEAD_CHARACTERS} characters, so this hub does not "
+            "read it: lists show the repository without its tags"
+        )
+        return Card(warnings=(reason,))
     lines_before = len(found[1].splitlines())
     try:
         metadata = _plain(yaml.load(text, _Loader))
