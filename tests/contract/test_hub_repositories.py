@@ -559,6 +559,8 @@ def test_what_the_hub_has_and_this_one_has_not_is_told(hub: RunningHub) -> None:
         lambda: hub.api.get_zero_gpu_quota(),
         lambda: list(hub.api.list_buckets()),
         lambda: list(hub.api.list_papers(query="x")),
+        lambda: list(hub.api.list_models(inference="warm")),
+        lambda: list(hub.api.list_models(num_parameters="min:6B")),
         lambda: hub.api.run_job(image="x", command=["true"], namespace="Ada"),
         lambda: list(hub.api.list_jobs(namespace="Ada")),
         lambda: hub.api.inspect_job(job_id="j1", namespace="Ada"),

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from pipeline.hub.contents.cards import README, Card, read_card
 from pipeline.hub.contents.history import list_commits
 from pipeline.hub.contents.trees import find_paths, list_tree
-from pipeline.hub.errors import BadRequest
+from pipeline.hub.errors import BadRequest, NotSupported
 from pipeline.hub.http_json import iso_time, next_page, query_flag, query_int
 from pipeline.hub.repositories.names import DEFAULT_BRANCH, RepositoryType
 from pipeline.hub.repositories.store import Repository
@@ -26,6 +26,8 @@ from pipeline.hub.tokens.auth import identity_of
 PER_PAGE = 1000
 # This hub counts no downloads and no likes. So every order except `lastModified` is by creation.
 _SORTS = ("createdAt", "lastModified", "downloads", "likes", "likes30d", "trendingScore")
+_UNKNOWN_FILTERS = ("apps", "inference", "inference_provider", "num_parameters")
+"""Filters of the Hugging Face Hub by what this hub does not know of a model."""
 
 Heads = Mapping[str, str]
 """Maps the id of each repository that has a main branch to the head of this branch."""
@@ -39,10 +41,15 @@ def routes() -> list[Route]:
 
 
 async def list_repositories(request: Request, hub: Hub, type: RepositoryType) -> Response:
-    """The repositories of one type, by default the newest first. The header `Link` has the URL of
-    the next page. The query may have `author`, `gated`, `pipeline_tag`, `sort`, `direction`,
-    `limit`, `full` and `cardData`. It may have `search`, `filter` and `expand` several times."""
+    """The repositories of one type, by default the newest first. Raises NotSupported for a filter
+    that this hub does not have, because without it the list would be wrong.
+
+    The header `Link` has the URL of the next page. The query may have `author`, `gated`,
+    `pipeline_tag`, `sort`, `direction`, `limit`, `full` and `cardData`. It may have `search`,
+    `filter` and `expand` several times."""
     query = request.query_params
+    if unknown := [name for name in _UNKNOWN_FILTERS if name in query]:
+        raise NotSupported(f"Filters by {' and '.join(unknown)}: not supported by this hub.")
     author = query.get("author", "").lower()
     searched = [text.lower() for text in query.getlist("search")]
     tags = {tag.lower() for tag in query.getlist("filter")}
