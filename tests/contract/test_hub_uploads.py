@@ -215,6 +215,29 @@ def test_delete(repo: Repo) -> None:
     assert repo.paths() == set()
 
 
+def test_a_commit_that_deletes_gitattributes_lists_its_large_files(repo: Repo) -> None:
+    repo.api.create_commit(
+        operations=[
+            CommitOperationAdd("data/.gitattributes", b"*.dat filter=lfs -text\n"),
+            CommitOperationAdd("data/a.dat", LARGE),
+        ],
+        commit_message="Add",
+        **repo.on,
+    )
+    repo.api.create_commit(
+        operations=[
+            CommitOperationDelete(".gitattributes"),
+            CommitOperationDelete("data/"),
+            CommitOperationAdd("a.parquet", LARGE),
+            CommitOperationAdd("data/b.dat", LARGE + b"b"),
+        ],
+        commit_message="Renew",
+        **repo.on,
+    )
+    lines = repo.read(".gitattributes").decode().splitlines()
+    assert [line.split(" ")[0] for line in lines] == ["/a.parquet", "/data/b.dat"]
+
+
 def test_file_system(repo: Repo) -> None:
     fs = HfFileSystem(endpoint=repo.hub.url, token=repo.hub.token, skip_instance_cache=True)
     root = f"datasets/{repo.id}"
