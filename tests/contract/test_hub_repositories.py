@@ -183,6 +183,12 @@ def test_an_old_name_leads_to_the_new_one_until_it_is_taken(
         target = answer.headers["location"]
         assert "Team/new" in target and target.partition("?")[2] == path.partition("?")[2]
         assert hub.request("GET", target).status_code == 200
+    # A URL of `git lfs` may leave out the type. A model may have the new name too.
+    api.create_repo("Team/new")
+    batch = "/info/lfs/objects/batch"
+    answer = hub.request("POST", f"/Ada/old.git{batch}", json={"operation": "download"})
+    assert answer.headers["location"] == f"/datasets/Team/new{batch}"
+    api.delete_repo("Team/new")
     assert api.dataset_info("Ada/old").id == "Team/new"
     assert api.list_repo_files("Ada/old", **DATASET) == ["rows.txt"]
     assert api.get_paths_info("Ada/old", ["rows.txt"], **DATASET)[0].path == "rows.txt"
