@@ -567,6 +567,7 @@ def test_what_the_hub_has_and_this_one_has_not_is_told(hub: RunningHub) -> None:
         lambda: list(hub.api.list_papers(query="x")),
         lambda: list(hub.api.list_models(inference="warm")),
         lambda: list(hub.api.list_models(num_parameters="min:6B")),
+        lambda: list(hub.api.list_spaces(models="Ada/model")),
         lambda: hub.api.run_job(image="x", command=["true"], namespace="Ada"),
         lambda: list(hub.api.list_jobs(namespace="Ada")),
         lambda: hub.api.inspect_job(job_id="j1", namespace="Ada"),

@@ -26,8 +26,11 @@ from pipeline.hub.tokens.auth import identity_of
 PER_PAGE = 1000
 # This hub counts no downloads and no likes. So every order except `lastModified` is by creation.
 _SORTS = ("createdAt", "lastModified", "downloads", "likes", "likes30d", "trendingScore")
-_UNKNOWN_FILTERS = ("apps", "inference", "inference_provider", "num_parameters")
-"""Filters of the Hugging Face Hub by what this hub does not know of a model."""
+_UNKNOWN_FILTERS = (
+    *("apps", "inference", "inference_provider", "num_parameters"),  # of models
+    *("datasets", "linked", "models"),  # of Spaces
+)
+"""Filters of the Hugging Face Hub that this hub does not have."""
 
 Heads = Mapping[str, str]
 """Maps the id of each repository that has a main branch to the head of this branch."""
