@@ -281,6 +281,21 @@ def test_gitignore_leaves_files_out(dataset: Dataset, tmp_path: Path) -> None:
     assert set(dataset.files()) == {".gitignore", "b.log", "keep.txt"}
 
 
+def test_a_changed_file_stays_executable(dataset: Dataset, tmp_path: Path) -> None:
+    hub, clone = dataset.hub, tmp_path / "clone"
+    hub.git("clone", "-q", f"{hub.url}/datasets/{dataset.id}", str(clone), cwd=tmp_path)
+    (clone / "run.sh").write_text("true\n")
+    (clone / "run.sh").chmod(0o755)
+    hub.git("add", "-A", cwd=clone)
+    hub.git("commit", "-qm", "Script", cwd=clone)
+    hub.git("push", "-q", "origin", "main", cwd=clone)
+    dataset.commit(add("run.sh", b"false\n"), add("a.txt"))
+    hub.git("pull", "-q", cwd=clone)
+    assert (clone / "run.sh").read_text() == "false\n"
+    assert (clone / "run.sh").stat().st_mode & 0o111
+    assert not (clone / "a.txt").stat().st_mode & 0o111
+
+
 def test_files_take_the_place_of_submodules(dataset: Dataset, tmp_path: Path) -> None:
     hub, clone = dataset.hub, tmp_path / "clone"
     hub.git("clone", "-q", f"{hub.url}/datasets/{dataset.id}", str(clone), cwd=tmp_path)

@@ -49,7 +49,10 @@ def planned_changes(repository: Repository, head: str | None, body: CommitBody) 
                 if is_large
                 else partial(body.content, operation)
             )
-            changes.append(Change(action="add", path=path, read=read))
+            folder, _, name = path.rpartition("/")
+            present = folders[folder].get(name)
+            is_executable = present is not None and present.is_executable
+            changes.append(Change(action="add", path=path, read=read, is_executable=is_executable))
             if operation.kind == "lfsFile" and not files.keep(operation.oid):
                 raise BadRequest(
                     f"{path!r} is the large file {operation.oid}, which the hub does not have: "

@@ -35,6 +35,8 @@ class Change:
     path: str
     read: Callable[[], bytes] = bytes
     """Returns what git stores for an added file: its content, or the pointer to a large file."""
+    is_executable: bool = False
+    """A client of the API cannot set this. A changed file stays executable."""
 
 
 def check_changes(changes: Sequence[Change], repository: Repository, head: str | None) -> None:

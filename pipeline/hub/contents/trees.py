@@ -36,6 +36,8 @@ class Entry:
     size_bytes: int = 0
     """The size of git's blob. The blob of a large file is its pointer. 0 for a folder, or if the
     size was not read."""
+    is_executable: bool = False
+    """Only `read_folders` reads this."""
     lfs: Pointer | None = None
     """The pointer, if the blob is a pointer to a large file. None for other blobs, or if the blob
     was not read."""
@@ -171,6 +173,7 @@ def _parse_tree_object(content: bytes, folder: str) -> Iterator[Entry]:
             type=_TYPES.get(mode, "file"),
             path=prefix + name.decode(errors="replace"),
             oid=content[name_end + 1 : start].hex(),
+            is_executable=mode == b"100755",
         )
 
 
