@@ -117,7 +117,7 @@ EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = {
 }
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> bytes:
     """The complete body. Raises TooLarge. Raises BadRequest if the client disconnects before the
     end, and HTTPException if the bodies of all present requests together have too many bytes."""
     in_flight: BodiesInFlight = request.app.state.bodies
@@ -127,10 +127,10 @@ async def read_body(request: Request) -> bytes:
             async for chunk in request.stream():
                 count(len(chunk))
                 body += chunk
-                if len(body) > MAX_BODY_BYTES:
+                if len(body) > max_bytes:
                     raise TooLarge(
-                        f"A request's body may have {MAX_BODY_BYTES} bytes at most: send less in "
-                        "one request."
+                        f"A request's body may have {max_bytes} bytes at most: send less in one "
+                        "request."
                     )
     except ClientDisconnect:
         raise BadRequest("The request's body ended early: send it again.") from None
@@ -172,11 +172,14 @@ async def receive_into(file: IO[bytes], request: Request, *, max_bytes: int) -> 
     await write()
 
 
-async def read_json(request: Request, model: type[Model]) -> Model:
+async def read_json(
+    request: Request, model: type[Model], *, max_bytes: int = MAX_BODY_BYTES
+) -> Model:
     """The body as a `model`; an empty body counts as `{}`. Raises BadRequest, which names the wrong
     fields but not their values: values may be secret."""
     try:
-        return model.model_validate_json(await read_body(request) or b"{}")
+        body = await read_body(request, max_bytes=max_bytes)
+        return model.model_validate_json(body or b"{}")
     except ValidationError as error:
         raise BadRequest(f"The request's JSON is wrong: {reasons(error)}.") from None
 

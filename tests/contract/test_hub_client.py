@@ -154,7 +154,11 @@ def test_refs_are_listed_made_and_deleted_as_events(
         with pytest.raises(HfHubHTTPError):
             hub.api.dataset_info("local/facts", revision=name)
     hub.api.create_tag("local/facts", tag="v1", repo_type="dataset")
-    hub.api.create_tag("local/facts", tag="v2", tag_message="Second", repo_type="dataset")
+    message = "# Second\n\n\n# text"
+    hub.api.create_tag("local/facts", tag="v2", tag_message=message, repo_type="dataset")
+    folder = hub.root / "repos" / "datasets" / "local" / "facts.git"
+    told = hub.git("for-each-ref", "--format=%(contents)", "refs/tags/v2", cwd=folder)
+    assert told == message
     refs = hub.api.list_repo_refs("local/facts", repo_type="dataset")
     assert {one.ref: one.target_commit for one in [*refs.branches, *refs.tags]} == {
         "refs/heads/main": pushed,

@@ -132,6 +132,19 @@ def test_files_are_added_changed_deleted_and_copied_in_one_commit(dataset: Datas
     assert made.commit_url == f"{dataset.hub.url}/datasets/{dataset.id}/commit/{made.oid}"
 
 
+def test_a_folder_whose_files_are_deleted_leaves_its_name_to_a_file(dataset: Dataset) -> None:
+    dataset.commit(add("old/a.txt"), add("old/sub/b.txt"), add("other/c.txt"))
+    both = [CommitOperationDelete("old/a.txt"), CommitOperationDelete("old/sub/b.txt")]
+    with pytest.raises(BadRequestError, match="it is a folder"):
+        dataset.commit(both[0], add("old", b"a file now\n"))
+    with pytest.raises(EntryNotFoundError, match="doesn't exist"):
+        dataset.commit(*both, CommitOperationDelete("old/"))
+    dataset.commit(*both, add("old", b"a file now\n"))
+    assert dataset.files() == {"old": b"a file now\n", "other/c.txt": b"1\n"}
+    dataset.commit(CommitOperationDelete("old"), add("old/sub/d.txt"))
+    assert dataset.files() == {"old/sub/d.txt": b"1\n", "other/c.txt": b"1\n"}
+
+
 def test_a_commit_goes_on_top_of_a_push_and_a_push_on_top_of_it(
     dataset: Dataset, tmp_path: Path
 ) -> None:
@@ -266,6 +279,36 @@ def test_gitignore_leaves_files_out(dataset: Dataset, tmp_path: Path) -> None:
     dataset.commit(add(".gitignore", b"*.log\ntmp/\n!b.log\n"))
     dataset.hub.api.upload_folder(folder_path=tmp_path, repo_id=dataset.id, repo_type="dataset")
     assert set(dataset.files()) == {".gitignore", "b.log", "keep.txt"}
+
+
+def test_a_changed_file_stays_executable(dataset: Dataset, tmp_path: Path) -> None:
+    hub, clone = dataset.hub, tmp_path / "clone"
+    hub.git("clone", "-q", f"{hub.url}/datasets/{dataset.id}", str(clone), cwd=tmp_path)
+    (clone / "run.sh").write_text("true\n")
+    (clone / "run.sh").chmod(0o755)
+    hub.git("add", "-A", cwd=clone)
+    hub.git("commit", "-qm", "Script", cwd=clone)
+    hub.git("push", "-q", "origin", "main", cwd=clone)
+    dataset.commit(add("run.sh", b"false\n"), add("a.txt"))
+    hub.git("pull", "-q", cwd=clone)
+    assert (clone / "run.sh").read_text() == "false\n"
+    assert (clone / "run.sh").stat().st_mode & 0o111
+    assert not (clone / "a.txt").stat().st_mode & 0o111
+
+
+def test_files_take_the_place_of_submodules(dataset: Dataset, tmp_path: Path) -> None:
+    hub, clone = dataset.hub, tmp_path / "clone"
+    hub.git("clone", "-q", f"{hub.url}/datasets/{dataset.id}", str(clone), cwd=tmp_path)
+    for path in ("sub", ".gitignore"):
+        entry = f"160000,{'a' * 40},{path}"
+        hub.git("update-index", "--add", "--cacheinfo", entry, cwd=clone)
+    hub.git("commit", "-qm", "Submodules", cwd=clone)
+    hub.git("push", "-q", "origin", "main", cwd=clone)
+    hub.api.upload_file(
+        path_or_fileobj=b"1\n", path_in_repo="sub", repo_id=dataset.id, repo_type="dataset"
+    )
+    assert dataset.files() == {"sub": b"1\n"}
+    dataset.commit(CommitOperationDelete(".gitignore"))
 
 
 def test_what_is_there_already_is_not_sent_again(dataset: Dataset) -> None:

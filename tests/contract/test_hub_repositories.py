@@ -99,6 +99,25 @@ def test_a_repository_may_be_called_like_a_part_of_a_route(
     hub.api.delete_repo(f"Ada/{name}", **DATASET)
 
 
+@pytest.mark.parametrize("name", ["tree", "refs", "settings", "logs", "parquet", "like"])
+def test_a_repository_that_is_called_like_a_part_of_a_route_may_be_missing(
+    hub: RunningHub, name: str
+) -> None:
+    """`logs` and the last two are parts of routes that this hub does not have."""
+    id = f"Ada/{name}"
+    assert not hub.api.repo_exists(id, **DATASET)
+    assert not hub.api.file_exists(id, "rows.txt", **DATASET)
+    for act in (
+        lambda: hub.api.list_repo_files(id, **DATASET),
+        lambda: hub.api.list_repo_refs(id, **DATASET),
+        lambda: hub.api.upload_file(
+            path_or_fileobj=b"1", path_in_repo="rows.txt", repo_id=id, **DATASET
+        ),
+    ):
+        with pytest.raises(RepositoryNotFoundError):
+            act()
+
+
 @pytest.mark.parametrize("owner", ["datasets", "Spaces", "api", "settings"])
 def test_an_owner_whose_repositories_could_never_be_reached_is_refused(
     hub: RunningHub, owner: str
@@ -164,6 +183,12 @@ def test_an_old_name_leads_to_the_new_one_until_it_is_taken(
         target = answer.headers["location"]
         assert "Team/new" in target and target.partition("?")[2] == path.partition("?")[2]
         assert hub.request("GET", target).status_code == 200
+    # A URL of `git lfs` may leave out the type. A model may have the new name too.
+    api.create_repo("Team/new")
+    batch = "/info/lfs/objects/batch"
+    answer = hub.request("POST", f"/Ada/old.git{batch}", json={"operation": "download"})
+    assert answer.headers["location"] == f"/datasets/Team/new{batch}"
+    api.delete_repo("Team/new")
     assert api.dataset_info("Ada/old").id == "Team/new"
     assert api.list_repo_files("Ada/old", **DATASET) == ["rows.txt"]
     assert api.get_paths_info("Ada/old", ["rows.txt"], **DATASET)[0].path == "rows.txt"
@@ -345,13 +370,16 @@ def test_readmes_are_validated(hub: RunningHub) -> None:
         ("---\n- a\n- b\n---\n", "must be a mapping"),
         ("---\na: &a [x]\nb: *a\n---\n", "aliases"),
         (f"---\na: {'[' * 40_000}\n---\n", "nested too deeply"),
-        (f"---\na: {'x' * 100_001}\n---\n", "100000 characters"),
         ("---\na: !!python/object:os.system {}\n---\n", "could not determine a constructor"),
         ("---\na: !!int x\n---\n", "no YAML"),
     ]:
         answer = validate(content)
         assert answer.status_code == 400, content[:100]
         assert reason in answer.json()["errors"][0]["message"]
+    labels = "".join(f"- label-{number}\n" for number in range(10_000))
+    with pytest.warns(UserWarning, match="more than 100000 characters"):
+        hub.api._validate_yaml(f"---\nlabels:\n{labels}---\n", repo_type="dataset")
+    hub.api._validate_yaml("---\nlicense: mit\n---\n" + "x" * 2**21, repo_type="dataset")
     with pytest.raises(ValueError, match="must be a list"):
         hub.api._validate_yaml("---\ntags: 1\n---\n", repo_type="dataset")
 
@@ -448,6 +476,44 @@ def test_lists_are_filtered_sorted_and_paged(hub: RunningHub, tmp_path: Path) ->
     assert hub.request("GET", "/api/datasets?sort=x").status_code == 400
 
 
+MODEL_CARD = """---
+pipeline_tag: text-generation
+library_name: transformers
+language: [en, de]
+license: mit
+datasets: lab/facts
+base_model: lab/base
+base_model_relation: finetune
+tags: [birds, text-generation]
+---
+"""
+
+
+def test_models_are_found_by_what_their_cards_say(hub: RunningHub) -> None:
+    api = hub.api
+    for name in ("card-model", "bare-model"):
+        api.create_repo(f"lab/{name}")
+    api.upload_file(
+        path_or_fileobj=MODEL_CARD.encode(), path_in_repo="README.md", repo_id="lab/card-model"
+    )
+    [listed] = api.list_models(author="lab", search="card-model")
+    for told in (listed, api.model_info("lab/card-model")):
+        assert (told.pipeline_tag, told.library_name) == ("text-generation", "transformers")
+        assert told.tags == [
+            *("transformers", "text-generation", "en", "de", "license:mit", "dataset:lab/facts"),
+            *("base_model:lab/base", "base_model:finetune:lab/base", "birds"),
+        ]
+    assert api.model_info("lab/bare-model").pipeline_tag is None
+    for found in (
+        api.list_models(pipeline_tag="text-generation"),
+        api.list_models(filter=["text-generation", "transformers", "en"]),
+        api.list_models(trained_dataset="lab/facts"),
+        api.list_models(filter="base_model:finetune:lab/base"),
+    ):
+        assert [one.id for one in found] == ["lab/card-model"]
+    assert not list(api.list_models(pipeline_tag="fill-mask"))
+
+
 def test_own_repositories_are_listed_with_their_size(hub: RunningHub, tmp_path: Path) -> None:
     pushed(hub, "Ada/sized", tmp_path / "sized", rows_txt="1" * 1000)
     mine = {repo.id: repo for repo in hub.api.list_user_repos()}
@@ -499,6 +565,9 @@ def test_what_the_hub_has_and_this_one_has_not_is_told(hub: RunningHub) -> None:
         lambda: hub.api.get_zero_gpu_quota(),
         lambda: list(hub.api.list_buckets()),
         lambda: list(hub.api.list_papers(query="x")),
+        lambda: list(hub.api.list_models(inference="warm")),
+        lambda: list(hub.api.list_models(num_parameters="min:6B")),
+        lambda: list(hub.api.list_spaces(models="Ada/model")),
         lambda: hub.api.run_job(image="x", command=["true"], namespace="Ada"),
         lambda: list(hub.api.list_jobs(namespace="Ada")),
         lambda: hub.api.inspect_job(job_id="j1", namespace="Ada"),
@@ -516,7 +585,7 @@ def test_what_the_hub_has_and_this_one_has_not_is_told(hub: RunningHub) -> None:
         assert refused.value.response.status_code == 501
     for path in (
         "/api/none",
-        "/api/datasets/Ada/space/none",
+        "/api/spaces/Ada/space/none",
         "/none",
         "/papers/1",
         "/oauth/device",

@@ -3,6 +3,7 @@
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 from huggingface_hub import HfApi
@@ -66,6 +67,24 @@ def test_variables_are_listed_with_their_values(hub: RunningHub, space: HfApi) -
         space.add_space_secret(SPACE, "MODEL", "x")
     assert stored(hub) == {"MODEL": "me/other"}
     assert space.delete_space_variable(SPACE, "MODEL") == {}
+
+
+def test_a_space_is_created_with_its_secrets_and_variables(hub: RunningHub) -> None:
+    secrets = [{"key": "TOKEN", "value": "s3cret", "description": "Proof"}]
+    variables = [{"key": "MODEL", "value": "me/base"}]
+    new: dict[str, Any] = {"repo_id": SPACE, "repo_type": "space", "space_sdk": "gradio"}
+    with pytest.raises(HfHubHTTPError, match="has a secret TOKEN already: delete it first"):
+        hub.api.create_repo(**new, space_secrets=secrets, space_variables=secrets)
+    with pytest.raises(HfHubHTTPError, match=r"JSON is wrong: variables\.0\.key"):
+        hub.api.create_repo(**new, space_variables=[{"key": "A B", "value": "x"}])
+    hub.api.create_repo(**new, space_secrets=secrets, space_variables=variables)
+    assert stored(hub) == {"TOKEN": "s3cret", "MODEL": "me/base"}
+    assert hub.api.get_space_secrets(SPACE)["TOKEN"].description == "Proof"
+    assert hub.api.get_space_variables(SPACE)["MODEL"].value == "me/base"
+    hub.api.delete_repo(SPACE, repo_type="space")
+    body = {"name": "x", "organization": "ada", "type": "dataset", "secrets": secrets}
+    answer = hub.request("POST", "/api/repos/create", json=body)
+    assert (answer.status_code, "A dataset has no secrets" in answer.text) == (400, True)
 
 
 def test_they_follow_the_space_and_end_with_it(hub: RunningHub, space: HfApi) -> None:

@@ -40,12 +40,13 @@ def test_upload_file(repo: Repo) -> None:
     with path.open("rb") as file:
         repo.api.upload_file(path_or_fileobj=file, path_in_repo="c.bin", **repo.on)
     # No line of `.gitattributes` names it, but git could not compare it with another version.
-    repo.api.upload_file(path_or_fileobj=b"\0" * 5000, path_in_repo="odd name[1].dat", **repo.on)
+    odd = "odd name[1]\u3000.dat"
+    repo.api.upload_file(path_or_fileobj=b"\0" * 5000, path_in_repo=odd, **repo.on)
     repo.api.upload_file(path_or_fileobj=b"", path_in_repo="empty.parquet", **repo.on)
     repo.api.upload_file(
         path_or_fileobj=b"12345678" * 1_500_000, path_in_repo="long.jsonl", **repo.on
     )
-    assert repo.large() == {"data/a.parquet", "c.bin", "odd name[1].dat", "long.jsonl"}
+    assert repo.large() == {"data/a.parquet", "c.bin", odd, "long.jsonl"}
     assert repo.read("data/a.parquet") == repo.read("c.bin") == LARGE
     assert (repo.read("b.jsonl"), repo.read("empty.parquet")) == (ROW, b"")
     future = repo.api.upload_file(
@@ -76,6 +77,11 @@ def test_upload_folder(repo: Repo) -> None:
     before = repo.head
     repo.api.upload_folder(folder_path=second, **repo.on)
     assert repo.head == before
+    third = files(repo.scratch / "c", logs__a_txt=b"1", logs__old__b_txt=b"2")
+    repo.api.upload_folder(folder_path=third, **repo.on)
+    fourth = files(repo.scratch / "d", logs=b"a file now")
+    repo.api.upload_folder(folder_path=fourth, delete_patterns=["logs/*"], **repo.on)
+    assert repo.paths() == {"x.txt", "new.txt", "logs"}
 
 
 def test_upload_folder_of_many_files(repo: Repo) -> None:
@@ -209,6 +215,29 @@ def test_delete(repo: Repo) -> None:
     assert repo.paths() == set()
 
 
+def test_a_commit_that_deletes_gitattributes_lists_its_large_files(repo: Repo) -> None:
+    repo.api.create_commit(
+        operations=[
+            CommitOperationAdd("data/.gitattributes", b"*.dat filter=lfs -text\n"),
+            CommitOperationAdd("data/a.dat", LARGE),
+        ],
+        commit_message="Add",
+        **repo.on,
+    )
+    repo.api.create_commit(
+        operations=[
+            CommitOperationDelete(".gitattributes"),
+            CommitOperationDelete("data/"),
+            CommitOperationAdd("a.parquet", LARGE),
+            CommitOperationAdd("data/b.dat", LARGE + b"b"),
+        ],
+        commit_message="Renew",
+        **repo.on,
+    )
+    lines = repo.read(".gitattributes").decode().splitlines()
+    assert [line.split(" ")[0] for line in lines] == ["/a.parquet", "/data/b.dat"]
+
+
 def test_file_system(repo: Repo) -> None:
     fs = HfFileSystem(endpoint=repo.hub.url, token=repo.hub.token, skip_instance_cache=True)
     root = f"datasets/{repo.id}"
@@ -228,6 +257,17 @@ def test_file_system(repo: Repo) -> None:
     moved = f"{root}/moved.txt"
     assert fs.modified(moved) == made[f"Copy {root}/a.txt to {moved}"]
     assert fs.modified(f"{root}/big.bin") == made["Upload big.bin with huggingface_hub"]
+    got = repo.scratch / "got.bin"
+    for expand in (False, True):
+        fs = HfFileSystem(
+            endpoint=repo.hub.url,
+            token=repo.hub.token,
+            expand_info=expand,
+            skip_instance_cache=True,
+        )
+        fs.get_file(f"{root}/big.bin", str(got))
+        assert got.read_bytes() == LARGE
+        got.unlink()
 
 
 @pytest.mark.slow

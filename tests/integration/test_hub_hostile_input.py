@@ -234,6 +234,7 @@ def test_a_secret_stays_one_whatever_its_address_ends_with(hub: RunningHub) -> N
     [
         (".gitmodules", '[submodule "../../x"]\npath = a\nurl = https://x\n', "gitmodulesName"),
         ("a/.GITMODULES", '[submodule "a"]\npath = a\nurl = -u./x\n', "gitmodulesUrl"),
+        (r"a\.gitmodules", '[submodule "a"]\npath = a\nurl = -u./x\n', "gitmodulesUrl"),
         (".gitattributes", "a" * 3000 + " text\n", "gitattributesLineLength"),
     ],
 )
@@ -247,3 +248,26 @@ def test_what_git_refuses_in_a_push_is_refused_in_a_commit(
     assert is_refused(commit(hub, name, right, file(path, content)), f"Git refuses {path!r} in")
     assert commit(hub, name, file(".gitmodules", modules)).status_code == 200
     assert fsck(hub, name) == ""
+
+
+def test_a_file_that_no_clone_can_check_out_is_refused_and_may_be_deleted(
+    hub: RunningHub, name: str
+) -> None:
+    """Git reads a backslash as on Windows, on every system."""
+    path = r"a\.git\x"
+    assert is_refused(commit(hub, name, file(path)), "git's own folder")
+    assert is_refused(preupload(hub, name, path), "git's own folder")
+    older_hub = b"""commit refs/heads/main
+committer hub <hub@localhost> 0 +0000
+data 0
+from refs/heads/main^0
+M 100644 inline "a\\\\.git\\\\x"
+data 0
+"""
+    folder = hub.root / f"repos/datasets/{name}.git"
+    git = ["git", f"--git-dir={folder}"]
+    subprocess.run([*git, "fast-import", "--quiet"], input=older_hub, check=True)
+    assert path in hub.api.list_repo_files(name, repo_type="dataset")
+    deletion = {"key": "deletedFile", "value": {"path": path}}
+    assert commit(hub, name, deletion).status_code == 200
+    assert hub.api.list_repo_files(name, repo_type="dataset") == [".gitattributes"]

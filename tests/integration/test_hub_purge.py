@@ -229,7 +229,9 @@ def test_a_purge_leaves_nothing_of_the_commit_and_names_the_releases(
 
 def cards_in_memory() -> list[Card]:
     gc.collect()
-    return [each for each in gc.get_objects() if type(each) is Card and each.tags == [SECRET]]
+    return [
+        each for each in gc.get_objects() if type(each) is Card and each.texts("tags") == [SECRET]
+    ]
 
 
 def test_a_purge_leaves_no_card_of_the_commit_in_memory(place: Place) -> None:

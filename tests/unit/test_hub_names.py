@@ -11,6 +11,7 @@ from pipeline.hub.errors import BadRequest, RepositoryNotFound
 from pipeline.hub.repositories.names import (
     file_path,
     is_ref_name,
+    new_file_path,
     repository_name,
     requested_name,
     segments,
@@ -47,6 +48,31 @@ def test_a_file_path_never_leads_out(path: str) -> None:
     assert taken == path
     assert not {"", ".", ".."} & set(taken.split("/"))
     assert "\n" not in taken and "\0" not in taken
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("index")
+    subprocess.run(["git", "-C", folder, "init", "-q", "--bare"], check=True)
+    return folder
+
+
+@given(st.text(r".gitGT~1\\/: x", min_size=4, max_size=12))
+@example(r"a\.git\x")
+@example(r".git\x")
+@example(r"a\GIT~1 .")
+@example(".git:x")
+@example("~/.git ./x")
+def test_a_path_taken_for_a_file_can_be_cloned(index: Path, path: str) -> None:
+    try:
+        taken = new_file_path(path)
+    except BadRequest:
+        return
+    entry = f"100644,e69de29bb2d1d6434b8b29ae775ad8c2e48c5391,{taken}"
+    checked = subprocess.run(
+        ["git", "-C", index, "update-index", "--add", "--replace", "--cacheinfo", entry]
+    )
+    assert checked.returncode == 0
 
 
 def test_an_encoded_slash_stays_in_its_segment() -> None:

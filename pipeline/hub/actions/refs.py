@@ -41,8 +41,9 @@ def create_tag(
     if message:
         git(
             repository.folder,
-            *("tag", "-a", "-F", "-", ref.removeprefix("refs/tags/"), commit),
-            stdin=message.encode(),
+            # By default, git would remove lines that begin with `#`, such as titles in Markdown.
+            *("tag", "-a", "--cleanup=verbatim", "-F", "-", ref.removeprefix("refs/tags/"), commit),
+            stdin=f"{message}\n".encode(),
             extra=author.environment,
         )
     else:

@@ -5,7 +5,10 @@ Except for `create`, the caller holds the repository's lock. Afterwards it wakes
 (`EventLog.wake`), which sends the event to the webhooks.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
+
+from sqlalchemy.engine import Connection
 
 from pipeline.hub.commits.fast_import import first_commit
 from pipeline.hub.events.log import EventLog
@@ -23,12 +26,15 @@ def create(
     *,
     private: bool,
     author: Signature | None,
+    prepare: Callable[[Connection, Repository], None] = lambda *_: None,
 ) -> Repository:
     """The repository begins with a commit of `author`, or without a commit if `author` is None.
-    Raises Conflict if the name is taken."""
+    Nobody sees it before `prepare` has stored its settings. Raises Conflict if the name is taken.
+    """
     with ExitStack() as on_error:
         with log.database.write() as connection:
             repository = repositories.create(connection, name, private=private, on_error=on_error)
+            prepare(connection, repository)
             if author is not None:
                 remember(connection, repository, [first_commit(repository, author)])
             log.record(connection, repository, action="create")

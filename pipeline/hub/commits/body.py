@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.http_json import reasons
-from pipeline.hub.repositories.names import new_file_path
+from pipeline.hub.repositories.names import changed_path, new_file_path
 from pipeline.pointers import OID
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -161,9 +161,10 @@ class CommitBody:
             )
         found = _validated(model, value)
         path = found.path.rstrip("/") if key == "deletedFolder" else found.path
+        checked = changed_path(path) if isinstance(found, _Deleted) else new_file_path(path)
         return Operation(
             kind=key,  # type: ignore[arg-type]
-            path=new_file_path(path),
+            path=checked,
             size_bytes=len(found.decoded()) if isinstance(found, _File) else 0,
             oid=found.oid if isinstance(found, _LargeFile) else "",
             offset=offset,

@@ -2,7 +2,7 @@
 place of a large file, git stores a pointer: a small file that names the content. The paths of large
 files are added to `.gitattributes`."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 
 from pipeline.hub.commits.body import CommitBody, Operation
@@ -13,7 +13,7 @@ from pipeline.hub.contents.trees import Folders, read_folders
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.git.process import git
 from pipeline.hub.large_files.store import LargeFiles
-from pipeline.hub.repositories.names import folders_of
+from pipeline.hub.repositories.names import folders_of, parents_of
 from pipeline.hub.repositories.store import Repository
 from pipeline.pointers import Pointer
 
@@ -29,8 +29,8 @@ def planned_changes(repository: Repository, head: str | None, body: CommitBody) 
     added = [each for each in body.operations if each.kind in ("file", "lfsFile")]
     paths = [each.path for each in added]
     folders = read_folders(repository, head, folders_of([*paths, ATTRIBUTES_FILE]))
-    attributes = attributes_files(folders)
-    attributes |= _store_attributes(repository, body, added)
+    stored = _store_attributes(repository, body, added)
+    attributes = _attributes_after(attributes_files(folders), stored, body.operations)
     tracked = large_file_paths(repository, attributes, paths)
 
     changes, untracked = [], []
@@ -49,7 +49,10 @@ def planned_changes(repository: Repository, head: str | None, body: CommitBody) 
                 if is_large
                 else partial(body.content, operation)
             )
-            changes.append(Change(action="add", path=path, read=read))
+            folder, _, name = path.rpartition("/")
+            present = folders[folder].get(name)
+            is_executable = present is not None and present.is_executable
+            changes.append(Change(action="add", path=path, read=read, is_executable=is_executable))
             if operation.kind == "lfsFile" and not files.keep(operation.oid):
                 raise BadRequest(
                     f"{path!r} is the large file {operation.oid}, which the hub does not have: "
@@ -95,6 +98,24 @@ def attributes_files(folders: Folders) -> dict[str, str]:
         entry.path: entry.oid
         for entries in folders.values()
         if (entry := entries.get(ATTRIBUTES_FILE)) is not None and entry.type == "file"
+    }
+
+
+def _attributes_after(
+    before: Mapping[str, str], stored: Mapping[str, str], operations: Iterable[Operation]
+) -> dict[str, str]:
+    """The `.gitattributes` files after the commit, with the shas of their blobs. `before` are the
+    present ones. `stored` are those that the commit adds, and may delete afterwards."""
+    added, deleted = {}, {}
+    for number, operation in enumerate(operations, start=1):
+        if operation.path in stored and operation.kind == "file":
+            added[operation.path] = number
+        elif operation.kind in ("deletedFile", "deletedFolder"):
+            deleted[operation.path] = number
+    return {
+        path: sha
+        for path, sha in {**before, **stored}.items()
+        if all(deleted.get(each, 0) <= added.get(path, 0) for each in (path, *parents_of(path)))
     }
 
 

@@ -6,12 +6,12 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pipeline.hub.contents.trees import Folders, read_folders
 from pipeline.hub.errors import BadRequest, EntryNotFound
 from pipeline.hub.git.process import git
-from pipeline.hub.repositories.names import folders_of, parents_of
+from pipeline.hub.repositories.names import folders_of
 from pipeline.hub.repositories.store import Repository
 
 # `huggingface_hub` looks for these words in the error, and then explains how to delete a folder.
@@ -20,6 +20,11 @@ _BATCH_BYTES = 16 * 1024 * 1024
 # Matches `.gitmodules`, `.gitattributes`, and names that some file systems read as one of these
 # two, such as `GITMOD~1`.
 _CHECKED = re.compile(r"\W*\.git\W*(modules|attributes).*|gi.*~.*", re.IGNORECASE | re.DOTALL)
+
+_Node: TypeAlias = "_Folder | Literal['file']"
+_Folder: TypeAlias = "dict[str, _Node]"
+"""Maps the names in a folder to its files and folders. A folder of which no change names a part is
+not read. It has one entry without a name, because it is not empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,8 @@ class Change:
     path: str
     read: Callable[[], bytes] = bytes
     """Returns what git stores for an added file: its content, or the pointer to a large file."""
+    is_executable: bool = False
+    """A client of the API cannot set this. A changed file stays executable."""
 
 
 def check_changes(changes: Sequence[Change], repository: Repository, head: str | None) -> None:
@@ -40,9 +47,7 @@ def check_changes(changes: Sequence[Change], repository: Repository, head: str |
     for change in changes:
         kind = tree.kind(change.path)
         if change.action == "add":
-            above = next(
-                (each for each in parents_of(change.path) if tree.kind(each) == "file"), None
-            )
+            above = tree.file_above(change.path)
             if above is not None:
                 raise BadRequest(
                     f"{change.path!r} cannot be added, because {above!r} is a file: delete "
@@ -62,44 +67,56 @@ def check_changes(changes: Sequence[Change], repository: Repository, head: str |
 
 class _Tree:
     """Knows which paths are files and which are folders, while changes apply one after the other.
+    As in git, a folder exists only as long as there is something in it.
 
-    The changes are numbered. For each path, this stores the number of the last change that added
-    the path, and of the last change that deleted it. An added path exists if neither the path nor a
-    folder above it was deleted later. So the time for one change does not grow with the number of
-    changes.
+    The time for one change depends on the depth of its path, not on the number of changes.
     """
 
     def __init__(self, folders: Folders) -> None:
-        self._folders = folders
-        self._now = 0
-        self._added: dict[str, int] = {}
-        self._made: dict[str, int] = {}
-        """For each folder above an added file, the number of the last change that added one."""
-        self._deleted: dict[str, int] = {}
+        read: dict[str, _Folder] = {path: {} for path, entries in folders.items() if entries}
+        self._root = read.setdefault("", {})
+        for path, folder in read.items():
+            for name, entry in folders[path].items():
+                is_folder = entry.type == "directory"
+                folder[name] = read.get(entry.path, {"": "file"}) if is_folder else "file"
 
     def kind(self, path: str) -> Literal["file", "folder"] | None:
-        deleted = max(self._deleted.get(each, 0) for each in (path, *parents_of(path)))
-        if self._added.get(path, 0) > deleted:
-            return "file"
-        if self._made.get(path, 0) > deleted:
-            return "folder"
-        if deleted:
-            return None
-        folder, _, name = path.rpartition("/")
-        entry = self._folders.get(folder, {}).get(name)
-        if entry is None:
-            return None
-        return "folder" if entry.type == "directory" else "file"
+        found: _Node | None = self._root
+        for name in path.split("/"):
+            found = found.get(name) if isinstance(found, dict) else None
+        return "folder" if isinstance(found, dict) else found
+
+    def file_above(self, path: str) -> str | None:
+        """The part of `path` that is a file, so that nothing can be below it."""
+        names = path.split("/")
+        found: _Node | None = self._root
+        for depth, name in enumerate(names[:-1], start=1):
+            found = found.get(name) if isinstance(found, dict) else None
+            if found == "file":
+                return "/".join(names[:depth])
+        return None
 
     def add(self, path: str) -> None:
-        self._now += 1
-        self._added[path] = self._now
-        for folder in parents_of(path):
-            self._made[folder] = self._now
+        *above, name = path.split("/")
+        folder = self._root
+        for each in above:
+            below = folder.setdefault(each, {})
+            assert isinstance(below, dict)
+            folder = below
+        folder[name] = "file"
 
     def delete(self, path: str) -> None:
-        self._now += 1
-        self._deleted[path] = self._now
+        """Deletes a file or folder that exists, and each folder above it that is then empty."""
+        names = path.split("/")
+        folders = [self._root]
+        for name in names[:-1]:
+            below = folders[-1][name]
+            assert isinstance(below, dict)
+            folders.append(below)
+        for folder, name in zip(reversed(folders), reversed(names), strict=True):
+            del folder[name]
+            if folder:
+                break
 
 
 def check_files(files: Iterable[tuple[str, Callable[[], bytes]]]) -> None:
@@ -114,7 +131,8 @@ def check_files(files: Iterable[tuple[str, Callable[[], bytes]]]) -> None:
     batch: list[tuple[str, bytes]] = []
     num_bytes = 0
     for path, read in files:
-        if _CHECKED.fullmatch(path.rpartition("/")[2]):
+        # On Windows, a backslash ends a folder's name, so git checks the name after it.
+        if _CHECKED.fullmatch(re.split(r"[/\\]", path)[-1]):
             batch.append((path, read()))
             num_bytes += len(batch[-1][1])
         if num_bytes > _BATCH_BYTES:

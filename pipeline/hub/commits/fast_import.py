@@ -126,7 +126,8 @@ def _stream(ref: str, parent: str | None, new: NewCommit) -> Iterator[bytes]:
         path = _quoted(change.path)
         if change.action == "add":
             content = change.read()
-            yield b"M 100644 inline %s\ndata %d\n" % (path, len(content))
+            mode = b"100755" if change.is_executable else b"100644"
+            yield b"M %s inline %s\ndata %d\n" % (mode, path, len(content))
             yield content
             yield b"\n"
         else:

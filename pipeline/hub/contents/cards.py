@@ -11,21 +11,30 @@ from pathlib import Path
 import yaml
 
 from pipeline.hub.git.process import git
+from pipeline.hub.repositories.names import RepositoryType
 
 MAX_HEAD_CHARACTERS = 100_000
-"""Longer metadata is an error, because it would take seconds to read."""
+"""Longer metadata is not read, because that would take seconds."""
 README = "README.md"
 
 # The same expression as `huggingface_hub.repocard.REGEX_YAML_BLOCK`.
 _HEAD = re.compile(r"^(\s*---(?:\r\n|\r|\n))([\S\s]*?)((?:\r\n|\r|\n)---[ \t]*(\r\n|\n|$))")
-_TAGGED = (
-    "language",
-    "license",
-    "multilinguality",
-    "size_categories",
-    "task_categories",
-    "task_ids",
-)
+_PREFIXES_OF_MODELS = {
+    "library_name": "",
+    "pipeline_tag": "",
+    "language": "",
+    "license": "license:",
+    "datasets": "dataset:",
+    "base_model": "base_model:",
+}
+_PREFIXES = {
+    key: f"{key}:"
+    for key in (
+        *("annotations_creators", "language", "language_creators", "license", "multilinguality"),
+        *("size_categories", "source_datasets", "task_categories", "task_ids"),
+    )
+}
+"""The keys of a dataset or a Space whose values become tags, with the prefix of these tags."""
 _TEXTS = ("license_name", "license_link", "pretty_name", "pipeline_tag", "library_name")
 _LISTS = ("tags",)
 _TEXT_OR_LIST = ("license", "language", "task_categories", "task_ids", "datasets", "metrics")
@@ -61,12 +70,24 @@ class Card:
     errors: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
-    @property
-    def tags(self) -> list[str]:
-        """The tags of the repository. The values of certain keys become tags such as `license:mit`.
-        The values of the key `tags` stay as they are."""
-        found = [f"{key}:{value}" for key in _TAGGED for value in _texts(self.metadata.get(key))]
-        return [*found, *_texts(self.metadata.get("tags"))]
+    def tags_of(self, type: RepositoryType) -> list[str]:
+        """The tags of a repository of this type, as on the Hugging Face Hub. The values of certain
+        keys become tags such as `license:mit`. The values of the key `tags` stay as they are."""
+        prefixes = _PREFIXES_OF_MODELS if type == "model" else _PREFIXES
+        tags = [f"{prefix}{value}" for key, prefix in prefixes.items() for value in self.texts(key)]
+        if type == "model":
+            tags += [
+                f"base_model:{relation}:{base}"
+                for relation in self.texts("base_model_relation")
+                for base in self.texts("base_model")
+            ]
+        return list(dict.fromkeys([*tags, *self.texts("tags")]))
+
+    def texts(self, key: str) -> list[str]:
+        """The texts that the key has: one, several or none."""
+        value = self.metadata.get(key)
+        many = value if isinstance(value, list) else [value]
+        return [item for item in many if isinstance(item, str)]
 
 
 def parse_card(content: str) -> Card:
@@ -77,8 +98,12 @@ def parse_card(content: str) -> Card:
         return Card(warnings=("empty or missing yaml metadata in repo card",))
     text = found[2]
     if len(text) > MAX_HEAD_CHARACTERS:
-        reason = f"the metadata has more than {MAX_HEAD_CHARACTERS} characters"
-        return Card(errors=(reason,))
+        # Not an error: the metadata may be right, for example if it lists many labels.
+        reason = (
+            f"the metadata has more than {MAX_HEAD_CHARACTERS} characters, so this hub does not "
+            "read it: lists show the repository without its tags"
+        )
+        return Card(warnings=(reason,))
     lines_before = len(found[1].splitlines())
     try:
         metadata = _plain(yaml.load(text, _Loader))
@@ -126,11 +151,6 @@ def _wrong(metadata: Mapping[str, object], text: str, lines_before: int) -> Iter
         line = next((number for number, each in lines if each.startswith(f"{key}:")), None)
         where = "" if line is None else f" (line {line})"
         yield f'"{key}" must be {kind}; put quotes around numbers, yes and no{where}'
-
-
-def _texts(value: object) -> list[str]:
-    many = value if isinstance(value, list) else [value]
-    return [item for item in many if isinstance(item, str)]
 
 
 @lru_cache(maxsize=1000)

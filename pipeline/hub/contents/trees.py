@@ -28,13 +28,16 @@ _PATH_MAX_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    type: Literal["file", "directory"]
+    type: Literal["file", "directory", "submodule"]
+    """Only `read_folders` gives submodules. A submodule has no blob in this repository."""
     path: str
     oid: str
-    """The SHA-1 of git's blob or tree."""
+    """The SHA-1 of git's blob or tree, or of a submodule's commit."""
     size_bytes: int = 0
     """The size of git's blob. The blob of a large file is its pointer. 0 for a folder, or if the
     size was not read."""
+    is_executable: bool = False
+    """Only `read_folders` reads this."""
     lfs: Pointer | None = None
     """The pointer, if the blob is a pointer to a large file. None for other blobs, or if the blob
     was not read."""
@@ -151,6 +154,13 @@ def _read_trees(repository: Repository, trees: Mapping[str, str]) -> dict[str, M
     return found
 
 
+_TYPES: Mapping[bytes, Literal["directory", "submodule"]] = {
+    b"40000": "directory",
+    b"160000": "submodule",
+}
+"""The types of entries other than files, by git's modes."""
+
+
 def _parse_tree_object(content: bytes, folder: str) -> Iterator[Entry]:
     """https://git-scm.com/book/en/v2/Git-Internals-Git-Objects#_tree_objects"""
     prefix = f"{folder}/" if folder else ""
@@ -160,9 +170,10 @@ def _parse_tree_object(content: bytes, folder: str) -> Iterator[Entry]:
         mode, _, name = content[start:name_end].partition(b" ")
         start = name_end + 1 + _SHA_BYTES
         yield Entry(
-            type="directory" if mode == b"40000" else "file",
+            type=_TYPES.get(mode, "file"),
             path=prefix + name.decode(errors="replace"),
             oid=content[name_end + 1 : start].hex(),
+            is_executable=mode == b"100755",
         )
 
 

@@ -128,8 +128,22 @@ def folders_of(paths: Iterable[str]) -> set[str]:
 
 
 def new_file_path(path: str) -> str:
-    """The path, if a commit over the API may add or delete it. Raises BadRequest for a path that
+    """The path, if a commit over the API may add a file there. Raises BadRequest for a path that
     git cannot check out on every system."""
+    checked = changed_path(path)
+    for piece in re.split(r"[/\\]", checked):
+        # Some file systems ignore certain characters, and so read `.g\u200cit` as `.git`. On
+        # Windows, a backslash ends a folder's name. Git refuses such paths on every system.
+        plain = _IGNORED_BY_HFS.sub("", piece).partition(":")[0].rstrip(" .").casefold()
+        if plain in (".git", "git~1"):
+            raise BadRequest(f"{path!r} leads into git's own folder: choose another name.")
+    return checked
+
+
+def changed_path(path: str) -> str:
+    """The path, if a commit over the API may add or delete something there. A commit may delete a
+    file that it may not add, because an older version of the hub may have added it. Raises
+    BadRequest."""
     checked = file_path([path])
     if _SURROGATE.search(path):
         raise BadRequest(
@@ -140,11 +154,6 @@ def new_file_path(path: str) -> str:
         raise BadRequest(
             f"The path {path[:100]!r}… has more than {MAX_PATH_BYTES} bytes: shorten it."
         )
-    for piece in checked.split("/"):
-        # Some file systems ignore certain characters, and so read `.g\u200cit` as `.git`.
-        plain = _IGNORED_BY_HFS.sub("", piece).partition(":")[0].rstrip(" .").casefold()
-        if plain in (".git", "git~1"):
-            raise BadRequest(f"{path!r} leads into git's own folder: choose another name.")
     return checked
 
 

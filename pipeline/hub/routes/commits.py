@@ -27,7 +27,13 @@ from pipeline.hub.contents.cards import parse_card
 from pipeline.hub.contents.trees import Folders, read_folders
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.git.process import git
-from pipeline.hub.http_json import client_warning, hub_url, read_json, receive_into
+from pipeline.hub.http_json import (
+    MAX_BODY_BYTES,
+    client_warning,
+    hub_url,
+    read_json,
+    receive_into,
+)
 from pipeline.hub.repositories.names import (
     RepositoryName,
     folders_of,
@@ -38,6 +44,9 @@ from pipeline.hub.repositories.refs import read_refs
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.tokens.auth import Identity, identity_of
+
+MAX_README_BYTES = 4 * MAX_BODY_BYTES
+"""A README may have images in it. A client without a token can send `MAX_BODY_BYTES`."""
 
 
 class PlannedFile(BaseModel):
@@ -69,8 +78,9 @@ def routes() -> list[Route]:
 async def validate_yaml(request: Request) -> Response:
     """Answers 400 if the README has errors, so that the client does not commit it. With warnings
     only, the client may commit it."""
-    body = await read_json(request, Readme)
     is_anonymous = identity_of(request).is_anonymous
+    max_bytes = MAX_BODY_BYTES if is_anonymous else MAX_README_BYTES
+    body = await read_json(request, Readme, max_bytes=max_bytes)
     async with hub_of(request).anonymous_check if is_anonymous else nullcontext():
         card = await run_in_threadpool(parse_card, body.content)
     return JSONResponse(

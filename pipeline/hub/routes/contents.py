@@ -58,7 +58,7 @@ async def describe(
         card = Card() if readme is None else read_card(repository.folder, readme.oid)
         return {
             **facts(repository),
-            "tags": card.tags,
+            **facts_of_card(repository, card),
             "cardData": card.metadata,
             "sha": commit,
             "lastModified": iso_time(newest.committed_at),
@@ -100,9 +100,11 @@ async def paths_info(
         entries = find_paths(repository, commit, paths)
         items = _entries(repository, commit, entries, expand=expand)
         for entry, item in zip(entries, items, strict=True):
-            if entry.lfs is not None:
+            if entry.lfs is not None and not expand:
                 # `huggingface_hub` copies a large file to another repository only if the file has a
                 # Xet hash. The client neither checks nor uses this hash, so the sha256 is enough.
+                # A copy asks without `expand`. Only `HfFileSystem` asks with it, and would download
+                # a file with a Xet hash over Xet, which this hub does not have.
                 item["xetHash"] = entry.lfs.oid
         return items
 
@@ -227,6 +229,15 @@ def facts(repository: Repository) -> Json:
         "createdAt": iso_time(repository.created_at),
         "lastModified": iso_time(repository.created_at),
     }
+
+
+def facts_of_card(repository: Repository, card: Card) -> Json:
+    """The facts that can be in a list without the whole card. The Hugging Face Hub also infers the
+    task and the library of a model from its files; this hub takes them from the card only."""
+    told: Json = {"tags": card.tags_of(repository.name.type)}
+    if repository.name.type == "model":
+        told |= {key: text for key in ("pipeline_tag", "library_name") for text in card.texts(key)}
+    return told
 
 
 def _entries(

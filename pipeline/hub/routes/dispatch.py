@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from pipeline.hub import http_json, unsupported
 from pipeline.hub.errors import RepositoryMoved
-from pipeline.hub.repositories.names import RepositoryName, segments
+from pipeline.hub.repositories.names import RepositoryName, repository_name, segments
 from pipeline.hub.routes import (
     activity,
     commits,
@@ -119,6 +119,9 @@ async def _call(
         return JSONResponse({})
     handler = _BY_METHOD.get(method, {}).get(verb)
     if handler is None:
+        # A missing repository comes first: the verb may be the name of the repository that the
+        # client looks for, such as `logs` in `/api/models/local/logs`.
+        await run_in_threadpool(hub.find, name)
         raise HTTPException(404)
     return await handler(request, hub, name, arguments)
 
@@ -148,7 +151,8 @@ def _redirect(request: Request, path: RepositoryPath, moved: RepositoryMoved) ->
     """Redirects to the same path at the repository's present name. Status 307 makes the client
     repeat the request with its method and body."""
     query = request.scope["query_string"].decode("latin-1")
-    location = path.at(moved.id) + (f"?{query}" if query else "")
+    name = repository_name(moved.type, moved.owner, moved.name)
+    location = path.at(name) + (f"?{query}" if query else "")
     answer = http_json.error_response(moved)
     answer.status_code = 307
     # The location has no host, so that it is right whichever host name the client uses.

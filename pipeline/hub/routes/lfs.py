@@ -240,14 +240,18 @@ class _Offer:
     def _parts(self, wanted: LargeObject) -> Json:
         """The action for an upload in parts. Its `header` has `chunk_size`, the size of a part in
         bytes. It also has the URL of each part, with the part's number as the key.
-        `huggingface_hub.lfs` reads both from there."""
+        `huggingface_hub.lfs` reads both from there. All numbers have the same number of digits,
+        because `git lfs` sorts them as texts, and `hf lfs-multipart-upload` sends the parts in this
+        order."""
         part_bytes = max(PART_BYTES, ceil(wanted.size / _MAX_PARTS))
         path = transfers.upload_path(self._repository, wanted.oid, secrets.token_hex(16))
+        starts = range(0, wanted.size, part_bytes)
+        num_digits = len(str(len(starts)))
         parts = {}
-        for number, start in enumerate(range(0, wanted.size, part_bytes), start=1):
+        for number, start in enumerate(starts, start=1):
             size = min(part_bytes, wanted.size - start)
             action = self._action("PUT", f"{path}/{start}", size)
-            parts[str(number)] = action["href"]
+            parts[f"{number:0{num_digits}}"] = action["href"]
         complete = self._action("POST", path, wanted.size)
         return {**complete, "header": {"chunk_size": str(part_bytes), **parts}}
 

@@ -14,11 +14,11 @@ from starlette.routing import Route
 from pipeline.hub.contents.cards import README, Card, read_card
 from pipeline.hub.contents.history import list_commits
 from pipeline.hub.contents.trees import find_paths, list_tree
-from pipeline.hub.errors import BadRequest
+from pipeline.hub.errors import BadRequest, NotSupported
 from pipeline.hub.http_json import iso_time, next_page, query_flag, query_int
 from pipeline.hub.repositories.names import DEFAULT_BRANCH, RepositoryType
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.routes.contents import Json, facts
+from pipeline.hub.routes.contents import Json, facts, facts_of_card
 from pipeline.hub.schema import refs
 from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.tokens.auth import identity_of
@@ -26,6 +26,11 @@ from pipeline.hub.tokens.auth import identity_of
 PER_PAGE = 1000
 # This hub counts no downloads and no likes. So every order except `lastModified` is by creation.
 _SORTS = ("createdAt", "lastModified", "downloads", "likes", "likes30d", "trendingScore")
+_UNKNOWN_FILTERS = (
+    *("apps", "inference", "inference_provider", "num_parameters"),  # of models
+    *("datasets", "linked", "models"),  # of Spaces
+)
+"""Filters of the Hugging Face Hub that this hub does not have."""
 
 Heads = Mapping[str, str]
 """Maps the id of each repository that has a main branch to the head of this branch."""
@@ -39,13 +44,19 @@ def routes() -> list[Route]:
 
 
 async def list_repositories(request: Request, hub: Hub, type: RepositoryType) -> Response:
-    """The repositories of one type, by default the newest first. The header `Link` has the URL of
-    the next page. The query may have `author`, `gated`, `sort`, `direction`, `limit`, `full` and
-    `cardData`. It may have `search`, `filter` and `expand` several times."""
+    """The repositories of one type, by default the newest first. Raises NotSupported for a filter
+    that this hub does not have, because without it the list would be wrong.
+
+    The header `Link` has the URL of the next page. The query may have `author`, `gated`,
+    `pipeline_tag`, `sort`, `direction`, `limit`, `full` and `cardData`. It may have `search`,
+    `filter` and `expand` several times."""
     query = request.query_params
+    if unknown := [name for name in _UNKNOWN_FILTERS if name in query]:
+        raise NotSupported(f"Filters by {' and '.join(unknown)}: not supported by this hub.")
     author = query.get("author", "").lower()
     searched = [text.lower() for text in query.getlist("search")]
     tags = {tag.lower() for tag in query.getlist("filter")}
+    task = query.get("pipeline_tag")
     limit = max(1, query_int(request, "limit", PER_PAGE, at_most=PER_PAGE))
     sort = query.get("sort", "createdAt")
     if sort not in _SORTS:
@@ -79,7 +90,8 @@ async def list_repositories(request: Request, hub: Hub, type: RepositoryType) ->
                 and identity.may_see(repository)
                 and author in ("", repository.name.owner.lower())
                 and all(text in repository.name.id.lower() for text in searched)
-                and (not tags or tags <= {tag.lower() for tag in _card(repository, heads).tags})
+                and (not tags or tags <= _tags(repository, heads))
+                and (not task or task in _card(repository, heads).texts("pipeline_tag"))
             ),
             key=key,
             reverse=not ascending,
@@ -146,7 +158,7 @@ def _described(repository: Repository, heads: Heads, *, with_card: bool, with_fi
         "lastModified": iso_time(_modified(repository, heads)),
     }
     card = _card(repository, heads)
-    described["tags"] = card.tags
+    described |= facts_of_card(repository, card)
     if with_card:
         described["cardData"] = card.metadata
     if with_files:
@@ -154,6 +166,10 @@ def _described(repository: Repository, heads: Heads, *, with_card: bool, with_fi
         files = [entry.path for entry in entries if entry.type == "file"]
         described["siblings"] = [{"rfilename": path} for path in files]
     return described
+
+
+def _tags(repository: Repository, heads: Heads) -> set[str]:
+    return {tag.lower() for tag in _card(repository, heads).tags_of(repository.name.type)}
 
 
 def _heads(connection: Connection) -> Heads:

@@ -49,9 +49,11 @@ class RepositoryPath:
     suffix: bytes
     """The path after the name, as the client sent it."""
 
-    def at(self, id: str) -> str:
-        """The path with `id` (`owner/name`) in place of the repository's name, for a redirect."""
-        return (self.prefix + id.encode() + self.suffix).decode("latin-1")
+    def at(self, name: RepositoryName) -> str:
+        """The path with `name` in place of the repository's name, for a redirect. A path that names
+        no type, such as a URL of `git lfs`, gets the type too."""
+        named = name.path if self.prefix == b"/" else name.id
+        return (self.prefix + named.encode() + self.suffix).decode("latin-1")
 
 
 def api_path(

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy.engine import Connection
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -20,10 +21,16 @@ from pipeline.hub.repositories.names import (
     repository_name,
     requested_name,
 )
+from pipeline.hub.repositories.store import Repository
+from pipeline.hub.routes.spaces import SETTINGS, NewSetting, put_settings
 from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.tokens.auth import identity_of, require_a_person, signature
 
 Answer = TypeVar("Answer")
+
+_MAX_SETTINGS = 100
+"""How many secrets, and how many variables, a new Space may have: all of them are stored while
+other changes wait."""
 
 
 class _Body(BaseModel):
@@ -37,6 +44,12 @@ class NamedRepository(_Body):
     type: RepositoryType = "model"
     visibility: Literal["private", "protected", "public"] | None = None
     private: bool | None = None
+
+
+class NewRepository(NamedRepository):
+    secrets: tuple[NewSetting, ...] = Field((), max_length=_MAX_SETTINGS)
+    variables: tuple[NewSetting, ...] = Field((), max_length=_MAX_SETTINGS)
+    """Only a Space has secrets and variables."""
     empty: bool = False
     """Whether to create the repository without a first commit, so that the first `git push` needs
     no pull. The Hugging Face Hub does not have this option."""
@@ -63,13 +76,27 @@ def routes() -> list[Route]:
 
 
 async def create(request: Request) -> Response:
-    hub = hub_of(request)
-    body = await read_json(request, NamedRepository)
+    hub, identity = hub_of(request), identity_of(request)
+    body = await read_json(request, NewRepository)
     name = _new_name(hub, body.type, body.organization, body.name)
-    private = _is_private(body, default=True)
+    if body.secrets or body.variables:
+        if body.type != "space":
+            raise BadRequest(f"A {body.type} has no secrets and no variables: leave them out.")
+        require_a_person(identity, SETTINGS)
 
-    author = None if body.empty else signature(identity_of(request))
-    act = partial(acts.create, hub.log, hub.repositories, name, private=private, author=author)
+    def prepare(connection: Connection, repository: Repository) -> None:
+        put_settings(connection, repository, "secret", hub.cipher, body.secrets)
+        put_settings(connection, repository, "variable", hub.cipher, body.variables)
+
+    act = partial(
+        acts.create,
+        hub.log,
+        hub.repositories,
+        name,
+        private=_is_private(body, default=True),
+        author=None if body.empty else signature(identity),
+        prepare=prepare,
+    )
     try:
         repository = await _changing(hub, act)
     except Conflict as error:

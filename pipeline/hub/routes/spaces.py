@@ -1,6 +1,6 @@
 """API routes for the secrets and the variables of a Space."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, StringConstraints
@@ -17,8 +17,11 @@ from pipeline.hub.repositories.store import Repository
 from pipeline.hub.service import Hub
 from pipeline.hub.spaces import Kind, delete_setting, list_settings, put_setting
 from pipeline.hub.tokens.auth import identity_of, require_a_person
+from pipeline.hub.webhooks.store import SecretCipher
 
 MAX_VALUE_CHARACTERS = 64 * 1024
+SETTINGS = "secrets and variables of a Space"
+"""What `require_a_person` calls them in its error."""
 
 Key = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,254}$")]
 Value = Annotated[
@@ -53,7 +56,7 @@ async def put(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[s
     body = await read_json(request, NewSetting)
 
     def change(connection: Connection, space: Repository) -> None:
-        put_setting(connection, space, kind, hub.cipher, **body.model_dump())
+        put_settings(connection, space, kind, hub.cipher, [body])
 
     return await _changed(request, hub, name, kind, change)
 
@@ -67,6 +70,17 @@ async def remove(request: Request, hub: Hub, name: RepositoryName, rest: Sequenc
         delete_setting(connection, space, kind, key)
 
     return await _changed(request, hub, name, kind, change)
+
+
+def put_settings(
+    connection: Connection,
+    space: Repository,
+    kind: Kind,
+    cipher: SecretCipher,
+    settings: Iterable[NewSetting],
+) -> None:
+    for each in settings:
+        put_setting(connection, space, kind, cipher, **each.model_dump())
 
 
 async def _changed(
@@ -92,7 +106,7 @@ def _kind(request: Request, name: RepositoryName, rest: Sequence[str]) -> Kind:
 
 def _check_writer(request: Request) -> None:
     identity = identity_of(request)
-    require_a_person(identity, "secrets and variables of a Space")
+    require_a_person(identity, SETTINGS)
     identity.require_write(f"{request.method} {request.url.path}")
 
 
