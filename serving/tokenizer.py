@@ -164,7 +164,10 @@ def _sizes(folder: Path, config: dict[str, Any]) -> tuple[object, object]:
 
 def _open_tokenizer(folder: Path, settings: dict[str, Any]) -> Tokenizer:
     """The tokenizer that `AutoTokenizer` of `transformers` would make. `transformers` takes seconds
-    to import, so it is used only if tokenizer.json alone would make a different tokenizer."""
+    to import, so it is used only if tokenizer.json alone would make a different tokenizer.
+
+    The tokenizer neither cuts nor pads texts: the limits in tokenizer.json are for the training
+    that wrote them. `AutoTokenizer` too applies them only if its caller asks for it."""
     path = folder / "tokenizer.json"
     if not path.is_file() and not any((folder / name).is_file() for name in _OLDER_FILES):
         raise ReleaseError(f"tokenizer.json: missing, and none of {', '.join(_OLDER_FILES)}")
@@ -172,19 +175,25 @@ def _open_tokenizer(folder: Path, settings: dict[str, Any]) -> Tokenizer:
     # including Exception itself.
     try:
         if path.is_file():
-            tokenizer = Tokenizer.from_file(str(path))
+            tokenizer = _without_limits(Tokenizer.from_file(str(path)))
             if _satisfies_settings(tokenizer, settings):
                 return tokenizer
         from transformers import AutoTokenizer
 
         # Without `trust_remote_code=False`, `transformers` would ask on the terminal whether code
         # of the release may run.
-        found: Tokenizer = AutoTokenizer.from_pretrained(
+        found = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
-        ).backend_tokenizer
-        return found
+        )
+        return _without_limits(found.backend_tokenizer)
     except Exception as error:
         raise ReleaseError(f"{path.name}: cannot be read: {error}") from error
+
+
+def _without_limits(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _satisfies_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> bool:

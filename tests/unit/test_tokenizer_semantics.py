@@ -38,6 +38,14 @@ def llama2() -> Tokenizer:
     return tokenizer
 
 
+def limited() -> Tokenizer:
+    """Cuts and pads each text to four tokens, as the training that wrote the file did."""
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=4, pad_id=259, pad_token="<end>")
+    return tokenizer
+
+
 NAMES = {"bos_token": "<begin>", "eos_token": "<end>", "unk_token": "<end>"}
 CASES: dict[str, tuple[Tokenizer, dict[str, Any], bool]] = {
     "plain": (byte_level(), {"tokenizer_class": "PreTrainedTokenizerFast"}, True),
@@ -71,6 +79,12 @@ CASES: dict[str, tuple[Tokenizer, dict[str, Any], bool]] = {
     "llama 2": (
         llama2(),
         {"tokenizer_class": "LlamaTokenizer", "legacy": False, "unk_token": "<unk>"},
+        False,
+    ),
+    "limits": (limited(), {"tokenizer_class": "PreTrainedTokenizerFast"}, True),
+    "limits and a beginning": (
+        limited(),
+        {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True},
         False,
     ),
     "another token": (
