@@ -37,12 +37,6 @@ _END_OF_FINAL_MESSAGE = "END_OF_FINAL_MESSAGE "
 missing in the prompt, the template strips spaces."""
 
 
-_REFUSALS = (
-    TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError
-)  # fmt: skip
-"""What a template raises if it does not fit the messages."""
-
-
 class ChatTemplateError(Exception):
     """The template refuses the messages of a request. The client gets the reason."""
 
@@ -128,7 +122,11 @@ class ChatTemplate:
         try:
             template = self._template if tools is None else self._with_tools
             prompt = render_bounded(template, variables)
-        except _REFUSALS as error:
+        except TooCostly:
+            raise
+        # A filter or a method that gets a value of an unexpected type may raise anything, such as
+        # AttributeError. vLLM too makes a refusal of each exception.
+        except Exception as error:
             raise ChatTemplateError(str(error)) from None
         return _cut_at_mark(prompt) if continue_final_message else prompt
 

@@ -145,6 +145,19 @@ def test_templates_run_in_a_sandbox() -> None:
         template.render(MESSAGES)
 
 
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ extra | indent }}", "splitlines"),  # an AttributeError
+        ("{{ messages | sum }}", "unsupported operand"),  # a TypeError
+        ("{{ messages[0].content.format() }}{{ 'a'.encode('ascii').decode('utf-9') }}", "utf-9"),
+    ],
+)
+def test_any_error_of_a_template_is_a_refusal(source: str, reason: str) -> None:
+    with pytest.raises(ChatTemplateError, match=reason):
+        ChatTemplate(source, {}).render(MESSAGES, extra=[1])
+
+
 def test_a_text_that_is_no_template_is_refused() -> None:
     with pytest.raises(ReleaseError, match="chat_template"):
         ChatTemplate("{% if %}", {})
