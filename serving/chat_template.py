@@ -73,6 +73,10 @@ class ChatTemplate:
             }
         except (TemplateError, SyntaxError, RecursionError) as error:
             raise ReleaseError(f"chat_template: {error}") from None
+        self._knows_developers = {
+            False: _names_developers(source),
+            True: _names_developers(with_tools or source),
+        }
         used = [token for name, token in special_tokens.items() if name in self.source]
         self.texts = "".join([self.source, *used])
         """The source of the template, and the special tokens whose names it contains. Only tokens
@@ -83,6 +87,11 @@ class ChatTemplate:
         """Whether the template expects the content of a message as a list of parts, each of the
         form `{"type": "text", "text": …}`. If not, it expects a text."""
         return self._takes_parts[with_tools]
+
+    def knows_developers(self, *, with_tools: bool) -> bool:
+        """Whether the template handles messages with the role `developer`. If not, it leaves them
+        out, or shows the model a role that the model does not know."""
+        return self._knows_developers[with_tools]
 
     # `self` and `messages` are positional-only, because `kwargs` may contain any name.
     def render(
@@ -172,6 +181,11 @@ def _loops_over_parts(template: Template) -> bool:
             ):
                 return True
     return False
+
+
+def _names_developers(source: str) -> bool:
+    """vLLM looks for the same texts."""
+    return "'developer'" in source or '"developer"' in source
 
 
 def _mark_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
