@@ -92,16 +92,15 @@ class TextReader:
             is_shown = self._includes_stop or not is_stop_token
             piece = self._detokenizer.add(token_id) if is_shown else ""
             self._num_chars += len(piece)
-            if self._num_seen < self._min_tokens:
-                text += piece
-                continue
-            safe, stop = self._stop_strings.add(piece)
+            safe, stop = self._stop_strings.add(piece, may_end=self._num_seen > self._min_tokens)
             text += safe
             if stop is not None:
                 break
         finish_reason = step.finish_reason
         if finish_reason is not None and stop is None:
-            safe, stop = self._stop_strings.add(self._detokenizer.flush())
+            safe, stop = self._stop_strings.add(
+                self._detokenizer.flush(), may_end=self._num_seen > self._min_tokens
+            )
             text += safe if stop is not None else safe + self._stop_strings.flush()
         is_cut = stop is not None
         if is_cut:
@@ -221,21 +220,32 @@ class StopStrings:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
+        self._num_endless = 0
+        """How many of the first characters of `_held` came in pieces in which no stop string may
+        end."""
 
-    def add(self, piece: str) -> tuple[str, str | None]:
+    def add(self, piece: str, *, may_end: bool = True) -> tuple[str, str | None]:
         """The text that can be passed on now, and the stop string that ends it; None if the text
-        goes on."""
+        goes on. Without `may_end`, a stop string may begin in `piece`, but not end there."""
         if not self._stops:
             return piece, None
         text = self._held + piece
-        found = [(p + len(stop), stop) for stop in self._stops if (p := text.find(stop)) >= 0]
+        if not may_end:
+            self._num_endless = len(text)
+        found = []
+        for stop in self._stops:
+            begin = text.find(stop, max(0, self._num_endless - len(stop) + 1))
+            if begin >= 0:
+                found.append((begin + len(stop), stop))
         if found:
             self._held = ""
             end, stop = min(found, key=lambda each: each[0])
             return text[: end if self._include else end - len(stop)], stop
         keep = max(overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
+        num_safe = len(text) - keep
+        self._held = text[num_safe:]
+        self._num_endless = max(0, self._num_endless - num_safe)
+        return text[:num_safe], None
 
     def flush(self) -> str:
         """The text that is held back. Call this at the end of the text, if no stop string was
