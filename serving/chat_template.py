@@ -13,12 +13,14 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, meta
 from jinja2.ext import Extension
 from jinja2.nodes import (
+    Call,
     CallBlock,
     Const,
     Filter,
     For,
     Getattr,
     Getitem,
+    Macro,
     Name,
     Node,
     Slice,
@@ -167,19 +169,53 @@ class _GenerationBlock(Extension):
 
 
 def _loops_over_parts(template: Template) -> bool:
-    """Whether a loop of the template runs over the content of a message. vLLM looks for the same
-    loops to find out whether a template expects the content as a list of parts."""
-    for loop in template.find_all(For):
-        found: Node | None = loop.iter
-        while isinstance(found, Filter | Test) or (
-            isinstance(found, Getitem) and isinstance(found.arg, Slice)
-        ):
-            found = found.node
-        match found:
-            case (
-                Name(name="content") | Getattr(attr="content") | Getitem(arg=Const(value="content"))
-            ):
-                return True
+    """Whether a loop of the template runs over the content of a message, or over a parameter of a
+    macro that gets such a content. vLLM looks for the same loops to find out whether a template
+    expects the content as a list of parts."""
+    if any(_is_content(_inside_filters(loop.iter)) for loop in template.find_all(For)):
+        return True
+    with_content = _parameters_with_content(template)
+    for macro in template.find_all(Macro):
+        for loop in macro.find_all(For):
+            match _inside_filters(loop.iter):
+                case Name(name=name) if (macro.name, name) in with_content:
+                    return True
+    return False
+
+
+def _parameters_with_content(template: Template) -> set[tuple[str, str]]:
+    """The parameters of macros that get the content of a message from some call: the names of the
+    macro and of the parameter."""
+    parameters = {
+        macro.name: [each.name for each in macro.args] for macro in template.find_all(Macro)
+    }
+    found = set()
+    for call in template.find_all(Call):
+        match call.node:
+            case Name(name=macro) if macro in parameters:
+                given = [
+                    *zip(parameters[macro], call.args, strict=False),
+                    *((each.key, each.value) for each in call.kwargs),
+                ]
+                found |= {
+                    (macro, name) for name, value in given if _is_content(_inside_filters(value))
+                }
+    return found
+
+
+def _inside_filters(node: Node | None) -> Node | None:
+    """`node` without the filters, tests and slices around it."""
+    while isinstance(node, Filter | Test) or (
+        isinstance(node, Getitem) and isinstance(node.arg, Slice)
+    ):
+        node = node.node
+    return node
+
+
+def _is_content(node: Node | None) -> bool:
+    match node:
+        case Name(name="content") | Getattr(attr="content") | Getitem(arg=Const(value="content")):
+            return True
     return False
 
 
