@@ -123,7 +123,7 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
     for which the network has no embedding."""
     config = read_json(folder / "config.json")
     generation = read_json(folder / "generation_config.json")
-    settings = read_json(folder / "tokenizer_config.json")
+    settings = _tokenizer_settings(folder)
     tokenizer = _open_tokenizer(folder, settings)
     ids = tokenizer.get_vocab(with_added_tokens=True)
     context_length, vocab_size = _sizes(folder, config)
@@ -146,6 +146,16 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
         chat_template=chat_template,
         sampling_defaults=sampling_defaults(generation),
     )
+
+
+def _tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """The content of tokenizer_config.json. Older checkpoints name their special tokens in
+    special_tokens_map.json. `transformers` reads this file in the same case, and lets it override
+    tokenizer_config.json."""
+    settings = read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" in settings:
+        return settings
+    return settings | read_json(folder / "special_tokens_map.json")
 
 
 def _sizes(folder: Path, config: dict[str, Any]) -> tuple[object, object]:
