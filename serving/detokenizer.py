@@ -1,6 +1,6 @@
 """Turns the tokens of a sequence into text while they arrive, and cuts the text at stop strings."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
@@ -263,16 +263,16 @@ def overlap(text: str, stop: str) -> int:
     return 0
 
 
-def text_offsets(tokenizer: ReleaseTokenizer, token_ids: tuple[int, ...]) -> Iterator[int]:
-    """For each of `token_ids`, the number of characters of text before it, without the text of
-    special tokens."""
-    texts = [
-        "" if token_id in tokenizer.special_ids else tokenizer.token_text(token_id)
-        for token_id in token_ids
-    ]
-    if "".join(texts) == tokenizer.decode(token_ids):
-        lengths = map(len, texts)
-    else:
+def text_offsets(
+    tokenizer: ReleaseTokenizer, token_ids: Sequence[int], hidden: Collection[int] = ()
+) -> list[int]:
+    """For each of `token_ids`, the number of characters before it in their text. The tokens at the
+    positions `hidden` have no text."""
+    shown = [token_id for position, token_id in enumerate(token_ids) if position not in hidden]
+    texts = [tokenizer.token_text(token_id) for token_id in shown]
+    if "".join(texts) != tokenizer.decode(shown, skip_special_tokens=False):
         # The text of some token depends on the tokens around it.
-        lengths = map(len, map(Detokenizer(tokenizer).add, token_ids))
-    return islice(accumulate(lengths, initial=0), len(token_ids))
+        texts = list(map(Detokenizer(tokenizer, skip_special_tokens=False).add, shown))
+    lengths = map(len, texts)
+    all_lengths = (0 if position in hidden else next(lengths) for position in range(len(token_ids)))
+    return list(islice(accumulate(all_lengths, initial=0), len(token_ids)))

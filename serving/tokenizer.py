@@ -63,6 +63,12 @@ class ReleaseTokenizer:
         (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(found.ids)
 
+    def added_positions(self, text: str) -> frozenset[int]:
+        """The positions of the tokens that `encode` adds to the tokens of `text`. A special token
+        that is spelled out in `text` is not one of them."""
+        (found,) = self.tokenizer.encode_batch_fast([text])
+        return frozenset(at for at, is_added in enumerate(found.special_tokens_mask) if is_added)
+
     def decode(
         self, token_ids: list[int] | tuple[int, ...], *, skip_special_tokens: bool = True
     ) -> str:
