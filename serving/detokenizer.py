@@ -65,7 +65,8 @@ class TextReader:
         self._includes_stop = request.include_stop_str_in_output
         self._stop_strings = StopStrings(request.stops, include=self._includes_stop)
         self._stop_ids = frozenset(generation.stop_token_ids)
-        self._request_stop_ids = self._stop_ids - set(tokenizer.eos_token_ids)
+        ends = () if request.ignore_eos else tokenizer.eos_token_ids
+        self._request_stop_ids = self._stop_ids - set(ends)
         self._min_tokens = generation.min_tokens
         self._wants_logprobs = generation.num_logprobs is not None
         self._num_seen = 0

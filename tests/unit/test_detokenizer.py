@@ -1,6 +1,6 @@
 """Text that comes in tokens is the text that comes at once, and stop strings cut it the same."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from serving.engine import Generation, Step
 from serving.errors import ReleaseError
 from serving.openai_schemas import CompletionRequest
 from serving.tokenizer import ReleaseTokenizer, load_tokenizer
-from tests.serving_fixtures import byte_tokenizer
+from tests.serving_fixtures import EOS, byte_tokenizer
 
 
 def wrapped(tokenizer: Tokenizer) -> ReleaseTokenizer:
@@ -199,6 +199,25 @@ def test_a_stop_string_ends_the_text_if_its_end_is_after_min_tokens(
         if delta.finish_reason is not None:
             break
     assert (text, delta.stop_reason) == ending
+
+
+@pytest.mark.parametrize(
+    ("body", "stop_reason"),
+    [
+        ({}, None),
+        ({"stop_token_ids": [EOS]}, None),
+        # Here only the request makes this token end the text.
+        ({"stop_token_ids": [EOS], "ignore_eos": True}, EOS),
+    ],
+)
+def test_the_end_of_sequence_is_a_stop_reason_if_it_ends_the_text_only_on_request(
+    body: dict[str, Any], stop_reason: int | None
+) -> None:
+    tokenizer = replace(BYTES, eos_token_ids=(EOS,))
+    request = CompletionRequest.model_validate({"prompt": "a", **body})
+    generation = Generation(prompt=(0,), max_tokens=8, stop_token_ids=(EOS,))
+    reader = TextReader(tokenizer, generation, request)
+    assert reader.read(Step(token_ids=(EOS,), finish_reason="stop")).stop_reason == stop_reason
 
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
