@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from serving.admission import LiveRelease
 from serving.answer import Answers
 from serving.answer_schemas import ChatAnswer
-from serving.chat_schemas import ChatPrompt, ChatRequest, NamedTool
+from serving.chat_schemas import ChatPrompt, ChatRequest, NamedTool, developers_as_system
 from serving.chat_template import ChatTemplateError
 from serving.detokenizer import Delta, TokenText
 from serving.engine import Generation
@@ -236,9 +236,12 @@ def encode_chat(request: ChatPrompt, live: LiveRelease) -> tuple[int, ...]:
             "enable_thinking": request.reasoning_effort != "none",
         }
     in_parts = template.takes_parts(with_tools=bool(tools))
+    messages = request.messages
+    if not template.knows_developers(with_tools=bool(tools)):
+        messages = developers_as_system(messages)
     try:
         text = template.render(
-            [message.variables(in_parts=in_parts) for message in request.messages],
+            [message.variables(in_parts=in_parts) for message in messages],
             **{
                 "tools": tools or None,
                 "documents": request.documents,

@@ -99,6 +99,26 @@ class ChatMessage(BaseModel):
         return {**self.model_dump(exclude_none=True), "content": content}
 
 
+def developers_as_system(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """The messages for a chat template that does not know the role `developer`: as in vLLM, such a
+    message gets the role `system`. Many templates accept a message of the system only at the
+    beginning, so several of them, or one at another place, become one message at the beginning."""
+    if all(message.role != "developer" for message in messages):
+        return messages
+    messages = [
+        ChatMessage.model_validate({**message.model_dump(exclude={"tools"}), "role": "system"})
+        if message.role == "developer"
+        else message
+        for message in messages
+    ]
+    of_system = [message for message in messages if message.role == "system"]
+    if of_system == messages[:1]:
+        return messages
+    text = "\n\n".join(message.text for message in of_system if message.text)
+    others = [message for message in messages if message.role != "system"]
+    return [ChatMessage(role="system", content=text), *others]
+
+
 class Function(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="allow")
 

@@ -13,12 +13,14 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, meta
 from jinja2.ext import Extension
 from jinja2.nodes import (
+    Call,
     CallBlock,
     Const,
     Filter,
     For,
     Getattr,
     Getitem,
+    Macro,
     Name,
     Node,
     Slice,
@@ -35,12 +37,6 @@ logger = logging.getLogger(__name__)
 _END_OF_FINAL_MESSAGE = "END_OF_FINAL_MESSAGE "
 """A marker for the end of the last message in a prompt. It ends with a space: if this space is
 missing in the prompt, the template strips spaces."""
-
-
-_REFUSALS = (
-    TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError
-)  # fmt: skip
-"""What a template raises if it does not fit the messages."""
 
 
 class ChatTemplateError(Exception):
@@ -79,6 +75,10 @@ class ChatTemplate:
             }
         except (TemplateError, SyntaxError, RecursionError) as error:
             raise ReleaseError(f"chat_template: {error}") from None
+        self._knows_developers = {
+            False: _names_developers(source),
+            True: _names_developers(with_tools or source),
+        }
         used = [token for name, token in special_tokens.items() if name in self.source]
         self.texts = "".join([self.source, *used])
         """The source of the template, and the special tokens whose names it contains. Only tokens
@@ -89,6 +89,11 @@ class ChatTemplate:
         """Whether the template expects the content of a message as a list of parts, each of the
         form `{"type": "text", "text": …}`. If not, it expects a text."""
         return self._takes_parts[with_tools]
+
+    def knows_developers(self, *, with_tools: bool) -> bool:
+        """Whether the template handles messages with the role `developer`. If not, it leaves them
+        out, or shows the model a role that the model does not know."""
+        return self._knows_developers[with_tools]
 
     # `self` and `messages` are positional-only, because `kwargs` may contain any name.
     def render(
@@ -128,7 +133,11 @@ class ChatTemplate:
         try:
             template = self._template if tools is None else self._with_tools
             prompt = render_bounded(template, variables)
-        except _REFUSALS as error:
+        except TooCostly:
+            raise
+        # A filter or a method that gets a value of an unexpected type may raise anything, such as
+        # AttributeError. vLLM too makes a refusal of each exception.
+        except Exception as error:
             raise ChatTemplateError(str(error)) from None
         return _cut_at_mark(prompt) if continue_final_message else prompt
 
@@ -160,20 +169,59 @@ class _GenerationBlock(Extension):
 
 
 def _loops_over_parts(template: Template) -> bool:
-    """Whether a loop of the template runs over the content of a message. vLLM looks for the same
-    loops to find out whether a template expects the content as a list of parts."""
-    for loop in template.find_all(For):
-        found: Node | None = loop.iter
-        while isinstance(found, Filter | Test) or (
-            isinstance(found, Getitem) and isinstance(found.arg, Slice)
-        ):
-            found = found.node
-        match found:
-            case (
-                Name(name="content") | Getattr(attr="content") | Getitem(arg=Const(value="content"))
-            ):
-                return True
+    """Whether a loop of the template runs over the content of a message, or over a parameter of a
+    macro that gets such a content. vLLM looks for the same loops to find out whether a template
+    expects the content as a list of parts."""
+    if any(_is_content(_inside_filters(loop.iter)) for loop in template.find_all(For)):
+        return True
+    with_content = _parameters_with_content(template)
+    for macro in template.find_all(Macro):
+        for loop in macro.find_all(For):
+            match _inside_filters(loop.iter):
+                case Name(name=name) if (macro.name, name) in with_content:
+                    return True
     return False
+
+
+def _parameters_with_content(template: Template) -> set[tuple[str, str]]:
+    """The parameters of macros that get the content of a message from some call: the names of the
+    macro and of the parameter."""
+    parameters = {
+        macro.name: [each.name for each in macro.args] for macro in template.find_all(Macro)
+    }
+    found = set()
+    for call in template.find_all(Call):
+        match call.node:
+            case Name(name=macro) if macro in parameters:
+                given = [
+                    *zip(parameters[macro], call.args, strict=False),
+                    *((each.key, each.value) for each in call.kwargs),
+                ]
+                found |= {
+                    (macro, name) for name, value in given if _is_content(_inside_filters(value))
+                }
+    return found
+
+
+def _inside_filters(node: Node | None) -> Node | None:
+    """`node` without the filters, tests and slices around it."""
+    while isinstance(node, Filter | Test) or (
+        isinstance(node, Getitem) and isinstance(node.arg, Slice)
+    ):
+        node = node.node
+    return node
+
+
+def _is_content(node: Node | None) -> bool:
+    match node:
+        case Name(name="content") | Getattr(attr="content") | Getitem(arg=Const(value="content")):
+            return True
+    return False
+
+
+def _names_developers(source: str) -> bool:
+    """vLLM looks for the same texts."""
+    return "'developer'" in source or '"developer"' in source
 
 
 def _mark_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

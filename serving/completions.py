@@ -1,7 +1,7 @@
 """The route `/v1/completions`, which continues prompts."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -43,6 +43,8 @@ class CompletionPlan:
     prompts: list[tuple[int, ...]]
     echoes: list[str]
     """For each prompt, the text to put before its completions; an empty text without `echo`."""
+    echo_offsets: list[list[int]]
+    """For each prompt, the offsets of its tokens in its echo; empty if no logprobs show them."""
     generations: list[Generation]
     num_each: int
     """How many sequences are generated for each prompt: `best_of` or `n` of the request."""
@@ -59,7 +61,7 @@ class CompletionPlan:
     def choices(self, sequences: list[GeneratedSequence]) -> Iterator[dict[str, Any]]:
         request = self.request
         indices = count()
-        for number, (prompt, echo) in enumerate(zip(self.prompts, self.echoes, strict=True)):
+        for number, echo in enumerate(self.echoes):
             found = sequences[number * self.num_each : (number + 1) * self.num_each]
             prompt_logprobs = found[0].prompt_logprobs or ()
             if self.num_each > request.n:
@@ -69,7 +71,9 @@ class CompletionPlan:
                 if request.logprobs is not None:
                     logprobs = _Logprobs(self.tokenizer)
                     if request.echo:
-                        logprobs.add_prompt(prompt, prompt_logprobs)
+                        logprobs.add_prompt(
+                            self.prompts[number], self.echo_offsets[number], prompt_logprobs
+                        )
                     logprobs.add(sequence.tokens, len(echo))
                 yield {
                     "index": next(indices),
@@ -82,13 +86,15 @@ class CompletionPlan:
     def chunks(self, index: int, delta: Delta) -> Iterator[str]:
         text = delta.text
         logprobs = None if self.request.logprobs is None else _Logprobs(self.tokenizer)
-        echo = self.echoes[index // self.num_each]
+        number = index // self.num_each
+        echo = self.echoes[number]
         if index not in self.begun:
             self.begun.add(index)
             text = echo + text
             if logprobs and self.request.echo:
-                prompt = self.prompts[index // self.num_each]
-                logprobs.add_prompt(prompt, delta.prompt_logprobs or ())
+                logprobs.add_prompt(
+                    self.prompts[number], self.echo_offsets[number], delta.prompt_logprobs or ()
+                )
         if logprobs:
             logprobs.add(delta.tokens, len(echo))
         if text or delta.finish_reason is not None or (logprobs and logprobs.body["tokens"]):
@@ -112,19 +118,17 @@ def plan_completion(
         encode_prompt(live, prompt, "prompt", add_special_tokens=request.add_special_tokens)
         for prompt in request.prompts
     ]
+    echoes = [
+        _echo(request, live.tokenizer, given if isinstance(given, str) else None, token_ids)
+        for given, token_ids in zip(request.prompts, prompts, strict=True)
+    ]
     ranks = request.best_of is not None and request.best_of > request.n
     return CompletionPlan(
         request=request,
         tokenizer=live.tokenizer,
         prompts=prompts,
-        echoes=[
-            ""
-            if not request.echo
-            else given
-            if isinstance(given, str)
-            else live.tokenizer.decode(token_ids)
-            for given, token_ids in zip(request.prompts, prompts, strict=True)
-        ],
+        echoes=[text for text, _ in echoes],
+        echo_offsets=[offsets for _, offsets in echoes],
         generations=[
             generation
             for prompt in prompts
@@ -143,6 +147,31 @@ def plan_completion(
     )
 
 
+def _echo(
+    request: CompletionRequest,
+    tokenizer: ReleaseTokenizer,
+    given: str | None,
+    token_ids: tuple[int, ...],
+) -> tuple[str, list[int]]:
+    """The text to put before the completions of a prompt, and the offsets of the prompt's tokens in
+    this text. `given` is the prompt's text; None if the prompt was given as token ids."""
+    if not request.echo:
+        return "", []
+    hides_special = given is None and request.skip_special_tokens
+    text = (
+        tokenizer.decode(token_ids, skip_special_tokens=hides_special) if given is None else given
+    )
+    if request.logprobs is None:
+        return text, []
+    hidden: Collection[int] = ()
+    if hides_special:
+        special = tokenizer.special_ids
+        hidden = {at for at, token_id in enumerate(token_ids) if token_id in special}
+    elif given is not None and request.add_special_tokens:
+        hidden = tokenizer.added_positions(given)
+    return text, text_offsets(tokenizer, token_ids, hidden)
+
+
 class _Logprobs:
     """The object `logprobs` of a choice: four lists with one entry for each token."""
 
@@ -155,11 +184,12 @@ class _Logprobs:
             "top_logprobs": [],
         }
 
-    def add_prompt(self, prompt: tuple[int, ...], logprobs: Iterable[TokenLogprob]) -> None:
-        offsets = text_offsets(self._tokenizer, prompt)
+    def add_prompt(
+        self, prompt: tuple[int, ...], offsets: list[int], logprobs: Iterable[TokenLogprob]
+    ) -> None:
         # The first token has no logprob, because there is no token before it.
-        self._append(prompt[0], next(offsets), None, ())
-        for token_id, offset, found in zip(prompt[1:], offsets, logprobs, strict=True):
+        self._append(prompt[0], offsets[0], None, ())
+        for token_id, offset, found in zip(prompt[1:], offsets[1:], logprobs, strict=True):
             self._append(token_id, offset, found.logprob, found.top)
 
     def add(self, tokens: Iterable[TokenText], offset: int) -> None:

@@ -1,6 +1,6 @@
 """Turns the tokens of a sequence into text while they arrive, and cuts the text at stop strings."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
@@ -65,7 +65,8 @@ class TextReader:
         self._includes_stop = request.include_stop_str_in_output
         self._stop_strings = StopStrings(request.stops, include=self._includes_stop)
         self._stop_ids = frozenset(generation.stop_token_ids)
-        self._request_stop_ids = self._stop_ids - set(tokenizer.eos_token_ids)
+        ends = () if request.ignore_eos else tokenizer.eos_token_ids
+        self._request_stop_ids = self._stop_ids - set(ends)
         self._min_tokens = generation.min_tokens
         self._wants_logprobs = generation.num_logprobs is not None
         self._num_seen = 0
@@ -92,16 +93,15 @@ class TextReader:
             is_shown = self._includes_stop or not is_stop_token
             piece = self._detokenizer.add(token_id) if is_shown else ""
             self._num_chars += len(piece)
-            if self._num_seen < self._min_tokens:
-                text += piece
-                continue
-            safe, stop = self._stop_strings.add(piece)
+            safe, stop = self._stop_strings.add(piece, may_end=self._num_seen > self._min_tokens)
             text += safe
             if stop is not None:
                 break
         finish_reason = step.finish_reason
         if finish_reason is not None and stop is None:
-            safe, stop = self._stop_strings.add(self._detokenizer.flush())
+            safe, stop = self._stop_strings.add(
+                self._detokenizer.flush(), may_end=self._num_seen > self._min_tokens
+            )
             text += safe if stop is not None else safe + self._stop_strings.flush()
         is_cut = stop is not None
         if is_cut:
@@ -221,21 +221,32 @@ class StopStrings:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
+        self._num_endless = 0
+        """How many of the first characters of `_held` came in pieces in which no stop string may
+        end."""
 
-    def add(self, piece: str) -> tuple[str, str | None]:
+    def add(self, piece: str, *, may_end: bool = True) -> tuple[str, str | None]:
         """The text that can be passed on now, and the stop string that ends it; None if the text
-        goes on."""
+        goes on. Without `may_end`, a stop string may begin in `piece`, but not end there."""
         if not self._stops:
             return piece, None
         text = self._held + piece
-        found = [(p + len(stop), stop) for stop in self._stops if (p := text.find(stop)) >= 0]
+        if not may_end:
+            self._num_endless = len(text)
+        found = []
+        for stop in self._stops:
+            begin = text.find(stop, max(0, self._num_endless - len(stop) + 1))
+            if begin >= 0:
+                found.append((begin + len(stop), stop))
         if found:
             self._held = ""
             end, stop = min(found, key=lambda each: each[0])
             return text[: end if self._include else end - len(stop)], stop
         keep = max(overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
+        num_safe = len(text) - keep
+        self._held = text[num_safe:]
+        self._num_endless = max(0, self._num_endless - num_safe)
+        return text[:num_safe], None
 
     def flush(self) -> str:
         """The text that is held back. Call this at the end of the text, if no stop string was
@@ -253,16 +264,16 @@ def overlap(text: str, stop: str) -> int:
     return 0
 
 
-def text_offsets(tokenizer: ReleaseTokenizer, token_ids: tuple[int, ...]) -> Iterator[int]:
-    """For each of `token_ids`, the number of characters of text before it, without the text of
-    special tokens."""
-    texts = [
-        "" if token_id in tokenizer.special_ids else tokenizer.token_text(token_id)
-        for token_id in token_ids
-    ]
-    if "".join(texts) == tokenizer.decode(token_ids):
-        lengths = map(len, texts)
-    else:
+def text_offsets(
+    tokenizer: ReleaseTokenizer, token_ids: Sequence[int], hidden: Collection[int] = ()
+) -> list[int]:
+    """For each of `token_ids`, the number of characters before it in their text. The tokens at the
+    positions `hidden` have no text."""
+    shown = [token_id for position, token_id in enumerate(token_ids) if position not in hidden]
+    texts = [tokenizer.token_text(token_id) for token_id in shown]
+    if "".join(texts) != tokenizer.decode(shown, skip_special_tokens=False):
         # The text of some token depends on the tokens around it.
-        lengths = map(len, map(Detokenizer(tokenizer).add, token_ids))
-    return islice(accumulate(lengths, initial=0), len(token_ids))
+        texts = list(map(Detokenizer(tokenizer, skip_special_tokens=False).add, shown))
+    lengths = map(len, texts)
+    all_lengths = (0 if position in hidden else next(lengths) for position in range(len(token_ids)))
+    return list(islice(accumulate(all_lengths, initial=0), len(token_ids)))

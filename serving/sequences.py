@@ -113,6 +113,15 @@ def make_generations(
     check_token_ids(live, stop_token_ids, "stop_token_ids")
     if not request.ignore_eos:
         stop_token_ids += live.tokenizer.eos_token_ids
+    if request.min_tokens and len(set(stop_token_ids)) >= live.tokenizer.vocab_size:
+        # No token could be the first one. An engine would choose one of the forbidden tokens.
+        raise RequestError(
+            400,
+            "min_tokens: every token of the vocabulary ends the text, so the text cannot have more "
+            "tokens; give fewer stop_token_ids",
+            param="min_tokens",
+            code="invalid_value",
+        )
     allowed = None if request.allowed_token_ids is None else tuple(set(request.allowed_token_ids))
     check_token_ids(live, allowed or (), "allowed_token_ids")
     defaults = live.tokenizer.sampling_defaults

@@ -63,6 +63,12 @@ class ReleaseTokenizer:
         (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(found.ids)
 
+    def added_positions(self, text: str) -> frozenset[int]:
+        """The positions of the tokens that `encode` adds to the tokens of `text`. A special token
+        that is spelled out in `text` is not one of them."""
+        (found,) = self.tokenizer.encode_batch_fast([text])
+        return frozenset(at for at, is_added in enumerate(found.special_tokens_mask) if is_added)
+
     def decode(
         self, token_ids: list[int] | tuple[int, ...], *, skip_special_tokens: bool = True
     ) -> str:
@@ -123,7 +129,7 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
     for which the network has no embedding."""
     config = read_json(folder / "config.json")
     generation = read_json(folder / "generation_config.json")
-    settings = read_json(folder / "tokenizer_config.json")
+    settings = _tokenizer_settings(folder)
     tokenizer = _open_tokenizer(folder, settings)
     ids = tokenizer.get_vocab(with_added_tokens=True)
     context_length, vocab_size = _sizes(folder, config)
@@ -148,6 +154,16 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
     )
 
 
+def _tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """The content of tokenizer_config.json. Older checkpoints name their special tokens in
+    special_tokens_map.json. `transformers` reads this file in the same case, and lets it override
+    tokenizer_config.json."""
+    settings = read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" in settings:
+        return settings
+    return settings | read_json(folder / "special_tokens_map.json")
+
+
 def _sizes(folder: Path, config: dict[str, Any]) -> tuple[object, object]:
     """The largest number of tokens in a sequence, and the size of the vocabulary.
 
@@ -164,7 +180,10 @@ def _sizes(folder: Path, config: dict[str, Any]) -> tuple[object, object]:
 
 def _open_tokenizer(folder: Path, settings: dict[str, Any]) -> Tokenizer:
     """The tokenizer that `AutoTokenizer` of `transformers` would make. `transformers` takes seconds
-    to import, so it is used only if tokenizer.json alone would make a different tokenizer."""
+    to import, so it is used only if tokenizer.json alone would make a different tokenizer.
+
+    The tokenizer neither cuts nor pads texts: the limits in tokenizer.json are for the training
+    that wrote them. `AutoTokenizer` too applies them only if its caller asks for it."""
     path = folder / "tokenizer.json"
     if not path.is_file() and not any((folder / name).is_file() for name in _OLDER_FILES):
         raise ReleaseError(f"tokenizer.json: missing, and none of {', '.join(_OLDER_FILES)}")
@@ -172,19 +191,25 @@ def _open_tokenizer(folder: Path, settings: dict[str, Any]) -> Tokenizer:
     # including Exception itself.
     try:
         if path.is_file():
-            tokenizer = Tokenizer.from_file(str(path))
+            tokenizer = _without_limits(Tokenizer.from_file(str(path)))
             if _satisfies_settings(tokenizer, settings):
                 return tokenizer
         from transformers import AutoTokenizer
 
         # Without `trust_remote_code=False`, `transformers` would ask on the terminal whether code
         # of the release may run.
-        found: Tokenizer = AutoTokenizer.from_pretrained(
+        found = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
-        ).backend_tokenizer
-        return found
+        )
+        return _without_limits(found.backend_tokenizer)
     except Exception as error:
         raise ReleaseError(f"{path.name}: cannot be read: {error}") from error
+
+
+def _without_limits(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _satisfies_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> bool:

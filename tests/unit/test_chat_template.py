@@ -83,6 +83,9 @@ LOOP = (
 )
 
 
+MACRO = "{% macro show(name, parts) %}{% for part in parts[1:] %}{% endfor %}{% endmacro %}"
+
+
 @pytest.mark.parametrize("continues", [False, True])
 def test_parts_are_rendered_as_transformers_does(continues: bool) -> None:
     (wanted,), _ = render_jinja_template(
@@ -102,6 +105,10 @@ def test_parts_are_rendered_as_transformers_does(continues: bool) -> None:
         (LOOP.replace("m.content", "m['content'][1:] | reverse"), True),
         ("{% set content = messages[0].content %}{% for part in content %}{% endfor %}", True),
         ("{% for call in messages[0].tool_calls %}{{ call.content }}{% endfor %}", False),
+        (MACRO + "{{ show('x', messages[0].content) }}", True),
+        (MACRO + "{{ show(parts=messages[0]['content'] | default([])) }}", True),
+        (MACRO + "{{ show(messages[0].content, messages[0].tool_calls) }}", False),
+        (MACRO + "{{ shown(parts=messages[0].content) }}", False),
     ],
 )
 def test_the_template_says_whether_it_takes_parts(source: str, takes_parts: bool) -> None:
@@ -143,6 +150,19 @@ def test_templates_run_in_a_sandbox() -> None:
     template = ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {})
     with pytest.raises(ChatTemplateError):
         template.render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ extra | indent }}", "splitlines"),  # an AttributeError
+        ("{{ messages | sum }}", "unsupported operand"),  # a TypeError
+        ("{{ messages[0].content.format() }}{{ 'a'.encode('ascii').decode('utf-9') }}", "utf-9"),
+    ],
+)
+def test_any_error_of_a_template_is_a_refusal(source: str, reason: str) -> None:
+    with pytest.raises(ChatTemplateError, match=reason):
+        ChatTemplate(source, {}).render(MESSAGES, extra=[1])
 
 
 def test_a_text_that_is_no_template_is_refused() -> None:

@@ -1,6 +1,6 @@
 """Text that comes in tokens is the text that comes at once, and stop strings cut it the same."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from serving.detokenizer import Detokenizer, StopStrings, text_offsets
+from serving.detokenizer import Detokenizer, StopStrings, TextReader, text_offsets
+from serving.engine import Generation, Step
 from serving.errors import ReleaseError
+from serving.openai_schemas import CompletionRequest
 from serving.tokenizer import ReleaseTokenizer, load_tokenizer
-from tests.serving_fixtures import byte_tokenizer
+from tests.serving_fixtures import EOS, byte_tokenizer
 
 
 def wrapped(tokenizer: Tokenizer) -> ReleaseTokenizer:
@@ -161,6 +163,61 @@ def test_stop_strings_cut_the_same_wherever_pieces_end(
     end, stop = next(complete, (len(text), None))
     assert stopped == stop
     assert given_out == text[: end - len(stop or "")]
+
+
+@pytest.mark.parametrize(
+    ("stops", "min_tokens", "ending"),
+    [
+        (["<END>"], 0, ("ab", "<END>")),
+        (["<END>"], 5, ("ab", "<END>")),
+        (["<END>"], 6, ("ab", "<END>")),
+        # The stop string is complete with the seventh token. Like an end-of-sequence token, it ends
+        # the text only after `min_tokens` other tokens.
+        (["<END>"], 7, ("ab<END>c", None)),
+        # The text that may become the longer stop string already contains the shorter one.
+        (["b<", "ab<END>d", ">c"], 4, ("ab<END", ">c")),
+        (["b<", "ab<END>d"], 4, ("ab<END>c", None)),
+    ],
+)
+@pytest.mark.parametrize("step_size", [1, 3, 8])
+def test_a_stop_string_ends_the_text_if_its_end_is_after_min_tokens(
+    stops: list[str], min_tokens: int, ending: tuple[str, str | None], step_size: int
+) -> None:
+    token_ids = BYTES.encode("ab<END>c")
+    request = CompletionRequest.model_validate({"prompt": "a", "stop": stops})
+    generation = Generation(prompt=(0,), max_tokens=8, min_tokens=min_tokens)
+    reader = TextReader(BYTES, generation, request)
+    text = ""
+    for start in range(0, 8, step_size):
+        is_last = start + step_size >= 8
+        step = Step(
+            token_ids=token_ids[start : start + step_size],
+            finish_reason="length" if is_last else None,
+        )
+        delta = reader.read(step)
+        text += delta.text
+        if delta.finish_reason is not None:
+            break
+    assert (text, delta.stop_reason) == ending
+
+
+@pytest.mark.parametrize(
+    ("body", "stop_reason"),
+    [
+        ({}, None),
+        ({"stop_token_ids": [EOS]}, None),
+        # Here only the request makes this token end the text.
+        ({"stop_token_ids": [EOS], "ignore_eos": True}, EOS),
+    ],
+)
+def test_the_end_of_sequence_is_a_stop_reason_if_it_ends_the_text_only_on_request(
+    body: dict[str, Any], stop_reason: int | None
+) -> None:
+    tokenizer = replace(BYTES, eos_token_ids=(EOS,))
+    request = CompletionRequest.model_validate({"prompt": "a", **body})
+    generation = Generation(prompt=(0,), max_tokens=8, stop_token_ids=(EOS,))
+    reader = TextReader(tokenizer, generation, request)
+    assert reader.read(Step(token_ids=(EOS,), finish_reason="stop")).stop_reason == stop_reason
 
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:

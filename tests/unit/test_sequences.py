@@ -12,6 +12,7 @@ from serving.completions import plan_completion
 from serving.engine import EngineError, Generation, Step
 from serving.engines.echo_engine import EchoEngine
 from serving.openai_schemas import CompletionRequest
+from serving.request_errors import RequestError
 from serving.sequences import generate
 from serving.tokenizer import load_tokenizer
 from tests.serving_fixtures import echo_release
@@ -94,3 +95,29 @@ def test_a_prompt_is_scored_once(
     body = {"prompt": "Hello", "n": 3, "echo": True, "logprobs": 1, **settings}
     plan = plan_completion(CompletionRequest.model_validate(body), live, max_sequences=3)
     assert [each.num_prompt_logprobs is not None for each in plan.generations] == scored
+
+
+@pytest.mark.parametrize(
+    ("body", "num_left", "is_refused"),
+    [
+        ({"min_tokens": 1, "ignore_eos": True}, 0, True),
+        ({"min_tokens": 1, "ignore_eos": True}, 1, False),
+        # The token that is left is the end-of-sequence token, which ends the text too.
+        ({"min_tokens": 1}, 1, True),
+        ({"min_tokens": 1}, 2, False),
+        ({}, 0, False),
+    ],
+)
+def test_min_tokens_needs_a_token_that_does_not_end_the_text(
+    live: LiveRelease, body: dict[str, Any], num_left: int, is_refused: bool
+) -> None:
+    stop_token_ids = list(range(live.tokenizer.vocab_size - num_left))
+    request = CompletionRequest.model_validate(
+        {"prompt": "a", "stop_token_ids": stop_token_ids, **body}
+    )
+    if is_refused:
+        with pytest.raises(RequestError) as refused:
+            plan_completion(request, live, max_sequences=1)
+        assert refused.value.body["error"]["param"] == "min_tokens"
+    else:
+        plan_completion(request, live, max_sequences=1)

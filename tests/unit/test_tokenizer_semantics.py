@@ -38,6 +38,14 @@ def llama2() -> Tokenizer:
     return tokenizer
 
 
+def limited() -> Tokenizer:
+    """Cuts and pads each text to four tokens, as the training that wrote the file did."""
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=4, pad_id=259, pad_token="<end>")
+    return tokenizer
+
+
 NAMES = {"bos_token": "<begin>", "eos_token": "<end>", "unk_token": "<end>"}
 CASES: dict[str, tuple[Tokenizer, dict[str, Any], bool]] = {
     "plain": (byte_level(), {"tokenizer_class": "PreTrainedTokenizerFast"}, True),
@@ -73,6 +81,12 @@ CASES: dict[str, tuple[Tokenizer, dict[str, Any], bool]] = {
         {"tokenizer_class": "LlamaTokenizer", "legacy": False, "unk_token": "<unk>"},
         False,
     ),
+    "limits": (limited(), {"tokenizer_class": "PreTrainedTokenizerFast"}, True),
+    "limits and a beginning": (
+        limited(),
+        {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True},
+        False,
+    ),
     "another token": (
         byte_level(),
         {
@@ -102,6 +116,32 @@ def test_ids_are_those_of_auto_tokenizer(name: str, tmp_path: Path) -> None:
         ids = found.encode(text, add_special_tokens=False)
         assert list(ids) == wanted(text, add_special_tokens=False)["input_ids"], text
         assert found.decode(ids) == wanted.decode(ids, skip_special_tokens=True), text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bos_token": None, "eos_token": None, "unk_token": None},
+        {"eos_token": "<begin>"},  # the map is stronger
+        {"eos_token": "<begin>", "added_tokens_decoder": {}},  # the map does not count
+        {"bos_token": None, "eos_token": "<end>", "add_bos_token": True},
+    ],
+)
+def test_special_tokens_are_those_of_auto_tokenizer(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = store(tmp_path, byte_level(), {"tokenizer_class": "GPT2Tokenizer", **settings})
+    special = {"bos_token": {"content": "<begin>", "lstrip": False}, "eos_token": "<end>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(special))
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    found, wanted = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert found.eos_token_ids == (wanted.eos_token_id,)
+    messages = [{"role": "user", "content": "ab"}]
+    assert found.chat_template is not None
+    prompt = found.chat_template.render(messages)
+    assert prompt == wanted.apply_chat_template(messages, tokenize=False)
+    assert list(found.encode("ab")) == wanted("ab")["input_ids"]
 
 
 def test_transformers_is_imported_only_where_the_file_does_not_say_all(tmp_path: Path) -> None:
