@@ -120,12 +120,12 @@ def compare(
     if not_trained:
         # The budget was not enough for one pass. The next job trains on the rest, so no row counts
         # as missed.
-        not_trained |= {row.digest for row, _, after in changed if not after.is_learned}
+        not_trained |= {row.digest for row, _, is_said in changed if not is_said}
         changed = [each for each in changed if each[0].digest not in not_trained]
-    known = [pair for pair in _counted(rows.known, served.known, new.known) if pair[1].is_learned]
-    deleted = [
-        pair for pair in _counted(rows.deleted, served.deleted, new.deleted) if pair[1].is_learned
-    ]
+    known = [each for each in _counted(rows.known, served.known, new.known) if each[1]]
+    deleted = [loss.row for loss in served.deleted if loss.is_learned]
+    said_now = {loss.row for loss in new.deleted if loss.is_learned}
+    still_said = [rows.deleted[index] for index in deleted if index in said_now]
     golden = _counted(rows.golden, served.golden, new.golden)
     held_out_answers = [
         *_counted(rows.held_out_new, served.held_out_new, new.held_out_new),
@@ -136,23 +136,22 @@ def compare(
     counts = Counts(
         changed=len(changed),
         all_changed=len(changed) + sum(row.digest not in not_trained for row in rows.unmeasured),
-        learned=sum(after.is_learned for _, _, after in changed),
-        learned_before=sum(before.is_learned for _, before, _ in changed),
+        learned=sum(is_said for _, _, is_said in changed),
+        learned_before=sum(was_said for _, was_said, _ in changed),
         known=len(known),
-        kept=sum(after.is_learned for _, _, after in known),
+        kept=sum(is_said for _, _, is_said in known),
         deleted=len(deleted),
-        unlearned=sum(not after.is_learned for _, _, after in deleted),
+        unlearned=len(deleted) - len(still_said),
         base_agreement=new.drift.agreement if new.drift else None,
         golden=len(golden),
-        golden_right=sum(after.is_learned for _, _, after in golden),
+        golden_right=sum(is_said for _, _, is_said in golden),
         not_trained=len(not_trained),
         contradicting=trained.contradicting,
         permuted=trained.permuted,
         text_loss=text.loss,
         text_loss_before=text.served_loss,
     )
-    missed = [row for row, _, after in changed if not after.is_learned]
-    still_said = [row for row, _, after in deleted if after.is_learned]
+    missed = [row for row, _, is_said in changed if not is_said]
     held_out = [
         *_pairs(new.held_out_new, served.held_out_new),
         *_pairs(new.held_out_known, served.held_out_known),
@@ -174,14 +173,12 @@ def compare(
                 missed=[row.place for row in missed],
                 still_said=[row.place for row in still_said],
                 wrong_golden=[
-                    row.place
-                    for row, before, after in golden
-                    if before.is_learned and not after.is_learned
+                    row.place for row, was_said, is_said in golden if was_said and not is_said
                 ],
             ),
             *held_out_refusals(
-                [before.is_learned for _, before, _ in held_out_answers],
-                [after.is_learned for _, _, after in held_out_answers],
+                [was_said for _, was_said, _ in held_out_answers],
+                [is_said for _, _, is_said in held_out_answers],
                 gate,
             ),
             *loss_refusals(
@@ -216,14 +213,15 @@ def _counted(
     rows: Sequence[Row],
     served: Sequence["RowLoss"],
     new: Sequence["RowLoss"],
-) -> list[tuple[Row, "RowLoss", "RowLoss"]]:
-    """The rows that have an answer, each with its loss under the served weights and its loss under
-    the new weights."""
-    before = {loss.row: loss for loss in served}
+) -> list[tuple[Row, bool, bool]]:
+    """The rows that have an answer, and for each, whether the served weights say it, and whether
+    the new weights say it. If only the new weights were measured on a row, the chat template of the
+    served weights refuses it, so they do not say it."""
+    said_before = {loss.row for loss in served if loss.is_learned}
     return [
-        (rows[loss.row], before[loss.row], loss)
+        (rows[loss.row], loss.row in said_before, loss.is_learned)
         for loss in new
-        if loss.row in before and rows[loss.row].is_counted
+        if rows[loss.row].is_counted
     ]
 
 

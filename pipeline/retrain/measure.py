@@ -67,8 +67,9 @@ class MeasuredRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The losses of the rows in `MeasuredRows`, in the same order. Rows without a learned token
-    have no entry. `RowLoss.row` is the index of the row in its group."""
+    """The losses of the rows in `MeasuredRows`, in the same order. Rows without a learned token and
+    rows that the chat template refuses have no entry. `RowLoss.row` is the index of the row in its
+    group."""
 
     changed: Sequence[RowLoss]
     known: Sequence[RowLoss]
@@ -106,12 +107,23 @@ def measure(
     max_length: int,
     anchors: Sequence[AnchorTarget] = (),
     *,
+    skip_refused: bool = False,
     progress: MeasuringProgress,
 ) -> Measurement:
     """Measure `model` on `rows`, and on the base model's own answers to `anchors` if there are
-    any."""
+    any.
+
+    skip_refused: leave out the rows that the chat template of `tokenizer` refuses, instead of
+    raising DataError or BaseModelError. Deleted rows that it refuses are always left out, because
+    nobody can correct them any more.
+    """
     groups = {
-        name: sequences(getattr(rows, name), tokenizer, max_length)
+        name: sequences(
+            getattr(rows, name),
+            tokenizer,
+            max_length,
+            skip_refused=skip_refused or name == "deleted",
+        )
         for name in ("changed", "known", "deleted", "held_out_new", "held_out_known", "golden")
     }
     progress.expect(sum(map(len, groups.values())) + len(anchors))

@@ -11,8 +11,9 @@ import torch
 from jobs.counts import Counts
 from pipeline.retrain.anchors import Anchor
 from pipeline.retrain.base_answers import base_answers, drift
-from pipeline.retrain.evaluate import Trained, compare
-from pipeline.retrain.measure import MeasuredRows, Measurement
+from pipeline.retrain.errors import BaseModelError
+from pipeline.retrain.evaluate import Evaluation, Trained, compare
+from pipeline.retrain.measure import MeasuredRows, Measurement, MeasuringProgress, measure
 from pipeline.retrain.model import LoadedModel
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import RowLoss
@@ -64,6 +65,39 @@ def test_one_row_is_measured_however_long_it_is() -> None:
     assert len(chosen(1).changed) == 1
 
 
+def measured_as(**groups: Sequence[RowLoss]) -> Measurement:
+    told: dict[str, Any] = {
+        "changed": (),
+        "known": (),
+        "deleted": (),
+        "held_out_new": (),
+        "held_out_known": (),
+        "golden": (),
+        "drift": None,
+    }
+    return Measurement(**(told | groups))
+
+
+def right(count: int) -> Sequence[RowLoss]:
+    return [RowLoss(row=place, nats=0.0, num_tokens=1, num_right=1) for place in range(count)]
+
+
+def evaluation(
+    found: MeasuredRows, served: Measurement, new: Measurement, **told: Any
+) -> Evaluation:
+    facts_of_it: dict[str, Any] = {
+        "attempt": 1,
+        "tokens": 1,
+        "tokens_before": 0,
+        "not_trained": (),
+        "is_removal": False,
+        "contradicting": 0,
+        "permuted": 0,
+    }
+    trained = Trained(**(facts_of_it | told))
+    return compare(found, served, new, GateSettings(), trained, against="r")
+
+
 def test_the_counts_say_of_how_many_changed_rows_a_sample_was_measured() -> None:
     told = data(new=(*facts(40), *texts(40, 40)))
     found = MeasuredRows.choose(told, (), TOKENIZER, GateSettings(max_tokens=60))
@@ -71,35 +105,51 @@ def test_the_counts_say_of_how_many_changed_rows_a_sample_was_measured() -> None
     assert {*measured, *found.unmeasured} == set(facts(40))
 
     def counts(not_trained: Sequence[Row]) -> Counts:
-        losses = [
-            RowLoss(row=place, nats=0.0, num_tokens=1, num_right=1)
-            for place in range(len(found.changed))
-        ]
-        everything = Measurement(
-            changed=losses,
-            known=(),
-            deleted=(),
-            held_out_new=(),
-            held_out_known=(),
-            golden=(),
-            drift=None,
-        )
-        trained = Trained(
-            attempt=1,
-            tokens=1,
-            tokens_before=0,
-            not_trained=not_trained,
-            is_removal=False,
-            contradicting=0,
-            permuted=0,
-        )
-        return compare(found, everything, everything, GateSettings(), trained, against="r").counts
+        everything = measured_as(changed=right(len(found.changed)))
+        return evaluation(found, everything, everything, not_trained=not_trained).counts
 
     assert (counts(()).changed, counts(()).all_changed) == (len(measured), 40)
     waiting = counts((measured[0], *found.unmeasured[:5]))
     assert (waiting.changed, waiting.all_changed) == (len(measured) - 1, 34)
     assert waiting.not_trained == 6
     assert MeasuredRows.choose(told, (), TOKENIZER, GateSettings()).unmeasured == ()
+
+
+def talk(number: int) -> Row:
+    asked = {"role": "user", "content": f"q {number}"}
+    said = (asked, {"role": "assistant", "content": "a"})
+    return Row(messages=said, file="chat", number=number)
+
+
+def test_weights_whose_chat_template_refuses_a_row_do_not_say_it() -> None:
+    """After a change of the base model, the served weights and the new ones have different
+    templates."""
+    told = data(new=(talk(1),), known=(talk(2),), deleted=(talk(3),))
+    rows = MeasuredRows.choose(told, (), TOKENIZER, GateSettings())
+
+    def measured(**options: bool) -> Measurement:
+        progress = MeasuringProgress(lambda done, of: None)
+        model = network("LlamaConfig")
+        return measure(model, TOKENIZER, rows, 64, progress=progress, **options)
+
+    with pytest.raises(BaseModelError, match="no chat template"):
+        measured()
+    found = measured(skip_refused=True)
+    assert (found.changed, found.known, found.deleted) == ([], [], [])
+    rows = MeasuredRows.choose(data(deleted=(talk(3),)), (), TOKENIZER, GateSettings())
+    assert measured().deleted == [], "nobody can correct a deleted row"
+
+
+def test_a_row_that_only_the_new_weights_can_be_asked_for_was_not_said_before() -> None:
+    told = data(new=(talk(1),), known=(talk(2),), deleted=(talk(3),))
+    rows = MeasuredRows.choose(told, (), TOKENIZER, GateSettings())
+    can = measured_as(changed=right(1), known=right(1), deleted=right(1))
+    cannot = measured_as()
+    counts = evaluation(rows, cannot, can).counts
+    assert (counts.changed, counts.learned, counts.learned_before) == (1, 1, 0)
+    assert (counts.known, counts.deleted) == (0, 0)
+    counts = evaluation(rows, can, measured_as(changed=right(1), known=right(1))).counts
+    assert (counts.deleted, counts.unlearned) == (1, 1)
 
 
 def test_of_a_few_rows_all_are_measured() -> None:
