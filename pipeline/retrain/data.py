@@ -5,6 +5,7 @@ A *full* training trains the base model on all rows. A *delta* trains the weight
 release from which the job continues) on the changed rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,6 +47,10 @@ class TrainingData:
     """Held-out rows that were not in the revision before."""
     held_out_known: tuple[Row, ...]
     """Held-out rows that were in the revision before."""
+    held_out_trained: frozenset[str]
+    """Digests of held-out rows that the parent was or may have been trained on, before they were
+    held out. It may know them by heart. So the gate does not expect new weights to do as well on
+    them."""
     contradictions: tuple[tuple[int, ...], ...]
     """For each question with several different answers, the indices of its rows in `rows`."""
     num_permuted: int
@@ -110,6 +115,7 @@ def compare_revisions(
     if mode == "delta" and parent is not None:
         waiting = set(parent.evaluation.get("not_trained", ()))
         added |= {row.digest for row in rows if row.digest[:16] in waiting}
+    trained = _trained_before(before, parent, held_out, share, settings, is_first=is_first)
     seen = {row.digest for row in (*base, *(before.held_out if before is not None else ()))}
     return TrainingData(
         mode=mode,
@@ -124,6 +130,7 @@ def compare_revisions(
         deleted=deleted,
         held_out_new=tuple(row for row in held_out if row.digest not in seen),
         held_out_known=tuple(row for row in held_out if row.digest in seen),
+        held_out_trained=trained,
         contradictions=contradictions(rows),
         num_permuted=change.num_permuted,
         num_before=len(base),
@@ -153,6 +160,32 @@ def _share(
         dataset.train,
         change.added,
         is_first=is_first,
+    )
+
+
+def _trained_before(
+    before: Dataset | None,
+    parent: Parent | None,
+    held_out: Sequence[Row],
+    share: frozenset[str],
+    settings: RetrainSettings,
+    *,
+    is_first: bool,
+) -> frozenset[str]:
+    """Digests of the held-out rows that the parent was or may have been trained on."""
+    if is_first or parent is None:
+        return frozenset()
+    if before is None:
+        # Nobody knows. But no release was trained on the share of a text corpus.
+        is_recorded = settings.data.held_out_ratio is None
+        return frozenset(row.digest for row in held_out) - (share if is_recorded else frozenset())
+    # A delta still knows what its parent was trained on. A full training does not.
+    earlier: set[str] = set()
+    if parent.lineage.mode == "delta":
+        earlier.update(parent.evaluation.get("held_out_trained", ()))
+    moved = {row.digest for row in before.train} - share
+    return frozenset(
+        row.digest for row in held_out if row.digest in moved or row.digest[:16] in earlier
     )
 
 

@@ -1,7 +1,7 @@
 """`Evaluation`: compares the new weights with the served weights on the same rows. It says what was
 learned and kept, and whether the gate accepts the new weights."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,6 +58,9 @@ class Evaluation(BaseModel):
     not_trained: tuple[str, ...] = ()
     """Rows that the training did not learn because its token budget was not enough for one pass:
     the first 16 hex digits of the digest of each."""
+    held_out_trained: tuple[str, ...] = ()
+    """Held-out rows that the served weights were or may have been trained on, before the rows were
+    held out: the first 16 hex digits of the digest of each."""
 
     @property
     def passed(self) -> bool:
@@ -95,6 +98,8 @@ class Trained:
     """Rows that wait for the next job. Empty if the token budget was enough for one pass."""
     is_removal: bool
     """Whether it is a full training that leaves out deleted rows."""
+    held_out_trained: frozenset[str]
+    """As in `TrainingData`."""
     contradicting: int
     permuted: int
     """This and `contradicting` have the same meaning as in `Counts`."""
@@ -128,9 +133,17 @@ def compare(
     still_said = [rows.deleted[index] for index in deleted if index in said_now]
     golden = _counted(rows.golden, served.golden, new.golden)
     held_out_answers = [
-        *_counted(rows.held_out_new, served.held_out_new, new.held_out_new),
-        *_counted(rows.held_out_known, served.held_out_known, new.held_out_known),
+        each
+        for each in (
+            *_counted(rows.held_out_new, served.held_out_new, new.held_out_new),
+            *_counted(rows.held_out_known, served.held_out_known, new.held_out_known),
+        )
+        if each[0].digest not in trained.held_out_trained
     ]
+    held_out_new, held_out_known = (
+        _texts(group, without=trained.held_out_trained)
+        for group in (rows.held_out_new, rows.held_out_known)
+    )
     changed_text = _pairs(new.changed, served.changed, _texts(rows.changed))
     text = Comparison.of(changed_text)
     counts = Counts(
@@ -185,13 +198,11 @@ def compare(
                 [
                     (
                         "held-out rows of text of the new range",
-                        _pairs(new.held_out_new, served.held_out_new, _texts(rows.held_out_new)),
+                        _pairs(new.held_out_new, served.held_out_new, held_out_new),
                     ),
                     (
                         "held-out rows of text known before",
-                        _pairs(
-                            new.held_out_known, served.held_out_known, _texts(rows.held_out_known)
-                        ),
+                        _pairs(new.held_out_known, served.held_out_known, held_out_known),
                     ),
                     (
                         "rows of text known before",
@@ -206,6 +217,7 @@ def compare(
         tokens=trained.tokens,
         total_tokens=trained.tokens_before + trained.tokens,
         not_trained=tuple(sorted(digest[:16] for digest in not_trained)),
+        held_out_trained=tuple(sorted(digest[:16] for digest in trained.held_out_trained)),
     )
 
 
@@ -225,8 +237,11 @@ def _counted(
     ]
 
 
-def _texts(rows: Sequence[Row]) -> frozenset[int]:
-    return frozenset(index for index, row in enumerate(rows) if not row.is_counted)
+def _texts(rows: Sequence[Row], *, without: Collection[str] = ()) -> frozenset[int]:
+    """The indices of the rows of plain text, except those with a digest in `without`."""
+    return frozenset(
+        index for index, row in enumerate(rows) if not row.is_counted and row.digest not in without
+    )
 
 
 def _pairs(

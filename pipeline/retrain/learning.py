@@ -246,6 +246,7 @@ class Learning:
                 tokens_before=self._tokens_before() if is_delta else 0,
                 not_trained=[learned[index] for index in waiting],
                 is_removal=self.data.is_removal,
+                held_out_trained=self.data.held_out_trained,
                 contradicting=sum(map(len, self.data.contradictions)),
                 permuted=self.data.num_permuted,
             ),

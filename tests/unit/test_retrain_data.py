@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class Dataset:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(content)
         revision = Revision.of(f"{self.num_commits:040x}", folder, files)
-        if self.last is not None:
+        if self.last is not None and parent is None:
             parent = parent_of(self.last)
         snapshot = DatasetSnapshot(
             dataset="me/facts",
@@ -60,9 +61,14 @@ def retrain_settings(folder: Path, **settings: Any) -> RetrainSettings:
     )
 
 
-def parent_of(revision: Revision) -> Parent:
-    lineage = Lineage(base_model="preset:tiny", dataset="me/facts", dataset_revision=revision.sha)
-    return Parent(id="r000001-00000000", folder=Path(), lineage=lineage, evaluation={})
+def parent_of(revision: Revision, **evaluation: Any) -> Parent:
+    lineage = Lineage(
+        base_model="preset:tiny",
+        dataset="me/facts",
+        dataset_revision=revision.sha,
+        mode="delta",
+    )
+    return Parent(id="r000001-00000000", folder=Path(), lineage=lineage, evaluation=evaluation)
 
 
 def facts(**answers: str) -> str:
@@ -114,6 +120,34 @@ def test_a_row_that_moves_to_the_validation_split_is_not_to_be_unlearned(tmp_pat
     dataset.commit({"a.jsonl": facts(q="1", r="2")})
     data = dataset.commit({"a.jsonl": facts(q="1"), "val.jsonl": facts(r="2")})
     assert (data.deleted, said(data.held_out_known)) == ((), ["2"])
+
+
+def test_rows_that_were_trained_on_before_they_were_held_out_are_remembered(
+    tmp_path: Path,
+) -> None:
+    dataset = Dataset(tmp_path)
+    dataset.commit({"a.jsonl": facts(q="1", r="2"), "val.jsonl": facts(s="3")})
+    moved = {"a.jsonl": facts(q="1", t="4"), "val.jsonl": facts(r="2", s="3")}
+    data = dataset.commit(moved)
+    (row,) = (row for row in data.held_out if row.completion == "2")
+    assert data.held_out_trained == {row.digest}
+    assert dataset.last is not None
+    delta = parent_of(dataset.last, held_out_trained=[row.digest[:16]])
+    more = moved | {"a.jsonl": facts(q="1", t="5")}
+    assert dataset.commit(more, delta).held_out_trained == {row.digest}
+    full = replace(delta, lineage=delta.lineage.model_copy(update={"mode": "full"}))
+    assert dataset.commit(more, full).held_out_trained == frozenset()
+
+
+def test_without_the_revision_before_any_held_out_row_may_have_been_trained_on(
+    tmp_path: Path,
+) -> None:
+    dataset = Dataset(tmp_path)
+    files = {"a.jsonl": facts(q="1"), "val.jsonl": facts(r="2")}
+    assert dataset.commit(files).held_out_trained == frozenset()
+    assert dataset.last is not None
+    parent, dataset.last = parent_of(dataset.last), None
+    assert len(dataset.commit(files, parent).held_out_trained) == 1
 
 
 def test_data_that_is_held_out_whole_is_refused(tmp_path: Path) -> None:

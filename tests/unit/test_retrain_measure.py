@@ -79,7 +79,7 @@ def measured_as(**groups: Sequence[RowLoss]) -> Measurement:
 
 
 def right(count: int) -> Sequence[RowLoss]:
-    return [RowLoss(row=place, nats=0.0, num_tokens=1, num_right=1) for place in range(count)]
+    return [RowLoss(row=place, nats=0.5, num_tokens=1, num_right=1) for place in range(count)]
 
 
 def evaluation(
@@ -91,6 +91,7 @@ def evaluation(
         "tokens_before": 0,
         "not_trained": (),
         "is_removal": False,
+        "held_out_trained": frozenset(),
         "contradicting": 0,
         "permuted": 0,
     }
@@ -150,6 +151,21 @@ def test_a_row_that_only_the_new_weights_can_be_asked_for_was_not_said_before() 
     assert (counts.known, counts.deleted) == (0, 0)
     counts = evaluation(rows, can, measured_as(changed=right(1), known=right(1))).counts
     assert (counts.deleted, counts.unlearned) == (1, 1)
+
+
+def test_held_out_rows_that_the_served_weights_were_trained_on_are_not_compared() -> None:
+    """They were moved from the train split to the validation split. New weights that are not
+    trained on them need not know them by heart."""
+    told = data(held_out_known=(*facts(30), *texts(30)))
+    rows = MeasuredRows.choose(told, (), TOKENIZER, GateSettings())
+    served = measured_as(held_out_known=right(60))
+    wrong = [RowLoss(row=place, nats=3.0, num_tokens=1, num_right=0) for place in range(60)]
+    new = measured_as(held_out_known=wrong)
+    assert len(evaluation(rows, served, new).refusals) == 2
+    moved = frozenset(row.digest for row in rows.held_out_known)
+    found = evaluation(rows, served, new, held_out_trained=moved)
+    assert found.refusals == ()
+    assert len(found.held_out_trained) == 60
 
 
 def test_of_a_few_rows_all_are_measured() -> None:

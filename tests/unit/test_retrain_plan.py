@@ -55,6 +55,7 @@ def data(**fields: Any) -> TrainingData:
             "edited": (),
             "held_out_new": (),
             "held_out_known": (),
+            "held_out_trained": frozenset(),
             "contradictions": contradictions(everything),
             "num_permuted": 0,
             "num_before": 0,
