@@ -232,9 +232,6 @@ class Learning:
         )
         is_delta = self.data.mode == "delta"
         learned = self.data.new if is_delta else self.data.rows
-        # If the budget was not enough for one pass, the next job also trains on the rows that were
-        # visited, but not learned.
-        waiting = checkpoint.not_trained and (*checkpoint.not_trained, *checkpoint.not_learned)
         return compare(
             self.rows,
             self.before,
@@ -244,7 +241,7 @@ class Learning:
                 attempt=attempt,
                 tokens=checkpoint.tokens,
                 tokens_before=self._tokens_before() if is_delta else 0,
-                not_trained=[learned[index] for index in waiting],
+                not_trained=checkpoint.waiting(learned),
                 is_removal=self.data.is_removal,
                 held_out_trained=self.data.held_out_trained,
                 contradicting=sum(map(len, self.data.contradictions)),
