@@ -7,6 +7,7 @@ release from which the job continues) on the changed rows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from pipeline.retrain.dataset import Dataset, check_not_empty, read_dataset
@@ -64,6 +65,18 @@ class TrainingData:
     @property
     def held_out(self) -> tuple[Row, ...]:
         return (*self.held_out_new, *self.held_out_known)
+
+    @cached_property
+    def contradicting(self) -> frozenset[str]:
+        """The digests of the rows in `contradictions`."""
+        return frozenset(
+            self.rows[index].digest for group in self.contradictions for index in group
+        )
+
+    @property
+    def num_contradicting(self) -> int:
+        """The number of rows in `contradictions`."""
+        return len({index for group in self.contradictions for index in group})
 
     @property
     def num_lost(self) -> int:

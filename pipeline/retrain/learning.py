@@ -244,7 +244,7 @@ class Learning:
                 not_trained=checkpoint.waiting(learned),
                 is_removal=self.data.is_removal,
                 held_out_trained=self.data.held_out_trained,
-                contradicting=sum(map(len, self.data.contradictions)),
+                contradicting=self.data.num_contradicting,
                 permuted=self.data.num_permuted,
             ),
             against=self.parent.id if self.parent is not None else self.job.settings.base_model,

@@ -46,17 +46,14 @@ class MeasuredRows:
         def sample(rows: Sequence[Row]) -> tuple[Row, ...]:
             return _sample(rows, tokenizer, gate.max_tokens)[0]
 
-        contradicting = {
-            data.rows[index].digest for group in data.contradictions for index in group
-        }
         changed, unmeasured = _sample(
-            [row for row in data.new if row.digest not in contradicting],
+            [row for row in data.new if row.digest not in data.contradicting],
             tokenizer,
             gate.max_tokens,
         )
         return cls(
             changed=changed,
-            known=sample([row for row in data.known if row.digest not in contradicting]),
+            known=sample([row for row in data.known if row.digest not in data.contradicting]),
             deleted=sample([row for row in data.deleted if row.is_counted]),
             held_out_new=sample(data.held_out_new),
             held_out_known=sample(data.held_out_known),

@@ -126,6 +126,20 @@ def test_rows_that_contradict_each_other_are_learned_and_not_counted() -> None:
     assert sorted(found.counted) == [2, 3, 4, 5, 6]
 
 
+def test_a_row_that_contradicts_several_others_counts_once() -> None:
+    def talk(*contents: str) -> Row:
+        roles = ("user", "assistant") * 2
+        said = tuple(
+            {"role": role, "content": content}
+            for role, content in zip(roles, contents, strict=False)
+        )
+        return Row(messages=said, file="a", number=0)
+
+    both = data(new=(talk("a", "b", "c", "d"), talk("a", "b", "c", "e"), talk("a", "f")))
+    assert len(both.contradictions) == 2
+    assert both.num_contradicting == len(both.contradicting) == 3
+
+
 def test_text_ends_after_its_passes_or_its_budget() -> None:
     told = settings(max_epochs=3, max_tokens=10**6)
     found = plan(data(new=texts(20)), told)
