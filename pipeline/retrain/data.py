@@ -43,7 +43,8 @@ class TrainingData:
     edited: tuple[tuple[Row, Row], ...]
     """The old and the new version of each edited row."""
     deleted: tuple[Row, ...]
-    """Rows that were trained on and are gone. There is no copy and no new version of them."""
+    """Rows that were trained on and are gone. There is no copy and no new version of them, and no
+    conversation with the same beginning and the same answers."""
     held_out_new: tuple[Row, ...]
     """Held-out rows that were not in the revision before."""
     held_out_known: tuple[Row, ...]
@@ -111,10 +112,13 @@ def compare_revisions(
     rows = tuple(row for row in dataset.train if row.digest not in share)
     held_out = (*dataset.held_out, *(row for row in dataset.train if row.digest in share))
     # Do not unlearn rows that were held out, because the model was never trained on them. Do not
-    # unlearn rows that have a copy in the dataset or were moved to the validation split, because
-    # the model must still answer them.
+    # unlearn rows whose answers are still in the dataset, also if they were moved to the validation
+    # split, because the model must still say them.
     still_there = share.union(row.digest for row in (*rows, *held_out))
     deleted = tuple(row for row in change.deleted if row.digest not in still_there)
+    if deleted:
+        taught = {turn for row in (*rows, *held_out) for turn in row.turns}
+        deleted = tuple(row for row in deleted if not row.turns or not taught.issuperset(row.turns))
     mode, reason = choose_mode(
         settings,
         snapshot,

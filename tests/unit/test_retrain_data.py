@@ -122,6 +122,31 @@ def test_a_row_that_moves_to_the_validation_split_is_not_to_be_unlearned(tmp_pat
     assert (data.deleted, said(data.held_out_known)) == ((), ["2"])
 
 
+def test_the_answers_of_a_conversation_that_goes_on_are_not_to_be_unlearned(
+    tmp_path: Path,
+) -> None:
+    def talks(*conversations: str) -> str:
+        return "".join(
+            json.dumps(
+                {
+                    "messages": [
+                        {"role": ("user", "assistant")[number % 2], "content": content}
+                        for number, content in enumerate(each)
+                    ]
+                }
+            )
+            + "\n"
+            for each in conversations
+        )
+
+    dataset = Dataset(tmp_path)
+    dataset.commit({"a.jsonl": talks("qa", "rb", "sc")})
+    longer = dataset.commit({"a.jsonl": talks("qaxd", "rb", "sc")})
+    assert (len(longer.new), longer.deleted, longer.num_lost) == (1, (), 0)
+    shorter = dataset.commit({"a.jsonl": talks("qa", "sc")})
+    assert [row.answer for row in shorter.deleted] == ["d", "b"]
+
+
 def test_rows_that_were_trained_on_before_they_were_held_out_are_remembered(
     tmp_path: Path,
 ) -> None:
