@@ -8,6 +8,7 @@ release from which the job continues) on the changed rows.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 from pipeline.retrain.dataset import Dataset, check_not_empty, read_dataset
@@ -60,6 +61,8 @@ class TrainingData:
     sign of a shuffled column."""
     num_before: int
     """The number of rows to train on in the revision before."""
+    num_waiting: int
+    """The number of rows to train on that earlier jobs could not train yet."""
     dataset: Dataset
     """The revision as it was read."""
 
@@ -112,13 +115,16 @@ def compare_revisions(
     rows = tuple(row for row in dataset.train if row.digest not in share)
     held_out = (*dataset.held_out, *(row for row in dataset.train if row.digest in share))
     # Do not unlearn rows that were held out, because the model was never trained on them. Do not
-    # unlearn rows whose answers are still in the dataset, also if they were moved to the validation
-    # split, because the model must still say them.
-    still_there = share.union(row.digest for row in (*rows, *held_out))
+    # unlearn rows whose answers are still in the dataset, also if they were moved to another split,
+    # because the model may still say them.
+    everything = tuple(chain.from_iterable(dataset.rows.values()))
+    still_there = share.union(row.digest for row in everything)
     deleted = tuple(row for row in change.deleted if row.digest not in still_there)
     if deleted:
-        taught = {turn for row in (*rows, *held_out) for turn in row.turns}
+        taught = {turn for row in everything for turn in row.turns}
         deleted = tuple(row for row in deleted if not row.turns or not taught.issuperset(row.turns))
+    not_trained = frozenset(parent.evaluation.get("not_trained", ()) if parent is not None else ())
+    waiting = {row.digest for row in rows if row.digest[:16] in not_trained}
     mode, reason = choose_mode(
         settings,
         snapshot,
@@ -126,12 +132,12 @@ def compare_revisions(
         change,
         num_deleted=len(deleted),
         num_deleted_text=sum(row.text is not None for row in deleted),
+        num_waiting=len(waiting),
         unreadable=unreadable,
     )
     added = {row.digest for row in change.added}
-    if mode == "delta" and parent is not None:
-        waiting = set(parent.evaluation.get("not_trained", ()))
-        added |= {row.digest for row in rows if row.digest[:16] in waiting}
+    if mode == "delta":
+        added |= waiting
     trained = _trained_before(before, parent, held_out, share, settings, is_first=is_first)
     seen = {row.digest for row in (*base, *(before.held_out if before is not None else ()))}
     return TrainingData(
@@ -151,6 +157,7 @@ def compare_revisions(
         contradictions=contradictions(rows),
         num_permuted=change.num_permuted,
         num_before=len(base),
+        num_waiting=len(waiting),
         dataset=dataset,
     )
 
@@ -215,7 +222,7 @@ def is_unchanged(data: TrainingData, parent: Parent | None, settings: RetrainSet
         return False
     if settings.skip_if == "nothing_changed" and not _has_same_settings(parent, settings):
         return False
-    if parent.evaluation.get("not_trained"):
+    if data.num_waiting:
         return False
     nothing_to_do = data.mode == "delta" and not (data.new or data.deleted or data.edited)
     return nothing_to_do or parent.lineage.data_digest == data.digest
@@ -233,6 +240,7 @@ def choose_mode(
     *,
     num_deleted: int,
     num_deleted_text: int,
+    num_waiting: int,
     unreadable: str | None = None,
 ) -> tuple[Literal["full", "delta"], str]:
     """Full or delta, and the reason. `TrainSettings.mode` describes the rule.
@@ -256,9 +264,8 @@ def choose_mode(
     if snapshot.no_delta is not None:
         return "full", snapshot.no_delta
     if not change.added and not num_deleted:
-        waiting = parent.evaluation.get("not_trained")
-        if waiting and _has_same_settings(parent, settings):
-            return "delta", f"{len(waiting)} rows of earlier commits are not trained yet"
+        if num_waiting and _has_same_settings(parent, settings):
+            return "delta", f"{num_waiting} rows of earlier commits are not trained yet"
         if settings.skip_if != "no_row_changed":
             return "full", "no row changed, so a training by hand starts from the base model"
         if snapshot.passed_over:

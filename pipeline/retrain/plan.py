@@ -222,6 +222,11 @@ def make_plan(
     replayed = place(data.known) if is_delta else []
     known = [data.known[found[index].row].digest for index in replayed]
     said_digests = {row.digest for row in said}
+    if not rows and not unlearned:
+        raise DataError(
+            "no row was added or edited since the served release was trained, so a delta has "
+            "nothing to learn; run `pipeline jobs run --mode full`"
+        )
     if not learned and not unlearned:
         places = ", ".join(row.place for row in rows[:5])
         raise DataError(f"no row has anything to learn with this tokenizer: {places}")

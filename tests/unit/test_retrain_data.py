@@ -164,6 +164,24 @@ def test_rows_that_were_trained_on_before_they_were_held_out_are_remembered(
     assert dataset.commit(more, full).held_out_trained == frozenset()
 
 
+@pytest.mark.parametrize("file", ["val.jsonl", "test.jsonl"])
+def test_rows_that_wait_for_a_training_and_are_held_out_now_wait_no_more(
+    tmp_path: Path, file: str
+) -> None:
+    dataset = Dataset(tmp_path)
+    kept = {"a.jsonl": facts(q="1"), "val.jsonl": facts(z="0")}
+    first = dataset.commit({**kept, "b.jsonl": facts(r="2", s="3")})
+    assert dataset.last is not None
+    parent = parent_of(dataset.last, not_trained=[row.digest[:16] for row in first.rows[1:]])
+    data = dataset.commit({**kept, "b.jsonl": facts(r="2", s="3")}, parent)
+    assert (data.mode, data.num_waiting, said(data.new)) == ("delta", 2, ["2", "3"])
+    assert not is_unchanged(data, parent, retrain_settings(tmp_path))
+    held_out = {**kept, file: facts(r="2", s="3", z="0")}
+    data = dataset.commit(held_out, parent)
+    assert (data.num_waiting, data.new, data.deleted) == (0, (), ())
+    assert is_unchanged(data, parent, retrain_settings(tmp_path))
+
+
 def test_without_the_revision_before_any_held_out_row_may_have_been_trained_on(
     tmp_path: Path,
 ) -> None:

@@ -59,6 +59,7 @@ def data(**fields: Any) -> TrainingData:
             "contradictions": contradictions(everything),
             "num_permuted": 0,
             "num_before": 0,
+            "num_waiting": 0,
             "dataset": None,
             **told,
         }
@@ -124,6 +125,11 @@ def test_rows_that_contradict_each_other_are_learned_and_not_counted() -> None:
     found = plan(data(new=both))
     assert len(found.learned) == 7
     assert sorted(found.counted) == [2, 3, 4, 5, 6]
+
+
+def test_a_delta_of_nothing_names_what_to_do() -> None:
+    with pytest.raises(DataError, match=r"a delta has nothing to learn; run .* --mode full"):
+        plan(data(mode="delta", known=facts(3)))
 
 
 def test_a_row_that_contradicts_several_others_counts_once() -> None:
