@@ -113,7 +113,7 @@ def _role(message: Any) -> Any:
     if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
         return message
     speaker = message["from"]
-    if speaker not in _SPEAKERS:
+    if not isinstance(speaker, str) or speaker not in _SPEAKERS:
         raise ValueError(f"a message is from {speaker!r}; write one of {', '.join(_SPEAKERS)}")
     return {"role": _SPEAKERS[speaker], "content": message["value"]}
 

@@ -9,6 +9,7 @@ names no files, it comes from the names of folders and files, with the conventio
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, get_args
 
 from pipeline.retrain.errors import DataError
@@ -145,7 +146,7 @@ def _by_card(card: str, config: str | None) -> tuple[_Finder, str] | None:
     default config, otherwise all configs. None if the card does not say where the files are."""
     configs = _configs(card)
     if config is not None and config not in configs:
-        known = ", ".join(configs) or "none"
+        known = ", ".join(map(str, configs)) or "none"
         raise DataError(
             f"[pipelines.data] config is {config!r}, and {CARD} of the dataset has {known}; "
             "correct one of them"
@@ -177,8 +178,13 @@ def _configs(card: str) -> dict[str, dict[str, Any]]:
     except Exception as error:
         # The YAML library and the libraries that use it have many error classes with no common
         # base.
-        reason = " ".join(str(error).split())
-        raise DataError.at(CARD, None, f"its head cannot be understood ({reason})") from error
+        raise _not_understood(error) from error
+
+
+def _not_understood(error: Exception) -> DataError:
+    return DataError.at(
+        CARD, None, f"its head cannot be understood ({' '.join(str(error).split())})"
+    )
 
 
 def _by_config(config: Mapping[str, Any]) -> _Finder | None:
@@ -193,8 +199,15 @@ def _by_config(config: Mapping[str, Any]) -> _Finder | None:
         )
     from datasets.data_files import sanitize_patterns
 
+    try:
+        by_name_of_split = sanitize_patterns(files)
+        for pattern in chain.from_iterable(by_name_of_split.values()):
+            if not isinstance(pattern, str):
+                raise TypeError(f"data_files has {pattern!r}, which is no text")
+    except (ValueError, TypeError) as error:
+        raise _not_understood(error) from error
     by_split: dict[Split, list[str]] = {}
-    for name, patterns in sanitize_patterns(files).items():
+    for name, patterns in by_name_of_split.items():
         inside = [f"{folder}/{pattern}" if folder else pattern for pattern in patterns]
         by_split.setdefault(_split_called(name) or "train", []).extend(inside)
     return _finder(by_split, CARD)

@@ -239,7 +239,7 @@ def _row(
     """Raises DataError."""
     try:
         content = _content(rename(record))
-        _check_characters(content)
+        _check_json(content)
     except ValueError as error:
         raise DataError.at(file, line, f"{_where(number, line)}{error}") from error
     row = Row(**content, file=file, number=number, line=line)
@@ -262,15 +262,22 @@ def _content(columns: Columns) -> dict[str, Any]:
     return dict(columns)
 
 
-def _check_characters(content: Mapping[str, Any]) -> None:
-    """Raises ValueError if a text holds half of a character (a surrogate), which a JSON escape can
-    write. UTF-8 cannot encode it, and no tokenizer accepts it."""
+def _check_json(content: Mapping[str, Any]) -> None:
+    """Raises ValueError if the content cannot be hashed: it is hashed as JSON, but parquet has more
+    kinds of values, such as dates and bytes. Also raises ValueError if a text holds half of a
+    character (a surrogate), which a JSON escape can write. UTF-8 cannot encode it, and no tokenizer
+    accepts it."""
     try:
-        json.dumps(content, ensure_ascii=False, default=str).encode()
+        json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise ValueError(
             f"the escape {half!a} is half of a character; write both halves, or the character"
+        ) from error
+    except (TypeError, RecursionError) as error:
+        columns = ", ".join(f"`{column}`" for column in content)
+        raise ValueError(
+            f"{columns} cannot be written as JSON ({error}); write each value in it as text"
         ) from error
 
 
@@ -290,9 +297,12 @@ def _messages(value: object) -> tuple[Message, ...]:
         role, content = message.get("role"), message.get("content")
         # A message that calls tools needs no content. The content may be a list of parts, because
         # some templates support this.
-        is_said = isinstance(content, str | list) or bool(message.get("tool_calls"))
+        calls = message.get("tool_calls") or []
+        is_said = isinstance(content, str | list) or (content is None and bool(calls))
         if role not in ROLES or not is_said:
             raise wrong(f"has role {role!r} with {kind(content)} as content")
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise wrong(f"has `tool_calls` with {kind(calls)}, not a list of objects")
         given = {key: each for key, each in message.items() if each is not None}
         messages.append({"role": role, "content": "", **given})
     if not any(message["role"] == "assistant" for message in messages):

@@ -57,6 +57,8 @@ def test_alpaca(tmp_path: Path) -> None:
 
 def test_sharegpt(tmp_path: Path) -> None:
     turns = [("system", "s"), ("human", "q"), ("gpt", "a"), ("observation", "o"), ("gpt", "b")]
+    with pytest.raises(DataError, match=r"line 1: a message is from \['human'\]; write one of"):
+        read(tmp_path, {"conversations": [{"from": ["human"], "value": "q"}]})
     record = {"conversations": [{"from": who, "value": what} for who, what in turns], "id": 1}
     assert read(tmp_path, record).messages == said(
         ("system", "s"), ("user", "q"), ("assistant", "a"), ("tool", "o"), ("assistant", "b")

@@ -198,3 +198,12 @@ def test_a_broken_card_is_named() -> None:
         splits("a.csv", card="---\nconfigs: [\n---\n")
     with pytest.raises(DataError, match=r"^README.md: its head cannot be understood"):
         splits("a.csv", card="---\nconfigs:\n- config_name: a\n  data_files: 3\n---\n")
+    entry = "---\nconfigs:\n- config_name: a\n  data_files:\n"
+    for files in (
+        "  - split: train\n    path: [1, 2]\n",
+        "  - split: train\n    path: a.csv\n  - split: train\n    path: b.csv\n",
+        "  - split: [1]\n    path: a.csv\n",
+        "  - 1\n",
+    ):
+        with pytest.raises(DataError, match=r"^README.md: its head cannot be understood"):
+            splits("a.csv", card=f"{entry}{files}---\n")

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,21 @@ def test_a_file_is_read_by_its_name_and_never_as_a_pattern(tmp_path: Path) -> No
     for name in names:
         (row,) = rows_of(tmp_path, name)
         assert row.text is not None and name in row.text
+
+
+def test_a_value_that_json_does_not_know_names_its_row(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    for value in (datetime(2026, 1, 1), b"bytes"):
+        talk = [
+            {"role": "user", "content": "hi", "id": value},
+            {"role": "assistant", "content": "yo", "id": None},
+        ]
+        table = pyarrow.Table.from_pylist([{"messages": talk}])
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+        with pytest.raises(DataError, match=r"^a.parquet: row 1: `messages` cannot be written as"):
+            rows_of(tmp_path, "a.parquet")
 
 
 def test_text_files_give_paragraphs(tmp_path: Path) -> None:
@@ -140,6 +156,18 @@ def test_a_line_too_long_to_be_a_row_is_not_parsed(tmp_path: Path) -> None:
         ('{"messages": "hi"}', "`messages` holds text"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', "has role 'robot'"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "no answer to learn"),
+        (
+            '{"messages": [{"role": "assistant", "content": "x", "tool_calls": 5}]}',
+            "line 1: `messages` has `tool_calls` with the value 5, not a list of objects",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "x", "tool_calls": ["f"]}]}',
+            "`messages` has `tool_calls` with a list, not a list of objects",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": 5, "tool_calls": [{}]}]}',
+            "has role 'assistant' with the value 5 as content",
+        ),
         (b'{"text": "\xff"}', "line 1: not UTF-8"),
     ],
 )
