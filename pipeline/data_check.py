@@ -15,7 +15,7 @@ from pipeline.hub.repositories.names import repository_name
 from pipeline.hub.repositories.store import Repositories
 from pipeline.paths import Home
 from pipeline.retrain.base_model import PRESETS, cached_folder, longest_sequence
-from pipeline.retrain.data_files import why_no_data
+from pipeline.retrain.data_files import shown, why_no_data
 from pipeline.retrain.dataset import check_not_empty, read_dataset
 from pipeline.retrain.errors import BaseModelError, DataError
 from pipeline.retrain.git_snapshot import GitDataset
@@ -67,16 +67,16 @@ def check_data(
     with _files(folder, home, settings, pipeline) as (root, files, links):
         bad += [
             DataError.at(
-                _shown(link), None, "it is a symbolic link; put the file itself in its place"
+                shown(link), None, "it is a symbolic link; put the file itself in its place"
             )
             for link in links
             if why_no_data(link) is None
         ]
         # The report names the files, and JSON cannot hold a name that is not UTF-8. So do not read
         # files with such names.
-        readable = [file for file in files if _shown(file) == file]
+        readable = [file for file in files if shown(file) == file]
         bad += [
-            DataError.at(_shown(file), None, "its name is not UTF-8; rename the file")
+            DataError.at(shown(file), None, "its name is not UTF-8; rename the file")
             for file in sorted(set(files) - set(readable))
             if why_no_data(file) is None
         ]
@@ -207,11 +207,6 @@ def _tracked(folder: Path) -> Sequence[str]:
 
 def _is_ignored(folder: Path) -> bool:
     return _git("check-ignore", "--quiet", ".", folder=folder) is not None
-
-
-def _shown(path: str) -> str:
-    """The path with a `?` in the place of each byte that is not UTF-8."""
-    return path.encode(errors="replace").decode()
 
 
 def _git(*arguments: str, folder: Path = Path()) -> str | None:

@@ -72,6 +72,11 @@ def is_needed(path: str) -> bool:
     return path == CARD or suffix_of(path) in SUFFIXES
 
 
+def shown(path: str) -> str:
+    """The path with a `?` in the place of each byte that is not UTF-8."""
+    return path.encode(errors="replace").decode()
+
+
 def suffix_of(path: str) -> str:
     """The suffix in lower case, without that of a compression: `.jsonl` for `a.jsonl.gz`."""
     name = path.rpartition("/")[2].lower()
