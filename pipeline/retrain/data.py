@@ -33,7 +33,8 @@ class TrainingData:
     reason: str
     """Why this mode was chosen. For the log."""
     digest: str
-    """The digest of all rows in the train split (`rows.data_digest`)."""
+    """The digest (`rows.data_digest`) of all rows in the train split, except those that the setting
+    `held_out_ratio` holds out."""
     rows: tuple[Row, ...]
     """All rows to train on, in the order of the dataset."""
     new: tuple[Row, ...]
@@ -103,7 +104,7 @@ def compare_revisions(
     A row that is in both the train split and a held-out split is trained on. If a share of a text
     corpus is held out, this share is recorded in the folder of the base model. Raises DataError.
     """
-    before, unreadable = _read_base(snapshot.base, settings)
+    before, unreadable = _read_base(snapshot.base, parent, settings)
     dataset = _read(snapshot.revision, settings, before)
     check_not_empty(dataset)
     base = before.train if before is not None else ()
@@ -143,7 +144,7 @@ def compare_revisions(
     return TrainingData(
         mode=mode,
         reason=reason,
-        digest=data_digest(dataset.train),
+        digest=_train_digest(dataset, settings),
         rows=rows,
         new=tuple(row for row in rows if row.digest in added),
         known=tuple(row for row in rows if row.digest not in added),
@@ -280,20 +281,30 @@ def choose_mode(
     )
 
 
+def _train_digest(dataset: Dataset, settings: RetrainSettings) -> str:
+    ratio = settings.data.held_out_ratio
+    return data_digest(dataset.train if ratio is None else split(dataset.train, ratio)[0])
+
+
 def _read(revision: Revision, settings: RetrainSettings, before: Dataset | None = None) -> Dataset:
     files = (*revision.files, *revision.others)
     return read_dataset(revision.folder, files, settings.data, before=before)
 
 
 def _read_base(
-    base: Revision | None, settings: RetrainSettings
+    base: Revision | None, parent: Parent | None, settings: RetrainSettings
 ) -> tuple[Dataset | None, str | None]:
     """The rows that the parent was trained on, or the reason why they cannot be read. This is no
     error of the job: the settings may have changed since then, and nobody can correct an old
     revision."""
     if base is None:
         return None, None
+    what = f"the rows of {base.sha[:8]}, the revision before,"
     try:
-        return _read(base, settings), None
+        found = _read(base, settings)
     except DataError as error:
-        return None, f"the rows of {base.sha[:8]}, the revision before, cannot be read: {error}"
+        return None, f"{what} cannot be read: {error}"
+    trained = parent.lineage.data_digest if parent is not None else None
+    if trained not in (None, _train_digest(found, settings)):
+        return None, f"{what} are other ones with the present settings under [pipelines.data]"
+    return found, None

@@ -30,15 +30,16 @@ class Dataset:
         self.folder = folder
         self.num_commits = 0
         self.last: Revision | None = None
+        self.digest: str | None = None
 
-    def commit(self, files: Files, parent: Parent | None = None, **data: Any) -> TrainingData:
+    def commit(self, files: Files, /, parent: Parent | None = None, **data: Any) -> TrainingData:
         folder = self.folder / str(self.num_commits)
         for path, content in files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(content)
         revision = Revision.of(f"{self.num_commits:040x}", folder, files)
         if self.last is not None and parent is None:
-            parent = parent_of(self.last)
+            parent = parent_of(self.last, self.digest)
         snapshot = DatasetSnapshot(
             dataset="me/facts",
             ref="refs/heads/main",
@@ -48,7 +49,9 @@ class Dataset:
         )
         self.last = revision
         self.num_commits += 1
-        return compare_revisions(snapshot, parent, retrain_settings(self.folder, data=data))
+        found = compare_revisions(snapshot, parent, retrain_settings(self.folder, data=data))
+        self.digest = found.digest
+        return found
 
 
 def retrain_settings(folder: Path, **settings: Any) -> RetrainSettings:
@@ -61,11 +64,12 @@ def retrain_settings(folder: Path, **settings: Any) -> RetrainSettings:
     )
 
 
-def parent_of(revision: Revision, **evaluation: Any) -> Parent:
+def parent_of(revision: Revision, digest: str | None = None, **evaluation: Any) -> Parent:
     lineage = Lineage(
         base_model="preset:tiny",
         dataset="me/facts",
         dataset_revision=revision.sha,
+        data_digest=digest,
         mode="delta",
     )
     return Parent(id="r000001-00000000", folder=Path(), lineage=lineage, evaluation=evaluation)
@@ -204,6 +208,46 @@ def test_a_commit_whose_parent_cannot_be_read_any_more_is_trained_fully(tmp_path
     dataset.commit({"a.csv": "q,a\n1,2\n"}, columns={"prompt": "q", "completion": "a"})
     data = dataset.commit({"a.jsonl": facts(q="1")})
     assert data.mode == "full" and "cannot be read: a.csv" in data.reason
+
+
+SHORT = '{"q": "1", "short": "one", "long": "the number one"}\n'
+READ: dict[str, Any] = {"columns": {"prompt": "q", "completion": "short"}}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"columns": {"prompt": "q", "completion": "long"}},
+        {**READ, "files": ["**"]},
+        {**READ, "splits": {"train": ["a.jsonl", "c.jsonl"]}},
+        {**READ, "held_out_ratio": 0.4},
+    ],
+)
+def test_rows_that_other_settings_would_have_read_do_not_count_as_trained(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    files = {
+        "a.jsonl": "".join(SHORT.replace("1", str(number)) for number in range(20)),
+        "b.jsonl": SHORT.replace("1", "b"),
+        "c.jsonl": SHORT.replace("1", "c"),
+    }
+    before = {"files": ["a.jsonl", "c.jsonl"], "splits": {"train": ["a.jsonl"]}, **READ}
+    if "held_out_ratio" in changed:
+        before = READ
+    dataset = Dataset(tmp_path)
+    first = dataset.commit(files, **before)
+    assert dataset.last is not None
+    parent = parent_of(dataset.last, dataset.digest)
+    again = dataset.commit({**files, "README.md": "new"}, **before)
+    assert (again.mode, again.new) == ("delta", ())
+    assert is_unchanged(again, parent, retrain_settings(tmp_path, data=before))
+    data = dataset.commit(files, parent, **changed)
+    assert (data.mode, data.known, data.num_lost) == ("full", (), 0)
+    assert "present settings under [pipelines.data]" in data.reason
+    assert set(said(data.rows)) != set(said(first.rows)) or len(data.rows) != len(first.rows)
+    assert not is_unchanged(data, parent, retrain_settings(tmp_path, data=changed))
+    after = dataset.commit({**files, "c.jsonl": SHORT.replace("1", "d")}, **changed)
+    assert after.mode == "delta"
 
 
 def test_a_share_of_a_text_corpus_is_held_out_and_edits_of_it_are_trained_on(
