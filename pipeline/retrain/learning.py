@@ -100,7 +100,7 @@ class Learning:
         golden: tuple[Row, ...] = ()
         if settings.gate.golden is not None:
             golden = load_golden_questions(settings.gate.golden, settings.data.max_row_bytes)
-        rows = MeasuredRows.choose(data, golden, loaded.tokenizer, settings.gate)
+        rows = MeasuredRows.choose(data, golden, loaded.tokenizer, loaded.max_length, settings.gate)
         compared = _compared_for_noise(parent, rows, loaded)
         progress = MeasuringProgress(job.record_measured)
         progress.expect(2 * sum(map(len, compared)))

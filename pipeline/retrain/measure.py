@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_SKIPPED = 20
+"""While a sample is drawn, long rows are skipped. But of very many long rows, no more are tokenized
+than have this many times the tokens of the sample."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRows:
@@ -41,14 +45,18 @@ class MeasuredRows:
         data: TrainingData,
         golden: Sequence[Row],
         tokenizer: "PreTrainedTokenizerBase",
+        max_length: int,
         gate: GateSettings,
     ) -> "MeasuredRows":
+        """max_length: the largest number of tokens of a sequence. Longer answers are cut."""
+
         def sample(rows: Sequence[Row]) -> tuple[Row, ...]:
-            return _sample(rows, tokenizer, gate.max_tokens)[0]
+            return _sample(rows, tokenizer, max_length, gate.max_tokens)[0]
 
         changed, unmeasured = _sample(
             [row for row in data.new if row.digest not in data.contradicting],
             tokenizer,
+            max_length,
             gate.max_tokens,
         )
         return cls(
@@ -144,23 +152,43 @@ def measure(
 
 
 def _sample(
-    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_tokens: int
+    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int, max_tokens: int
 ) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     """A random sample of `rows` with at most `max_tokens` tokens, but with at least one row. Also
-    returns the other rows. Both keep the order of `rows`."""
+    returns the other rows. Both keep the order of `rows`.
+
+    A row with more than half of `max_tokens` is chosen only if there is room after all others.
+    Otherwise, it alone would make the sample so small that it proves nothing."""
     order = random.Random(len(rows)).sample(range(len(rows)), len(rows))
     chosen: set[int] = set()
+    long: dict[int, int] = {}
     left = max_tokens
     for index in order:
-        row = rows[index]
-        text = row.text or f"{row.prompt}{row.completion}"
-        if row.messages is not None:
-            text = "".join(str(message) for message in row.messages)
-        left -= len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        if chosen and left < 0:
+        size = _num_measured(rows[index], tokenizer, max_length)
+        if size > max_tokens / 2 and sum(long.values()) < MAX_SKIPPED * max_tokens:
+            long[index] = size
+            continue
+        if size > left:
             break
+        left -= size
         chosen.add(index)
+    else:
+        for index, size in long.items():
+            if size <= left:
+                left -= size
+                chosen.add(index)
+    chosen = chosen or set(order[:1])
     return (
         tuple(row for index, row in enumerate(rows) if index in chosen),
         tuple(row for index, row in enumerate(rows) if index not in chosen),
     )
+
+
+def _num_measured(row: Row, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> int:
+    """About how many tokens a measurement of `row` computes. A text is measured whole. A longer
+    conversation has a sequence for each answer."""
+    text = row.text or f"{row.prompt}{row.completion}"
+    if row.messages is not None:
+        text = "".join(str(message) for message in row.messages)
+    size = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return min(size, max_length * len(row.turns)) if row.is_counted else size

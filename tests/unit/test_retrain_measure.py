@@ -47,7 +47,7 @@ def chosen(max_tokens: int) -> MeasuredRows:
         held_out_known=texts(40, 50),
     )
     gate = GateSettings(max_tokens=max_tokens)
-    return MeasuredRows.choose(told, facts(40, 200), TOKENIZER, gate)
+    return MeasuredRows.choose(told, facts(40, 200), TOKENIZER, 64, gate)
 
 
 def test_of_each_group_no_more_tokens_are_measured_than_the_gate_allows() -> None:
@@ -99,9 +99,25 @@ def evaluation(
     return compare(found, served, new, GateSettings(), trained, against="r")
 
 
+def test_a_long_row_does_not_end_the_sample() -> None:
+    """An answer is measured only as far as it is trained on. A long text is left out if there is no
+    room for it."""
+    words = "word " * 1_000
+    answers = [Row(prompt=f"{words}{n}", completion="a", file="l", number=n) for n in range(40)]
+    gate = GateSettings(max_tokens=320)
+    found = MeasuredRows.choose(data(new=tuple(answers)), (), TOKENIZER, 8, gate)
+    assert len(found.changed) == 40
+    assert len(MeasuredRows.choose(data(new=tuple(answers)), (), TOKENIZER, 16, gate).changed) == 20
+    mixed = [Row(text="word " * 200, file="l", number=n) for n in range(20)]
+    found = MeasuredRows.choose(data(new=(*mixed, *texts(40))), (), TOKENIZER, 64, gate)
+    assert set(found.changed) == set(texts(40))
+    found = MeasuredRows.choose(data(new=(*mixed[:1], *texts(20))), (), TOKENIZER, 64, gate)
+    assert len(found.changed) == 21
+
+
 def test_the_counts_say_of_how_many_changed_rows_a_sample_was_measured() -> None:
     told = data(new=(*facts(40), *texts(40, 40)))
-    found = MeasuredRows.choose(told, (), TOKENIZER, GateSettings(max_tokens=60))
+    found = MeasuredRows.choose(told, (), TOKENIZER, 64, GateSettings(max_tokens=60))
     measured = [row for row in found.changed if row.is_counted]
     assert {*measured, *found.unmeasured} == set(facts(40))
 
@@ -113,7 +129,7 @@ def test_the_counts_say_of_how_many_changed_rows_a_sample_was_measured() -> None
     waiting = counts((measured[0], *found.unmeasured[:5]))
     assert (waiting.changed, waiting.all_changed) == (len(measured) - 1, 34)
     assert waiting.not_trained == 6
-    assert MeasuredRows.choose(told, (), TOKENIZER, GateSettings()).unmeasured == ()
+    assert MeasuredRows.choose(told, (), TOKENIZER, 64, GateSettings()).unmeasured == ()
 
 
 def talk(number: int) -> Row:
@@ -126,7 +142,7 @@ def test_weights_whose_chat_template_refuses_a_row_do_not_say_it() -> None:
     """After a change of the base model, the served weights and the new ones have different
     templates."""
     told = data(new=(talk(1),), known=(talk(2),), deleted=(talk(3),))
-    rows = MeasuredRows.choose(told, (), TOKENIZER, GateSettings())
+    rows = MeasuredRows.choose(told, (), TOKENIZER, 64, GateSettings())
 
     def measured(**options: bool) -> Measurement:
         progress = MeasuringProgress(lambda done, of: None)
@@ -137,13 +153,13 @@ def test_weights_whose_chat_template_refuses_a_row_do_not_say_it() -> None:
         measured()
     found = measured(skip_refused=True)
     assert (found.changed, found.known, found.deleted) == ([], [], [])
-    rows = MeasuredRows.choose(data(deleted=(talk(3),)), (), TOKENIZER, GateSettings())
+    rows = MeasuredRows.choose(data(deleted=(talk(3),)), (), TOKENIZER, 64, GateSettings())
     assert measured().deleted == [], "nobody can correct a deleted row"
 
 
 def test_a_row_that_only_the_new_weights_can_be_asked_for_was_not_said_before() -> None:
     told = data(new=(talk(1),), known=(talk(2),), deleted=(talk(3),))
-    rows = MeasuredRows.choose(told, (), TOKENIZER, GateSettings())
+    rows = MeasuredRows.choose(told, (), TOKENIZER, 64, GateSettings())
     can = measured_as(changed=right(1), known=right(1), deleted=right(1))
     cannot = measured_as()
     counts = evaluation(rows, cannot, can).counts
@@ -157,7 +173,7 @@ def test_held_out_rows_that_the_served_weights_were_trained_on_are_not_compared(
     """They were moved from the train split to the validation split. New weights that are not
     trained on them need not know them by heart."""
     told = data(held_out_known=(*facts(30), *texts(30)))
-    rows = MeasuredRows.choose(told, (), TOKENIZER, GateSettings())
+    rows = MeasuredRows.choose(told, (), TOKENIZER, 64, GateSettings())
     served = measured_as(held_out_known=right(60))
     wrong = [RowLoss(row=place, nats=3.0, num_tokens=1, num_right=0) for place in range(60)]
     new = measured_as(held_out_known=wrong)
