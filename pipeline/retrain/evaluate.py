@@ -169,6 +169,46 @@ def compare(
         *_pairs(new.held_out_new, served.held_out_new),
         *_pairs(new.held_out_known, served.held_out_known),
     ]
+    refusals = [
+        *count_refusals(
+            counts,
+            gate,
+            is_removal=trained.is_removal,
+            missed=[row.place for row in missed],
+            still_said=[row.place for row in still_said],
+            wrong_golden=[
+                row.place for row, was_said, is_said in golden if was_said and not is_said
+            ],
+        ),
+        *held_out_refusals(
+            [was_said for _, was_said, _ in held_out_answers],
+            [is_said for _, _, is_said in held_out_answers],
+            gate,
+        ),
+        *loss_refusals(
+            [
+                (
+                    "held-out rows of text of the new range",
+                    _pairs(new.held_out_new, served.held_out_new, held_out_new),
+                ),
+                (
+                    "held-out rows of text known before",
+                    _pairs(new.held_out_known, served.held_out_known, held_out_known),
+                ),
+                (
+                    "rows of text known before",
+                    _pairs(new.known, served.known, _texts(rows.known)),
+                ),
+            ],
+            gate,
+            is_removal=trained.is_removal,
+        ),
+    ]
+    if refusals and counts.not_trained:
+        refusals.append(
+            f"the budget of tokens was not enough for one pass, so {counts.not_trained:,} rows are "
+            "not yet trained; raise `train.max_tokens`"
+        )
     return Evaluation(
         against=against,
         attempt=trained.attempt,
@@ -177,42 +217,7 @@ def compare(
         known=Comparison.of(_pairs(new.known, served.known)),
         held_out=Comparison.of(held_out),
         base_divergence=new.drift.divergence if new.drift else None,
-        refusals=(
-            *data_refusals,
-            *count_refusals(
-                counts,
-                gate,
-                is_removal=trained.is_removal,
-                missed=[row.place for row in missed],
-                still_said=[row.place for row in still_said],
-                wrong_golden=[
-                    row.place for row, was_said, is_said in golden if was_said and not is_said
-                ],
-            ),
-            *held_out_refusals(
-                [was_said for _, was_said, _ in held_out_answers],
-                [is_said for _, _, is_said in held_out_answers],
-                gate,
-            ),
-            *loss_refusals(
-                [
-                    (
-                        "held-out rows of text of the new range",
-                        _pairs(new.held_out_new, served.held_out_new, held_out_new),
-                    ),
-                    (
-                        "held-out rows of text known before",
-                        _pairs(new.held_out_known, served.held_out_known, held_out_known),
-                    ),
-                    (
-                        "rows of text known before",
-                        _pairs(new.known, served.known, _texts(rows.known)),
-                    ),
-                ],
-                gate,
-                is_removal=trained.is_removal,
-            ),
-        ),
+        refusals=(*data_refusals, *refusals),
         is_short=is_short(counts, gate, is_removal=trained.is_removal),
         tokens=trained.tokens,
         total_tokens=trained.tokens_before + trained.tokens,

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -167,6 +168,18 @@ def test_a_row_that_only_the_new_weights_can_be_asked_for_was_not_said_before() 
     assert (counts.known, counts.deleted) == (0, 0)
     counts = evaluation(rows, can, measured_as(changed=right(1), known=right(1))).counts
     assert (counts.deleted, counts.unlearned) == (1, 1)
+
+
+def test_a_refusal_after_less_than_one_pass_names_the_budget() -> None:
+    """A full training forgets what it does not reach, and more tokens would mend this."""
+    rows = MeasuredRows.choose(data(known=facts(30)), (), TOKENIZER, 64, GateSettings())
+    served = measured_as(known=right(30))
+    new = measured_as(known=[replace(each, num_right=0) for each in right(30)])
+    kept, budget = evaluation(rows, served, new, not_trained=facts(25)).refusals
+    assert kept.startswith("only 0 of 30 rows known before were kept")
+    assert "25 rows are not yet trained; raise `train.max_tokens`" in budget
+    assert len(evaluation(rows, served, new).refusals) == 1
+    assert evaluation(rows, served, served, not_trained=facts(25)).refusals == ()
 
 
 def test_held_out_rows_that_the_served_weights_were_trained_on_are_not_compared() -> None:
