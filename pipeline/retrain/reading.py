@@ -159,6 +159,7 @@ def _object(record: object, file: str, line: int | None) -> Columns | DataError:
 def _csv(lines: Iterable[str], file: str, max_row_bytes: int, suffix: str) -> Iterator[_Record]:
     csv.field_size_limit(6 * max_row_bytes + (1 << 16))
     reader = csv.reader(lines, strict=True, delimiter="\t" if suffix == ".tsv" else ",")
+    first = 1
     try:
         header = next(reader, [])
         first = reader.line_num + 1
@@ -174,10 +175,11 @@ def _csv(lines: Iterable[str], file: str, max_row_bytes: int, suffix: str) -> It
                 yield first, DataError.at(file, first, problem)
             first = reader.line_num + 1
     except csv.Error as error:
+        # A quotation mark that is never closed is noticed many lines later. So name the line on
+        # which the row begins.
+        until = f" in the row up to line {reader.line_num}" if reader.line_num > first else ""
         raise DataError.at(
-            file,
-            reader.line_num,
-            f"not {suffix[1:].upper()} ({error}); see RFC 4180 for the quoting",
+            file, first, f"not {suffix[1:].upper()} ({error}{until}); see RFC 4180 for the quoting"
         ) from error
 
 

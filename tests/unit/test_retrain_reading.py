@@ -181,6 +181,11 @@ def test_bad_values_name_the_place(tmp_path: Path, content: str | bytes, expecte
         ("a.parquet", b"PAR1 but not really", "cannot be read as parquet"),
         ("a.csv", 'text,id\n"a\nb",1\nc,2,3\n', "a.csv, line 4: has 3 fields"),
         ("a.csv", 'text\n"a"b\n', "a.csv, line 2: not CSV"),
+        (
+            "a.csv",
+            'text\na\n"never closed\nb\nc\n',
+            "a.csv, line 3: not CSV (unexpected end of data in the row up to line 5); see RFC",
+        ),
         ("a.csv", "q,a\n1,2\n", "'q', 'a'"),
         ("a.json", '{"text": "a"}', "holds an object, not a list"),
         ("a.json", "[1", "a.json, line 1: not JSON"),
