@@ -142,6 +142,9 @@ def _json(text: str, file: str, max_row_bytes: int) -> Iterator[_Record]:
         ) from error
     except (ValueError, RecursionError) as error:
         raise DataError.at(file, None, f"not JSON ({error}); make it a list of objects") from error
+    if isinstance(records, dict) and "\n" not in text.strip():
+        yield from _jsonl(io.StringIO(text), file, max_row_bytes)  # a file of one row
+        return
     if not isinstance(records, list):
         raise DataError.at(
             file, None, f"holds {kind(records)}, not a list of objects; make it a list of rows"

@@ -61,6 +61,12 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
         assert found == expected, file
 
 
+@pytest.mark.parametrize("lines", [1, 2])
+def test_a_json_file_may_have_one_object_per_line(tmp_path: Path, lines: int) -> None:
+    found = read(tmp_path, '{"text": "a"}\n' * lines, "a.json")
+    assert [(row.text, row.line) for row in found] == [("a", line + 1) for line in range(lines)]
+
+
 def test_a_file_is_read_by_its_name_and_never_as_a_pattern(tmp_path: Path) -> None:
     names = ["rows[1].jsonl", "rows*.jsonl", "rows?{a}.csv", "rows[!x].txt", "rows.jsonl"]
     for name in names:
@@ -187,7 +193,8 @@ def test_bad_values_name_the_place(tmp_path: Path, content: str | bytes, expecte
             "a.csv, line 3: not CSV (unexpected end of data in the row up to line 5); see RFC",
         ),
         ("a.csv", "q,a\n1,2\n", "'q', 'a'"),
-        ("a.json", '{"text": "a"}', "holds an object, not a list"),
+        ("a.json", '{\n"text": "a"\n}', "holds an object, not a list"),
+        ("a.json", '{"a": 1}', "a.json, line 1: nothing to learn from in the columns 'a'"),
         ("a.json", "[1", "a.json, line 1: not JSON"),
         ("a.txt", b"a\n\ncaf\xe9", "a.txt, line 3: not UTF-8"),
         ("a.csv", b"text\na\ncaf\xe9\n", "a.csv, line 3: not UTF-8"),
