@@ -29,6 +29,8 @@ from pipeline.retrain.snapshot import DatasetHub, DatasetSource
 from pipeline.rules import branch_ref
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens
+from serving.errors import ReleaseError
+from serving.weights.release_store import load_release
 
 
 def pipeline_of(
@@ -271,12 +273,24 @@ def _count_tokens(
     return tokens
 
 
+def _has_base(release: Path, pipeline: PipelineSettings) -> bool:
+    """Whether the release was trained from the base model that the settings name."""
+    try:
+        trained_from = load_release(release).lineage.base_model
+    except ReleaseError:
+        return False
+    return trained_from == str(pipeline.base_folder() or pipeline.base_model)
+
+
 def _tokenizer(home: Home, pipeline: PipelineSettings) -> tuple[Path, Any] | None:
     """Returns the tokenizer that a job would use, and the folder of this tokenizer. A job uses the
-    tokenizer of the release from which it starts to train. If there is no release yet, it uses the
-    tokenizer of the base model. Returns None if no tokenizer is on this disk, or if `transformers`
-    is not installed."""
-    folders = [chosen_release(home.releases_dir / pipeline.name), pipeline.base_folder()]
+    tokenizer of the release from which it starts to train. If there is no release yet, or if it was
+    trained from another base model, the job uses the tokenizer of the base model. Returns None if
+    no tokenizer is on this disk, or if `transformers` is not installed."""
+    release = chosen_release(home.releases_dir / pipeline.name)
+    if release is not None and not _has_base(release, pipeline):
+        release = None
+    folders = [release, pipeline.base_folder()]
     if pipeline.base_model in PRESETS:
         folders.append(home.bases_dir / pipeline.name / pipeline.base_model.partition(":")[2])
     else:
