@@ -172,7 +172,7 @@ def _by_card(card: str, config: str | None) -> tuple[_Finder, str] | None:
 
 
 def _configs(card: str) -> dict[str, dict[str, Any]]:
-    if not card.startswith("---"):
+    if not card.lstrip().startswith("---"):
         return {}
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCard

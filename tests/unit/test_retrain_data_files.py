@@ -158,6 +158,7 @@ def test_the_dataset_card_says_what_is_held_out() -> None:
     assert found.splits["train"] == ("facts/test.jsonl", "more.jsonl")
     assert found.splits["validation"] == ("held.jsonl",)
     assert found.ignored["draft.jsonl"] == "not among the data_files of README.md"
+    assert sort_files(files, DataSettings(), f"\n {ONE_CONFIG}") == found, "as on the Hub"
 
 
 SEVERAL = """---
