@@ -126,8 +126,10 @@ def compare(
         # The budget was not enough for one pass. The next job trains on the rest, so no row counts
         # as missed.
         not_trained |= {row.digest for row, _, is_said in changed if not is_said}
-        changed = [each for each in changed if each[0].digest not in not_trained]
-    known = [each for each in _counted(rows.known, served.known, new.known) if each[1]]
+    # But the served weights may have said such a row. Then it is known, and may be lost.
+    waiting = [each for each in changed if each[0].digest in not_trained]
+    known = [each for each in (*_counted(rows.known, served.known, new.known), *waiting) if each[1]]
+    changed = [each for each in changed if each[0].digest not in not_trained]
     deleted = [loss.row for loss in served.deleted if loss.is_learned]
     said_now = {loss.row for loss in new.deleted if loss.is_learned}
     still_said = [rows.deleted[index] for index in deleted if index in said_now]

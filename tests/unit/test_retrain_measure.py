@@ -182,6 +182,22 @@ def test_a_refusal_after_less_than_one_pass_names_the_budget() -> None:
     assert evaluation(rows, served, served, not_trained=facts(25)).refusals == ()
 
 
+def test_a_row_that_is_not_trained_but_was_said_before_may_be_lost() -> None:
+    """Without the revision before, all rows are new. A full training with too few tokens for one
+    pass must not replace a model that says them."""
+    rows = MeasuredRows.choose(data(new=facts(40)), (), TOKENIZER, 64, GateSettings())
+    losses = right(40)
+    served = measured_as(changed=losses)
+    wrong = [replace(each, num_right=0) for each in losses]
+    new = measured_as(changed=[*losses[:10], *wrong[10:]])
+    found = evaluation(rows, served, new, not_trained=facts(25, 15))
+    assert (found.counts.changed, found.counts.learned, found.counts.not_trained) == (10, 10, 30)
+    assert (found.counts.known, found.counts.kept) == (30, 0)
+    assert found.refusals[0].startswith("only 0 of 30 rows known before were kept")
+    found = evaluation(rows, measured_as(changed=wrong), new, not_trained=facts(25, 15))
+    assert (found.counts.known, found.refusals) == (0, ())
+
+
 def test_held_out_rows_that_the_served_weights_were_trained_on_are_not_compared() -> None:
     """They were moved from the train split to the validation split. New weights that are not
     trained on them need not know them by heart."""
