@@ -6,6 +6,7 @@ names no files, it comes from the names of folders and files, with the conventio
 `datasets`.
 """
 
+import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -193,7 +194,8 @@ def _not_understood(error: Exception) -> DataError:
 
 
 def _by_config(config: Mapping[str, Any]) -> _Finder | None:
-    folder = str(config.get("data_dir") or "").strip("/")
+    folder = posixpath.normpath(str(config.get("data_dir") or "").strip("/"))
+    folder = "" if folder == "." else folder
     files = config.get("data_files")
     if files is None:
         if not folder:

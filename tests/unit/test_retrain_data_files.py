@@ -180,6 +180,8 @@ def test_of_several_configs_all_are_read_unless_one_is_the_default_or_asked_for(
         "test": ("en/test.csv",),
     }
     assert splits(*files, card=card, config="fr") == {"train": ("fr.csv",)}
+    elsewhere = SEVERAL.format(default="").replace("data_dir: en", "data_dir: ./en/")
+    assert splits(*files, card=elsewhere) == splits(*files, card=card)
     with pytest.raises(
         DataError, match=r"config is \'de\', and README.md of the dataset has fr, en"
     ):
