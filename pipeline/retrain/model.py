@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 
 from pipeline.retrain.base_model import PRESETS, longest_sequence
 from pipeline.retrain.errors import BaseModelError
@@ -45,8 +46,14 @@ def load_model(folder: Path, settings: RetrainSettings) -> LoadedModel:
     with _translated(folder):
         dtype = AutoConfig.from_pretrained(folder).dtype or torch.float32
         frozen = usual_rank(settings) > 0 and device.type == "cuda"
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype if frozen else torch.float32
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype if frozen else torch.float32, output_loading_info=True
+        )
+    if missing := sorted(report["missing_keys"]):
+        # transformers has filled these weights with random numbers.
+        raise BaseModelError(
+            f"{folder} has no weights called {missing[0]} ({len(missing)} are missing); take a "
+            "checkpoint whose weights have the names that transformers gives them"
         )
     model = model.to(device)
     check_head(model)
@@ -80,7 +87,7 @@ def _translated(folder: Path) -> Iterator[None]:
     """Turns the errors of transformers into a BaseModelError."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise BaseModelError(f"{folder} cannot be loaded as a causal model: {reason}") from error
 
