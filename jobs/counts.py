@@ -31,7 +31,8 @@ class Counts(BaseModel):
     learned_before: int = 0
     """The number of rows of `changed` for which the old weights said the answer already."""
     known: int = 0
-    """The number of unchanged rows for which the old weights said the answer."""
+    """The number of unchanged rows for which the old weights said the answer. Rows of `not_trained`
+    count too."""
     kept: int = 0
     """The number of rows of `known` for which the new weights still say the answer."""
     deleted: int = 0

@@ -15,7 +15,7 @@ from pipeline.hub.repositories.names import repository_name
 from pipeline.hub.repositories.store import Repositories
 from pipeline.paths import Home
 from pipeline.retrain.base_model import PRESETS, cached_folder, longest_sequence
-from pipeline.retrain.data_files import why_no_data
+from pipeline.retrain.data_files import shown, why_no_data
 from pipeline.retrain.dataset import check_not_empty, read_dataset
 from pipeline.retrain.errors import BaseModelError, DataError
 from pipeline.retrain.git_snapshot import GitDataset
@@ -29,6 +29,8 @@ from pipeline.retrain.snapshot import DatasetHub, DatasetSource
 from pipeline.rules import branch_ref
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens
+from serving.errors import ReleaseError
+from serving.weights.release_store import load_release
 
 
 def pipeline_of(
@@ -67,16 +69,16 @@ def check_data(
     with _files(folder, home, settings, pipeline) as (root, files, links):
         bad += [
             DataError.at(
-                _shown(link), None, "it is a symbolic link; put the file itself in its place"
+                shown(link), None, "it is a symbolic link; put the file itself in its place"
             )
             for link in links
             if why_no_data(link) is None
         ]
         # The report names the files, and JSON cannot hold a name that is not UTF-8. So do not read
         # files with such names.
-        readable = [file for file in files if _shown(file) == file]
+        readable = [file for file in files if shown(file) == file]
         bad += [
-            DataError.at(_shown(file), None, "its name is not UTF-8; rename the file")
+            DataError.at(shown(file), None, "its name is not UTF-8; rename the file")
             for file in sorted(set(files) - set(readable))
             if why_no_data(file) is None
         ]
@@ -209,11 +211,6 @@ def _is_ignored(folder: Path) -> bool:
     return _git("check-ignore", "--quiet", ".", folder=folder) is not None
 
 
-def _shown(path: str) -> str:
-    """The path with a `?` in the place of each byte that is not UTF-8."""
-    return path.encode(errors="replace").decode()
-
-
 def _git(*arguments: str, folder: Path = Path()) -> str | None:
     done = subprocess.run(
         ["git", "-C", str(folder), *arguments],
@@ -276,12 +273,24 @@ def _count_tokens(
     return tokens
 
 
+def _has_base(release: Path, pipeline: PipelineSettings) -> bool:
+    """Whether the release was trained from the base model that the settings name."""
+    try:
+        trained_from = load_release(release).lineage.base_model
+    except ReleaseError:
+        return False
+    return trained_from == str(pipeline.base_folder() or pipeline.base_model)
+
+
 def _tokenizer(home: Home, pipeline: PipelineSettings) -> tuple[Path, Any] | None:
     """Returns the tokenizer that a job would use, and the folder of this tokenizer. A job uses the
-    tokenizer of the release from which it starts to train. If there is no release yet, it uses the
-    tokenizer of the base model. Returns None if no tokenizer is on this disk, or if `transformers`
-    is not installed."""
-    folders = [chosen_release(home.releases_dir / pipeline.name), pipeline.base_folder()]
+    tokenizer of the release from which it starts to train. If there is no release yet, or if it was
+    trained from another base model, the job uses the tokenizer of the base model. Returns None if
+    no tokenizer is on this disk, or if `transformers` is not installed."""
+    release = chosen_release(home.releases_dir / pipeline.name)
+    if release is not None and not _has_base(release, pipeline):
+        release = None
+    folders = [release, pipeline.base_folder()]
     if pipeline.base_model in PRESETS:
         folders.append(home.bases_dir / pipeline.name / pipeline.base_model.partition(":")[2])
     else:

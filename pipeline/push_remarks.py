@@ -65,10 +65,16 @@ class PushRemarks:
         try:
             # Several pipelines may give the same remark.
             return list(dict.fromkeys(self._lines(repository, former, bases, changes)))
-        except (PipelineError, OSError, ValueError) as error:
-            # Only log the error. If this method raised it, the client would be told that the hub
-            # refused the push, although the push is already stored.
-            logger.warning("a push to %s was not checked: %s", repository.name, error)
+        except Exception as error:
+            # Only log the error, whatever it is. If this method raised it, the client would be told
+            # that the hub refused the push, although the push is already stored.
+            is_expected = isinstance(error, PipelineError | OSError | ValueError)
+            logger.warning(
+                "a push to %s was not checked: %s",
+                repository.name,
+                error,
+                exc_info=not is_expected,
+            )
             return []
 
     def _lines(

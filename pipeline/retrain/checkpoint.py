@@ -6,6 +6,7 @@ record is written.
 """
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from jobs.temporary_failures import is_temporary
 from pipeline.retrain import job_folder
 from pipeline.retrain.errors import TrainError
+from pipeline.retrain.rows import Row
 from serving.weights.atomic_file import REPLACING, atomic_file
 
 if TYPE_CHECKING:
@@ -47,6 +49,20 @@ class Checkpoint(BaseModel):
     """The kept weights are an average of the best weights and the weights before the training. This
     is the share of the best weights."""
     finished: bool = False
+
+    def waiting(self, rows: Sequence[Row]) -> list[Row]:
+        """Which of `rows`, the rows to learn, wait for the next job. Empty if the budget was enough
+        for one pass over `rows`. Otherwise, all rows that were not visited, or were wrong in their
+        last visit. If a row has copies, it waits only if this is true for all of them."""
+        if not self.not_trained:
+            return []
+        unvisited, wrong = set(self.not_trained), set(self.not_learned)
+        visited = {row.digest for place, row in enumerate(rows) if place not in unvisited}
+        right = {row.digest for place, row in enumerate(rows) if place not in unvisited | wrong}
+        return [
+            *(rows[place] for place in self.not_trained if rows[place].digest not in visited),
+            *(rows[place] for place in self.not_learned if rows[place].digest not in right),
+        ]
 
 
 State = dict[str, Any]

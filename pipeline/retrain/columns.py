@@ -70,6 +70,8 @@ def _prompt_and_completion(columns: Columns) -> Columns | None:
     if not {"prompt", "completion"} <= columns.keys():
         return None
     prompt, completion = columns["prompt"], columns["completion"]
+    if prompt is None and completion is None:
+        return None  # a table has all columns for each row
     if prompt in ("", []):
         raise ValueError(
             "`prompt` is empty, and a server answers no empty prompt; write text rows as `text`"
@@ -90,6 +92,8 @@ def _alpaca(columns: Columns) -> Columns | None:
     if not {"instruction", "output"} <= columns.keys():
         return None
     instruction, more, output = (columns.get(key) for key in ("instruction", "input", "output"))
+    if instruction is None and output is None:
+        return None
     for column, value in (("instruction", instruction), ("output", output)):
         if not isinstance(value, str):
             raise ValueError(f"`{column}` holds {kind(value)}, not text")
@@ -113,7 +117,7 @@ def _role(message: Any) -> Any:
     if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
         return message
     speaker = message["from"]
-    if speaker not in _SPEAKERS:
+    if not isinstance(speaker, str) or speaker not in _SPEAKERS:
         raise ValueError(f"a message is from {speaker!r}; write one of {', '.join(_SPEAKERS)}")
     return {"role": _SPEAKERS[speaker], "content": message["value"]}
 

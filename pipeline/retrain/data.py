@@ -5,7 +5,10 @@ A *full* training trains the base model on all rows. A *delta* trains the weight
 release from which the job continues) on the changed rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 from pipeline.retrain.dataset import Dataset, check_not_empty, read_dataset
@@ -30,7 +33,8 @@ class TrainingData:
     reason: str
     """Why this mode was chosen. For the log."""
     digest: str
-    """The digest of all rows in the train split (`rows.data_digest`)."""
+    """The digest (`rows.data_digest`) of all rows in the train split, except those that the setting
+    `held_out_ratio` holds out."""
     rows: tuple[Row, ...]
     """All rows to train on, in the order of the dataset."""
     new: tuple[Row, ...]
@@ -41,11 +45,16 @@ class TrainingData:
     edited: tuple[tuple[Row, Row], ...]
     """The old and the new version of each edited row."""
     deleted: tuple[Row, ...]
-    """Rows that were trained on and are gone. There is no copy and no new version of them."""
+    """Rows that were trained on and are gone. There is no copy and no new version of them, and no
+    conversation with the same beginning and the same answers."""
     held_out_new: tuple[Row, ...]
     """Held-out rows that were not in the revision before."""
     held_out_known: tuple[Row, ...]
     """Held-out rows that were in the revision before."""
+    held_out_trained: frozenset[str]
+    """Digests of held-out rows that the parent was or may have been trained on, before they were
+    held out. It may know them by heart. So the gate does not expect new weights to do as well on
+    them."""
     contradictions: tuple[tuple[int, ...], ...]
     """For each question with several different answers, the indices of its rows in `rows`."""
     num_permuted: int
@@ -53,12 +62,26 @@ class TrainingData:
     sign of a shuffled column."""
     num_before: int
     """The number of rows to train on in the revision before."""
+    num_waiting: int
+    """The number of rows to train on that earlier jobs could not train yet."""
     dataset: Dataset
     """The revision as it was read."""
 
     @property
     def held_out(self) -> tuple[Row, ...]:
         return (*self.held_out_new, *self.held_out_known)
+
+    @cached_property
+    def contradicting(self) -> frozenset[str]:
+        """The digests of the rows in `contradictions`."""
+        return frozenset(
+            self.rows[index].digest for group in self.contradictions for index in group
+        )
+
+    @property
+    def num_contradicting(self) -> int:
+        """The number of rows in `contradictions`."""
+        return len({index for group in self.contradictions for index in group})
 
     @property
     def num_lost(self) -> int:
@@ -81,7 +104,7 @@ def compare_revisions(
     A row that is in both the train split and a held-out split is trained on. If a share of a text
     corpus is held out, this share is recorded in the folder of the base model. Raises DataError.
     """
-    before, unreadable = _read_base(snapshot.base, settings)
+    before, unreadable = _read_base(snapshot.base, parent, settings)
     dataset = _read(snapshot.revision, settings, before)
     check_not_empty(dataset)
     base = before.train if before is not None else ()
@@ -93,10 +116,16 @@ def compare_revisions(
     rows = tuple(row for row in dataset.train if row.digest not in share)
     held_out = (*dataset.held_out, *(row for row in dataset.train if row.digest in share))
     # Do not unlearn rows that were held out, because the model was never trained on them. Do not
-    # unlearn rows that have a copy in the dataset or were moved to the validation split, because
-    # the model must still answer them.
-    still_there = share.union(row.digest for row in (*rows, *held_out))
+    # unlearn rows whose answers are still in the dataset, also if they were moved to another split,
+    # because the model may still say them.
+    everything = tuple(chain.from_iterable(dataset.rows.values()))
+    still_there = share.union(row.digest for row in everything)
     deleted = tuple(row for row in change.deleted if row.digest not in still_there)
+    if deleted:
+        taught = {turn for row in everything for turn in row.turns}
+        deleted = tuple(row for row in deleted if not row.turns or not taught.issuperset(row.turns))
+    not_trained = frozenset(parent.evaluation.get("not_trained", ()) if parent is not None else ())
+    waiting = {row.digest for row in rows if row.digest[:16] in not_trained}
     mode, reason = choose_mode(
         settings,
         snapshot,
@@ -104,17 +133,18 @@ def compare_revisions(
         change,
         num_deleted=len(deleted),
         num_deleted_text=sum(row.text is not None for row in deleted),
+        num_waiting=len(waiting),
         unreadable=unreadable,
     )
     added = {row.digest for row in change.added}
-    if mode == "delta" and parent is not None:
-        waiting = set(parent.evaluation.get("not_trained", ()))
-        added |= {row.digest for row in rows if row.digest[:16] in waiting}
+    if mode == "delta":
+        added |= waiting
+    trained = _trained_before(before, parent, held_out, share, settings, is_first=is_first)
     seen = {row.digest for row in (*base, *(before.held_out if before is not None else ()))}
     return TrainingData(
         mode=mode,
         reason=reason,
-        digest=data_digest(dataset.train),
+        digest=_train_digest(dataset, settings),
         rows=rows,
         new=tuple(row for row in rows if row.digest in added),
         known=tuple(row for row in rows if row.digest not in added),
@@ -124,9 +154,11 @@ def compare_revisions(
         deleted=deleted,
         held_out_new=tuple(row for row in held_out if row.digest not in seen),
         held_out_known=tuple(row for row in held_out if row.digest in seen),
+        held_out_trained=trained,
         contradictions=contradictions(rows),
         num_permuted=change.num_permuted,
         num_before=len(base),
+        num_waiting=len(waiting),
         dataset=dataset,
     )
 
@@ -156,6 +188,32 @@ def _share(
     )
 
 
+def _trained_before(
+    before: Dataset | None,
+    parent: Parent | None,
+    held_out: Sequence[Row],
+    share: frozenset[str],
+    settings: RetrainSettings,
+    *,
+    is_first: bool,
+) -> frozenset[str]:
+    """Digests of the held-out rows that the parent was or may have been trained on."""
+    if is_first or parent is None:
+        return frozenset()
+    if before is None:
+        # Nobody knows. But no release was trained on the share of a text corpus.
+        is_recorded = settings.data.held_out_ratio is None
+        return frozenset(row.digest for row in held_out) - (share if is_recorded else frozenset())
+    # A delta still knows what its parent was trained on. A full training does not.
+    earlier: set[str] = set()
+    if parent.lineage.mode == "delta":
+        earlier.update(parent.evaluation.get("held_out_trained", ()))
+    moved = {row.digest for row in before.train} - share
+    return frozenset(
+        row.digest for row in held_out if row.digest in moved or row.digest[:16] in earlier
+    )
+
+
 def is_unchanged(data: TrainingData, parent: Parent | None, settings: RetrainSettings) -> bool:
     """Whether there is nothing to do: the parent has nothing to learn and nothing to forget, and
     the base model is the same. `RetrainSettings.skip_if` describes the rule."""
@@ -165,7 +223,7 @@ def is_unchanged(data: TrainingData, parent: Parent | None, settings: RetrainSet
         return False
     if settings.skip_if == "nothing_changed" and not _has_same_settings(parent, settings):
         return False
-    if parent.evaluation.get("not_trained"):
+    if data.num_waiting:
         return False
     nothing_to_do = data.mode == "delta" and not (data.new or data.deleted or data.edited)
     return nothing_to_do or parent.lineage.data_digest == data.digest
@@ -183,6 +241,7 @@ def choose_mode(
     *,
     num_deleted: int,
     num_deleted_text: int,
+    num_waiting: int,
     unreadable: str | None = None,
 ) -> tuple[Literal["full", "delta"], str]:
     """Full or delta, and the reason. `TrainSettings.mode` describes the rule.
@@ -206,9 +265,8 @@ def choose_mode(
     if snapshot.no_delta is not None:
         return "full", snapshot.no_delta
     if not change.added and not num_deleted:
-        waiting = parent.evaluation.get("not_trained")
-        if waiting and _has_same_settings(parent, settings):
-            return "delta", f"{len(waiting)} rows of earlier commits are not trained yet"
+        if num_waiting and _has_same_settings(parent, settings):
+            return "delta", f"{num_waiting} rows of earlier commits are not trained yet"
         if settings.skip_if != "no_row_changed":
             return "full", "no row changed, so a training by hand starts from the base model"
         if snapshot.passed_over:
@@ -223,20 +281,30 @@ def choose_mode(
     )
 
 
+def _train_digest(dataset: Dataset, settings: RetrainSettings) -> str:
+    ratio = settings.data.held_out_ratio
+    return data_digest(dataset.train if ratio is None else split(dataset.train, ratio)[0])
+
+
 def _read(revision: Revision, settings: RetrainSettings, before: Dataset | None = None) -> Dataset:
     files = (*revision.files, *revision.others)
     return read_dataset(revision.folder, files, settings.data, before=before)
 
 
 def _read_base(
-    base: Revision | None, settings: RetrainSettings
+    base: Revision | None, parent: Parent | None, settings: RetrainSettings
 ) -> tuple[Dataset | None, str | None]:
     """The rows that the parent was trained on, or the reason why they cannot be read. This is no
     error of the job: the settings may have changed since then, and nobody can correct an old
     revision."""
     if base is None:
         return None, None
+    what = f"the rows of {base.sha[:8]}, the revision before,"
     try:
-        return _read(base, settings), None
+        found = _read(base, settings)
     except DataError as error:
-        return None, f"the rows of {base.sha[:8]}, the revision before, cannot be read: {error}"
+        return None, f"{what} cannot be read: {error}"
+    trained = parent.lineage.data_digest if parent is not None else None
+    if trained not in (None, _train_digest(found, settings)):
+        return None, f"{what} are other ones with the present settings under [pipelines.data]"
+    return found, None

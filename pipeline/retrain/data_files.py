@@ -6,9 +6,11 @@ names no files, it comes from the names of folders and files, with the conventio
 `datasets`.
 """
 
+import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, get_args
 
 from pipeline.retrain.errors import DataError
@@ -69,6 +71,11 @@ class DataFiles:
 def is_needed(path: str) -> bool:
     """Whether a job fetches the file: it may hold rows, or it is the dataset card."""
     return path == CARD or suffix_of(path) in SUFFIXES
+
+
+def shown(path: str) -> str:
+    """The path with a `?` in the place of each byte that is not UTF-8."""
+    return path.encode(errors="replace").decode()
 
 
 def suffix_of(path: str) -> str:
@@ -145,7 +152,7 @@ def _by_card(card: str, config: str | None) -> tuple[_Finder, str] | None:
     default config, otherwise all configs. None if the card does not say where the files are."""
     configs = _configs(card)
     if config is not None and config not in configs:
-        known = ", ".join(configs) or "none"
+        known = ", ".join(map(str, configs)) or "none"
         raise DataError(
             f"[pipelines.data] config is {config!r}, and {CARD} of the dataset has {known}; "
             "correct one of them"
@@ -166,7 +173,7 @@ def _by_card(card: str, config: str | None) -> tuple[_Finder, str] | None:
 
 
 def _configs(card: str) -> dict[str, dict[str, Any]]:
-    if not card.startswith("---"):
+    if not card.lstrip().startswith("---"):
         return {}
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCard
@@ -177,12 +184,18 @@ def _configs(card: str) -> dict[str, dict[str, Any]]:
     except Exception as error:
         # The YAML library and the libraries that use it have many error classes with no common
         # base.
-        reason = " ".join(str(error).split())
-        raise DataError.at(CARD, None, f"its head cannot be understood ({reason})") from error
+        raise _not_understood(error) from error
+
+
+def _not_understood(error: Exception) -> DataError:
+    return DataError.at(
+        CARD, None, f"its head cannot be understood ({' '.join(str(error).split())})"
+    )
 
 
 def _by_config(config: Mapping[str, Any]) -> _Finder | None:
-    folder = str(config.get("data_dir") or "").strip("/")
+    folder = posixpath.normpath(str(config.get("data_dir") or "").strip("/"))
+    folder = "" if folder == "." else folder
     files = config.get("data_files")
     if files is None:
         if not folder:
@@ -193,8 +206,15 @@ def _by_config(config: Mapping[str, Any]) -> _Finder | None:
         )
     from datasets.data_files import sanitize_patterns
 
+    try:
+        by_name_of_split = sanitize_patterns(files)
+        for pattern in chain.from_iterable(by_name_of_split.values()):
+            if not isinstance(pattern, str):
+                raise TypeError(f"data_files has {pattern!r}, which is no text")
+    except (ValueError, TypeError) as error:
+        raise _not_understood(error) from error
     by_split: dict[Split, list[str]] = {}
-    for name, patterns in sanitize_patterns(files).items():
+    for name, patterns in by_name_of_split.items():
         inside = [f"{folder}/{pattern}" if folder else pattern for pattern in patterns]
         by_split.setdefault(_split_called(name) or "train", []).extend(inside)
     return _finder(by_split, CARD)

@@ -1,7 +1,7 @@
 """`Evaluation`: compares the new weights with the served weights on the same rows. It says what was
 learned and kept, and whether the gate accepts the new weights."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,6 +58,9 @@ class Evaluation(BaseModel):
     not_trained: tuple[str, ...] = ()
     """Rows that the training did not learn because its token budget was not enough for one pass:
     the first 16 hex digits of the digest of each."""
+    held_out_trained: tuple[str, ...] = ()
+    """Held-out rows that the served weights were or may have been trained on, before the rows were
+    held out: the first 16 hex digits of the digest of each."""
 
     @property
     def passed(self) -> bool:
@@ -95,6 +98,8 @@ class Trained:
     """Rows that wait for the next job. Empty if the token budget was enough for one pass."""
     is_removal: bool
     """Whether it is a full training that leaves out deleted rows."""
+    held_out_trained: frozenset[str]
+    """As in `TrainingData`."""
     contradicting: int
     permuted: int
     """This and `contradicting` have the same meaning as in `Counts`."""
@@ -120,43 +125,92 @@ def compare(
     if not_trained:
         # The budget was not enough for one pass. The next job trains on the rest, so no row counts
         # as missed.
-        not_trained |= {row.digest for row, _, after in changed if not after.is_learned}
-        changed = [each for each in changed if each[0].digest not in not_trained]
-    known = [pair for pair in _counted(rows.known, served.known, new.known) if pair[1].is_learned]
-    deleted = [
-        pair for pair in _counted(rows.deleted, served.deleted, new.deleted) if pair[1].is_learned
-    ]
+        not_trained |= {row.digest for row, _, is_said in changed if not is_said}
+    # But the served weights may have said such a row. Then it is known, and may be lost.
+    waiting = [each for each in changed if each[0].digest in not_trained]
+    known = [each for each in (*_counted(rows.known, served.known, new.known), *waiting) if each[1]]
+    changed = [each for each in changed if each[0].digest not in not_trained]
+    deleted = [loss.row for loss in served.deleted if loss.is_learned]
+    said_now = {loss.row for loss in new.deleted if loss.is_learned}
+    still_said = [rows.deleted[index] for index in deleted if index in said_now]
     golden = _counted(rows.golden, served.golden, new.golden)
     held_out_answers = [
-        *_counted(rows.held_out_new, served.held_out_new, new.held_out_new),
-        *_counted(rows.held_out_known, served.held_out_known, new.held_out_known),
+        each
+        for each in (
+            *_counted(rows.held_out_new, served.held_out_new, new.held_out_new),
+            *_counted(rows.held_out_known, served.held_out_known, new.held_out_known),
+        )
+        if each[0].digest not in trained.held_out_trained
     ]
+    held_out_new, held_out_known = (
+        _texts(group, without=trained.held_out_trained)
+        for group in (rows.held_out_new, rows.held_out_known)
+    )
     changed_text = _pairs(new.changed, served.changed, _texts(rows.changed))
     text = Comparison.of(changed_text)
     counts = Counts(
         changed=len(changed),
         all_changed=len(changed) + sum(row.digest not in not_trained for row in rows.unmeasured),
-        learned=sum(after.is_learned for _, _, after in changed),
-        learned_before=sum(before.is_learned for _, before, _ in changed),
+        learned=sum(is_said for _, _, is_said in changed),
+        learned_before=sum(was_said for _, was_said, _ in changed),
         known=len(known),
-        kept=sum(after.is_learned for _, _, after in known),
+        kept=sum(is_said for _, _, is_said in known),
         deleted=len(deleted),
-        unlearned=sum(not after.is_learned for _, _, after in deleted),
+        unlearned=len(deleted) - len(still_said),
         base_agreement=new.drift.agreement if new.drift else None,
         golden=len(golden),
-        golden_right=sum(after.is_learned for _, _, after in golden),
+        golden_right=sum(is_said for _, _, is_said in golden),
         not_trained=len(not_trained),
         contradicting=trained.contradicting,
         permuted=trained.permuted,
         text_loss=text.loss,
         text_loss_before=text.served_loss,
     )
-    missed = [row for row, _, after in changed if not after.is_learned]
-    still_said = [row for row, _, after in deleted if after.is_learned]
+    missed = [row for row, _, is_said in changed if not is_said]
     held_out = [
         *_pairs(new.held_out_new, served.held_out_new),
         *_pairs(new.held_out_known, served.held_out_known),
     ]
+    refusals = [
+        *count_refusals(
+            counts,
+            gate,
+            is_removal=trained.is_removal,
+            missed=[row.place for row in missed],
+            still_said=[row.place for row in still_said],
+            wrong_golden=[
+                row.place for row, was_said, is_said in golden if was_said and not is_said
+            ],
+        ),
+        *held_out_refusals(
+            [was_said for _, was_said, _ in held_out_answers],
+            [is_said for _, _, is_said in held_out_answers],
+            gate,
+        ),
+        *loss_refusals(
+            [
+                (
+                    "held-out rows of text of the new range",
+                    _pairs(new.held_out_new, served.held_out_new, held_out_new),
+                ),
+                (
+                    "held-out rows of text known before",
+                    _pairs(new.held_out_known, served.held_out_known, held_out_known),
+                ),
+                (
+                    "rows of text known before",
+                    _pairs(new.known, served.known, _texts(rows.known)),
+                ),
+            ],
+            gate,
+            is_removal=trained.is_removal,
+        ),
+    ]
+    if refusals and counts.not_trained:
+        refusals.append(
+            f"the budget of tokens was not enough for one pass, so {counts.not_trained:,} rows are "
+            "not yet trained; raise `train.max_tokens`"
+        )
     return Evaluation(
         against=against,
         attempt=trained.attempt,
@@ -165,50 +219,12 @@ def compare(
         known=Comparison.of(_pairs(new.known, served.known)),
         held_out=Comparison.of(held_out),
         base_divergence=new.drift.divergence if new.drift else None,
-        refusals=(
-            *data_refusals,
-            *count_refusals(
-                counts,
-                gate,
-                is_removal=trained.is_removal,
-                missed=[row.place for row in missed],
-                still_said=[row.place for row in still_said],
-                wrong_golden=[
-                    row.place
-                    for row, before, after in golden
-                    if before.is_learned and not after.is_learned
-                ],
-            ),
-            *held_out_refusals(
-                [before.is_learned for _, before, _ in held_out_answers],
-                [after.is_learned for _, _, after in held_out_answers],
-                gate,
-            ),
-            *loss_refusals(
-                [
-                    (
-                        "held-out rows of text of the new range",
-                        _pairs(new.held_out_new, served.held_out_new, _texts(rows.held_out_new)),
-                    ),
-                    (
-                        "held-out rows of text known before",
-                        _pairs(
-                            new.held_out_known, served.held_out_known, _texts(rows.held_out_known)
-                        ),
-                    ),
-                    (
-                        "rows of text known before",
-                        _pairs(new.known, served.known, _texts(rows.known)),
-                    ),
-                ],
-                gate,
-                is_removal=trained.is_removal,
-            ),
-        ),
+        refusals=(*data_refusals, *refusals),
         is_short=is_short(counts, gate, is_removal=trained.is_removal),
         tokens=trained.tokens,
         total_tokens=trained.tokens_before + trained.tokens,
         not_trained=tuple(sorted(digest[:16] for digest in not_trained)),
+        held_out_trained=tuple(sorted(digest[:16] for digest in trained.held_out_trained)),
     )
 
 
@@ -216,19 +232,23 @@ def _counted(
     rows: Sequence[Row],
     served: Sequence["RowLoss"],
     new: Sequence["RowLoss"],
-) -> list[tuple[Row, "RowLoss", "RowLoss"]]:
-    """The rows that have an answer, each with its loss under the served weights and its loss under
-    the new weights."""
-    before = {loss.row: loss for loss in served}
+) -> list[tuple[Row, bool, bool]]:
+    """The rows that have an answer, and for each, whether the served weights say it, and whether
+    the new weights say it. If only the new weights were measured on a row, the chat template of the
+    served weights refuses it, so they do not say it."""
+    said_before = {loss.row for loss in served if loss.is_learned}
     return [
-        (rows[loss.row], before[loss.row], loss)
+        (rows[loss.row], loss.row in said_before, loss.is_learned)
         for loss in new
-        if loss.row in before and rows[loss.row].is_counted
+        if rows[loss.row].is_counted
     ]
 
 
-def _texts(rows: Sequence[Row]) -> frozenset[int]:
-    return frozenset(index for index, row in enumerate(rows) if not row.is_counted)
+def _texts(rows: Sequence[Row], *, without: Collection[str] = ()) -> frozenset[int]:
+    """The indices of the rows of plain text, except those with a digest in `without`."""
+    return frozenset(
+        index for index, row in enumerate(rows) if not row.is_counted and row.digest not in without
+    )
 
 
 def _pairs(

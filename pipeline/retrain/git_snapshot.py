@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from pipeline.retrain.data_files import shown, why_no_data
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.large_files import LargeFiles
 from pipeline.retrain.lfs_address import git_environment, without_logins
@@ -53,8 +54,15 @@ class GitDataset:
         if not folder.is_dir():
             self._fetch(sha)
             self._check_out(sha, folder)
-        files = (path for path in folder.rglob("*") if path.is_file())
-        revision = Revision.of(sha, folder, (path.relative_to(folder).as_posix() for path in files))
+        files = [
+            path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+        ]
+        # The records of a job are JSON, which cannot hold a name that is not UTF-8.
+        readable = [file for file in files if shown(file) == file]
+        for file in sorted(set(files) - set(readable)):
+            if why_no_data(file) is None:
+                raise SnapshotError(f"{shown(file)}: its name is not UTF-8; rename the file")
+        revision = Revision.of(sha, folder, readable)
         self._large_files.fill(folder, revision.files)
         return revision
 
@@ -113,7 +121,8 @@ class GitDataset:
                 # repository's file `.lfsconfig` names.
                 *("-c", "filter.lfs.process=", "-c", "filter.lfs.smudge="),
                 *("-c", "filter.lfs.required=false"),
-                *("checkout", "--quiet", "--force", sha, "--", "."),
+                # `checkout` would fail if the commit has no file.
+                *("read-tree", "--reset", "-u", sha),
                 index=Path(draft, "index"),
             )
             if done.returncode != 0:

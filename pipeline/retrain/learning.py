@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,7 +24,7 @@ from pipeline.retrain.group import rank
 from pipeline.retrain.job import RetrainJob
 from pipeline.retrain.lowrank import low_rank
 from pipeline.retrain.measure import MeasuredRows, Measurement, MeasuringProgress, measure
-from pipeline.retrain.model import LoadedModel, load_model, usual_rank
+from pipeline.retrain.model import LoadedModel, load_model, load_tokenizer, usual_rank
 from pipeline.retrain.noise import count_noise
 from pipeline.retrain.parent import Parent
 from pipeline.retrain.plan import TrainingPlan, make_plan
@@ -36,6 +37,9 @@ from pipeline.retrain.tokens import TokenSequence, sequences
 from pipeline.retrain.train import train
 from pipeline.retrain.trunk import frozen_trunk
 from serving.weights.release import Lineage, Release
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +68,11 @@ class Learning:
     """How far the measurements before training are."""
     before: Measurement
     """The measurement of the served weights."""
+    tokenizer: "PreTrainedTokenizerBase"
+    """The tokenizer of the weights from which training starts. If the base model has changed, it is
+    not that of the served weights."""
+    max_length: int
+    """The largest number of tokens of a sequence, with these weights."""
     is_fresh: bool = True
     """Whether the weights in `loaded` are unchanged since they were loaded."""
 
@@ -91,11 +100,26 @@ class Learning:
         golden: tuple[Row, ...] = ()
         if settings.gate.golden is not None:
             golden = load_golden_questions(settings.gate.golden, settings.data.max_row_bytes)
-        rows = MeasuredRows.choose(data, golden, loaded.tokenizer, settings.gate)
+        rows = MeasuredRows.choose(data, golden, loaded.tokenizer, loaded.max_length, settings.gate)
         compared = _compared_for_noise(parent, rows, loaded)
         progress = MeasuringProgress(job.record_measured)
         progress.expect(2 * sum(map(len, compared)))
-        before = measure(loaded.model, loaded.tokenizer, rows, loaded.max_length, progress=progress)
+        tokenizer, max_length = loaded.tokenizer, loaded.max_length
+        is_from_base = parent is not None and data.mode == "full"
+        if is_from_base:
+            # The base model may be a new one, with another chat template than the served weights.
+            # If it refuses a row, find out now and not after the training.
+            tokenizer, max_length = load_tokenizer(base.folder, settings)
+            asked = (*rows.held_out_new, *rows.held_out_known, *rows.golden)
+            sequences(asked, tokenizer, max_length)
+        before = measure(
+            loaded.model,
+            loaded.tokenizer,
+            rows,
+            loaded.max_length,
+            skip_refused=is_from_base,
+            progress=progress,
+        )
         return cls(
             job=job,
             data=data,
@@ -108,6 +132,8 @@ class Learning:
             compared=compared,
             progress=progress,
             before=before,
+            tokenizer=tokenizer,
+            max_length=max_length,
         )
 
     def data_refusals(self) -> tuple[str, ...]:
@@ -206,9 +232,6 @@ class Learning:
         )
         is_delta = self.data.mode == "delta"
         learned = self.data.new if is_delta else self.data.rows
-        # If the budget was not enough for one pass, the next job also trains on the rows that were
-        # visited, but not learned.
-        waiting = checkpoint.not_trained and (*checkpoint.not_trained, *checkpoint.not_learned)
         return compare(
             self.rows,
             self.before,
@@ -218,9 +241,10 @@ class Learning:
                 attempt=attempt,
                 tokens=checkpoint.tokens,
                 tokens_before=self._tokens_before() if is_delta else 0,
-                not_trained=[learned[index] for index in waiting],
+                not_trained=checkpoint.waiting(learned),
                 is_removal=self.data.is_removal,
-                contradicting=sum(map(len, self.data.contradictions)),
+                held_out_trained=self.data.held_out_trained,
+                contradicting=self.data.num_contradicting,
                 permuted=self.data.num_permuted,
             ),
             against=self.parent.id if self.parent is not None else self.job.settings.base_model,
@@ -315,7 +339,9 @@ def _compared_for_noise(
     if parent is None or parent.evaluation.get("not_trained"):
         return (), ()
     changed, known = (
-        sequences(group, loaded.tokenizer, loaded.max_length)
+        # Rows that the chat template refuses are left out here. If they are a reason to fail, the
+        # measurement says so.
+        sequences(group, loaded.tokenizer, loaded.max_length, skip_refused=True)
         for group in (rows.changed, rows.held_out_known or rows.known)
     )
     return (changed, known) if min(len(changed), len(known)) >= MIN_ROWS else ((), ())

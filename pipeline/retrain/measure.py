@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_SKIPPED = 20
+"""While a sample is drawn, long rows are skipped. But of very many long rows, no more are tokenized
+than have this many times the tokens of the sample."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRows:
@@ -41,22 +45,23 @@ class MeasuredRows:
         data: TrainingData,
         golden: Sequence[Row],
         tokenizer: "PreTrainedTokenizerBase",
+        max_length: int,
         gate: GateSettings,
     ) -> "MeasuredRows":
-        def sample(rows: Sequence[Row]) -> tuple[Row, ...]:
-            return _sample(rows, tokenizer, gate.max_tokens)[0]
+        """max_length: the largest number of tokens of a sequence. Longer answers are cut."""
 
-        contradicting = {
-            data.rows[index].digest for group in data.contradictions for index in group
-        }
+        def sample(rows: Sequence[Row]) -> tuple[Row, ...]:
+            return _sample(rows, tokenizer, max_length, gate.max_tokens)[0]
+
         changed, unmeasured = _sample(
-            [row for row in data.new if row.digest not in contradicting],
+            [row for row in data.new if row.digest not in data.contradicting],
             tokenizer,
+            max_length,
             gate.max_tokens,
         )
         return cls(
             changed=changed,
-            known=sample([row for row in data.known if row.digest not in contradicting]),
+            known=sample([row for row in data.known if row.digest not in data.contradicting]),
             deleted=sample([row for row in data.deleted if row.is_counted]),
             held_out_new=sample(data.held_out_new),
             held_out_known=sample(data.held_out_known),
@@ -67,8 +72,9 @@ class MeasuredRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The losses of the rows in `MeasuredRows`, in the same order. Rows without a learned token
-    have no entry. `RowLoss.row` is the index of the row in its group."""
+    """The losses of the rows in `MeasuredRows`, in the same order. Rows without a learned token and
+    rows that the chat template refuses have no entry. `RowLoss.row` is the index of the row in its
+    group."""
 
     changed: Sequence[RowLoss]
     known: Sequence[RowLoss]
@@ -106,12 +112,23 @@ def measure(
     max_length: int,
     anchors: Sequence[AnchorTarget] = (),
     *,
+    skip_refused: bool = False,
     progress: MeasuringProgress,
 ) -> Measurement:
     """Measure `model` on `rows`, and on the base model's own answers to `anchors` if there are
-    any."""
+    any.
+
+    skip_refused: leave out the rows that the chat template of `tokenizer` refuses, instead of
+    raising DataError or BaseModelError. Deleted rows that it refuses are always left out, because
+    nobody can correct them any more.
+    """
     groups = {
-        name: sequences(getattr(rows, name), tokenizer, max_length)
+        name: sequences(
+            getattr(rows, name),
+            tokenizer,
+            max_length,
+            skip_refused=skip_refused or name == "deleted",
+        )
         for name in ("changed", "known", "deleted", "held_out_new", "held_out_known", "golden")
     }
     progress.expect(sum(map(len, groups.values())) + len(anchors))
@@ -135,23 +152,43 @@ def measure(
 
 
 def _sample(
-    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_tokens: int
+    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int, max_tokens: int
 ) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     """A random sample of `rows` with at most `max_tokens` tokens, but with at least one row. Also
-    returns the other rows. Both keep the order of `rows`."""
+    returns the other rows. Both keep the order of `rows`.
+
+    A row with more than half of `max_tokens` is chosen only if there is room after all others.
+    Otherwise, it alone would make the sample so small that it proves nothing."""
     order = random.Random(len(rows)).sample(range(len(rows)), len(rows))
     chosen: set[int] = set()
+    long: dict[int, int] = {}
     left = max_tokens
     for index in order:
-        row = rows[index]
-        text = row.text or f"{row.prompt}{row.completion}"
-        if row.messages is not None:
-            text = "".join(str(message) for message in row.messages)
-        left -= len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        if chosen and left < 0:
+        size = _num_measured(rows[index], tokenizer, max_length)
+        if size > max_tokens / 2 and sum(long.values()) < MAX_SKIPPED * max_tokens:
+            long[index] = size
+            continue
+        if size > left:
             break
+        left -= size
         chosen.add(index)
+    else:
+        for index, size in long.items():
+            if size <= left:
+                left -= size
+                chosen.add(index)
+    chosen = chosen or set(order[:1])
     return (
         tuple(row for index, row in enumerate(rows) if index in chosen),
         tuple(row for index, row in enumerate(rows) if index not in chosen),
     )
+
+
+def _num_measured(row: Row, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> int:
+    """About how many tokens a measurement of `row` computes. A text is measured whole. A longer
+    conversation has a sequence for each answer."""
+    text = row.text or f"{row.prompt}{row.completion}"
+    if row.messages is not None:
+        text = "".join(str(message) for message in row.messages)
+    size = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return min(size, max_length * len(row.turns)) if row.is_counted else size

@@ -1,10 +1,13 @@
 """Loads a causal language model and its tokenizer, for training and for measuring."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 
 from pipeline.retrain.base_model import PRESETS, longest_sequence
 from pipeline.retrain.errors import BaseModelError
@@ -35,23 +38,23 @@ def load_model(folder: Path, settings: RetrainSettings) -> LoadedModel:
     """Load the model and the tokenizer in `folder`. Raises BaseModelError if the folder holds no
     causal language model that this package can train."""
     import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     transformers.utils.logging.disable_progress_bar()  # it would fill the job's log
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        config = AutoConfig.from_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        dtype = config.dtype or torch.float32
+    tokenizer, max_length = load_tokenizer(folder, settings)
+    with _translated(folder):
+        dtype = AutoConfig.from_pretrained(folder).dtype or torch.float32
         frozen = usual_rank(settings) > 0 and device.type == "cuda"
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype if frozen else torch.float32
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype if frozen else torch.float32, output_loading_info=True
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise BaseModelError(f"{folder} cannot be loaded as a causal model: {reason}") from error
-    if tokenizer.eos_token_id is None:
-        raise BaseModelError(f"the tokenizer in {folder} has no end-of-sequence token; add one")
+    if missing := sorted(report["missing_keys"]):
+        # transformers has filled these weights with random numbers.
+        raise BaseModelError(
+            f"{folder} has no weights called {missing[0]} ({len(missing)} are missing); take a "
+            "checkpoint whose weights have the names that transformers gives them"
+        )
     model = model.to(device)
     check_head(model)
     return LoadedModel(
@@ -59,12 +62,34 @@ def load_model(folder: Path, settings: RetrainSettings) -> LoadedModel:
         tokenizer=tokenizer,
         folder=folder,
         dtype=dtype,
-        max_length=longest_sequence(
-            settings.train.max_length,
-            settings.base_model,
-            getattr(config, "max_position_embeddings", None),
-        ),
+        max_length=max_length,
     )
+
+
+def load_tokenizer(
+    folder: Path, settings: RetrainSettings
+) -> tuple["PreTrainedTokenizerBase", int]:
+    """Load the tokenizer in `folder`, but no weights. Returns it with the largest number of tokens
+    that the model computes as one sequence. Raises BaseModelError."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    with _translated(folder):
+        config = AutoConfig.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.eos_token_id is None:
+        raise BaseModelError(f"the tokenizer in {folder} has no end-of-sequence token; add one")
+    context = getattr(config, "max_position_embeddings", None)
+    return tokenizer, longest_sequence(settings.train.max_length, settings.base_model, context)
+
+
+@contextmanager
+def _translated(folder: Path) -> Iterator[None]:
+    """Turns the errors of transformers into a BaseModelError."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise BaseModelError(f"{folder} cannot be loaded as a causal model: {reason}") from error
 
 
 def usual_rank(settings: RetrainSettings) -> int:

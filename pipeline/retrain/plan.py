@@ -213,16 +213,20 @@ def make_plan(
 
     rows = data.new if is_delta else data.rows
     learned = place(rows)
-    contradicting = {data.rows[index].digest for group in data.contradictions for index in group}
     counted = frozenset(
         index
         for index in learned
-        if (row := rows[found[index].row]).is_counted and row.digest not in contradicting
+        if (row := rows[found[index].row]).is_counted and row.digest not in data.contradicting
     )
     unlearned = place([row for row in data.deleted if row.is_counted]) if is_delta else []
     replayed = place(data.known) if is_delta else []
     known = [data.known[found[index].row].digest for index in replayed]
     said_digests = {row.digest for row in said}
+    if not rows and not unlearned:
+        raise DataError(
+            "no row was added or edited since the served release was trained, so a delta has "
+            "nothing to learn; run `pipeline jobs run --mode full`"
+        )
     if not learned and not unlearned:
         places = ", ".join(row.place for row in rows[:5])
         raise DataError(f"no row has anything to learn with this tokenizer: {places}")
@@ -362,7 +366,8 @@ def _judged_by_loss(
 
 
 def _num_characters(row: Row) -> int:
-    return len(row.text or "") + len(row.question or "") + len(row.answer or "")
+    said = "".join(str(message["content"]) for message in row.messages or ())
+    return sum(len(text or "") for text in (row.text, row.prompt, row.completion, said))
 
 
 def _first_tokens(

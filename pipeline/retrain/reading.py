@@ -142,6 +142,9 @@ def _json(text: str, file: str, max_row_bytes: int) -> Iterator[_Record]:
         ) from error
     except (ValueError, RecursionError) as error:
         raise DataError.at(file, None, f"not JSON ({error}); make it a list of objects") from error
+    if isinstance(records, dict) and "\n" not in text.strip():
+        yield from _jsonl(io.StringIO(text), file, max_row_bytes)  # a file of one row
+        return
     if not isinstance(records, list):
         raise DataError.at(
             file, None, f"holds {kind(records)}, not a list of objects; make it a list of rows"
@@ -159,6 +162,7 @@ def _object(record: object, file: str, line: int | None) -> Columns | DataError:
 def _csv(lines: Iterable[str], file: str, max_row_bytes: int, suffix: str) -> Iterator[_Record]:
     csv.field_size_limit(6 * max_row_bytes + (1 << 16))
     reader = csv.reader(lines, strict=True, delimiter="\t" if suffix == ".tsv" else ",")
+    first = 1
     try:
         header = next(reader, [])
         first = reader.line_num + 1
@@ -174,10 +178,11 @@ def _csv(lines: Iterable[str], file: str, max_row_bytes: int, suffix: str) -> It
                 yield first, DataError.at(file, first, problem)
             first = reader.line_num + 1
     except csv.Error as error:
+        # A quotation mark that is never closed is noticed many lines later. So name the line on
+        # which the row begins.
+        until = f" in the row up to line {reader.line_num}" if reader.line_num > first else ""
         raise DataError.at(
-            file,
-            reader.line_num,
-            f"not {suffix[1:].upper()} ({error}); see RFC 4180 for the quoting",
+            file, first, f"not {suffix[1:].upper()} ({error}{until}); see RFC 4180 for the quoting"
         ) from error
 
 
@@ -239,7 +244,7 @@ def _row(
     """Raises DataError."""
     try:
         content = _content(rename(record))
-        _check_characters(content)
+        _check_json(content)
     except ValueError as error:
         raise DataError.at(file, line, f"{_where(number, line)}{error}") from error
     row = Row(**content, file=file, number=number, line=line)
@@ -262,15 +267,22 @@ def _content(columns: Columns) -> dict[str, Any]:
     return dict(columns)
 
 
-def _check_characters(content: Mapping[str, Any]) -> None:
-    """Raises ValueError if a text holds half of a character (a surrogate), which a JSON escape can
-    write. UTF-8 cannot encode it, and no tokenizer accepts it."""
+def _check_json(content: Mapping[str, Any]) -> None:
+    """Raises ValueError if the content cannot be hashed: it is hashed as JSON, but parquet has more
+    kinds of values, such as dates and bytes. Also raises ValueError if a text holds half of a
+    character (a surrogate), which a JSON escape can write. UTF-8 cannot encode it, and no tokenizer
+    accepts it."""
     try:
-        json.dumps(content, ensure_ascii=False, default=str).encode()
+        json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise ValueError(
             f"the escape {half!a} is half of a character; write both halves, or the character"
+        ) from error
+    except (TypeError, RecursionError) as error:
+        columns = ", ".join(f"`{column}`" for column in content)
+        raise ValueError(
+            f"{columns} cannot be written as JSON ({error}); write each value in it as text"
         ) from error
 
 
@@ -290,9 +302,12 @@ def _messages(value: object) -> tuple[Message, ...]:
         role, content = message.get("role"), message.get("content")
         # A message that calls tools needs no content. The content may be a list of parts, because
         # some templates support this.
-        is_said = isinstance(content, str | list) or bool(message.get("tool_calls"))
+        calls = message.get("tool_calls") or []
+        is_said = isinstance(content, str | list) or (content is None and bool(calls))
         if role not in ROLES or not is_said:
             raise wrong(f"has role {role!r} with {kind(content)} as content")
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise wrong(f"has `tool_calls` with {kind(calls)}, not a list of objects")
         given = {key: each for key, each in message.items() if each is not None}
         messages.append({"role": role, "content": "", **given})
     if not any(message["role"] == "assistant" for message in messages):

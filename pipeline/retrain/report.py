@@ -161,22 +161,29 @@ def too_long(places: Sequence[str], max_length: int) -> str:
 
 
 def _contradiction(rows: Sequence[Row]) -> Contradiction:
-    first_of_each = {row.answer: row for row in reversed(rows)}
+    """rows: all rows with one question, to which they have different answers."""
+    # Conversations with this question have the same answers before it, so only at this question do
+    # the answers differ.
+    by_question = [{turn.question: turn for turn in row.turns} for row in rows]
+    question = next(
+        question
+        for question in by_question[0]
+        if all(question in turns for turns in by_question)
+        and len({turns[question].answer for turns in by_question}) > 1
+    )
+    first_of_each = {
+        turns[question].answer: row
+        for turns, row in zip(reversed(by_question), reversed(rows), strict=True)
+    }
     return Contradiction(
-        question=_question(rows[0]),
+        question=by_question[0][question].asked,
         answers=tuple(
-            Answer(place=row.place, answer=row.answer or "")
-            for row in sorted(first_of_each.values(), key=lambda row: (row.file, row.number))
+            Answer(place=row.place, answer=answer)
+            for answer, row in sorted(
+                first_of_each.items(), key=lambda each: (each[1].file, each[1].number)
+            )
         ),
     )
-
-
-def _question(row: Row) -> str:
-    """The question as the report shows it. For a conversation, this is only the last message before
-    the answer."""
-    if row.messages is None:
-        return row.prompt or ""
-    return str(row.messages[-2]["content"]) if len(row.messages) > 1 else ""
 
 
 def _num_characters(row: Row) -> int:

@@ -17,6 +17,17 @@ Message = Mapping[str, Any]
 (`tool_calls`)."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One answer of a row. A conversation has a turn for each answer in it."""
+
+    question: str
+    """Identifies everything before the answer: turns with equal questions are asked the same."""
+    asked: str
+    """The last text before the answer, for messages to people."""
+    answer: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """Exactly one of `text`, `prompt` with `completion`, and `messages` is set."""
@@ -74,23 +85,32 @@ class Row:
         return f"{self.file}, row {self.number + 1}"
 
     @property
-    def question(self) -> str | None:
-        """The question that the row answers. A new row with the same question is an edit of this
-        row. None for plain text."""
+    def turns(self) -> tuple[Turn, ...]:
+        """The answers of the row, in order. Empty for plain text. The first message of a
+        conversation is no answer, because nobody has asked for it (`is_learnable`)."""
         if self.prompt is not None:
-            return self.prompt
-        if self.messages is not None:
-            asked = [_plain(message) for message in self.messages[:-1]]
-            return _json([asked, self.tools] if self.tools else asked)
-        return None
+            return (Turn(question=self.prompt, asked=self.prompt, answer=self.completion or ""),)
+        found, asked = [], ""
+        before = hashlib.sha256(_json(self.tools or ()).encode())
+        for number, message in enumerate(self.messages or ()):
+            plain = _plain(message)
+            if number and message["role"] == "assistant":
+                answer = plain[1] if isinstance(plain, list) else _json(plain)
+                found.append(Turn(question=before.hexdigest(), asked=asked, answer=answer))
+            before.update(_json(plain).encode())
+            asked = str(message["content"])
+        return tuple(found)
+
+    @property
+    def question(self) -> str | None:
+        """The question of the last answer. A new row with the same question is an edit of this row.
+        None for plain text."""
+        return self.turns[-1].question if self.turns else None
 
     @property
     def answer(self) -> str | None:
-        """The answer of the row to its question. None for plain text."""
-        if self.messages is not None:
-            last = _plain(self.messages[-1])
-            return last[1] if isinstance(last, list) else _json(last)
-        return self.completion
+        """The last answer of the row. None for plain text."""
+        return self.turns[-1].answer if self.turns else None
 
     def _content(self) -> str:
         messages = None
@@ -182,15 +202,13 @@ def difference(old: Sequence[Row], new: Sequence[Row]) -> Difference:
 
 def contradictions(rows: Sequence[Row]) -> tuple[tuple[int, ...], ...]:
     """For each question with several different answers, the indices of all rows with this
-    question."""
-    by_question: defaultdict[str, list[int]] = defaultdict(list)
+    question. A conversation has a question before each of its answers."""
+    by_question: defaultdict[str, dict[int, str]] = defaultdict(dict)
     for index, row in enumerate(rows):
-        if row.question is not None:
-            by_question[row.question].append(index)
+        for turn in row.turns:
+            by_question[turn.question][index] = turn.answer
     return tuple(
-        tuple(indices)
-        for indices in by_question.values()
-        if len({rows[index].answer for index in indices}) > 1
+        tuple(answers) for answers in by_question.values() if len(set(answers.values())) > 1
     )
 
 

@@ -104,7 +104,7 @@ class TrainSettings(_Settings):
     - There is no served release, or it was made from another base model, or no row has changed.
     - Rows of plain text were deleted, or more than 100 rows in all.
     - The revision that the served release was trained on is not in the history of the new revision
-      (a force-push), or its rows cannot be read.
+      (a force-push), or its rows cannot be read, or are other rows with the present settings.
 
     An edited row does not count as deleted. A row is edited if its prompt is there again with
     another completion. Plain text is edited if new rows stand in its place in the same file."""

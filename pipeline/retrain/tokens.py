@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from pipeline.retrain.chat import Encoded, encode
+from pipeline.retrain.errors import BaseModelError, DataError
 from pipeline.retrain.rows import Row
 
 if TYPE_CHECKING:
@@ -37,28 +38,40 @@ class TokenSequence:
 
 
 def sequences(
-    rows: Iterable[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int
+    rows: Iterable[Row],
+    tokenizer: "PreTrainedTokenizerBase",
+    max_length: int,
+    *,
+    skip_refused: bool = False,
 ) -> list[TokenSequence]:
     """The token sequences of `rows`, each of at most `max_length` tokens. A sequence without a
     learned token is left out.
 
     Raises DataError if the chat template refuses a conversation, and BaseModelError if the
-    tokenizer has no chat template for a conversation.
+    tokenizer has no chat template for a conversation. skip_refused: leave out such a conversation
+    instead.
     """
     found = []
     for index, row in enumerate(rows):
-        pieces: Iterable[Encoded]
-        if row.text is not None:
-            pieces = _text(row.text, tokenizer, max_length)
-        elif row.messages is not None:
-            pieces = _chat(row, tokenizer, max_length)
-        else:
-            pieces = [_completion(row.prompt or "", row.completion or "", tokenizer, max_length)]
+        try:
+            pieces = list(_pieces(row, tokenizer, max_length))
+        except (DataError, BaseModelError):
+            if not skip_refused:
+                raise
+            continue
         for token_ids, learned in pieces:
             learned[0] = False
             if any(learned):
                 found.append(TokenSequence(tuple(token_ids), tuple(learned), index))
     return found
+
+
+def _pieces(row: Row, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> Iterable[Encoded]:
+    if row.text is not None:
+        return _text(row.text, tokenizer, max_length)
+    if row.messages is not None:
+        return _chat(row, tokenizer, max_length)
+    return [_completion(row.prompt or "", row.completion or "", tokenizer, max_length)]
 
 
 def _ids(

@@ -96,6 +96,24 @@ def test_every_bad_row_is_listed_and_the_exit_code_says_so(clone: Path) -> None:
     ]
 
 
+def test_conversations_that_differ_in_an_earlier_answer_are_named(clone: Path) -> None:
+    def talk(*contents: str) -> str:
+        roles = ("user", "assistant") * 2
+        said = [
+            {"role": role, "content": content}
+            for role, content in zip(roles, contents, strict=True)
+        ]
+        return json.dumps({"messages": said}) + "\n"
+
+    (clone / "talks.jsonl").write_text(talk("hi", "hello", "a?", "1") + talk("hi", "yo", "b?", "2"))
+    told = json.loads(CliRunner().invoke(app, ["data", "check", str(clone), "--json"]).output)
+    found = {each["question"]: each["answers"] for each in told["contradictions"]}
+    assert found["hi"] == [
+        {"place": "talks.jsonl, line 1", "answer": "hello"},
+        {"place": "talks.jsonl, line 2", "answer": "yo"},
+    ]
+
+
 def test_rows_with_nothing_to_learn_and_empty_answers_are_named(clone: Path) -> None:
     said = '[{"role": "assistant", "content": "hello"}, {"role": "user", "content": "ok"}]'
     (clone / "more.jsonl").write_text(f'{{"text": ""}}\n{{"messages": {said}}}\n{{"text": "a"}}\n')

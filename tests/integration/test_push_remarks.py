@@ -69,6 +69,18 @@ def test_a_good_push_is_told_nothing(hub: RunningHub, clone: Path) -> None:
     assert push(hub, clone, {"good.jsonl": GOOD}) == []
 
 
+def test_an_unexpected_error_of_the_check_does_not_refuse_the_push(
+    hub: RunningHub, clone: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def breaks(*_: object) -> None:
+        raise TypeError("unhashable")
+
+    monkeypatch.setattr("pipeline.push_remarks.read_dataset", breaks)
+    assert push(hub, clone, {"good.jsonl": GOOD * 2}) == []
+    (record,) = [each for each in caplog.records if "was not checked" in each.message]
+    assert record.exc_info is not None, "the log has the traceback"
+
+
 def test_a_branch_that_nobody_follows_is_told(hub: RunningHub, clone: Path) -> None:
     told = push(hub, clone, {"more.jsonl": GOOD}, branch="main2")
     assert told == ["No pipeline follows the branch 'main2'; pipelines follow beta, main."]

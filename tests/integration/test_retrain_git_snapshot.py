@@ -16,7 +16,7 @@ from pipeline.retrain import git_snapshot
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.git_snapshot import GitDataset
 from pipeline.retrain.parent import Parent
-from pipeline.retrain.snapshot import _take
+from pipeline.retrain.snapshot import Revision, _take
 from serving.weights.release import Lineage
 from tests.disk_fixtures import fill, small_disk
 from tests.hub_fixtures import git_env, run_git
@@ -60,6 +60,31 @@ def test_a_revision_is_its_data_files_at_that_commit(remote: Path, tmp_path: Pat
     dataset.forget_others(second)
     assert [path.name for path in revision.folder.parent.iterdir()] == [second]
     assert dataset.download(first) == revision, "from what was fetched before"
+
+
+def test_a_commit_without_files_is_an_empty_revision(remote: Path, tmp_path: Path) -> None:
+    first = push(remote, "one")
+    clone = tmp_path / "clone"
+    run_git("rm", "-q", "-r", ".", cwd=clone, env=ENV)
+    run_git("commit", "-qm", "nothing left", cwd=clone, env=ENV)
+    run_git("push", "-q", "origin", "HEAD:main", cwd=clone, env=ENV)
+    dataset = GitDataset(f"file://{remote}", tmp_path / "cache")
+    revision = dataset.download(dataset.head("refs/heads/main"))
+    assert (revision.files, revision.others) == ((), ())
+    assert dataset.is_ancestor(first, revision.sha)
+
+
+def test_a_data_file_whose_name_is_not_utf_8_is_named(remote: Path, tmp_path: Path) -> None:
+    """Other files of the repository may have any name."""
+    clone = os.fsencode(tmp_path / "clone")
+    Path(os.fsdecode(clone + b"/r\xe9sum\xe9.pdf")).write_text("other")
+    dataset = GitDataset(f"file://{remote}", tmp_path / "cache")
+    revision = dataset.download(push(remote, "one"))
+    assert revision.files == ("data/rows.jsonl",)
+    assert Revision.model_validate_json(revision.model_dump_json()) == revision
+    Path(os.fsdecode(clone + b"/donn\xe9es.csv")).write_text("text\na\n")
+    with pytest.raises(SnapshotError, match=r"^donn\?es.csv: its name is not UTF-8; rename the"):
+        dataset.download(push(remote, "two"))
 
 
 def test_a_commit_that_was_pushed_away(remote: Path, tmp_path: Path) -> None:

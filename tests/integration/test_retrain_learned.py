@@ -278,6 +278,44 @@ def test_the_base_models_answers_are_kept_out_of_training_and_measured(
     assert "drifted from the base model's" in str(drifted.reason)
 
 
+def test_another_base_model_may_have_another_chat_template(
+    first: tuple[Path, JobOutcome], tmp_path: Path
+) -> None:
+    """The served weights may be unable to read a new row, and the new weights a deleted one."""
+    from tests.retrain_fixtures import few_anchors
+
+    (chatty,) = (first[0] / "releases/facts").glob("r*")
+    plain = tmp_path / "plain"
+    shutil.copytree(chatty, plain)
+    tokenizer = AutoTokenizer.from_pretrained(plain)
+    tokenizer.chat_template = None
+    (plain / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(plain)
+    train = TRAIN | {"lora_rank": 0, "anchor_ratio": 0.0, "anchors": few_anchors(tmp_path)}
+    pipeline = Pipeline(tmp_path / "home", train=train, gate={"max_base_drift": 1.0})
+    talks = [
+        {
+            "messages": [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": row["completion"].strip()},
+            ]
+        }
+        for row in unrelated(3, 60)
+    ]
+    files = {"a.jsonl": jsonl(ROWS[:6])}
+    learned(pipeline.learn(files, base_model=str(plain)))
+    chats = {"b.jsonl": jsonl(talks[:2]), "val.jsonl": jsonl(talks[2:])}
+    counts = learned(pipeline.learn(files | chats, base_model=str(chatty)))
+    assert (counts.changed, counts.learned, counts.learned_before) == (2, 2, 0)
+    counts = learned(pipeline.learn(files, base_model=str(plain)))
+    assert (counts.deleted, counts.unlearned) == (2, 2)
+    val = files | {"val.jsonl": jsonl(talks)}
+    full = train | {"mode": "full"}
+    failed = pipeline.learn(val, base_model=str(plain), train=full, skip_if="never")
+    assert (failed.result, failed.stage) == ("failed", "measure")
+    assert "no chat template" in str(failed.reason)
+
+
 def test_a_delta_that_drifted_too_far_is_followed_by_a_full_training(
     first: tuple[Path, JobOutcome], tmp_path: Path
 ) -> None:

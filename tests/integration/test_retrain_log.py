@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 from pipeline.data_check import check_data
 from pipeline.paths import Home
 from pipeline.retrain import base_model
-from pipeline.settings import Settings
+from pipeline.retrain.base_model import train_tokenizer
+from pipeline.settings import PipelineSettings, Settings
 from tests.retrain_fixtures import SMALL, TINY, Pipeline, jsonl, unrelated
 
 LONG = {"prompt": "Tell me everything.", "completion": " 1 2 3 4 5 6 7 8 9" * 5}
@@ -54,6 +55,17 @@ def test_it_counts_tokens_and_names_the_rows_that_are_too_long(
     ends = len((*short, LONG, TEXT))
     assert len(tokenizer(TEXT["text"])["input_ids"]) > 32
     assert f"all rows have {size + ends:,} tokens" in caplog.messages
+    # `data check` counts with the same tokenizer, but not after a change of the base model.
+    folder = tmp_path / "revisions" / pipeline.commit({"c.jsonl": jsonl([TEXT])}).sha
+    other = tmp_path / "other"
+    train_tokenizer([]).save_pretrained(other)
+    for base, used in (
+        ("preset:tiny", tokenizer),
+        (str(other), AutoTokenizer.from_pretrained(other)),
+    ):
+        following = PipelineSettings(name="facts", dataset="me/facts", base_model=base)
+        report = check_data(folder, Home(tmp_path), Settings(), following)
+        assert report.num_tokens == len(used(TEXT["text"])["input_ids"]) + 1, base
     told = [message for message in caplog.messages if "longer than 32 tokens" in message]
     assert len(told) == 1
     assert told[0].endswith("so a part is not learned, 1 row: a.jsonl, line 4")

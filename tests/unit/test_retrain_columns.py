@@ -35,6 +35,15 @@ def test_files_of_another_form_are_read_beside_named_columns(tmp_path: Path) -> 
     assert read(tmp_path, {"text": "a"}, prompt="question", completion="answer").text == "a"
 
 
+def test_columns_without_a_value_are_those_of_other_rows(tmp_path: Path) -> None:
+    """A table with rows of several forms has all columns for each row."""
+    empty = dict.fromkeys(("prompt", "completion", "messages", "instruction", "input", "output"))
+    assert read(tmp_path, {**empty, "text": "a"}).text == "a"
+    assert read(tmp_path, {**empty, "prompt": "q", "completion": "b"}).completion == "b"
+    with pytest.raises(DataError, match="nothing to learn from in the columns"):
+        read(tmp_path, empty)
+
+
 def test_what_is_missing_is_told_with_the_settings(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"columns \'q\', \'a\'; the known .*are .*Alpaca.*prompt = "
@@ -57,6 +66,8 @@ def test_alpaca(tmp_path: Path) -> None:
 
 def test_sharegpt(tmp_path: Path) -> None:
     turns = [("system", "s"), ("human", "q"), ("gpt", "a"), ("observation", "o"), ("gpt", "b")]
+    with pytest.raises(DataError, match=r"line 1: a message is from \['human'\]; write one of"):
+        read(tmp_path, {"conversations": [{"from": ["human"], "value": "q"}]})
     record = {"conversations": [{"from": who, "value": what} for who, what in turns], "id": 1}
     assert read(tmp_path, record).messages == said(
         ("system", "s"), ("user", "q"), ("assistant", "a"), ("tool", "o"), ("assistant", "b")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,16 @@ class Dataset:
         self.folder = folder
         self.num_commits = 0
         self.last: Revision | None = None
+        self.digest: str | None = None
 
-    def commit(self, files: Files, parent: Parent | None = None, **data: Any) -> TrainingData:
+    def commit(self, files: Files, /, parent: Parent | None = None, **data: Any) -> TrainingData:
         folder = self.folder / str(self.num_commits)
         for path, content in files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(content)
         revision = Revision.of(f"{self.num_commits:040x}", folder, files)
-        if self.last is not None:
-            parent = parent_of(self.last)
+        if self.last is not None and parent is None:
+            parent = parent_of(self.last, self.digest)
         snapshot = DatasetSnapshot(
             dataset="me/facts",
             ref="refs/heads/main",
@@ -47,7 +49,9 @@ class Dataset:
         )
         self.last = revision
         self.num_commits += 1
-        return compare_revisions(snapshot, parent, retrain_settings(self.folder, data=data))
+        found = compare_revisions(snapshot, parent, retrain_settings(self.folder, data=data))
+        self.digest = found.digest
+        return found
 
 
 def retrain_settings(folder: Path, **settings: Any) -> RetrainSettings:
@@ -60,9 +64,15 @@ def retrain_settings(folder: Path, **settings: Any) -> RetrainSettings:
     )
 
 
-def parent_of(revision: Revision) -> Parent:
-    lineage = Lineage(base_model="preset:tiny", dataset="me/facts", dataset_revision=revision.sha)
-    return Parent(id="r000001-00000000", folder=Path(), lineage=lineage, evaluation={})
+def parent_of(revision: Revision, digest: str | None = None, **evaluation: Any) -> Parent:
+    lineage = Lineage(
+        base_model="preset:tiny",
+        dataset="me/facts",
+        dataset_revision=revision.sha,
+        data_digest=digest,
+        mode="delta",
+    )
+    return Parent(id="r000001-00000000", folder=Path(), lineage=lineage, evaluation=evaluation)
 
 
 def facts(**answers: str) -> str:
@@ -116,6 +126,77 @@ def test_a_row_that_moves_to_the_validation_split_is_not_to_be_unlearned(tmp_pat
     assert (data.deleted, said(data.held_out_known)) == ((), ["2"])
 
 
+def test_the_answers_of_a_conversation_that_goes_on_are_not_to_be_unlearned(
+    tmp_path: Path,
+) -> None:
+    def talks(*conversations: str) -> str:
+        return "".join(
+            json.dumps(
+                {
+                    "messages": [
+                        {"role": ("user", "assistant")[number % 2], "content": content}
+                        for number, content in enumerate(each)
+                    ]
+                }
+            )
+            + "\n"
+            for each in conversations
+        )
+
+    dataset = Dataset(tmp_path)
+    dataset.commit({"a.jsonl": talks("qa", "rb", "sc")})
+    longer = dataset.commit({"a.jsonl": talks("qaxd", "rb", "sc")})
+    assert (len(longer.new), longer.deleted, longer.num_lost) == (1, (), 0)
+    shorter = dataset.commit({"a.jsonl": talks("qa", "sc")})
+    assert [row.answer for row in shorter.deleted] == ["d", "b"]
+
+
+def test_rows_that_were_trained_on_before_they_were_held_out_are_remembered(
+    tmp_path: Path,
+) -> None:
+    dataset = Dataset(tmp_path)
+    dataset.commit({"a.jsonl": facts(q="1", r="2"), "val.jsonl": facts(s="3")})
+    moved = {"a.jsonl": facts(q="1", t="4"), "val.jsonl": facts(r="2", s="3")}
+    data = dataset.commit(moved)
+    (row,) = (row for row in data.held_out if row.completion == "2")
+    assert data.held_out_trained == {row.digest}
+    assert dataset.last is not None
+    delta = parent_of(dataset.last, held_out_trained=[row.digest[:16]])
+    more = moved | {"a.jsonl": facts(q="1", t="5")}
+    assert dataset.commit(more, delta).held_out_trained == {row.digest}
+    full = replace(delta, lineage=delta.lineage.model_copy(update={"mode": "full"}))
+    assert dataset.commit(more, full).held_out_trained == frozenset()
+
+
+@pytest.mark.parametrize("file", ["val.jsonl", "test.jsonl"])
+def test_rows_that_wait_for_a_training_and_are_held_out_now_wait_no_more(
+    tmp_path: Path, file: str
+) -> None:
+    dataset = Dataset(tmp_path)
+    kept = {"a.jsonl": facts(q="1"), "val.jsonl": facts(z="0")}
+    first = dataset.commit({**kept, "b.jsonl": facts(r="2", s="3")})
+    assert dataset.last is not None
+    parent = parent_of(dataset.last, not_trained=[row.digest[:16] for row in first.rows[1:]])
+    data = dataset.commit({**kept, "b.jsonl": facts(r="2", s="3")}, parent)
+    assert (data.mode, data.num_waiting, said(data.new)) == ("delta", 2, ["2", "3"])
+    assert not is_unchanged(data, parent, retrain_settings(tmp_path))
+    held_out = {**kept, file: facts(r="2", s="3", z="0")}
+    data = dataset.commit(held_out, parent)
+    assert (data.num_waiting, data.new, data.deleted) == (0, (), ())
+    assert is_unchanged(data, parent, retrain_settings(tmp_path))
+
+
+def test_without_the_revision_before_any_held_out_row_may_have_been_trained_on(
+    tmp_path: Path,
+) -> None:
+    dataset = Dataset(tmp_path)
+    files = {"a.jsonl": facts(q="1"), "val.jsonl": facts(r="2")}
+    assert dataset.commit(files).held_out_trained == frozenset()
+    assert dataset.last is not None
+    parent, dataset.last = parent_of(dataset.last), None
+    assert len(dataset.commit(files, parent).held_out_trained) == 1
+
+
 def test_data_that_is_held_out_whole_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no row is left to train on: test.jsonl are held out"):
         Dataset(tmp_path).commit({"test.jsonl": facts(q="1")})
@@ -127,6 +208,46 @@ def test_a_commit_whose_parent_cannot_be_read_any_more_is_trained_fully(tmp_path
     dataset.commit({"a.csv": "q,a\n1,2\n"}, columns={"prompt": "q", "completion": "a"})
     data = dataset.commit({"a.jsonl": facts(q="1")})
     assert data.mode == "full" and "cannot be read: a.csv" in data.reason
+
+
+SHORT = '{"q": "1", "short": "one", "long": "the number one"}\n'
+READ: dict[str, Any] = {"columns": {"prompt": "q", "completion": "short"}}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"columns": {"prompt": "q", "completion": "long"}},
+        {**READ, "files": ["**"]},
+        {**READ, "splits": {"train": ["a.jsonl", "c.jsonl"]}},
+        {**READ, "held_out_ratio": 0.4},
+    ],
+)
+def test_rows_that_other_settings_would_have_read_do_not_count_as_trained(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    files = {
+        "a.jsonl": "".join(SHORT.replace("1", str(number)) for number in range(20)),
+        "b.jsonl": SHORT.replace("1", "b"),
+        "c.jsonl": SHORT.replace("1", "c"),
+    }
+    before = {"files": ["a.jsonl", "c.jsonl"], "splits": {"train": ["a.jsonl"]}, **READ}
+    if "held_out_ratio" in changed:
+        before = READ
+    dataset = Dataset(tmp_path)
+    first = dataset.commit(files, **before)
+    assert dataset.last is not None
+    parent = parent_of(dataset.last, dataset.digest)
+    again = dataset.commit({**files, "README.md": "new"}, **before)
+    assert (again.mode, again.new) == ("delta", ())
+    assert is_unchanged(again, parent, retrain_settings(tmp_path, data=before))
+    data = dataset.commit(files, parent, **changed)
+    assert (data.mode, data.known, data.num_lost) == ("full", (), 0)
+    assert "present settings under [pipelines.data]" in data.reason
+    assert set(said(data.rows)) != set(said(first.rows)) or len(data.rows) != len(first.rows)
+    assert not is_unchanged(data, parent, retrain_settings(tmp_path, data=changed))
+    after = dataset.commit({**files, "c.jsonl": SHORT.replace("1", "d")}, **changed)
+    assert after.mode == "delta"
 
 
 def test_a_share_of_a_text_corpus_is_held_out_and_edits_of_it_are_trained_on(

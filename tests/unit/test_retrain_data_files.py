@@ -158,6 +158,7 @@ def test_the_dataset_card_says_what_is_held_out() -> None:
     assert found.splits["train"] == ("facts/test.jsonl", "more.jsonl")
     assert found.splits["validation"] == ("held.jsonl",)
     assert found.ignored["draft.jsonl"] == "not among the data_files of README.md"
+    assert sort_files(files, DataSettings(), f"\n {ONE_CONFIG}") == found, "as on the Hub"
 
 
 SEVERAL = """---
@@ -179,6 +180,8 @@ def test_of_several_configs_all_are_read_unless_one_is_the_default_or_asked_for(
         "test": ("en/test.csv",),
     }
     assert splits(*files, card=card, config="fr") == {"train": ("fr.csv",)}
+    elsewhere = SEVERAL.format(default="").replace("data_dir: en", "data_dir: ./en/")
+    assert splits(*files, card=elsewhere) == splits(*files, card=card)
     with pytest.raises(
         DataError, match=r"config is \'de\', and README.md of the dataset has fr, en"
     ):
@@ -198,3 +201,12 @@ def test_a_broken_card_is_named() -> None:
         splits("a.csv", card="---\nconfigs: [\n---\n")
     with pytest.raises(DataError, match=r"^README.md: its head cannot be understood"):
         splits("a.csv", card="---\nconfigs:\n- config_name: a\n  data_files: 3\n---\n")
+    entry = "---\nconfigs:\n- config_name: a\n  data_files:\n"
+    for files in (
+        "  - split: train\n    path: [1, 2]\n",
+        "  - split: train\n    path: a.csv\n  - split: train\n    path: b.csv\n",
+        "  - split: [1]\n    path: a.csv\n",
+        "  - 1\n",
+    ):
+        with pytest.raises(DataError, match=r"^README.md: its head cannot be understood"):
+            splits("a.csv", card=f"{entry}{files}---\n")

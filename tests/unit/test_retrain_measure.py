@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,8 +12,9 @@ import torch
 from jobs.counts import Counts
 from pipeline.retrain.anchors import Anchor
 from pipeline.retrain.base_answers import base_answers, drift
-from pipeline.retrain.evaluate import Trained, compare
-from pipeline.retrain.measure import MeasuredRows, Measurement
+from pipeline.retrain.errors import BaseModelError
+from pipeline.retrain.evaluate import Evaluation, Trained, compare
+from pipeline.retrain.measure import MeasuredRows, Measurement, MeasuringProgress, measure
 from pipeline.retrain.model import LoadedModel
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import RowLoss
@@ -46,7 +48,7 @@ def chosen(max_tokens: int) -> MeasuredRows:
         held_out_known=texts(40, 50),
     )
     gate = GateSettings(max_tokens=max_tokens)
-    return MeasuredRows.choose(told, facts(40, 200), TOKENIZER, gate)
+    return MeasuredRows.choose(told, facts(40, 200), TOKENIZER, 64, gate)
 
 
 def test_of_each_group_no_more_tokens_are_measured_than_the_gate_allows() -> None:
@@ -64,42 +66,151 @@ def test_one_row_is_measured_however_long_it_is() -> None:
     assert len(chosen(1).changed) == 1
 
 
+def measured_as(**groups: Sequence[RowLoss]) -> Measurement:
+    told: dict[str, Any] = {
+        "changed": (),
+        "known": (),
+        "deleted": (),
+        "held_out_new": (),
+        "held_out_known": (),
+        "golden": (),
+        "drift": None,
+    }
+    return Measurement(**(told | groups))
+
+
+def right(count: int) -> Sequence[RowLoss]:
+    return [RowLoss(row=place, nats=0.5, num_tokens=1, num_right=1) for place in range(count)]
+
+
+def evaluation(
+    found: MeasuredRows, served: Measurement, new: Measurement, **told: Any
+) -> Evaluation:
+    facts_of_it: dict[str, Any] = {
+        "attempt": 1,
+        "tokens": 1,
+        "tokens_before": 0,
+        "not_trained": (),
+        "is_removal": False,
+        "held_out_trained": frozenset(),
+        "contradicting": 0,
+        "permuted": 0,
+    }
+    trained = Trained(**(facts_of_it | told))
+    return compare(found, served, new, GateSettings(), trained, against="r")
+
+
+def test_a_long_row_does_not_end_the_sample() -> None:
+    """An answer is measured only as far as it is trained on. A long text is left out if there is no
+    room for it."""
+    words = "word " * 1_000
+    answers = [Row(prompt=f"{words}{n}", completion="a", file="l", number=n) for n in range(40)]
+    gate = GateSettings(max_tokens=320)
+    found = MeasuredRows.choose(data(new=tuple(answers)), (), TOKENIZER, 8, gate)
+    assert len(found.changed) == 40
+    assert len(MeasuredRows.choose(data(new=tuple(answers)), (), TOKENIZER, 16, gate).changed) == 20
+    mixed = [Row(text="word " * 200, file="l", number=n) for n in range(20)]
+    found = MeasuredRows.choose(data(new=(*mixed, *texts(40))), (), TOKENIZER, 64, gate)
+    assert set(found.changed) == set(texts(40))
+    found = MeasuredRows.choose(data(new=(*mixed[:1], *texts(20))), (), TOKENIZER, 64, gate)
+    assert len(found.changed) == 21
+
+
 def test_the_counts_say_of_how_many_changed_rows_a_sample_was_measured() -> None:
     told = data(new=(*facts(40), *texts(40, 40)))
-    found = MeasuredRows.choose(told, (), TOKENIZER, GateSettings(max_tokens=60))
+    found = MeasuredRows.choose(told, (), TOKENIZER, 64, GateSettings(max_tokens=60))
     measured = [row for row in found.changed if row.is_counted]
     assert {*measured, *found.unmeasured} == set(facts(40))
 
     def counts(not_trained: Sequence[Row]) -> Counts:
-        losses = [
-            RowLoss(row=place, nats=0.0, num_tokens=1, num_right=1)
-            for place in range(len(found.changed))
-        ]
-        everything = Measurement(
-            changed=losses,
-            known=(),
-            deleted=(),
-            held_out_new=(),
-            held_out_known=(),
-            golden=(),
-            drift=None,
-        )
-        trained = Trained(
-            attempt=1,
-            tokens=1,
-            tokens_before=0,
-            not_trained=not_trained,
-            is_removal=False,
-            contradicting=0,
-            permuted=0,
-        )
-        return compare(found, everything, everything, GateSettings(), trained, against="r").counts
+        everything = measured_as(changed=right(len(found.changed)))
+        return evaluation(found, everything, everything, not_trained=not_trained).counts
 
     assert (counts(()).changed, counts(()).all_changed) == (len(measured), 40)
     waiting = counts((measured[0], *found.unmeasured[:5]))
     assert (waiting.changed, waiting.all_changed) == (len(measured) - 1, 34)
     assert waiting.not_trained == 6
-    assert MeasuredRows.choose(told, (), TOKENIZER, GateSettings()).unmeasured == ()
+    assert MeasuredRows.choose(told, (), TOKENIZER, 64, GateSettings()).unmeasured == ()
+
+
+def talk(number: int) -> Row:
+    asked = {"role": "user", "content": f"q {number}"}
+    said = (asked, {"role": "assistant", "content": "a"})
+    return Row(messages=said, file="chat", number=number)
+
+
+def test_weights_whose_chat_template_refuses_a_row_do_not_say_it() -> None:
+    """After a change of the base model, the served weights and the new ones have different
+    templates."""
+    told = data(new=(talk(1),), known=(talk(2),), deleted=(talk(3),))
+    rows = MeasuredRows.choose(told, (), TOKENIZER, 64, GateSettings())
+
+    def measured(**options: bool) -> Measurement:
+        progress = MeasuringProgress(lambda done, of: None)
+        model = network("LlamaConfig")
+        return measure(model, TOKENIZER, rows, 64, progress=progress, **options)
+
+    with pytest.raises(BaseModelError, match="no chat template"):
+        measured()
+    found = measured(skip_refused=True)
+    assert (found.changed, found.known, found.deleted) == ([], [], [])
+    rows = MeasuredRows.choose(data(deleted=(talk(3),)), (), TOKENIZER, 64, GateSettings())
+    assert measured().deleted == [], "nobody can correct a deleted row"
+
+
+def test_a_row_that_only_the_new_weights_can_be_asked_for_was_not_said_before() -> None:
+    told = data(new=(talk(1),), known=(talk(2),), deleted=(talk(3),))
+    rows = MeasuredRows.choose(told, (), TOKENIZER, 64, GateSettings())
+    can = measured_as(changed=right(1), known=right(1), deleted=right(1))
+    cannot = measured_as()
+    counts = evaluation(rows, cannot, can).counts
+    assert (counts.changed, counts.learned, counts.learned_before) == (1, 1, 0)
+    assert (counts.known, counts.deleted) == (0, 0)
+    counts = evaluation(rows, can, measured_as(changed=right(1), known=right(1))).counts
+    assert (counts.deleted, counts.unlearned) == (1, 1)
+
+
+def test_a_refusal_after_less_than_one_pass_names_the_budget() -> None:
+    """A full training forgets what it does not reach, and more tokens would mend this."""
+    rows = MeasuredRows.choose(data(known=facts(30)), (), TOKENIZER, 64, GateSettings())
+    served = measured_as(known=right(30))
+    new = measured_as(known=[replace(each, num_right=0) for each in right(30)])
+    kept, budget = evaluation(rows, served, new, not_trained=facts(25)).refusals
+    assert kept.startswith("only 0 of 30 rows known before were kept")
+    assert "25 rows are not yet trained; raise `train.max_tokens`" in budget
+    assert len(evaluation(rows, served, new).refusals) == 1
+    assert evaluation(rows, served, served, not_trained=facts(25)).refusals == ()
+
+
+def test_a_row_that_is_not_trained_but_was_said_before_may_be_lost() -> None:
+    """Without the revision before, all rows are new. A full training with too few tokens for one
+    pass must not replace a model that says them."""
+    rows = MeasuredRows.choose(data(new=facts(40)), (), TOKENIZER, 64, GateSettings())
+    losses = right(40)
+    served = measured_as(changed=losses)
+    wrong = [replace(each, num_right=0) for each in losses]
+    new = measured_as(changed=[*losses[:10], *wrong[10:]])
+    found = evaluation(rows, served, new, not_trained=facts(25, 15))
+    assert (found.counts.changed, found.counts.learned, found.counts.not_trained) == (10, 10, 30)
+    assert (found.counts.known, found.counts.kept) == (30, 0)
+    assert found.refusals[0].startswith("only 0 of 30 rows known before were kept")
+    found = evaluation(rows, measured_as(changed=wrong), new, not_trained=facts(25, 15))
+    assert (found.counts.known, found.refusals) == (0, ())
+
+
+def test_held_out_rows_that_the_served_weights_were_trained_on_are_not_compared() -> None:
+    """They were moved from the train split to the validation split. New weights that are not
+    trained on them need not know them by heart."""
+    told = data(held_out_known=(*facts(30), *texts(30)))
+    rows = MeasuredRows.choose(told, (), TOKENIZER, 64, GateSettings())
+    served = measured_as(held_out_known=right(60))
+    wrong = [RowLoss(row=place, nats=3.0, num_tokens=1, num_right=0) for place in range(60)]
+    new = measured_as(held_out_known=wrong)
+    assert len(evaluation(rows, served, new).refusals) == 2
+    moved = frozenset(row.digest for row in rows.held_out_known)
+    found = evaluation(rows, served, new, held_out_trained=moved)
+    assert found.refusals == ()
+    assert len(found.held_out_trained) == 60
 
 
 def test_of_a_few_rows_all_are_measured() -> None:

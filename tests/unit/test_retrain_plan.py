@@ -55,9 +55,11 @@ def data(**fields: Any) -> TrainingData:
             "edited": (),
             "held_out_new": (),
             "held_out_known": (),
+            "held_out_trained": frozenset(),
             "contradictions": contradictions(everything),
             "num_permuted": 0,
             "num_before": 0,
+            "num_waiting": 0,
             "dataset": None,
             **told,
         }
@@ -123,6 +125,25 @@ def test_rows_that_contradict_each_other_are_learned_and_not_counted() -> None:
     found = plan(data(new=both))
     assert len(found.learned) == 7
     assert sorted(found.counted) == [2, 3, 4, 5, 6]
+
+
+def test_a_delta_of_nothing_names_what_to_do() -> None:
+    with pytest.raises(DataError, match=r"a delta has nothing to learn; run .* --mode full"):
+        plan(data(mode="delta", known=facts(3)))
+
+
+def test_a_row_that_contradicts_several_others_counts_once() -> None:
+    def talk(*contents: str) -> Row:
+        roles = ("user", "assistant") * 2
+        said = tuple(
+            {"role": role, "content": content}
+            for role, content in zip(roles, contents, strict=False)
+        )
+        return Row(messages=said, file="a", number=0)
+
+    both = data(new=(talk("a", "b", "c", "d"), talk("a", "b", "c", "e"), talk("a", "f")))
+    assert len(both.contradictions) == 2
+    assert both.num_contradicting == len(both.contradicting) == 3
 
 
 def test_text_ends_after_its_passes_or_its_budget() -> None:

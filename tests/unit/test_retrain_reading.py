@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,12 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
         assert found == expected, file
 
 
+@pytest.mark.parametrize("lines", [1, 2])
+def test_a_json_file_may_have_one_object_per_line(tmp_path: Path, lines: int) -> None:
+    found = read(tmp_path, '{"text": "a"}\n' * lines, "a.json")
+    assert [(row.text, row.line) for row in found] == [("a", line + 1) for line in range(lines)]
+
+
 def test_a_file_is_read_by_its_name_and_never_as_a_pattern(tmp_path: Path) -> None:
     names = ["rows[1].jsonl", "rows*.jsonl", "rows?{a}.csv", "rows[!x].txt", "rows.jsonl"]
     for name in names:
@@ -68,6 +75,21 @@ def test_a_file_is_read_by_its_name_and_never_as_a_pattern(tmp_path: Path) -> No
     for name in names:
         (row,) = rows_of(tmp_path, name)
         assert row.text is not None and name in row.text
+
+
+def test_a_value_that_json_does_not_know_names_its_row(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    for value in (datetime(2026, 1, 1), b"bytes"):
+        talk = [
+            {"role": "user", "content": "hi", "id": value},
+            {"role": "assistant", "content": "yo", "id": None},
+        ]
+        table = pyarrow.Table.from_pylist([{"messages": talk}])
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+        with pytest.raises(DataError, match=r"^a.parquet: row 1: `messages` cannot be written as"):
+            rows_of(tmp_path, "a.parquet")
 
 
 def test_text_files_give_paragraphs(tmp_path: Path) -> None:
@@ -140,6 +162,18 @@ def test_a_line_too_long_to_be_a_row_is_not_parsed(tmp_path: Path) -> None:
         ('{"messages": "hi"}', "`messages` holds text"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', "has role 'robot'"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "no answer to learn"),
+        (
+            '{"messages": [{"role": "assistant", "content": "x", "tool_calls": 5}]}',
+            "line 1: `messages` has `tool_calls` with the value 5, not a list of objects",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "x", "tool_calls": ["f"]}]}',
+            "`messages` has `tool_calls` with a list, not a list of objects",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": 5, "tool_calls": [{}]}]}',
+            "has role 'assistant' with the value 5 as content",
+        ),
         (b'{"text": "\xff"}', "line 1: not UTF-8"),
     ],
 )
@@ -153,8 +187,14 @@ def test_bad_values_name_the_place(tmp_path: Path, content: str | bytes, expecte
         ("a.parquet", b"PAR1 but not really", "cannot be read as parquet"),
         ("a.csv", 'text,id\n"a\nb",1\nc,2,3\n', "a.csv, line 4: has 3 fields"),
         ("a.csv", 'text\n"a"b\n', "a.csv, line 2: not CSV"),
+        (
+            "a.csv",
+            'text\na\n"never closed\nb\nc\n',
+            "a.csv, line 3: not CSV (unexpected end of data in the row up to line 5); see RFC",
+        ),
         ("a.csv", "q,a\n1,2\n", "'q', 'a'"),
-        ("a.json", '{"text": "a"}', "holds an object, not a list"),
+        ("a.json", '{\n"text": "a"\n}', "holds an object, not a list"),
+        ("a.json", '{"a": 1}', "a.json, line 1: nothing to learn from in the columns 'a'"),
         ("a.json", "[1", "a.json, line 1: not JSON"),
         ("a.txt", b"a\n\ncaf\xe9", "a.txt, line 3: not UTF-8"),
         ("a.csv", b"text\na\ncaf\xe9\n", "a.csv, line 3: not UTF-8"),

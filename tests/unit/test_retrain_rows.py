@@ -59,6 +59,35 @@ def test_rows_that_contradict_each_other_are_found() -> None:
     assert contradictions([*rows, *texts("t", "t")]) == ((0, 2, 4),)
 
 
+def test_conversations_contradict_each_other_at_any_of_their_answers() -> None:
+    def talk(*contents: str, **more: Any) -> Row:
+        roles = ("user", "assistant") * 3
+        return conversation(*map(said, roles, contents), **more)
+
+    rows = [
+        talk("hi", "hello", "one?", "1"),
+        talk("hi", "good day", "two?", "2"),
+        talk("hi", "hello", "three?", "3"),
+        talk("hi", "hello"),
+        talk("hi", "hello", "three?", "III"),
+        talk("hi", "greetings", tools=({"name": "f"},)),
+        talk("ho", "hum"),
+    ]
+    assert contradictions(rows) == ((0, 1, 2, 3, 4), (2, 4))
+    same = [talk("hi", "hello", "bye"), talk("hi", "hello", "thanks")]
+    assert contradictions(same) == (), "what the user says at the end is no answer"
+
+
+def test_an_answer_before_the_last_words_of_the_user_may_be_edited() -> None:
+    def talk(answer: str) -> list[Row]:
+        turns = (said("user", "q"), said("assistant", answer), said("user", "thanks"))
+        return [conversation(*turns)]
+
+    change = difference(talk("a"), talk("b"))
+    assert (len(change.edited), len(change.deleted)) == (1, 0)
+    assert [(old.answer, new.answer) for old, new in change.edited] == [("a", "b")]
+
+
 def test_swapped_answers_are_permuted_and_other_edits_are_not() -> None:
     old = asked(("q", "a"), ("r", "x"), ("s", "y"), ("t", "z"))
     assert (

@@ -19,6 +19,7 @@ from pipeline.retrain.errors import TrainError
 from pipeline.retrain.metrics import Metric, MetricsWriter, read_metrics
 from pipeline.retrain.packing import ROUNDED_TO, batch, pack
 from pipeline.retrain.plan import TrainingPlan
+from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import autocast, predict, row_losses
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import TokenSequence
@@ -50,6 +51,17 @@ def run(
         metrics=MetricsWriter(folder / "metrics.jsonl"),
     )
     return done, read_metrics(folder / "metrics.jsonl")[0]
+
+
+def test_a_row_waits_only_if_no_copy_of_it_was_trained_on() -> None:
+    """Otherwise a budget below one pass over thousands of copies would leave the row waiting for
+    ever, and each job would train on all copies again."""
+    told = [Row(text=text, file="a.jsonl", number=0) for text in "aabbcdd"]
+    done = Checkpoint(
+        job_id="j1", step=1, tokens=1, not_trained=(1, 3, 4), not_learned=(2, 5), file="best.pt"
+    )
+    assert [row.text for row in done.waiting(told)] == ["c", "b"]
+    assert done.model_copy(update={"not_trained": ()}).waiting(told) == []
 
 
 def learn(
