@@ -115,39 +115,6 @@ def test_compiling_is_bounded_in_time(
     asyncio.run(scenario())
 
 
-def test_the_time_for_a_grammar_does_not_begin_while_others_are_compiled(
-    published: Published, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    is_compiling, may_compile = threading.Event(), threading.Event()
-    compile_grammar = grammars._compile
-
-    def compile_one_by_one(*args: Any) -> GrammarState:
-        is_compiling.set()
-        may_compile.wait(60)
-        return compile_grammar(*args)
-
-    monkeypatch.setattr(grammars, "_compile", compile_one_by_one)
-
-    async def scenario() -> None:
-        async with engine_with(published) as engine:
-            with monkeypatch.context() as patch:
-                patch.setattr(grammars, "_COMPILE_SECONDS", 0.0)
-                slow = asyncio.ensure_future(ask(engine, published.id, regex("a{9}")))
-                await asyncio.to_thread(is_compiling.wait, 60)
-                with pytest.raises(GenerationRefused, match="not compiled within 0 s"):
-                    await slow
-                behind = asyncio.ensure_future(ask_all(engine, published.id, [regex("ab")]))
-                while len(engine._grammars._compiled) < 2:
-                    await asyncio.sleep(0)
-                for _ in range(100):  # turns of the loop, in which the time could run out
-                    await asyncio.sleep(0)
-            assert not behind.done()
-            may_compile.set()
-            assert text_of((await behind)[0]) == "ab"
-
-    asyncio.run(scenario())
-
-
 def test_a_changed_tokenizer_compiles_nothing_until_it_is_restored(published: Published) -> None:
     """With other tokens in the file, answers would come through that the grammar forbids."""
     file = published.folder / "tokenizer.json"
