@@ -5,11 +5,13 @@ import os
 import random
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -39,17 +41,25 @@ NUM_KILLS = int(os.environ.get("HUB_KILLS", "2"))
 WATCHED = [{"type": "user", "name": "local"}]
 
 PROGRAM = """
-import sys
+import os, signal, sys
 from pathlib import Path
 import uvicorn
 from pipeline.hub.app import create_app
+from pipeline.hub.events.log import EventLog
+from pipeline.hub.repositories.store import Repositories
+from pipeline.hub.routes import git_http
 from pipeline.hub.settings import HubSettings
 root, port, token, key, fault = sys.argv[1:]
-if fault == "before-record":
+calls = {
     # The worst moment: git has moved the refs, the hub knows nothing of it yet.
-    import os, signal
-    from pipeline.hub.routes import git_http
-    git_http.record_ref_changes = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    "before-record": (git_http, "record_ref_changes"),
+    # The three steps of a move are the rename of the folder, the commit, and the end.
+    "before-rename": (Path, "rename"),
+    "before-commit": (EventLog, "record"),
+    "after-commit": (Repositories, "end_move"),
+}
+if fault:
+    setattr(*calls[fault], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 settings = HubSettings(
     port=int(port), delivery_schedule_seconds=(0,) + (0.05,) * 50,
     refused_min_seconds=0.05, refused_max_seconds=0.1,
@@ -83,6 +93,11 @@ class HubProcess:
         assert self.process is not None
         self.process.kill()
         self.process.wait()
+
+    def post(self, path: str, **options: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        answer = httpx.post(f"{self.url}{path}", headers=headers, verify=False, **options)
+        return answer.raise_for_status()
 
     def git(self, *arguments: str, cwd: Path, check: bool = True) -> str:
         return run_git(*arguments, cwd=cwd, env=self.env, check=check)
@@ -166,6 +181,60 @@ def test_the_gap_between_git_and_the_database_is_closed_at_start(
     receiver.wait_for(1)
     assert new_shas(receiver) == [sha]
     assert hub.git("push", "origin", "main", cwd=worktree) == "Everything up-to-date"
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "private"),
+    [
+        ("before-rename", "local/old", True),
+        ("before-commit", "local/old", True),
+        ("before-commit", "local/old", False),
+        ("after-commit", "local/new", True),
+    ],
+)
+def test_a_move_that_a_kill_interrupts_loses_nothing(
+    hub_process: HubProcess, fault: str, name: str, private: bool
+) -> None:
+    hub = hub_process
+    space: dict[str, Any] = {"repo_type": "space"}
+    secrets: Any = [{"key": "KEY", "value": "s3cret"}]
+    hub.api.create_repo(
+        "local/first", private=private, space_sdk="gradio", space_secrets=secrets, **space
+    )
+    sha = hub.api.space_info("local/first").sha
+    hub.api.create_discussion("local/first", "Talk", **space)
+    hub.api.create_pull_request("local/first", "Pull", **space)
+    limits = {"role": "read", "repository": "space:local/first"}
+    made = hub.post("/api/settings/tokens/limited", params=limits)
+    hub.api.move_repo("local/first", "local/old", **space)
+    hub.kill()
+    hub.start(fault)
+    with pytest.raises(httpx.TransportError):
+        body = {"fromRepo": "local/old", "toRepo": "local/new", "type": "space"}
+        hub.post("/api/repos/move", json=body)
+    assert hub.process is not None
+    assert hub.process.wait(timeout=30) == -signal.SIGKILL
+
+    hub.start()
+    [found] = hub.api.list_spaces()
+    assert (found.id, found.private, found.sha) == (name, private, sha)
+    assert {one.title for one in hub.api.get_repo_discussions(name, **space)} == {"Talk", "Pull"}
+    refs = hub.api.list_repo_refs(name, include_pull_requests=True, **space)
+    assert [one.ref for one in refs.pull_requests or ()] == ["refs/pr/2"]
+    assert list(hub.api.get_space_secrets(name)) == ["KEY"]
+    reader = HfApi(endpoint=hub.url, token=made.json()["token"])
+    for former in ("local/first", "local/old"):
+        assert reader.space_info(former).id == name
+    with contextlib.closing(sqlite3.connect(hub.root / "hub.sqlite")) as database:
+        repositories = database.execute("SELECT DISTINCT repository_id FROM events").fetchall()
+        query = "SELECT action, name FROM events WHERE scope = 'repo' ORDER BY seq"
+        told = database.execute(query).fetchall()
+    assert len(repositories) == 1
+    last = [("move", "old")] if name == "local/new" else []
+    assert told == [("create", "first"), ("move", "first"), *last]
+    assert not list(hub.root.glob("repos/**/*.moving"))
+    hub.api.move_repo(name, "local/last", **space)
+    assert reader.space_info("local/first").id == "local/last"
 
 
 def test_kills_at_random_moments_lose_nothing_acknowledged(

@@ -60,6 +60,7 @@ def move(
             # watch the old name.
             follow_move(connection, repository.name, moved.name)
         on_error.pop_all()
+    repositories.end_move(moved)
 
 
 def set_private(

@@ -16,13 +16,15 @@ _NUM_THREADS = 8
 
 
 def reconcile_at_start(repositories: Repositories, log: EventLog) -> int:
-    """Adds a row to the database for each new folder, and deletes the rows of missing folders.
-    Stores events for the changes of refs that have none, and returns the number of these changes.
+    """Finishes the moves that a kill interrupted. Then adds a row to the database for each new
+    folder, and deletes the rows of missing folders. Stores events for the changes of refs that have
+    none, and returns the number of these changes.
 
     It takes no locks, so it must end before the hub answers its first request.
     """
     repositories.remove_incomplete()
     with log.database.write() as connection:
+        repositories.finish_moves(connection)
         known = {repository.name: repository for repository in repositories.all(connection)}
         on_disk = set(repositories.on_disk())
         for name, repository in known.items():

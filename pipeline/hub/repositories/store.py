@@ -59,6 +59,10 @@ _CONFIG = """\
 \tallowFilter = true
 """
 
+# While a repository is moved, its folder has an empty file whose name is the repository's id with
+# this suffix. It tells `finish_moves` which row the folder belongs to.
+_MOVING = ".moving"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Repository:
@@ -258,7 +262,8 @@ class Repositories:
         on_error: ExitStack,
     ) -> Repository:
         """Gives the repository the name `to`. Raises Conflict if this name is taken. Adds to
-        `on_error` a callback that moves the folder back.
+        `on_error` a callback that moves the folder back. After the transaction, the caller calls
+        `end_move`. If the hub is killed before that, its next start calls `finish_moves`.
 
         The old name still leads to the repository, until another repository gets it.
         """
@@ -278,9 +283,32 @@ class Repositories:
             update(table).where(table.c.id == repository.id).values(owner=to.owner, name=to.name)
         )
         self.folder(to).parent.mkdir(parents=True, exist_ok=True)
+        # On an error this file stays, because the error may come after the commit.
+        (repository.folder / f"{repository.id}{_MOVING}").touch()
         repository.folder.rename(self.folder(to))
         on_error.callback(self.folder(to).rename, repository.folder)
         return self.find(connection, to)
+
+    def end_move(self, moved: Repository) -> None:
+        """Removes what `finish_moves` would need."""
+        (moved.folder / f"{moved.id}{_MOVING}").unlink()
+
+    def finish_moves(self, connection: Connection) -> None:
+        """Gives each folder whose move was interrupted the name in its repository's row. This is
+        the old name, or the new one if the transaction of the move was committed. Called before the
+        hub answers a request."""
+        for mark in list(self._repos.glob(f"*s/*/*.git/*{_MOVING}")):
+            folder = mark.parent
+            with suppress(RepositoryNotFound):
+                named = self.find_by_id(connection, mark.stem).folder
+                # If only the case of the name changes, a file system that ignores case finds the
+                # folder under both names.
+                if not named.exists() or named.samefile(folder):
+                    folder = folder.rename(named)
+                    logger.warning(
+                        "the hub was killed while it moved a repository: its folder is %s", named
+                    )
+            (folder / mark.name).unlink()
 
     def _check_free(
         self, connection: Connection, name: RepositoryName, but: Repository | None = None
