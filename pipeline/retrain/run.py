@@ -237,6 +237,7 @@ def _lineage(
         parent=parent.id if parent is not None and is_delta else None,
         base_model=job.settings.base_model,
         base_revision=learning.base.revision,
+        base_files_digest=learning.base.files_digest,
         dataset=snapshot.dataset,
         dataset_ref=snapshot.ref,
         dataset_revision=snapshot.revision.sha,
