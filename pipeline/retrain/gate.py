@@ -129,8 +129,9 @@ def count_refusals(
     is_removal: whether the new weights are from a full training that leaves out deleted rows. Such
     weights have never seen these rows. If they say one, they infer its answer from other rows.
     missed: the places (file and line) of changed rows that were not learned. still_said: the places
-    of deleted rows that were not unlearned. wrong_golden: the places of golden questions that only
-    the served weights answer correctly. A reason names the first places of each.
+    of deleted rows that were not unlearned, in the revision that still had them. wrong_golden: the
+    places of golden questions that only the served weights answer correctly. A reason names the
+    first places of each.
     """
     found = []
     if counts.learned < settings.min_learned * counts.changed:
@@ -141,7 +142,7 @@ def count_refusals(
     if counts.unlearned < settings.min_learned * counts.deleted and not is_removal:
         found.append(
             f"the model still says {counts.deleted - counts.unlearned:,} of {counts.deleted:,} "
-            f"deleted rows: {_named(still_said)}"
+            f"deleted rows; in the revision before: {_named(still_said)}"
         )
     if _is_lost(counts.known, counts.kept, settings.min_kept):
         found.append(

@@ -63,7 +63,9 @@ def test_rows_that_an_accepted_training_did_not_learn_are_named_too() -> None:
 
 def test_what_was_deleted_must_be_said_no_more() -> None:
     reason = refused(Counts(deleted=1, unlearned=0), still_said=("a.jsonl, line 7",))
-    assert reason == "the model still says 1 of 1 deleted rows: a.jsonl, line 7"
+    assert reason == (
+        "the model still says 1 of 1 deleted rows; in the revision before: a.jsonl, line 7"
+    )
     assert refused(Counts(deleted=10, unlearned=9)) == ""
     # A full training without them has never seen them: it infers them from other rows.
     assert count_refusals(Counts(deleted=1, unlearned=0), GATE, is_removal=True) == ()
