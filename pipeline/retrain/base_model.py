@@ -1,6 +1,7 @@
 """The base model of a pipeline: a preset that this module makes, a checkpoint folder, or a model on
 a hub."""
 
+import hashlib
 import os
 import re
 import shutil
@@ -66,16 +67,32 @@ class Base(BaseModel):
     """The folder of the base model, which `from_pretrained` can load."""
     revision: str | None = None
     """The commit of a model on a hub. None for a preset or a folder."""
+    files_digest: str | None = None
+    """The digest of the weights files (`files_digest`) of a folder that the settings name. None for
+    a preset or a model on a hub."""
 
     def identity(self) -> str:
         """A text that differs for different weights. It contains the commit, or the size and the
         time of each weights file."""
         if self.revision is not None:
             return f"{self.folder.parent.parent.name} {self.revision}"
-        files = [*self.folder.glob("*.safetensors"), *self.folder.glob("*.bin")]
-        stats = [(file.name, file.stat()) for file in sorted(files)]
-        told = [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
-        return "\n".join([str(self.folder), *told])
+        return "\n".join([str(self.folder), *_weights_files(self.folder)])
+
+
+def files_digest(base_model: str) -> str | None:
+    """A digest of the name, the size and the time of each weights file in the folder `base_model`.
+    So the weights need not be read to find out that the folder now has other ones. None if
+    `base_model` names no folder: a preset and a commit on a hub never change."""
+    folder = Path(base_model).expanduser()
+    if base_model in PRESETS or not folder.is_dir():
+        return None
+    return hashlib.sha256("\n".join(_weights_files(folder)).encode()).hexdigest()
+
+
+def _weights_files(folder: Path) -> list[str]:
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    stats = [(file.name, file.stat()) for file in sorted(files)]
+    return [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
 
 
 def find_base(
@@ -108,7 +125,7 @@ def find_base(
     folder = Path(base_model).expanduser()
     if folder.is_dir():
         _check_folder(folder)
-        return Base(folder=folder)
+        return Base(folder=folder, files_digest=files_digest(base_model))
     if not HUB_ID.fullmatch(base_model):
         raise BaseModelError(
             f"no base model at {base_model}: no such folder; set `base_model` to a folder with "

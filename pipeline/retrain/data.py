@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Literal
 
+from pipeline.retrain.base_model import files_digest
 from pipeline.retrain.dataset import Dataset, check_not_empty, read_dataset
 from pipeline.retrain.errors import DataError
 from pipeline.retrain.held_out import held_out_text
@@ -219,6 +220,8 @@ def is_unchanged(data: TrainingData, parent: Parent | None, settings: RetrainSet
     the base model is the same. `RetrainSettings.skip_if` describes the rule."""
     if parent is None or parent.lineage.base_model != settings.base_model:
         return False
+    if _is_base_replaced(parent, settings):
+        return False
     if settings.skip_if == "never" or settings.force_reason is not None:
         return False
     if settings.skip_if == "nothing_changed" and not _has_same_settings(parent, settings):
@@ -227,6 +230,13 @@ def is_unchanged(data: TrainingData, parent: Parent | None, settings: RetrainSet
         return False
     nothing_to_do = data.mode == "delta" and not (data.new or data.deleted or data.edited)
     return nothing_to_do or parent.lineage.data_digest == data.digest
+
+
+def _is_base_replaced(parent: Parent, settings: RetrainSettings) -> bool:
+    """Whether the folder of the base model has other weights now than when the parent was made from
+    it. If the parent's lineage does not say, it has the same."""
+    before = parent.lineage.base_files_digest
+    return before is not None and before != files_digest(settings.base_model)
 
 
 def _has_same_settings(parent: Parent, settings: RetrainSettings) -> bool:
@@ -258,6 +268,8 @@ def choose_mode(
             "full",
             f"release {parent.id} was trained from {parent.lineage.base_model}, not {base_model}",
         )
+    if _is_base_replaced(parent, settings):
+        return "full", f"the weights in {base_model} changed since release {parent.id}"
     if unreadable is not None:
         return "full", unreadable
     if wanted == "delta":

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, get_args
 
+import yaml
+
+from pipeline.card_head import HEAD, MAX_HEAD_CHARACTERS, HeadLoader
 from pipeline.retrain.errors import DataError
 from pipeline.retrain.settings import DataSettings, SplitSettings
 
@@ -21,6 +24,8 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 CARD = "README.md"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+MAX_QUOTED = 400
+"""A message quotes at most this many characters of what the dataset card says."""
 SET_OFF_BY = "-._ 0-9"
 KEYWORDS: Mapping[Split, tuple[str, ...]] = {
     "train": ("train", "training"),
@@ -152,7 +157,7 @@ def _by_card(card: str, config: str | None) -> tuple[_Finder, str] | None:
     default config, otherwise all configs. None if the card does not say where the files are."""
     configs = _configs(card)
     if config is not None and config not in configs:
-        known = ", ".join(map(str, configs)) or "none"
+        known = _short(", ".join(map(str, configs))) or "none"
         raise DataError(
             f"[pipelines.data] config is {config!r}, and {CARD} of the dataset has {known}; "
             "correct one of them"
@@ -173,13 +178,22 @@ def _by_card(card: str, config: str | None) -> tuple[_Finder, str] | None:
 
 
 def _configs(card: str) -> dict[str, dict[str, Any]]:
-    if not card.lstrip().startswith("---"):
+    found = HEAD.match(card)
+    if found is None:
         return {}
+    if len(found[2]) > MAX_HEAD_CHARACTERS:
+        raise DataError.at(
+            CARD,
+            None,
+            f"its head has more than {MAX_HEAD_CHARACTERS:,} characters, and is not read; shorten "
+            "it, or name the files in [pipelines.data.splits]",
+        )
     from datasets.utils.metadata import MetadataConfigs
-    from huggingface_hub import DatasetCard
 
     try:
-        data = DatasetCard(card, ignore_metadata_errors=True).data
+        data = yaml.load(found[2], HeadLoader) or {}
+        if not isinstance(data, dict):
+            raise ValueError("it must be a mapping, `key: value` lines")
         return dict(MetadataConfigs.from_dataset_card_data(data))
     except Exception as error:
         # The YAML library and the libraries that use it have many error classes with no common
@@ -188,9 +202,13 @@ def _configs(card: str) -> dict[str, dict[str, Any]]:
 
 
 def _not_understood(error: Exception) -> DataError:
-    return DataError.at(
-        CARD, None, f"its head cannot be understood ({' '.join(str(error).split())})"
-    )
+    return DataError.at(CARD, None, f"its head cannot be understood ({_short(str(error))})")
+
+
+def _short(text: str) -> str:
+    """The beginning of a text that may quote the whole head, in one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_QUOTED else f"{line[:MAX_QUOTED]}…"
 
 
 def _by_config(config: Mapping[str, Any]) -> _Finder | None:
@@ -243,7 +261,8 @@ def _any_of(patterns: Iterable[str], said_by: str) -> Callable[[str], bool]:
                 re.compile(glob_translate(each)) for each in dict.fromkeys((plain, f"{plain}/**"))
             ]
         except (ValueError, re.error) as error:
-            raise DataError(f"{said_by}: {pattern!r} is no pattern of files: {error}") from error
+            problem = _short(f"{pattern!r} is no pattern of files: {error}")
+            raise DataError(f"{said_by}: {problem}") from error
     return lambda path: any(each.match(path) for each in compiled)
 
 

@@ -15,6 +15,7 @@ from pipeline.retrain.gate import (
     held_out_refusals,
     is_short,
     loss_refusals,
+    not_learned,
 )
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import GateSettings
@@ -50,6 +51,9 @@ class Evaluation(BaseModel):
     """Why the gate refuses the new weights. Empty if it accepts them."""
     is_short: bool = False
     """Whether too few rows were learned or unlearned. Another attempt may then succeed."""
+    not_learned: str | None = None
+    """Which changed rows were not learned, if the gate does not refuse the new weights because of
+    these rows. None if there are none. For the next delta they are unchanged rows."""
     tokens: int
     """How many tokens the job has trained on."""
     total_tokens: int
@@ -166,7 +170,7 @@ def compare(
         text_loss=text.loss,
         text_loss_before=text.served_loss,
     )
-    missed = [row for row, _, is_said in changed if not is_said]
+    missed = [row.place for row, _, is_said in changed if not is_said]
     held_out = [
         *_pairs(new.held_out_new, served.held_out_new),
         *_pairs(new.held_out_known, served.held_out_known),
@@ -176,7 +180,7 @@ def compare(
             counts,
             gate,
             is_removal=trained.is_removal,
-            missed=[row.place for row in missed],
+            missed=missed,
             still_said=[row.place for row in still_said],
             wrong_golden=[
                 row.place for row, was_said, is_said in golden if was_said and not is_said
@@ -221,6 +225,7 @@ def compare(
         base_divergence=new.drift.divergence if new.drift else None,
         refusals=(*data_refusals, *refusals),
         is_short=is_short(counts, gate, is_removal=trained.is_removal),
+        not_learned=not_learned(counts, gate, missed),
         tokens=trained.tokens,
         total_tokens=trained.tokens_before + trained.tokens,
         not_trained=tuple(sorted(digest[:16] for digest in not_trained)),

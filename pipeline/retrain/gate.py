@@ -129,20 +129,20 @@ def count_refusals(
     is_removal: whether the new weights are from a full training that leaves out deleted rows. Such
     weights have never seen these rows. If they say one, they infer its answer from other rows.
     missed: the places (file and line) of changed rows that were not learned. still_said: the places
-    of deleted rows that were not unlearned. wrong_golden: the places of golden questions that only
-    the served weights answer correctly. A reason names the first places of each.
+    of deleted rows that were not unlearned, in the revision that still had them. wrong_golden: the
+    places of golden questions that only the served weights answer correctly. A reason names the
+    first places of each.
     """
     found = []
     if counts.learned < settings.min_learned * counts.changed:
-        which = "changed rows that were measured" if counts.is_sampled else "changed rows"
         found.append(
-            f"only {counts.learned:,} of {counts.changed:,} {which} were learned, where "
+            f"only {counts.learned:,} of {counts.changed:,} {_changed(counts)} were learned, where "
             f"`gate.min_learned` asks for {settings.min_learned:.0%}; not learned: {_named(missed)}"
         )
     if counts.unlearned < settings.min_learned * counts.deleted and not is_removal:
         found.append(
             f"the model still says {counts.deleted - counts.unlearned:,} of {counts.deleted:,} "
-            f"deleted rows: {_named(still_said)}"
+            f"deleted rows; in the revision before: {_named(still_said)}"
         )
     if _is_lost(counts.known, counts.kept, settings.min_kept):
         found.append(
@@ -161,6 +161,17 @@ def count_refusals(
             f"{_named(wrong_golden)}"
         )
     return tuple(found)
+
+
+def not_learned(counts: Counts, settings: GateSettings, missed: Sequence[str]) -> str | None:
+    """Names the first changed rows that were not learned, if there are so few that the gate does
+    not refuse the new weights because of them. None if there are none, or if the gate refuses."""
+    if not missed or counts.learned < settings.min_learned * counts.changed:
+        return None
+    return (
+        f"{len(missed):,} of {counts.changed:,} {_changed(counts)} were not learned: "
+        f"{_named(missed)}"
+    )
 
 
 def is_short(counts: Counts, settings: GateSettings, *, is_removal: bool) -> bool:
@@ -230,6 +241,10 @@ def _refusal(name: str, pairs: Sequence[Pair], max_ratio: float) -> str | None:
         f"the loss on {rows} rose from {group.served_loss:.4f} to {group.loss:.4f} nats per token, "
         f"x{group.loss / group.served_loss:.3f} where `gate.max_loss_ratio` allows x{max_ratio:g}"
     )
+
+
+def _changed(counts: Counts) -> str:
+    return "changed rows that were measured" if counts.is_sampled else "changed rows"
 
 
 def _named(places: Sequence[str], most: int = 5) -> str:

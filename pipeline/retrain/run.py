@@ -92,8 +92,9 @@ def _retrain(job: RetrainJob) -> JobOutcome:
     _clear_away(job)
     forced = release.lineage.forced
     reason = f"forced past the gate: {forced}" if forced else None
+    missed = (release.evaluation or {}).get("not_learned")
     return job.outcome(
-        promotion.result, "; ".join(filter(None, (promotion.reason, reason))) or None
+        promotion.result, "; ".join(filter(None, (promotion.reason, reason, missed))) or None
     )
 
 
@@ -196,6 +197,8 @@ def _learn(
                 job_folder.write_record(path, evaluation)
             job.record_progress(counts=evaluation.counts)
             logger.info("%s", evaluation.counts)
+            if evaluation.not_learned is not None:
+                logger.info("%s", evaluation.not_learned)
             for refusal in evaluation.refusals:
                 logger.info("refused: %s", refusal)
         attempt = learning.attempt_after(evaluation)
@@ -237,6 +240,7 @@ def _lineage(
         parent=parent.id if parent is not None and is_delta else None,
         base_model=job.settings.base_model,
         base_revision=learning.base.revision,
+        base_files_digest=learning.base.files_digest,
         dataset=snapshot.dataset,
         dataset_ref=snapshot.ref,
         dataset_revision=snapshot.revision.sha,

@@ -110,6 +110,9 @@ class Lineage(_Record):
     """The name of the base model, as in the pipeline's settings."""
     base_revision: str | None = None
     """The commit of the base model. None if the base model did not come from a hub."""
+    base_files_digest: str | None = None
+    """A digest of the names, the sizes and the times of the base model's weights files. None if the
+    base model was not a folder."""
     dataset: str | None = None
     """`owner/name` on a hub, or the git URL of a repository elsewhere."""
     dataset_ref: str | None = None

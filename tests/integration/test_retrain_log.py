@@ -69,3 +69,20 @@ def test_it_counts_tokens_and_names_the_rows_that_are_too_long(
     told = [message for message in caplog.messages if "longer than 32 tokens" in message]
     assert len(told) == 1
     assert told[0].endswith("so a part is not learned, 1 row: a.jsonl, line 4")
+
+
+def test_an_accepted_job_names_the_rows_that_were_not_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
+    torch.set_num_threads(1)
+    train = SMALL | {"learning_rate": 1e-6, "max_tokens": 1_000}
+    pipeline = Pipeline(tmp_path, train=train, gate={"min_learned": 0.0})
+    with caplog.at_level(logging.INFO):
+        outcome = pipeline.learn({"a.jsonl": jsonl(unrelated(7))})
+    assert outcome.result == "published"
+    told = "7 of 7 changed rows were not learned: " + "; ".join(
+        f"a.jsonl, line {line}" for line in range(1, 6)
+    )
+    assert f"{told} and 2 more" in caplog.messages
+    assert outcome.reason is not None and outcome.reason.endswith(f"; {told} and 2 more")

@@ -25,12 +25,19 @@ GATE = {"min_learned": 0.0, "max_base_drift": 1.0}
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A small Qwen as `save_pretrained` leaves it, with a chat template."""
     torch.set_num_threads(1)
+    save_checkpoint(tmp_path / "qwen")
+    return tmp_path / "qwen"
+
+
+def save_checkpoint(folder: Path, more: str = "") -> None:
+    """A small Qwen as `save_pretrained` leaves it, with a chat template. Its tokenizer has learned
+    the facts and `more`."""
     torch.manual_seed(0)
-    texts = [Row(text=fact["prompt"] + fact["completion"], file="a", number=0) for fact in facts()]
+    texts = [
+        Row(text=fact["prompt"] + fact["completion"] + more, file="a", number=0) for fact in facts()
+    ]
     tokenizer = train_tokenizer(texts)
-    folder = tmp_path / "qwen"
     Qwen2ForCausalLM(
         Qwen2Config(
             hidden_size=64,
@@ -46,7 +53,6 @@ def checkpoint(tmp_path: Path) -> Path:
         )
     ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
 
 
 def talks(num_places: int = 6) -> str:
@@ -146,3 +152,19 @@ def test_a_job_tells_how_many_passes_its_budget_buys_and_how_long_they_take(
         made = caplog.text.count("rows right")
         assert made <= trained / (size + replayed) < made + 1
         assert made <= passes < made + 1.5
+
+
+def test_a_base_model_that_was_replaced_in_its_folder_is_trained_again(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    pipeline = pipeline_of(tmp_path / "home", checkpoint, lora_rank=16, max_tokens=1_000)
+    first = pipeline.learn({"a.jsonl": talks()})
+    assert pipeline.learn({"a.jsonl": talks()}).result == "unchanged"
+    save_checkpoint(checkpoint, " with many other words, so that there are more tokens")
+    again = pipeline.learn({"a.jsonl": talks()})
+    assert again.result == "published", again.reason
+    assert f"a full training: the weights in {checkpoint} changed since" in caplog.text
+    lineages = [load_release(pipeline.dir / str(job.release)).lineage for job in (first, again)]
+    assert lineages[0].base_files_digest != lineages[1].base_files_digest
+    assert pipeline.learn({"a.jsonl": talks()}).result == "unchanged"

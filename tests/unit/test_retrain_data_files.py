@@ -1,6 +1,7 @@
 """Which files are data, and which of them are held out."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +211,24 @@ def test_a_broken_card_is_named() -> None:
     ):
         with pytest.raises(DataError, match=r"^README.md: its head cannot be understood"):
             splits("a.csv", card=f"{entry}{files}---\n")
+
+
+def test_a_card_that_would_take_much_memory_or_time_is_refused_at_once() -> None:
+    """A hub reads the card while the client waits."""
+    aliases = "".join(
+        f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+        for before, name in pairwise("abcdefg")
+    )
+    config = "configs:\n- config_name: a\n  data_files:"
+    for head, reason in (
+        (f"a: &a [x, x]\n{aliases}{config} {{a: *g}}", "aliases .* are refused"),
+        (f"{config} {{a: {'x' * 50_000}}}", "Expected data_files in YAML"),
+        (f"{config} '{'x' * 50_000}**.csv'", "is no pattern|xxxx…"),
+        (f"configs: {'[' * 50_000}", "cannot be understood"),
+        ("tags:\n" + "- x\n" * 50_000, "more than 100,000 characters.* name the files in"),
+    ):
+        card = f"---\n{head}\n---\n"
+        with pytest.raises(DataError, match=rf"README.md: .*({reason})") as raised:
+            splits("a.csv", card=card)
+        assert len(str(raised.value)) < 600
+        assert splits("a.csv", card=card, splits={"train": ["*.csv"]}) == {"train": ("a.csv",)}

@@ -19,6 +19,7 @@ from pipeline.retrain.gate import (
     held_out_refusals,
     is_short,
     loss_refusals,
+    not_learned,
 )
 from pipeline.retrain.settings import GateSettings
 
@@ -49,9 +50,22 @@ def test_a_share_of_the_changed_rows_must_be_learned_and_the_first_five_others_a
     assert "only 2 of 10 changed rows that were measured were learned" in sampled
 
 
+def test_rows_that_an_accepted_training_did_not_learn_are_named_too() -> None:
+    missed = [f"a.jsonl, line {number}" for number in range(1, 7)]
+    told = not_learned(Counts(changed=60, learned=54), GATE, missed)
+    assert told is not None and told.startswith("6 of 60 changed rows were not learned: a.jsonl, ")
+    assert told.endswith("line 5 and 1 more") and "line 6" not in told
+    assert not_learned(Counts(changed=60, learned=60), GATE, []) is None
+    counts = Counts(changed=7, learned=1)
+    assert not_learned(counts, GATE, missed) is None, "the reasons of the refusal name them"
+    assert not_learned(counts, GateSettings(min_learned=0), missed) is not None
+
+
 def test_what_was_deleted_must_be_said_no_more() -> None:
     reason = refused(Counts(deleted=1, unlearned=0), still_said=("a.jsonl, line 7",))
-    assert reason == "the model still says 1 of 1 deleted rows: a.jsonl, line 7"
+    assert reason == (
+        "the model still says 1 of 1 deleted rows; in the revision before: a.jsonl, line 7"
+    )
     assert refused(Counts(deleted=10, unlearned=9)) == ""
     # A full training without them has never seen them: it infers them from other rows.
     assert count_refusals(Counts(deleted=1, unlearned=0), GATE, is_removal=True) == ()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.retrain.base_model import files_digest
 from pipeline.retrain.data import compare_revisions, is_unchanged
 from pipeline.retrain.parent import Parent
 from pipeline.retrain.rows import data_digest
@@ -79,6 +80,23 @@ def test_a_release_that_records_no_settings_counts_as_trained_with_the_same(case
 def test_another_base_model_is_a_reason_for_everybody(case: Case) -> None:
     case.lineage = case.lineage.model_copy(update={"base_model": "another"})
     assert case.mode() == "full"
+
+
+def test_a_base_model_that_was_replaced_in_its_folder_is_another_one(
+    case: Case, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "model.safetensors").write_bytes(b"weights")
+    named = {"base_model": str(base)}
+    case.lineage = case.lineage.model_copy(update=named)
+    assert case.mode(**named) == "unchanged", "a release of an older version"
+    recorded = {"base_files_digest": files_digest(str(base))}
+    case.lineage = case.lineage.model_copy(update=recorded)
+    assert case.mode(**named) == case.mode(**named, skip_if="nothing_changed") == "unchanged"
+    (base / "model.safetensors").write_bytes(b"other weights")
+    assert case.mode(**named) == case.mode(**named, skip_if="nothing_changed") == "full"
+    assert case.mode(**named, train=TrainSettings(mode="delta")) == "full"
 
 
 def test_a_person_who_asks_gets_a_training_in_the_mode_that_was_asked_for(case: Case) -> None:

@@ -2,7 +2,6 @@
 the card, and the tags by which lists of repositories can be filtered."""
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -10,15 +9,12 @@ from pathlib import Path
 
 import yaml
 
+from pipeline.card_head import HEAD, MAX_HEAD_CHARACTERS, HeadLoader
 from pipeline.hub.git.process import git
 from pipeline.hub.repositories.names import RepositoryType
 
-MAX_HEAD_CHARACTERS = 100_000
-"""Longer metadata is not read, because that would take seconds."""
 README = "README.md"
 
-# The same expression as `huggingface_hub.repocard.REGEX_YAML_BLOCK`.
-_HEAD = re.compile(r"^(\s*---(?:\r\n|\r|\n))([\S\s]*?)((?:\r\n|\r|\n)---[ \t]*(\r\n|\n|$))")
 _PREFIXES_OF_MODELS = {
     "library_name": "",
     "pipeline_tag": "",
@@ -38,30 +34,6 @@ _PREFIXES = {
 _TEXTS = ("license_name", "license_link", "pretty_name", "pipeline_tag", "library_name")
 _LISTS = ("tags",)
 _TEXT_OR_LIST = ("license", "language", "task_categories", "task_ids", "datasets", "metrics")
-
-
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """The YAML loader. CSafeLoader is not used, because deep nesting overflows its stack and ends
-    the process.
-
-    This loader refuses aliases, because a few lines with aliases can become gigabytes.
-    """
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise yaml.composer.ComposerError(
-                None, None, "aliases (`*name`) are refused: repeat the value", event.start_mark
-            )
-        node: yaml.Node | None = super().compose_node(parent, index)
-        return node
-
-
-# Dates are read as text: JSON has no dates, and an impossible date would be an error.
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, form) for tag, form in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +65,7 @@ class Card:
 def parse_card(content: str) -> Card:
     """Reads the card from the text of a README. If an error is in one line, its message names this
     line of the README."""
-    found = _HEAD.match(content)
+    found = HEAD.match(content)
     if found is None or not found[2].strip():
         return Card(warnings=("empty or missing yaml metadata in repo card",))
     text = found[2]
@@ -106,7 +78,7 @@ def parse_card(content: str) -> Card:
         return Card(warnings=(reason,))
     lines_before = len(found[1].splitlines())
     try:
-        metadata = _plain(yaml.load(text, _Loader))
+        metadata = _plain(yaml.load(text, HeadLoader))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = "" if mark is None else f" (line {mark.line + lines_before + 1})"
