@@ -13,7 +13,7 @@ from serving.weights.release_store import list_releases, release_number
 from serving.weights.verify import verify_release
 from tests.serving_fixtures import tiny_llama
 
-KILLS = int(os.environ.get("SERVING_KILLS", "8"))
+KILLS = int(os.environ.get("SERVING_KILLS", "4"))
 
 PUBLISH_FOREVER = """
 import sys
