@@ -6,7 +6,8 @@ import re
 import yaml
 
 MAX_HEAD_CHARACTERS = 100_000
-"""A longer head is not read, because that would take seconds."""
+"""The hub does not read a longer head, because that would take seconds, and a client waits. A job
+reads a head of any length."""
 # The same expression as `huggingface_hub.repocard.REGEX_YAML_BLOCK`.
 HEAD = re.compile(r"^(\s*---(?:\r\n|\r|\n))([\S\s]*?)((?:\r\n|\r|\n)---[ \t]*(\r\n|\n|$))")
 """Matches the head and the two lines around it. Its second group is the YAML."""

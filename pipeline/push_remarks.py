@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from pipeline.card_head import HEAD, MAX_HEAD_CHARACTERS
 from pipeline.errors import PipelineError
 from pipeline.hub.contents.trees import changed_files, find_paths, list_paths, read_file
 from pipeline.hub.large_files.store import LargeFiles
@@ -110,6 +111,13 @@ class PushRemarks:
                 yield f"No pipeline follows the branch {name!r}; pipelines follow {followed}."
             if not pipelines:
                 continue
+            if _has_long_head(repository, change):
+                yield (
+                    "The hub checked no rows of this push: the YAML at the beginning of README.md "
+                    f"has more than {MAX_HEAD_CHARACTERS:,} characters. {_jobs_of(pipelines)} will "
+                    "check all rows."
+                )
+                continue
             different = _read_differently(pipelines)
             if is_pushed_branch:
                 yield from _ignored_data_files(repository, change, different)
@@ -123,6 +131,21 @@ def _read_differently(pipelines: Sequence[PipelineSettings]) -> list[PipelineSet
         if all(pipeline.data != other.data for other in first):
             first.append(pipeline)
     return first
+
+
+def _has_long_head(repository: Repository, change: RefChange) -> bool:
+    """Whether the README, before or after the push, has a head that takes long to read."""
+    for commit in filter(None, (change.old_sha, change.new_sha)):
+        for entry in find_paths(repository, commit, [CARD]):
+            if MAX_HEAD_CHARACTERS < entry.size_bytes <= MAX_BYTES:
+                head = HEAD.match(read_file(repository, entry).decode(errors="replace"))
+                if head is not None and len(head[2]) > MAX_HEAD_CHARACTERS:
+                    return True
+    return False
+
+
+def _jobs_of(pipelines: Sequence[PipelineSettings]) -> str:
+    return "The job of " + " and the job of ".join(pipeline.name for pipeline in pipelines)
 
 
 def _ignored_data_files(
@@ -193,11 +216,9 @@ def _unreadable_rows(
     ]
     read = (*wanted, *find_paths(repository, change.new_sha, [CARD]))
     if sum(file.size_bytes for file in read) > MAX_BYTES:
-        jobs = " and ".join(f"the job of {pipeline.name}" for pipeline in pipelines)
         yield (
             "The hub checked no rows of this push: README.md and the changed text files have more "
-            f"than {MAX_BYTES // 1024**2} MiB together. {jobs[0].upper()}{jobs[1:]} will check all "
-            "rows."
+            f"than {MAX_BYTES // 1024**2} MiB together. {_jobs_of(pipelines)} will check all rows."
         )
         return
     missing = []

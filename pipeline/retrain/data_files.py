@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from pipeline.card_head import HEAD, MAX_HEAD_CHARACTERS, HeadLoader
+from pipeline.card_head import HEAD, HeadLoader
 from pipeline.retrain.errors import DataError
 from pipeline.retrain.settings import DataSettings, SplitSettings
 
@@ -181,13 +181,6 @@ def _configs(card: str) -> dict[str, dict[str, Any]]:
     found = HEAD.match(card)
     if found is None:
         return {}
-    if len(found[2]) > MAX_HEAD_CHARACTERS:
-        raise DataError.at(
-            CARD,
-            None,
-            f"its head has more than {MAX_HEAD_CHARACTERS:,} characters, and is not read; shorten "
-            "it, or name the files in [pipelines.data.splits]",
-        )
     from datasets.utils.metadata import MetadataConfigs
 
     try:
