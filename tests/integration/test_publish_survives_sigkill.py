@@ -8,12 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from serving.weights.release_removal import sweep
 from serving.weights.release_store import list_releases, release_number
 from serving.weights.verify import verify_release
 from tests.serving_fixtures import tiny_llama
 
-KILLS = int(os.environ.get("SERVING_KILLS", "4"))
+KILLS = int(os.environ.get("SERVING_KILLS", "12"))
 
 PUBLISH_FOREVER = """
 import sys
@@ -27,12 +29,21 @@ while True:
 
 
 def test_a_killed_publisher_leaves_nothing_half(tmp_path: Path) -> None:
+    kill_publishers(tmp_path, 4)
+
+
+@pytest.mark.slow
+def test_many_killed_publishers_leave_nothing_half(tmp_path: Path) -> None:
+    kill_publishers(tmp_path, KILLS)
+
+
+def kill_publishers(tmp_path: Path, num_kills: int) -> None:
     source = tmp_path / "checkpoint"
     tiny_llama().save_pretrained(source, max_shard_size="4KB")
     pipeline_dir = tmp_path / "releases" / "answers"
     chance = random.Random(0)
     announced: list[str] = []
-    for kill in range(KILLS):
+    for kill in range(num_kills):
         process = subprocess.Popen(
             [sys.executable, "-c", PUBLISH_FOREVER, str(pipeline_dir), str(source)],
             stdout=subprocess.PIPE,
@@ -54,4 +65,4 @@ def test_a_killed_publisher_leaves_nothing_half(tmp_path: Path) -> None:
         left = {path.name for path in pipeline_dir.iterdir() if path.name.startswith(".unfinished")}
         assert left == set()
     numbers = [release_number(release.id) for release in list_releases(pipeline_dir)]
-    assert len(announced) >= KILLS // 2 and len(numbers) == len(set(numbers))
+    assert len(announced) >= num_kills // 2 and len(numbers) == len(set(numbers))
