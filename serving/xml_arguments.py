@@ -53,7 +53,8 @@ def parameter_types(schema: Mapping[str, Any] | None) -> ParameterTypes:
 def _types(schema: Any, whole: Any, known: dict[str, set[str]], depth: int) -> set[str]:
     """The types that `schema` names; empty if it names none. `whole` is the schema that it is a
     part of, and `known` the types of each reference. Each reference is followed only once:
-    definitions that refer to each other have a number of paths that grows like a factorial."""
+    definitions that refer to each other have a number of paths that grows like a factorial. So in a
+    circle of references, a reference may get fewer types than the circle names."""
     if not isinstance(schema, dict) or depth == MAX_DEPTH:
         return set()
     depth += 1

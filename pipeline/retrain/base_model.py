@@ -15,6 +15,7 @@ from pipeline.retrain.errors import BaseModelAway, BaseModelError
 from pipeline.retrain.hub_away import is_away
 from pipeline.retrain.own_token import cached_login
 from pipeline.retrain.rows import Row
+from serving.errors import first_line
 from serving.weights.atomic_file import fsync_dir
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def _fetch(
             )
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, httpx2.HTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise (BaseModelAway if is_away(error) else BaseModelError)(
             f"base model {base_model!r} could not be fetched from {endpoint or 'huggingface.co'} "
             f"({reason}); check the name and the connection, or set `base_model` to a folder"

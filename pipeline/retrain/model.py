@@ -13,6 +13,7 @@ from pipeline.retrain.base_model import PRESETS, longest_sequence
 from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.scoring import check_head
 from pipeline.retrain.settings import RetrainSettings
+from serving.errors import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -88,7 +89,7 @@ def _translated(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise BaseModelError(f"{folder} cannot be loaded as a causal model: {reason}") from error
 
 

@@ -106,7 +106,7 @@ def _matched(
 def tracking_line(path: str) -> str:
     """The line of `.gitattributes` that makes only the file `path` a large file."""
     pattern = re.sub(r"([\\*?\[\]])", r"\\\1", path)
-    # A space would end the pattern. Other white space does not, and `[[:space:]]` does not match
-    # it, because git compares bytes.
+    # A space would end the pattern. (So would a tab or a newline, but no path has one.) White space
+    # outside ASCII does not, and `[[:space:]]` does not match it, because git compares bytes.
     pattern = pattern.replace(" ", "[[:space:]]")
     return f"/{pattern} {_TRACKED}\n"

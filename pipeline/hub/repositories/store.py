@@ -303,7 +303,7 @@ class Repositories:
                 named = self.find_by_id(connection, mark.stem).folder
                 # If only the case of the name changes, a file system that ignores case finds the
                 # folder under both names.
-                if not named.exists() or named.samefile(folder):
+                if named != folder and (not named.exists() or named.samefile(folder)):
                     folder = folder.rename(named)
                     logger.warning(
                         "the hub was killed while it moved a repository: its folder is %s", named
