@@ -12,7 +12,6 @@ import typer
 
 from jobs.counts import Counts
 from pipeline.cli.options import JsonOption, PipelineOption
-from pipeline.cli.repair import repair, rm
 from pipeline.cli.swap import swap_in
 from pipeline.cli.tables import print_table
 from pipeline.errors import PipelineError
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
     from serving.weights.release import Release
 
 app = typer.Typer(help="Manage releases, and choose which one is served.", no_args_is_help=True)
-
-app.command()(repair)
-app.command()(rm)
 
 ReleaseArgument = Annotated[str, typer.Argument(help="The id of a release, from `releases ls`.")]
 
@@ -262,6 +258,28 @@ def prune(
         print(json.dumps({"removed": removed}))
     else:
         print("removed " + (", ".join(removed) or "nothing"))
+
+
+@app.command()
+def rm(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
+    """Remove a release, damaged or not. You cannot remove a release while it is served, pending
+    (chosen, but not served yet) or pinned (kept by `releases pin`)."""
+    from pipeline.probes import server_state
+    from pipeline.stack_record import running_settings
+    from serving.weights.release_removal import remove
+    from serving.weights.release_store import release_number
+
+    home = Home.find()
+    settings = running_settings(home)
+    chosen = settings.pipeline(pipeline)
+    release_number(release)
+    if server_state(settings.server_url(chosen)).get("release") == release:
+        raise PipelineError(
+            f"{release} is not removed, because it is served; serve another release first: "
+            "pipeline releases rollback"
+        )
+    remove(home.releases_dir / chosen.name, release)
+    print(f"removed {release}")
 
 
 @app.command()
