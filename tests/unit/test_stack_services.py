@@ -119,7 +119,10 @@ def test_down_and_status_say_that_the_stack_is_suspended(
             down()
         assert capsys.readouterr().err.count(advice) == 1
         [notice] = status_report(Home(tmp_path), load_settings())["notices"]
-        assert notice.startswith(f"stack: the stack (process {up.pid}) is suspended") and advice in notice
+        assert (
+            notice.startswith(f"stack: the stack (process {up.pid}) is suspended")
+            and advice in notice
+        )
         found = check_services(Facts(Home(tmp_path), load_settings()))
         assert [(each.check, each.level) for each in found] == [("stack", "wrong")]
     finally:
