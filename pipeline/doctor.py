@@ -23,10 +23,11 @@ from pipeline.job_store import jobs_schema, reading_jobs
 from pipeline.journal import WAYS_ON, next_step
 from pipeline.moved_datasets import moved_message, moved_next_step
 from pipeline.other_hubs import check_other_hubs
+from pipeline.paths import settings_file
 from pipeline.probes import port_fault
 from pipeline.retrain.reporters import check_reporters
 from pipeline.services import services_of
-from pipeline.settings import PipelineSettings, settings_file
+from pipeline.settings import PipelineSettings
 from pipeline.stack_record import stale_settings, suspended_stack
 from pipeline.subscriptions import ROUTE, own_webhook_id, unwatched_datasets
 from pipeline.tokens import read_tokens

@@ -2,7 +2,6 @@
 comment."""
 
 import json
-import os
 import textwrap
 from collections.abc import Collection, Iterator
 from pathlib import Path, PurePath
@@ -45,7 +44,8 @@ def init(
     that has its default value is commented out, except `base_model`."""
     from pydantic import ValidationError
 
-    from pipeline.settings import SETTINGS_FILE, PipelineSettings, settings_file, value_fault_text
+    from pipeline.paths import SETTINGS_FILE
+    from pipeline.settings import PipelineSettings, value_fault_text
 
     file = Path(SETTINGS_FILE).absolute()
     if file.exists() and not force:
@@ -60,11 +60,7 @@ def init(
         words = value_fault_text(str(problem["loc"][0]), problem["type"], problem["msg"])
         raise PipelineError(f"--{option} {problem['input']!r}: {words}") from None
     file.write_text(settings_text(pipeline))
-    uses_other_folder = settings_file() != file or (
-        Path(os.environ.get("PIPELINE_HOME", file)).parent != file.parent
-    )
-    unset = "unset PIPELINE_HOME PIPELINE_SETTINGS && " if uses_other_folder else ""
-    print(f"{file} is written. Start the stack with: {unset}pipeline up")
+    print(f"{file} is written. Start the stack with: pipeline up")
 
 
 def settings_text(*pipelines: BaseModel) -> str:

@@ -21,6 +21,7 @@ from pipeline.cli.demo import demo
 from pipeline.cli.doctor import doctor
 from pipeline.cli.env import env
 from pipeline.cli.init import init
+from pipeline.cli.project import name_stacks
 from pipeline.cli.status import status
 from pipeline.cli.up import down, up
 from pipeline.errors import PipelineError
@@ -51,6 +52,7 @@ app.add_typer(releases.app, name="releases")
 app.add_typer(hub_commands.app, name="hub")
 app.add_typer(receiver_commands.app, name="receiver")
 app.command()(services.serve)
+name_stacks(app)
 
 
 def main() -> None:

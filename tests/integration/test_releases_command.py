@@ -203,7 +203,7 @@ def test_a_refused_commit_that_waits_is_told_with_the_ways_on(configure: Configu
     assert advice == told["refused"]
     assert "the gate rejected c0ffeec0ffee" in advice
     assert "pipeline jobs run --force --reason WHY" in advice
-    assert pipeline("releases", "ls", "--json").output == listed
+    assert pipeline("releases", "ls", "--json").stdout == listed
 
 
 def test_jobs_are_listed_with_nothing_cut_and_cancelled_with_json(
@@ -211,7 +211,7 @@ def test_jobs_are_listed_with_nothing_cut_and_cancelled_with_json(
 ) -> None:
     configure(1)
     monkeypatch.setenv("COLUMNS", "40")
-    assert pipeline("jobs", "ls").output == "No job yet.\n"
+    assert pipeline("jobs", "ls").stdout == "No job yet.\n"
     with open_job_store(load_settings(), Home.find()) as store:
         job = store.submit(JobSpec(command=("sleep", "1"))).job
     assert job.id in pipeline("jobs", "ls").output
@@ -231,7 +231,7 @@ def test_a_job_that_runs_is_asked_to_stop_and_one_that_was_rejected_says_so(
     with open_job_store(load_settings(), Home.find()) as store:
         job = store.submit(JobSpec(command=("sleep", "1"))).job
         assert store.claim("me", 60) is not None
-        stopping = pipeline("jobs", "cancel", job.id).output
+        stopping = pipeline("jobs", "cancel", job.id).stdout
         assert stopping == f"{job.id} was asked to stop\n"
         outcome = JobOutcome(result="rejected", stage="evaluate", reason="worse by 9 %")
         store.finish(job.id, "me", outcome)
@@ -244,7 +244,7 @@ def test_a_command_that_is_no_program_becomes_no_job(configure: Configure) -> No
     configure(1)
     refused = pipeline("jobs", "run", "nosuchcommand")
     assert "no program 'nosuchcommand' on PATH" in str(refused.exception)
-    assert pipeline("jobs", "ls").output == "No job yet.\n"
+    assert pipeline("jobs", "ls").stdout == "No job yet.\n"
 
 
 def test_rollback_goes_to_what_was_served_before_and_never_forth(configure: Configure) -> None:
@@ -263,7 +263,7 @@ def test_rollback_goes_to_what_was_served_before_and_never_forth(configure: Conf
             result = pipeline("releases", *command)
             assert result.output.startswith(f"{served} is served, instead of"), result.output
         again = pipeline("releases", "swap", ids[0])
-        assert again.output == f"{ids[0]} is already served\n"
+        assert again.stdout == f"{ids[0]} is already served\n"
 
 
 def test_rollback_knows_what_was_served_before_the_server_was_started_again(
@@ -499,7 +499,7 @@ def test_rm_removes_a_release_but_none_that_is_in_use(configure: Configure) -> N
     served, spare, named = (echo_release(folder, seed).id for seed in (1, 2, 3))
     release_store.set_current(folder, served)
     lose_a_shard(folder / spare)
-    assert pipeline("releases", "rm", spare).output == f"removed {spare}\n"
+    assert pipeline("releases", "rm", spare).stdout == f"removed {spare}\n"
     for release, why in ((served, "because it is served"), (spare, "is not a release")):
         refused = pipeline("releases", "rm", release)
         assert refused.exit_code == 1 and why in str(refused.exception)
