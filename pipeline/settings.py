@@ -50,6 +50,8 @@ from receiver.settings import ReceiverSettings
 from serving.settings import ServingSettings
 
 HANG_SECONDS = 60.0
+SECRET_KEYS = ("api_key", "database_url")
+"""Keys whose value is not shown. A database URL may contain a password."""
 
 
 class PipelineSettings(BaseModel):
@@ -370,8 +372,7 @@ def value_fault_text(key: str, kind: str, message: str) -> str:
 
 
 def _is_shown(key: str, given: Any) -> bool:
-    # Do not show an API key. Do not show a database URL, because it may contain a password.
-    return isinstance(given, str | int | float) and key not in ("api_key", "database_url")
+    return isinstance(given, str | int | float) and key not in SECRET_KEYS
 
 
 def _fields_at(tables: list[str]) -> dict[str, Any]:

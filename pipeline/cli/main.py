@@ -22,6 +22,7 @@ from pipeline.cli.doctor import doctor
 from pipeline.cli.env import env
 from pipeline.cli.init import init
 from pipeline.cli.project import name_stacks
+from pipeline.cli.settings import settings
 from pipeline.cli.status import status
 from pipeline.cli.up import down, up
 from pipeline.errors import PipelineError
@@ -41,6 +42,7 @@ app.command()(up)
 app.command()(down)
 app.command()(demo)
 app.command()(init)
+app.command()(settings)
 app.command()(status)
 app.command()(doctor)
 app.command()(env)

@@ -3,6 +3,7 @@ other commands say in a folder of no project."""
 
 import os
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from pipeline.cli.main import app
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.retrain.own_token import token_of_shell
-from pipeline.settings import load_settings
+from pipeline.settings import PipelineSettings, load_settings
 from pipeline.tokens import load_tokens
 
 INIT = ("init", "--name", "notes", "--dataset", "local/notes")
@@ -93,6 +94,21 @@ def test_every_command_that_changes_something_names_its_stack(
         assert named not in CliRunner().invoke(app, command.split()).stderr, command
     (notes / "pipeline.toml").write_text("[[pipelines]")
     assert "pipeline none" in CliRunner().invoke(app, ["releases", "rollback"]).stderr
+
+
+def test_init_writes_twenty_lines_of_which_three_matter(folder: Path) -> None:
+    CliRunner().invoke(app, INIT)
+    text = (folder / "pipeline.toml").read_text()
+    assert len(text.splitlines()) <= 20 and "`pipeline settings`" in text
+    [told] = tomllib.loads(text)["pipelines"]
+    assert told == {"name": "notes", "dataset": "local/notes", "base_model": "preset:tiny"}
+    [pipeline] = load_settings().pipelines
+    assert pipeline == PipelineSettings.model_validate(told)
+    elsewhere = ("--dataset-endpoint", "https://huggingface.co", "--base-model", "me/base")
+    CliRunner().invoke(app, [*INIT, *elsewhere, "--force"])
+    [pipeline] = load_settings().pipelines
+    assert pipeline.dataset_endpoint == "https://huggingface.co"
+    assert pipeline.base_model == "me/base"
 
 
 def test_init_overwrites_on_request_only(folder: Path) -> None:
