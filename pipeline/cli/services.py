@@ -212,8 +212,8 @@ def _engine(settings: "ServingSettings", *, busy_lock_file: Path) -> "Engine":
                 )
     except ModuleNotFoundError as error:
         raise PipelineError(
-            f"--engine {engine} needs {error.name}; install it with this extra: "
-            f"pip install 'hotpush[{extra}]'"
+            f"--engine {engine} needs {error.name}; install it in the folder of hotpush: "
+            f"pip install -e '.[{extra}]'"
         ) from None
 
 
