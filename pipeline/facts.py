@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from jobs.job import Job
 from jobs.launchers.process import is_alive
 from pipeline.errors import PipelineError
+from pipeline.going_back import went_back
 from pipeline.job_store import reading_jobs
 from pipeline.journal import advice_after_refusal, describe
 from pipeline.moved_datasets import moved_datasets
@@ -200,6 +201,7 @@ class Facts:
                 for job in jobs
             ),
             "served": None if served is None else asdict(served),
+            "went_back": served and went_back(self.releases_dir(pipeline), served.release),
             "pending_release": pending_release(self.releases_dir(pipeline)),
             "queue_age_seconds": max(
                 (round(now - job.created_at, 1) for job in jobs if not job.has_ended),

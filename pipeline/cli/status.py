@@ -3,7 +3,9 @@ and running jobs."""
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cli.options import JsonOption
@@ -65,6 +67,9 @@ def status(
                 console.print(f"  damaged      {_substitute_note(served)}")
             elif served["reason"]:
                 console.print(f"  damaged      {served['reason']}; try: pipeline releases rollback")
+        if (back := pipeline["went_back"]) is not None:
+            for name, text in _after_going_back(pipeline, back):
+                console.print(f"  {name:11}  {text}")
         if pipeline["pending_release"]:
             pending = pipeline["pending_release"]
             console.print(f"  pending      {pending}; the next server that starts will serve it")
@@ -123,6 +128,18 @@ def _origin(served: dict[str, Any], head: str | None, head_changes_no_row: bool)
         return f"trained on {trained_on[:12]}, the newest commit"
     note = ", which changes no row" if head_changes_no_row else ""
     return f"trained on {trained_on[:12]}; the newest commit is {head[:12]}{note}"
+
+
+def _after_going_back(pipeline: dict[str, Any], back: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    former, release = back["former"], back["release"]
+    lacks = f"; it lacks {back['changed_rows']:,} changed rows" if back["changed_rows"] else ""
+    at = datetime.fromtimestamp(back["at"]).astimezone().isoformat(" ", "minutes")
+    yield "went back", f"{back['by']} went back from {former} to {release}, {at}{lacks}"
+    yield (
+        "next push",
+        f"trains {release} on all rows that changed since its commit, also those of {former}; to "
+        f"prevent this, revert them in the dataset, or: pipeline pause {pipeline['name']}",
+    )
 
 
 def _substitute_note(served: dict[str, Any]) -> str:

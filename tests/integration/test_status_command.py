@@ -217,21 +217,25 @@ def test_another_shell_finds_the_stack_that_runs_not_the_ports_of_the_file(
         assert not any("the hub has no webhook" in message for message in dict(wrong()))
 
 
+@pytest.mark.parametrize("is_served", [True, False])
 def test_a_commit_that_changes_no_row_is_told_from_one_that_waits(
-    hub: RunningHub, tmp_path: Path
+    hub: RunningHub, tmp_path: Path, is_served: bool
 ) -> None:
     worktree = clone(hub, tmp_path)
     head = push(hub, worktree)
     folder = Home.find().releases_dir / "facts"
-    release_store.set_current(folder, echo_release(folder, 1).id)
+    served, newer = (echo_release(folder, seed).id for seed in (1, 2))
+    release_store.set_current(folder, served)
 
     assert f"; the newest commit is {head[:12]}\n" in pipeline("status")
     with open_job_store(load_settings(), Home.find()) as store:
         store.submit(training_on(head))
         job = store.claim("me", 60)
         assert job is not None
-        store.finish(job.id, "me", JobOutcome(result="unchanged"))
-    assert f"; the newest commit is {head[:12]}, which changes no row\n" in pipeline("status")
+        compared = served if is_served else newer
+        store.finish(job.id, "me", JobOutcome(result="unchanged", served_release=compared))
+    changes_no_row = f"; the newest commit is {head[:12]}, which changes no row\n"
+    assert (changes_no_row in pipeline("status")) == is_served, "after a rollback, it does"
 
 
 @pytest.mark.parametrize("content", [None, "{}"])
