@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
+from platform import python_version
 
 import httpx
 from cryptography.fernet import Fernet, InvalidToken
@@ -61,7 +62,7 @@ def faults(facts: Facts, checks: Iterable[Check]) -> list[Finding]:
 
 
 def check_programs(facts: Facts) -> Iterator[Finding]:
-    yield ok("python", str(facts.versions["python"]))
+    yield ok("python", python_version())
     yield ok("engine", f"{facts.engine.name}, because {facts.engine.reason}")
     if facts.engine.name == "torch" and find_spec("torch") is None:
         yield wrong("torch", "it is not installed", INSTALL_TORCH)
@@ -242,22 +243,6 @@ def check_services(facts: Facts) -> Iterator[Finding]:
         else:
             assert child.process is not None
             yield ok(child.name, f"up, process {child.process.pid}")
-            if child.metrics_port is not None and not _serves_metrics(child.metrics_port):
-                yield wrong(
-                    "ports",
-                    f"port {child.metrics_port} does not serve the runner's metrics; does another "
-                    "program use this port?",
-                    "free the port, or set another metrics_port under [jobs] (0 turns the metrics "
-                    "off); then restart the stack",
-                )
-
-
-def _serves_metrics(port: int) -> bool:
-    try:
-        response = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5, trust_env=False)
-    except httpx.HTTPError:
-        return False
-    return "pipeline_outcomes" in response.text
 
 
 def check_ports(facts: Facts) -> Iterator[Finding]:

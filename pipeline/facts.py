@@ -1,12 +1,9 @@
 """What is known of a stack and of its state folder. `pipeline status` shows these facts, and
 `pipeline doctor` judges them. Asking for facts changes nothing."""
 
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from platform import python_version
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -34,7 +31,6 @@ from serving.weights.release_store import (
     stood_in_for,
 )
 
-PACKAGES = ("hotpush", "torch", "transformers", "datasets", "huggingface_hub")
 READ_IT = "do what the message says"
 NUM_JOBS = 20
 """How many of the newest jobs of a pipeline are looked at."""
@@ -97,15 +93,6 @@ class Facts:
     @cached_property
     def engine(self) -> EngineChoice:
         return choose_engine(self.settings.serving.engine)
-
-    @cached_property
-    def versions(self) -> dict[str, str | None]:
-        """Name → version; None for a package that is not installed. Imports no package."""
-        found: dict[str, str | None] = {"python": python_version(), **dict.fromkeys(PACKAGES)}
-        for name in PACKAGES:
-            with suppress(PackageNotFoundError):
-                found[name] = version(name)
-        return found
 
     @cached_property
     def tokens(self) -> Tokens | None:

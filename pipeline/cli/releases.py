@@ -74,8 +74,6 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
         ],
         empty="No release yet.",
     )
-    if (advice := _advice(pipeline)) is not None:
-        print(f"\n{advice}")
 
 
 @app.command()
@@ -155,7 +153,6 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
 def publish(
     folder: Annotated[Path, typer.Argument(help="A checkpoint folder, from any trainer.")],
     pipeline: PipelineOption = None,
-    format: Annotated[str, typer.Option(hidden=True)] = "safetensors",
     parent: Annotated[
         str | None,
         typer.Option(
@@ -188,11 +185,6 @@ def publish(
     from serving.weights.publish import publish_folder
     from serving.weights.release_store import served_release
 
-    # Earlier versions had this option. Scripts that ask for safetensors still work.
-    if format != "safetensors":
-        raise PipelineError(
-            f"--format {format}: releases are always safetensors; leave this option out"
-        )
     context = job_context(os.environ)
     configured = _configured(pipeline or context.pipeline)
     context = context.for_ref(branch_ref(configured))
@@ -311,26 +303,6 @@ def _rows(evaluation: Any) -> str:
     losses = [found.get(key) for key in ("served_loss", "loss")] if isinstance(found, dict) else []
     known = [f"{loss:.2f}" for loss in losses if isinstance(loss, float)]
     return f"loss {' → '.join(known)}" if known else "-"
-
-
-def _advice(pipeline: str | None) -> str | None:
-    """What the user can do if the gate has rejected the last commit. None if the gate has not
-    rejected it, or if the job store cannot be read."""
-    from jobs.errors import StoreError
-    from pipeline.job_store import reading_jobs
-    from pipeline.journal import advice_after_refusal
-    from pipeline.settings import load_settings
-
-    settings = load_settings()
-    chosen = settings.pipeline(pipeline)
-    try:
-        with reading_jobs(settings, Home.find()) as store:
-            jobs = store.list(pipeline=chosen.name, limit=20) if store is not None else []
-    except StoreError as error:
-        # The listing itself needs no job store, so it must not fail.
-        print(f"pipeline: {error}", file=sys.stderr)
-        return None
-    return advice_after_refusal(jobs)
 
 
 def _configured(pipeline: str | None) -> "PipelineSettings":

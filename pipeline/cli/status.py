@@ -99,7 +99,6 @@ def status_report(home: Home, settings: "Settings") -> dict[str, Any]:
         "suspended_webhooks": [
             {"id": each.id, "url": each.url} for each in webhooks if each.status == "suspended"
         ],
-        "versions": facts.versions,
         "engine": asdict(facts.engine),
         "uptime_seconds": round(now - record.started_at, 1) if record else None,
         "services": [

@@ -11,18 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import start_http_server
 
-from jobs.launchers.process import identify
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline import doctor
 from pipeline.facts import Facts, Finding
 from pipeline.paths import Home
-from pipeline.runner_metrics import RunnerMetrics
 from pipeline.settings import load_settings
-from pipeline.stack_record import Child, StackRecord
 from tests.ports import free_port
 from tests.serving_fixtures import echo_release
 
@@ -93,24 +89,6 @@ def test_a_taken_metrics_port(home: Home, tmp_path: Path) -> None:
         [(message, step)] = found()
         assert message == f"port {port} of the runner's metrics is in use, although no stack is up"
         assert "metrics_port under [jobs]" in step
-
-    me = identify(os.getpid())
-    assert me is not None
-    runner = Child(name="runner", process=me, metrics_port=port)
-    record = StackRecord(process=me, started_at=0.0, is_ready=True, children=(runner,))
-    home.stack_file.write_text(record.model_dump_json())
-    [(message, step)] = found()
-    assert f"port {port} does not serve the runner's metrics" in message
-    assert "restart the stack" in step
-    with JobStore.open(tmp_path / "jobs.sqlite") as store:
-        registry = RunnerMetrics(store).registry
-        server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
-        try:
-            assert found() == []
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
 
 
 def test_a_disk_that_is_nearly_full(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
