@@ -172,8 +172,8 @@ def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
         engine = create_engine(target, **options)
     except (ImportError, NoSuchModuleError) as error:
         raise StoreError(
-            f"{shown} needs a driver that is not installed ({error}); for Postgres, install "
-            "hotpush[postgres] and write postgresql+psycopg://…"
+            f"{shown} needs a driver that is not installed ({error}); for Postgres, run in "
+            "the folder of hotpush: pip install -e '.[postgres]', and write postgresql+psycopg://…"
         ) from error
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _set_busy_timeout if only_reads else _set_up_sqlite)

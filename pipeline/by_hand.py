@@ -22,10 +22,10 @@ from pipeline import settings_copy
 from pipeline.after_jobs import after_jobs
 from pipeline.job_store import check_schemas, open_job_store
 from pipeline.logs import log_to_stderr
-from pipeline.paths import Home
-from pipeline.retrain.own_token import OWN_TOKEN
+from pipeline.paths import Home, settings_file
+from pipeline.retrain.own_token import OWN_TOKEN, token_of_shell
 from pipeline.services import RUNNER, Service, hub_service
-from pipeline.settings import Settings, load_settings, settings_file
+from pipeline.settings import Settings, load_settings
 from pipeline.stack import Stack
 from pipeline.stack_record import at_running_stack, read_stack
 from pipeline.tokens import Tokens, load_tokens
@@ -192,12 +192,9 @@ def _attempt_variables(job: Job, tokens: Tokens) -> dict[str, str]:
 
 
 def _user_token_variable(tokens: Tokens) -> dict[str, str]:
-    """The environment variable that passes the user's own token on to the jobs. The jobs need this
-    token for other hubs. The token is the value of `HF_TOKEN` in the shell that started this
-    process. The result is empty if `HF_TOKEN` is not set, or if `HF_TOKEN` is the token of the
-    stack's own hub."""
-    token = os.environ.get("HF_TOKEN")
-    return {OWN_TOKEN: token} if token and token != tokens.hub else {}
+    """Passes the user's own token on to the jobs, which need it for other hubs."""
+    token = token_of_shell(os.environ, tokens.hub)
+    return {} if token is None else {OWN_TOKEN: token}
 
 
 def _with_preload(settings: JobsSettings) -> JobsSettings:

@@ -1,68 +1,71 @@
-"""Checks a stack (the services that `pipeline up` starts) and its state folder (by default
-`.pipeline`). Reports each fault and what to do about the fault, but repairs nothing."""
+"""Judges the facts of a stack and of its state folder (by default `.pipeline`). Reports each fault
+and what to do about the fault, but repairs nothing."""
 
 import shutil
+import sqlite3
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from importlib.util import find_spec
+from pathlib import Path
+from platform import python_version
+
+import httpx
+from cryptography.fernet import Fernet, InvalidToken
 
 from jobs.errors import JobError
-from jobs.launchers.process import is_alive
 from jobs.migrations import HEAD as JOBS_SCHEMA
-from pipeline.doctor_deliveries import check_dead_letters, check_deliveries
-from pipeline.doctor_jobs import (
-    check_base_models,
-    check_last_jobs,
-    check_metrics_port,
-    check_newest_commits,
-    check_trainers,
-)
-from pipeline.doctor_repositories import check_repositories
 from pipeline.errors import PipelineError
-from pipeline.findings import Finding, ok, wrong
+from pipeline.facts import READ_IT, Facts, Finding, ok, state_of, wrong
 from pipeline.hub.database import SCHEMA_REVISION as HUB_SCHEMA
 from pipeline.hub.database import check_schema
 from pipeline.hub.errors import HubError
-from pipeline.job_store import jobs_schema
-from pipeline.moved_datasets import moved_datasets, moved_message, moved_next_step
-from pipeline.other_hubs import check_webhooks_at_other_hubs
-from pipeline.paths import Home
-from pipeline.probes import health, liveness, port_fault
-from pipeline.sealed_secrets import check_secrets
+from pipeline.job_store import jobs_schema, reading_jobs
+from pipeline.journal import WAYS_ON, next_step
+from pipeline.moved_datasets import moved_message, moved_next_step
+from pipeline.other_hubs import check_other_hubs
+from pipeline.paths import settings_file
+from pipeline.probes import port_fault
+from pipeline.retrain.reporters import check_reporters
 from pipeline.services import services_of
-from pipeline.settings import Settings
-from pipeline.stack_record import read_stack, stale_settings, suspended_stack
+from pipeline.settings import PipelineSettings
+from pipeline.stack_record import stale_settings, suspended_stack
 from pipeline.subscriptions import ROUTE, own_webhook_id, unwatched_datasets
 from pipeline.tokens import read_tokens
-from pipeline.versions import installed_versions
 from receiver.errors import NotAllowed, ReceiverError
-from serving.engine_choice import choose_engine
+from receiver.webhooks import WebhookRecord
 from serving.errors import ServingError
+from serving.weights.release_store import release_ids, served_release, stood_in_for
+from serving.weights.verify import verify_release
 
 SPARE_BYTES = 1 << 30
 """How many bytes must be free on the disk. If fewer are free, the next release may not fit."""
 OLDEST_GIT = (2, 31)
 """The first version of git that reads the environment variable `GIT_CONFIG_COUNT`. `pipeline env`
 sets this variable."""
+NEEDED_TO_TRAIN = ("torch", "transformers", "datasets", "safetensors")
+INSTALL_TORCH = "in the folder of hotpush: pip install -e '.[torch]'"
+RESTART = "pipeline down && pipeline up --detach"
+
+Check = Callable[[Facts], Iterator[Finding]]
 
 
-Check = Callable[[Home, Settings], Iterator[Finding]]
-
-
-def examine(home: Home, settings: Settings) -> list[Finding]:
+def examine(facts: Facts) -> list[Finding]:
     """Run every check, in the order of `CHECKS`. One fault may make several checks fail. The check
     that finds the fault itself comes before the checks that find only effects of the fault."""
-    return [finding for check in CHECKS for finding in check(home, settings)]
+    return [finding for check in CHECKS for finding in check(facts)]
 
 
-def _check_programs(home: Home, settings: Settings) -> Iterator[Finding]:
-    found = installed_versions()
-    yield ok("python", str(found["python"]))
-    engine = choose_engine(settings.serving.engine)
-    yield ok("engine", f"{engine.name}, because {engine.reason}")
-    if found["torch"] is None and engine.name == "torch":
-        yield wrong("torch", "it is not installed", "install it: pip install 'hotpush[torch]'")
-    else:
-        yield ok("torch", str(found["torch"]))
+def faults(facts: Facts, checks: Iterable[Check]) -> list[Finding]:
+    """What these checks find wrong."""
+    return [each for check in checks for each in check(facts) if each.level == "wrong"]
+
+
+def check_programs(facts: Facts) -> Iterator[Finding]:
+    yield ok("python", python_version())
+    yield ok("engine", f"{facts.engine.name}, because {facts.engine.reason}")
+    if facts.engine.name == "torch" and find_spec("torch") is None:
+        yield wrong("torch", "it is not installed", INSTALL_TORCH)
     git = shutil.which("git")
     if git is None:
         yield wrong("git", "it is not on PATH", "install git")
@@ -77,73 +80,145 @@ def _check_programs(home: Home, settings: Settings) -> Iterator[Finding]:
         yield ok("git", number)
 
 
-def _check_state_folder(home: Home, settings: Settings) -> Iterator[Finding]:
-    if not home.root.exists():
-        yield wrong("state", f"{home.root} does not exist", "start the stack: pipeline up")
+def check_state_folder(facts: Facts) -> Iterator[Finding]:
+    root, file = facts.home.root, facts.home.tokens_file
+    if not root.exists():
+        yield wrong("state", f"{root} does not exist", "start the stack: pipeline up")
         return
-    usage = shutil.disk_usage(home.root)
-    room = f"{usage.free / 2**30:.1f} GiB free on the disk of {home.root}"
-    if usage.free < SPARE_BYTES:
-        yield wrong(
-            "disk",
-            room,
-            "free some space: pipeline releases prune --keep 2, or lower keep_days under [jobs]",
-        )
+    free = shutil.disk_usage(root).free
+    room = f"{free / 2**30:.1f} GiB free on the disk of {root}"
+    if free < SPARE_BYTES:
+        step = "pipeline releases prune --keep 2, or lower keep_days under [jobs]"
+        yield wrong("disk", room, f"free some space: {step}")
     else:
         yield ok("disk", room)
-    file = home.tokens_file
-    if not file.exists():
-        yield wrong("tokens", f"{file} does not exist", "start the stack: pipeline up")
-        return
-    mode = file.stat().st_mode & 0o777
-    if mode & 0o077:
-        yield wrong(
-            "tokens", f"{file} has mode {mode:o}: other users can read it", f"chmod 600 {file}"
-        )
     try:
         read_tokens(file)
     except PipelineError as error:
-        yield wrong("tokens", str(error), "do what the message says")
+        yield wrong("tokens", str(error), READ_IT)
+        return
+    if (mode := file.stat().st_mode & 0o777) & 0o077:
+        readable = f"{file} has mode {mode:o}: other users can read it"
+        yield wrong("tokens", readable, f"chmod 600 {file}")
     else:
-        if not mode & 0o077:
-            yield ok("tokens", f"only its owner can read {file}")
+        yield ok("tokens", f"only its owner can read {file}")
 
 
-def _check_secrets(home: Home, settings: Settings) -> Iterator[Finding]:
+def check_databases(facts: Facts) -> Iterator[Finding]:
+    found: str | None
     try:
-        key = read_tokens(home.tokens_file).key
-    except PipelineError:
-        return  # `_check_state_folder` has already reported this error
-    found = list(check_secrets(home, settings, key))
-    yield from found
-    if not found:
-        yield ok("secrets", "the key decrypts the secrets of webhooks and of pending jobs")
-
-
-def _check_schemas(home: Home, settings: Settings) -> Iterator[Finding]:
-    hub = home.hub_dir / "hub.sqlite"
-    try:
-        found = check_schema(hub)
+        found = check_schema(facts.home.hub_dir / "hub.sqlite")
     except HubError as error:
-        yield wrong("hub database", str(error), "upgrade hotpush, or restore a backup")
+        yield wrong("hub database", str(error), READ_IT)
     else:
-        yield ok("hub database", _describe_schema(found, HUB_SCHEMA))
+        yield ok("hub database", _schema(found, HUB_SCHEMA))
     try:
-        found = jobs_schema(settings, home)
+        found = jobs_schema(facts.settings, facts.home)
     except JobError as error:
-        yield wrong("job database", str(error), "upgrade hotpush, or restore a backup")
+        yield wrong("job database", str(error), READ_IT)
     else:
-        yield ok("job database", _describe_schema(found, JOBS_SCHEMA))
+        yield ok("job database", _schema(found, JOBS_SCHEMA))
 
 
-def _describe_schema(found: str | None, head: str) -> str:
+def _schema(found: str | None, head: str) -> str:
     if found is None:
         return "does not exist yet; the first start creates it"
     return f"schema {found}" + ("" if found == head else f"; the next start upgrades it to {head}")
 
 
-def _check_services(home: Home, settings: Settings) -> Iterator[Finding]:
-    record = read_stack(home)
+def check_secrets(facts: Facts) -> Iterator[Finding]:
+    """Whether the key in `tokens.json` (or in `PIPELINE_SECRET_KEY`) decrypts the secrets of
+    webhooks and of pending jobs. `up` sets the secret of the stack's own webhook again."""
+    if facts.tokens is None:
+        return  # `check_state_folder` has reported why
+    try:
+        fernet = Fernet(facts.tokens.key)
+        sealed = list(_sealed_secrets(facts))
+    except ValueError:
+        yield wrong("secrets", "the key in tokens.json is not a Fernet key", "restore tokens.json")
+        return
+    except (HubError, JobError, sqlite3.Error):
+        return  # `check_databases` has reported this error
+    lost = {owner: None for owner, secret in sealed if not _can_decrypt(fernet, secret)}
+    if lost:
+        yield wrong(
+            "secrets",
+            f"the secrets of {', '.join(lost)} were encrypted with another key (tokens.json was "
+            "replaced, or PIPELINE_SECRET_KEY has changed)",
+            "restore the old key; or set them again: pipeline webhooks update ID, and for a job: "
+            "pipeline jobs cancel ID, then submit it again",
+        )
+    else:
+        yield ok("secrets", "the key decrypts the secrets of webhooks and of pending jobs")
+
+
+def _sealed_secrets(facts: Facts) -> Iterator[tuple[str, bytes]]:
+    database = facts.home.hub_dir / "hub.sqlite"
+    if check_schema(database) == HUB_SCHEMA:
+        with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
+            rows = connection.execute(
+                "SELECT id, url, encrypted_secret, encrypted_secrets FROM webhooks"
+            ).fetchall()
+        own = own_webhook_id({row[0]: row[1] for row in rows}, facts.settings, facts.home)
+        for id, _, *secrets in rows:
+            if id != own:
+                yield from ((f"webhook {id}", secret) for secret in secrets if secret is not None)
+    with reading_jobs(facts.settings, facts.home) as store:
+        for job in [] if store is None else store.list(state="SCHEDULING"):
+            if job.spec.sealed_env is not None:
+                yield f"job {job.id}", job.spec.sealed_env.encode()
+
+
+def _can_decrypt(fernet: Fernet, sealed: bytes) -> bool:
+    try:
+        fernet.decrypt(sealed)
+    except InvalidToken:
+        return False
+    return True
+
+
+def check_training(facts: Facts) -> Iterator[Finding]:
+    """Whether the jobs of each pipeline can start: with the user's own trainer (`command`), or with
+    the built-in training and its base model."""
+    for pipeline in facts.settings.pipelines:
+        found = list(_check_command(pipeline) if pipeline.command else _check_training(pipeline))
+        yield from found
+        if not found:
+            what = pipeline.command[0] if pipeline.command else pipeline.base_model
+            yield ok("trainer", f"{pipeline.name}: {what}")
+
+
+def _check_command(pipeline: PipelineSettings) -> Iterator[Finding]:
+    assert pipeline.command is not None
+    program = pipeline.command[0]
+    if shutil.which(program) is None:
+        what = "is not an executable program" if "/" in program else "is not a program on PATH"
+        yield wrong(
+            "trainer",
+            f"{pipeline.name}: {program} {what}, so every job fails",
+            f"correct `command` under [[pipelines]] in {settings_file()}, or install the program",
+        )
+
+
+def _check_training(pipeline: PipelineSettings) -> Iterator[Finding]:
+    if (missing := pipeline.missing_base()) is not None:
+        yield wrong("base model", missing, READ_IT)
+    if absent := [name for name in NEEDED_TO_TRAIN if find_spec(name) is None]:
+        yield wrong(
+            "trainer",
+            f"{pipeline.name}: {', '.join(absent)} not installed, which the built-in training "
+            "needs",
+            f"{INSTALL_TORCH}; or set `command` under [[pipelines]]",
+        )
+    for name in pipeline.train.report_to:
+        try:
+            check_reporters([name])
+        except PipelineError as error:
+            yield wrong("trainer", f"{pipeline.name}: {error}", READ_IT)
+
+
+def check_services(facts: Facts) -> Iterator[Finding]:
+    record, home = facts.stack, facts.home
     if record is None:
         if home.stack_file.exists():
             yield wrong(
@@ -153,68 +228,63 @@ def _check_services(home: Home, settings: Settings) -> Iterator[Finding]:
             )
         else:
             yield ok("stack", "no stack is up")
-        try:
-            services = services_of(settings)
-        except PipelineError as error:
-            yield wrong("ports", str(error), "do what the message says")
-            services = ()
-        for service in services:
-            if service.url is not None and port_fault(service.url) is not None:
-                yield wrong(
-                    "ports",
-                    f"port {service.port} of the {service.name} is in use, although no stack is up",
-                    "stop the program that uses the port, or set another port for the "
-                    f"{service.name}: {service.port_setting}",
-                )
         return
     if (suspension := suspended_stack(record)) is not None:
-        yield wrong("stack", suspension, "do what the message says")
+        yield wrong("stack", suspension, READ_IT)
     if (changed := stale_settings(home)) is not None:
-        yield wrong("settings", changed, "pipeline down && pipeline up --detach")
+        yield wrong("settings", changed, RESTART)
     for child in record.children:
-        log = home.log_file(child.name)
-        if child.process is None or not is_alive(child.process):
-            yield wrong(child.name, "it is down, and will be started again", f"read {log}")
-        elif child.is_silent or (child.url is not None and liveness(child.url) is None):
-            where = "" if child.url is None else f" on {child.url}"
-            yield wrong(
-                child.name,
-                f"it does not answer{where}; if it stays silent, the stack kills it and starts it "
-                "again",
-                f"read {log}",
-            )
+        state, log = state_of(child), f"read {home.log_file(child.name)}"
+        if state == "down":
+            yield wrong(child.name, "it is down, and will be started again", log)
+        elif state == "hung":
+            silent = "it does not answer; if it stays silent, the stack kills and restarts it"
+            yield wrong(child.name, silent, log)
         else:
+            assert child.process is not None
             yield ok(child.name, f"up, process {child.process.pid}")
 
 
-def _check_webhooks(home: Home, settings: Settings) -> Iterator[Finding]:
-    """Checks the webhooks of the stack's own hub. Yields nothing if no stack is up or the hub does
-    not answer, because `_check_services` has already reported this."""
-    if read_stack(home) is None or health(settings.hub_url) is None:
+def check_ports(facts: Facts) -> Iterator[Finding]:
+    """Whether the stack can be started with its ports, if it is not up."""
+    if facts.stack is not None:
         return
-    from receiver.webhooks import list_webhooks
-
-    url = settings.receiver_url + ROUTE
     try:
-        tokens = read_tokens(home.tokens_file)
-        webhooks = list_webhooks(endpoint=settings.hub_url, token=tokens.hub)
+        services = services_of(facts.settings)
+    except PipelineError as error:
+        yield wrong("ports", str(error), READ_IT)
+        return
+    ports = [(each.name, each.url, each.port_setting) for each in services if each.url is not None]
+    if port := facts.settings.jobs.metrics_port:
+        ports.append(("runner's metrics", f"http://127.0.0.1:{port}", "metrics_port under [jobs]"))
+    for name, url, setting in ports:
+        if port_fault(url) is not None:
+            yield wrong(
+                "ports",
+                f"port {httpx.URL(url).port} of the {name} is in use, although no stack is up",
+                f"stop the program that uses the port, or set another one: {setting}",
+            )
+
+
+def check_webhooks(facts: Facts) -> Iterator[Finding]:
+    """The webhooks of the stack's own hub. Yields nothing before the stack is ready, or if the hub
+    does not answer, because `check_services` reports this."""
+    if facts.stack is None or not facts.stack.is_ready:
+        return
+    try:
+        webhooks = facts.webhooks
     except NotAllowed:
         yield wrong(
             "webhook",
             "the hub does not accept the token in tokens.json, because this file was replaced "
             "after the stack was started",
-            "pipeline down && pipeline up --detach",
+            RESTART,
         )
         return
-    except (ReceiverError, PipelineError) as error:
-        yield wrong(
-            "webhook",
-            f"the hub does not list its webhooks: {error}",
-            "pipeline down, then pipeline up",
-        )
+    except ReceiverError as error:
+        yield wrong("webhook", f"the hub does not list its webhooks: {error}", RESTART)
         return
-    own_id = own_webhook_id({each.id: each.url for each in webhooks}, settings, home)
-    ours = next((webhook for webhook in webhooks if webhook.id == own_id), None)
+    own = own_webhook_id({each.id: each.url for each in webhooks}, facts.settings, facts.home)
     for webhook in webhooks:
         for warning in webhook.warnings:
             yield wrong(
@@ -223,125 +293,144 @@ def _check_webhooks(home: Home, settings: Settings) -> Iterator[Finding]:
                 "change what this webhook watches: pipeline webhooks update "
                 f"{webhook.id} --watch …",
             )
-        if webhook.status == "suspended" and webhook != ours:
+        if webhook.status == "suspended":
             yield wrong(
                 "webhook",
                 f"{webhook.id} is suspended, because its deliveries to {webhook.url or 'its job'} "
-                "failed again and again. They now wait. From time to time the hub tries one of "
-                "them. If it succeeds, or if you enable the webhook, the hub sends all of them",
-                f"see the errors: pipeline webhooks deliveries; repair {webhook.url or 'the job'}; "
-                f"then: pipeline webhooks enable {webhook.id}",
+                "failed again and again, so they wait",
+                "see why: pipeline webhooks deliveries; to send them: pipeline webhooks enable "
+                f"{webhook.id}",
             )
+    if facts.answering_hub is not None:
+        ours = next((webhook for webhook in webhooks if webhook.id == own), None)
+        yield from _check_own_webhook(facts, ours)
+
+
+def _check_own_webhook(facts: Facts, ours: WebhookRecord | None) -> Iterator[Finding]:
+    url = facts.settings.receiver_url + ROUTE
+    datasets, moved = facts.settings.datasets_on_hub, facts.moved_datasets
+    for dataset, present in moved.items():
+        yield wrong("webhook", moved_message(dataset, present), moved_next_step(present))
+    if not datasets:
+        return  # then `up` creates no webhook
     if ours is None:
-        # If the settings name no dataset on this hub, `pipeline up` creates no webhook.
-        if settings.datasets_on_hub:
-            yield wrong(
-                "webhook", f"the hub has no webhook for {url}", "pipeline down, then pipeline up"
-            )
+        yield wrong("webhook", f"the hub has no webhook for {url}", RESTART)
     elif ours.url != url:
+        target = ours.url or "its job"
+        moves = f"{ours.id} delivers to {target}, but the receiver is at {url}"
+        yield wrong("webhook", moves, RESTART)
+    elif ours.status == "disabled":
+        stopped = f"{ours.id}, which delivers to {url}, is disabled, so pushes start no jobs"
+        yield wrong("webhook", stopped, f"pipeline webhooks enable {ours.id}")
+    elif missing := set(unwatched_datasets(datasets, ours.watched)) - set(moved):
+        unwatched = f"{ours.id} does not watch {', '.join(sorted(missing))}"
+        yield wrong("webhook", unwatched, RESTART)
+    else:
+        yield ok("webhook", f"{ours.id} delivers to {url}")
+
+
+def check_deliveries(facts: Facts) -> Iterator[Finding]:
+    database = facts.home.hub_dir / "hub.sqlite"
+    if not database.exists():
+        return
+    try:
+        with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
+            counts = dict(
+                connection.execute(
+                    "SELECT status, count(*) FROM deliveries WHERE status <> 'delivered' GROUP BY 1"
+                ).fetchall()
+            )
+    except sqlite3.Error as error:
+        yield wrong("deliveries", f"{database}: {error}", "restore it from a backup")
+        return
+    if dead := counts.get("dead", 0):
         yield wrong(
-            "webhook",
-            f"{ours.id} delivers to {ours.url or 'its job'}, but the receiver is at {url}",
-            "pipeline down, then pipeline up",
-        )
-    elif ours.status != "enabled":
-        yield wrong(
-            "webhook",
-            f"{ours.id}, which delivers to {url}, is {ours.status}, so pushes start no jobs",
-            f"pipeline webhooks enable {ours.id}",
+            "deliveries",
+            f"{dead} were given up, because every attempt failed",
+            "to see why: pipeline webhooks deliveries; to send a delivery again: pipeline webhooks "
+            "replay",
         )
     else:
-        moved = moved_datasets(settings, tokens)
-        for dataset, present in moved.items():
-            yield wrong("webhook", moved_message(dataset, present), moved_next_step(present))
-        missing = set(unwatched_datasets(settings.datasets_on_hub, ours.watched)) - set(moved)
-        if missing:
+        yield ok("deliveries", f"{counts.get('pending', 0)} pending, none given up")
+
+
+def check_last_jobs(facts: Facts) -> Iterator[Finding]:
+    try:
+        jobs_of = facts.jobs
+    except JobError:
+        return  # `check_databases` has reported this error
+    for name, jobs in jobs_of.items():
+        last = next((job for job in jobs if job.has_ended), None)
+        if last is None:
+            yield ok("jobs", f"{name}: no job has ended yet")
+        elif last.outcome is None or last.outcome.result not in ("failed", "rejected"):
+            ended = last.state.lower() if last.outcome is None else last.outcome.result
+            yield ok("jobs", f"{name}: {last.id} {ended}")
+        else:
+            is_rejected = last.outcome.result == "rejected"
+            step = WAYS_ON if is_rejected else "push again, or: pipeline jobs run"
             yield wrong(
-                "webhook",
-                f"{ours.id} does not watch {', '.join(sorted(missing))}",
-                "pipeline down, then pipeline up",
+                "jobs",
+                f"{name}: {last.id} {last.outcome.result}: {last.outcome.reason}",
+                f"pipeline jobs logs {last.id}; then {next_step(jobs, step)}",
             )
-        elif not moved:
-            yield ok("webhook", f"{ours.id} delivers to {url}")
 
 
-def _check_releases(home: Home, settings: Settings) -> Iterator[Finding]:
-    from serving.weights.release_store import (
-        UNFINISHED,
-        not_links,
-        release_ids,
-        served_release,
-        stood_in_for,
-    )
-    from serving.weights.verify import verify_release
-
-    for pipeline in settings.pipelines:
-        folder = home.releases_dir / pipeline.name
+def check_releases(facts: Facts) -> Iterator[Finding]:
+    for pipeline in facts.settings.pipelines:
+        folder = facts.releases_dir(pipeline)
         ids = release_ids(folder)
-        num_wrong = 0
-        for release_id in ids:
-            try:
-                reasons = verify_release(folder / release_id)
-            except OSError as error:  # a temporary error
-                num_wrong += 1
-                yield wrong(
-                    "releases",
-                    f"{release_id} was not checked: {error}",
-                    "remove the cause, then repeat: pipeline doctor",
-                )
-                continue
-            if reasons:
-                num_wrong += 1
-                yield wrong(
-                    "releases",
-                    f"{release_id} is damaged: {'; '.join(reasons)}",
-                    f"pipeline releases repair, then: pipeline releases rm {release_id}",
-                )
-        for path in not_links(folder):
-            yield wrong(
-                "releases",
-                f"{path} is not a link, so a tool that follows links has probably copied it",
-                "pipeline down && pipeline up --detach (the server then makes the link again)",
-            )
+        found = [fault for id in ids for fault in _check_release(folder / id)]
+        yield from found or [ok("releases", f"{pipeline.name}: {len(ids)} releases, all undamaged")]
         try:
             served = served_release(folder)
         except ServingError as error:
             yield wrong("releases", str(error), "pipeline releases swap ID")
             continue
-        if (damaged := stood_in_for(folder)) is not None and served is not None:
+        if served is None:
+            continue
+        if (damaged := stood_in_for(folder)) is not None:
             yield wrong(
                 "releases",
                 f"{served.name} is served as a substitute for {damaged}, which could not be served",
                 f"train again on the rows of {damaged}: pipeline jobs run; or restore its files, "
-                "then: pipeline releases repair",
+                f"then: {RESTART}",
             )
-        if served is not None and served.name not in ids:
-            yield wrong(
-                "releases",
-                f"{served.name} is served, but its folder is gone",
-                "pipeline releases repair",
-            )
-        if read_stack(home) is None and list(folder.glob(f"{UNFINISHED}*")):
-            yield wrong("releases", f"unfinished folders in {folder}", "pipeline up removes them")
-        if num_wrong == 0:
-            yield ok("releases", f"{pipeline.name}: {len(ids)} releases, all undamaged")
+        if served.name not in ids:
+            gone = f"{served.name} is served, but its folder is gone"
+            yield wrong("releases", gone, "pipeline releases rollback")
+
+
+def _check_release(folder: Path) -> Iterator[Finding]:
+    try:
+        reasons = verify_release(folder)
+    except OSError as error:  # a temporary error
+        yield wrong(
+            "releases",
+            f"{folder.name} was not checked: {error}",
+            "remove the cause, then repeat: pipeline doctor",
+        )
+        return
+    if reasons:
+        yield wrong(
+            "releases",
+            f"{folder.name} is damaged: {'; '.join(reasons)}",
+            f"restore its files, or: pipeline releases rm {folder.name}; if it is served, first: "
+            "pipeline releases rollback",
+        )
 
 
 CHECKS: tuple[Check, ...] = (
-    _check_programs,
-    _check_state_folder,
-    _check_schemas,
-    _check_secrets,
-    check_base_models,
-    check_trainers,
-    check_metrics_port,
-    _check_services,
-    _check_webhooks,
-    check_webhooks_at_other_hubs,
+    check_programs,
+    check_state_folder,
+    check_databases,
+    check_secrets,
+    check_training,
+    check_services,
+    check_ports,
+    check_webhooks,
+    check_other_hubs,
     check_deliveries,
-    check_dead_letters,
     check_last_jobs,
-    check_newest_commits,
-    check_repositories,
-    _check_releases,
+    check_releases,
 )

@@ -8,15 +8,13 @@ import os
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from pipeline.errors import PipelineError
-from pipeline.findings import Finding, ok, wrong
+from pipeline.facts import Facts, Finding, ok, wrong
 from pipeline.paths import Home
 from pipeline.retrain.own_token import own_token
 from pipeline.services import deliveries_path
 from pipeline.settings import Settings
-from pipeline.stack_record import read_stack
 from pipeline.subscriptions import ROUTE, unwatched_datasets
-from pipeline.tokens import Tokens, read_tokens, secret_in_shell
+from pipeline.tokens import Tokens, secret_in_shell
 from receiver.errors import ReceiverError
 from receiver.moved_webhooks import HubCredentials
 from receiver.share import remembered_urls
@@ -82,18 +80,16 @@ def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> I
             yield f"{hub} reports pushes to {names}: its webhook {webhook_id} posts to {url}"
 
 
-def check_webhooks_at_other_hubs(home: Home, settings: Settings) -> Iterator[Finding]:
+def check_other_hubs(facts: Facts) -> Iterator[Finding]:
     """For `pipeline doctor`: checks whether the webhooks on the other hubs exist and are enabled.
     Yields nothing if no stack is up, if no pipeline follows a dataset on another hub, or if the
     stack's tokens cannot be read."""
-    if not _datasets_by_hub(settings) or read_stack(home) is None:
+    settings = facts.settings
+    if facts.stack is None or facts.tokens is None:
         return
-    try:
-        token = own_token(os.environ, read_tokens(home.tokens_file).hub)
-    except PipelineError:
-        return  # the check of the state folder has already reported this error
+    token = own_token(os.environ, facts.tokens.hub)
     for hub, datasets in _datasets_by_hub(settings).items():
-        receiver = _receiver_seen_from(hub, settings, home)
+        receiver = _receiver_seen_from(hub, settings, facts.home)
         if receiver is None:
             yield wrong(
                 _CHECK,

@@ -4,16 +4,41 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+SETTINGS_FILE = "pipeline.toml"
+STATE_FOLDER = ".pipeline"
+PROJECT_OF_SHELL = "PIPELINE_PROJECT"
+"""`pipeline env` sets this variable to the folder of its project, so that commands also work in a
+clone that is elsewhere. The working folder comes first: after `cd` to another project, all commands
+act on that project."""
+
+
+def project_folder() -> Path:
+    """The nearest folder that has a settings file or a state folder: the working folder or one
+    above it. If there is none, the project of this shell, else the working folder."""
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if any(os.path.exists(folder / name) for name in (SETTINGS_FILE, STATE_FOLDER)):
+            return folder
+    return Path(os.environ.get(PROJECT_OF_SHELL, here))
+
+
+def settings_file() -> Path:
+    """`$PIPELINE_SETTINGS`, or the `pipeline.toml` of the project. Relative paths in the settings
+    start at the folder of this file, also for a service, which reads a copy of the file."""
+    named = os.environ.get("PIPELINE_SETTINGS")
+    return Path(named).absolute() if named is not None else project_folder() / SETTINGS_FILE
+
 
 @dataclass(frozen=True)
 class Home:
-    """The state folder: `$PIPELINE_HOME`, or `./.pipeline` if this variable is not set."""
+    """The state folder: `$PIPELINE_HOME`, or the `.pipeline` of the project."""
 
     root: Path
 
     @classmethod
     def find(cls) -> "Home":
-        return cls(Path(os.environ.get("PIPELINE_HOME", ".pipeline")).absolute())
+        named = os.environ.get("PIPELINE_HOME")
+        return cls(Path(named).absolute() if named is not None else project_folder() / STATE_FOLDER)
 
     @property
     def hub_dir(self) -> Path:

@@ -34,6 +34,7 @@ from jobs.settings import JobsSettings
 from pipeline.errors import PipelineError
 from pipeline.hub.settings import HubSettings, http_url
 from pipeline.logs import LogSettings
+from pipeline.paths import settings_file
 from pipeline.retrain.base_model import HUB_ID, PRESETS
 from pipeline.retrain.settings import (
     HUGGING_FACE,
@@ -48,8 +49,9 @@ from pipeline.settings_paths import absolute_path, with_absolute_paths
 from receiver.settings import ReceiverSettings
 from serving.settings import ServingSettings
 
-SETTINGS_FILE = "pipeline.toml"
 HANG_SECONDS = 60.0
+SECRET_KEYS = ("api_key", "database_url")
+"""Keys whose value is not shown. A database URL may contain a password."""
 
 
 class PipelineSettings(BaseModel):
@@ -263,18 +265,11 @@ class Settings(BaseSettings):
         return http_url(self.serving.host, self.server_port(pipeline))
 
 
-def settings_file() -> Path:
-    """`$PIPELINE_SETTINGS`, or `./pipeline.toml` if this variable is not set. Relative paths in the
-    settings start at the folder of this file, also for a service, which reads a copy of the file.
-    """
-    return Path(os.environ.get("PIPELINE_SETTINGS", SETTINGS_FILE)).absolute()
-
-
 def no_settings_file() -> PipelineError:
     file = settings_file()
     return PipelineError(
-        f"there is no {file.name} in {file.parent}; change to the folder of your project, or start "
-        "a new project in this folder: pipeline init --name NAME --dataset OWNER/NAME"
+        f"there is no {file.name} in {file.parent} or above it; change to the folder of your "
+        "project, or start a new one in this folder: pipeline init --name NAME --dataset OWNER/NAME"
     )
 
 
@@ -377,8 +372,7 @@ def value_fault_text(key: str, kind: str, message: str) -> str:
 
 
 def _is_shown(key: str, given: Any) -> bool:
-    # Do not show an API key. Do not show a database URL, because it may contain a password.
-    return isinstance(given, str | int | float) and key not in ("api_key", "database_url")
+    return isinstance(given, str | int | float) and key not in SECRET_KEYS
 
 
 def _fields_at(tables: list[str]) -> dict[str, Any]:

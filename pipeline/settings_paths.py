@@ -62,22 +62,8 @@ def _base_model(base_model: str, folder: Path) -> str:
 
 
 def _database(url_or_path: str, folder: Path) -> str:
-    """The path of a SQLite file becomes absolute. Another URL does not change."""
-    if "://" not in url_or_path:
-        return str(absolute_path(Path(url_or_path), folder))
-    if not url_or_path.startswith("sqlite"):
-        return url_or_path
-    from sqlalchemy import make_url  # slow to import
-    from sqlalchemy.exc import ArgumentError
-
-    try:
-        url = make_url(url_or_path)
-    except (ArgumentError, ValueError):
-        return url_or_path  # `connect` (`jobs/schema.py`) says what is wrong
-    if not url.database or url.database == ":memory:" or url.database.startswith("file:"):
-        return url_or_path
-    path = absolute_path(Path(url.database), folder)
-    return url.set(database=str(path)).render_as_string(hide_password=False)
+    """A path of a SQLite file becomes absolute; a URL does not change."""
+    return url_or_path if "://" in url_or_path else str(absolute_path(Path(url_or_path), folder))
 
 
 _WITH_A_PATH: Mapping[str, Callable[[Any, Path], Any]] = {

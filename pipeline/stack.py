@@ -28,9 +28,9 @@ from pipeline.liveness import (
 )
 from pipeline.log_files import rotate
 from pipeline.orphans import STOP_SECONDS, end_orphans, end_with_parent
-from pipeline.paths import Home
+from pipeline.paths import Home, settings_file
 from pipeline.services import Service, check_port
-from pipeline.settings import HANG_SECONDS, settings_digest, settings_file
+from pipeline.settings import HANG_SECONDS, settings_digest
 from pipeline.settings_copy import VARIABLE as SETTINGS_COPY
 from pipeline.settings_copy import write_copy
 from pipeline.stack_record import Child, StackRecord, last_record
@@ -247,7 +247,12 @@ class Stack:
         with log.open("ab") as stream:
             self._processes[service.name] = subprocess.Popen(
                 [sys.executable, "-m", "pipeline", *service.arguments],
-                env={**os.environ, SETTINGS_COPY: str(self._home.settings_copy)},
+                env={
+                    **os.environ,
+                    "PIPELINE_HOME": str(self._home.root),
+                    "PIPELINE_SETTINGS": str(settings_file()),
+                    SETTINGS_COPY: str(self._home.settings_copy),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,

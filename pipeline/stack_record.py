@@ -6,8 +6,8 @@ import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jobs.launchers.process import ProcessIdentity, is_alive, is_suspended
-from pipeline.paths import Home
-from pipeline.settings import Settings, load_settings, settings_digest, settings_file
+from pipeline.paths import Home, settings_file
+from pipeline.settings import Settings, load_settings, settings_digest
 
 
 class Child(BaseModel):

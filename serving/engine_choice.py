@@ -36,8 +36,8 @@ def choose_engine(configured: EngineName | Literal["auto"]) -> EngineChoice:
     except PackageNotFoundError:
         return EngineChoice(
             "torch",
-            "this machine has a GPU, but vLLM is not installed: pip install 'hotpush[vllm]' "
-            "installs it",
+            "this machine has a GPU, but vLLM is not installed; install it in the folder of "
+            "hotpush: pip install -e '.[vllm]'",
         )
     return EngineChoice("vllm", f"this machine has a GPU, and vLLM {found} is installed")
 

@@ -112,7 +112,7 @@ def nothing_served(pipeline: str, unserved: Unserved | None) -> RequestError:
     return unavailable(
         f"{pipeline!r} has no release yet; push to its dataset, or swap a release in"
         if unserved is None
-        else f"{unserved}; there is no substitute for it; run `pipeline releases repair`"
+        else f"{unserved}; there is no substitute for it; run `pipeline releases verify`"
     )
 
 

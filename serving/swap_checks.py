@@ -47,7 +47,7 @@ def _checked(folder: Path, engine: Engine, releases_dir: Path, pipeline: str) ->
     except ReleaseError as error:
         advice = (
             f"without a valid {RELEASE_FILE}, the release cannot be checked; run "
-            "`pipeline releases repair`"
+            "`pipeline releases verify`"
         )
         raise ReleaseError(*error.reasons, advice) from None
     verify = verify_layout if engine.checks_digests else verify_release

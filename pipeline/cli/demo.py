@@ -114,7 +114,7 @@ class _Demo:
         self._checkout = checkout
         self._console = console
         token = load_tokens(self._home.tokens_file).hub
-        self._git_env = os.environ | environment(settings.hub_url, token, self._home)
+        self._git_env = os.environ | environment(settings.hub_url, token)
 
     def run(self) -> dict[str, Any]:
         """Run the demo; returns the report that `--json` prints."""

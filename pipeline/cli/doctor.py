@@ -14,10 +14,11 @@ def doctor(
     """Check the stack and its state folder. Report what is wrong and what to do about it. The exit
     code is 1 if anything is wrong."""
     from pipeline.doctor import examine
+    from pipeline.facts import Facts
     from pipeline.stack_record import running_settings
 
     home = project_home()
-    findings = examine(home, running_settings(home))
+    findings = examine(Facts(home, running_settings(home)))
     if as_json:
         print(json.dumps([finding.model_dump() for finding in findings]))
     else:

@@ -1,12 +1,12 @@
 """`pipeline env`: prints shell commands that make git and the Hugging Face clients use the hub."""
 
-import os
 import shlex
 
-from pipeline.paths import Home
+from pipeline.paths import PROJECT_OF_SHELL, Home, project_folder, settings_file
+from pipeline.retrain.own_token import TOKEN_OF_ENV
 
 
-def environment(hub_url: str, hub_token: str, home: Home) -> dict[str, str]:
+def environment(hub_url: str, hub_token: str) -> dict[str, str]:
     """The environment variables that a client of the hub needs.
 
     The variables also set up a credential helper for git. The helper gives git the token from
@@ -17,12 +17,13 @@ def environment(hub_url: str, hub_token: str, home: Home) -> dict[str, str]:
     return {
         "HF_ENDPOINT": hub_url,
         "HF_TOKEN": hub_token,
+        TOKEN_OF_ENV: hub_token,
         # Switch off Xet, which uploads files in chunks. The hub accepts such uploads too. But plain
         # HTTP is faster on one machine, and with Xet the hub would have to store the chunks in
         # addition to the files.
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_UPDATE_CHECK": "1",
-        "PIPELINE_HOME": str(home.root),
+        PROJECT_OF_SHELL: str(project_folder()),
         "GIT_CONFIG_COUNT": "2",
         # The empty value makes git ignore, for this URL, all credential helpers from git's
         # configuration files.
@@ -36,7 +37,7 @@ def environment(hub_url: str, hub_token: str, home: Home) -> dict[str, str]:
 def env() -> None:
     """Print shell commands that make git and the Hugging Face clients use the hub. To run these
     commands: eval "$(pipeline env)"."""
-    from pipeline.settings import no_settings_file, settings_file
+    from pipeline.settings import no_settings_file
     from pipeline.stack_record import running_settings
     from pipeline.tokens import load_tokens
 
@@ -45,8 +46,6 @@ def env() -> None:
     # fail here. Otherwise this command would create and print tokens that belong to no stack.
     if not (settings_file().exists() or home.tokens_file.exists()):
         raise no_settings_file()
-    exports = environment(running_settings(home).hub_url, load_tokens(home.tokens_file).hub, home)
-    if "PIPELINE_SETTINGS" in os.environ or settings_file().exists():
-        exports["PIPELINE_SETTINGS"] = str(settings_file())
+    exports = environment(running_settings(home).hub_url, load_tokens(home.tokens_file).hub)
     for name, value in exports.items():
         print(f"export {name}={shlex.quote(value)}")

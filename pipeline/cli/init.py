@@ -1,17 +1,27 @@
-"""`pipeline init`: writes `pipeline.toml`. The file lists every key, and explains most keys in a
-comment."""
+"""`pipeline init`: writes a short `pipeline.toml`."""
 
 import json
-import os
-import textwrap
-from collections.abc import Collection, Iterator
-from pathlib import Path, PurePath
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import typer
-from pydantic import BaseModel
 
 from pipeline.errors import PipelineError
+
+TEXT = """\
+# The settings of this stack. `pipeline settings` prints every key, its value and what it means.
+# After a change: pipeline down && pipeline up --detach
+# An environment variable overrides a key: PIPELINE_HUB__PORT=9000 means `port = 9000` under [hub].
+
+[[pipelines]]
+# A request to the server may give this name as its `model`.
+name = {name}
+# Each push to this dataset trains the model on the new rows.
+dataset = {dataset}{endpoint}
+# Training starts from these weights: preset:tiny (small, and untrained), a checkpoint folder, or
+# the id of a model on a hub, such as "HuggingFaceTB/SmolLM2-135M-Instruct".
+base_model = {base_model}
+"""
 
 
 def init(
@@ -41,17 +51,18 @@ def init(
     ] = "preset:tiny",
     force: Annotated[bool, typer.Option(help="Overwrite the file if it exists.")] = False,
 ) -> None:
-    """Write pipeline.toml into the working folder. The file lists every key of the settings. A key
-    that has its default value is commented out, except `base_model`."""
+    """Write pipeline.toml into the working folder. `pipeline settings` prints the keys that it does
+    not have."""
     from pydantic import ValidationError
 
-    from pipeline.settings import SETTINGS_FILE, PipelineSettings, settings_file, value_fault_text
+    from pipeline.paths import SETTINGS_FILE
+    from pipeline.settings import PipelineSettings, value_fault_text
 
     file = Path(SETTINGS_FILE).absolute()
     if file.exists() and not force:
         raise PipelineError(f"{file} already exists; edit it, or overwrite it with --force")
     try:
-        pipeline = PipelineSettings(
+        PipelineSettings(
             name=name, dataset=dataset, dataset_endpoint=dataset_endpoint, base_model=base_model
         )
     except ValidationError as error:
@@ -59,59 +70,14 @@ def init(
         option = str(problem["loc"][0]).replace("_", "-")
         words = value_fault_text(str(problem["loc"][0]), problem["type"], problem["msg"])
         raise PipelineError(f"--{option} {problem['input']!r}: {words}") from None
-    file.write_text(settings_text(pipeline))
-    uses_other_folder = settings_file() != file or (
-        Path(os.environ.get("PIPELINE_HOME", file)).parent != file.parent
+    file.write_text(
+        TEXT.format(
+            name=json.dumps(name),
+            dataset=json.dumps(dataset),
+            endpoint=""
+            if dataset_endpoint == "hub"
+            else f"\ndataset_endpoint = {json.dumps(dataset_endpoint)}",
+            base_model=json.dumps(base_model),
+        )
     )
-    unset = "unset PIPELINE_HOME PIPELINE_SETTINGS && " if uses_other_folder else ""
-    print(f"{file} is written. Start the stack with: {unset}pipeline up")
-
-
-def settings_text(*pipelines: BaseModel) -> str:
-    """The text of a settings file with these pipelines. All other settings have their defaults."""
-    from pipeline.settings import Settings
-
-    lines = [
-        "# Settings of the stack. If a key is commented out, the value shown is its default.",
-        "# Environment variables override this file: PIPELINE_HUB__PORT=9000 means `port = 9000`",
-        "# under [hub].",
-    ]
-    for name, field in Settings.model_fields.items():
-        if isinstance(field.default, BaseModel):
-            lines += _table(f"[{name}]", field.default)
-    for pipeline in pipelines:
-        lines += _table("[[pipelines]]", pipeline, always={"name", "dataset", "base_model"})
-    return "\n".join(lines) + "\n"
-
-
-def _table(
-    heading: str, settings: BaseModel, always: Collection[str] = frozenset()
-) -> Iterator[str]:
-    """Yields the lines of one table of the file, with the description of each key as a comment.
-    Then yields the lines of the tables inside this table.
-
-    A key that has its default value is commented out, unless the key is in `always`.
-    """
-    yield from ("", heading)
-    inner = {}
-    for key, field in type(settings).model_fields.items():
-        value = getattr(settings, key)
-        if isinstance(value, BaseModel):
-            inner[f"[{heading.strip('[]')}.{key}]"] = value
-            continue
-        if field.description:
-            yield from textwrap.wrap(
-                " ".join(field.description.split()), 96, initial_indent="# ", subsequent_indent="# "
-            )
-        default = field.get_default(call_default_factory=True)
-        is_set = value is not None and (key in always or value != default)
-        text = "is not set" if value is None else f"= {_toml(value)}"
-        yield f"{'' if is_set else '# '}{key} {text}"
-    for inner_heading, table in inner.items():
-        yield from _table(inner_heading, table)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    return json.dumps(str(value) if isinstance(value, PurePath) else value)
+    print(f"{file} is written. Start the stack with: pipeline up")

@@ -21,6 +21,8 @@ from pipeline.cli.demo import demo
 from pipeline.cli.doctor import doctor
 from pipeline.cli.env import env
 from pipeline.cli.init import init
+from pipeline.cli.project import name_stacks
+from pipeline.cli.settings import settings
 from pipeline.cli.status import status
 from pipeline.cli.up import down, up
 from pipeline.errors import PipelineError
@@ -40,6 +42,7 @@ app.command()(up)
 app.command()(down)
 app.command()(demo)
 app.command()(init)
+app.command()(settings)
 app.command()(status)
 app.command()(doctor)
 app.command()(env)
@@ -51,6 +54,7 @@ app.add_typer(releases.app, name="releases")
 app.add_typer(hub_commands.app, name="hub")
 app.add_typer(receiver_commands.app, name="receiver")
 app.command()(services.serve)
+name_stacks(app)
 
 
 def main() -> None:

@@ -3,10 +3,11 @@ a progress bar. Elsewhere (in a file, for example), each stage is a line of text
 also has lines that say how far the stage is."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
@@ -25,6 +26,8 @@ NO_RUNNER_SECONDS = 15.0
 """Give up waiting for a job if no runner was up for this many seconds. The number must be larger
 than the seconds that a runner takes to start: `jobs run --detach` returns before its runner is up,
 and the user may call `jobs wait` right after that."""
+CLAIM_SECONDS = 2.0
+"""A job that has waited for less than this waits only for the runner to see it."""
 LINE_SECONDS = 15.0
 """Without progress bars, a long stage repeatedly prints a line that says how far the stage is. At
 least this many seconds lie between two of these lines."""
@@ -46,7 +49,7 @@ def follow_stages(
 
         def show(job: Job) -> None:
             nonlocal offset
-            stages.follow_state(job)
+            stages.follow_state(job, _waits_for(store, job))
             if is_of_another_job(metrics_file.parent, job):
                 return
             metrics, offset = read_metrics(metrics_file, offset)
@@ -73,9 +76,13 @@ def follow_output(
     runner is up that could run the job.
     """
     offset = 0
+    told = None
 
     def show(job: Job) -> None:
-        nonlocal offset
+        nonlocal offset, told
+        if output is not None and (other := _waits_for(store, job)) not in (None, told):
+            print(f"waits for {other}", file=sys.stderr)
+            told = other
         while output is not None and (text := read_log(home.jobs_dir, job, offset)):
             offset += len(text)
             output.write(text)
@@ -107,6 +114,16 @@ def _watch(
                 f"no runner is up, so {job.id} stays {job.state}; to continue the job: pipeline up"
             )
         time.sleep(POLL_SECONDS)
+
+
+def _waits_for(store: JobStore, job: Job) -> str | None:
+    """The id of the running job because of which this job has not started; None if it waits for
+    nothing but the runner."""
+    if job.state != "SCHEDULING" or time.time() - job.created_at < CLAIM_SECONDS:
+        return None
+    running = store.list(state="RUNNING")
+    of_pipeline = [each for each in running if each.spec.pipeline == job.spec.pipeline]
+    return next((each.id for each in (*of_pipeline, *running)), None)
 
 
 @contextlib.contextmanager
@@ -143,12 +160,19 @@ class _StageDisplay:
         """When the stage began. All times in this class are Unix time."""
         self._note = ""
         self._how_far = ""
+        self._first: dict[str, tuple[float, int]] = {}
+        """Event → the time of its first metric in this stage, and how much was done then."""
         self._seen_at = self._printed_at = 0.0
         self._bar: TaskID | None = None
 
-    def follow_state(self, job: Job) -> None:
+    def follow_state(self, job: Job, waits_for: str | None) -> None:
         if self._name is None:
             self._begin("waiting", job.created_at, job.id)
+        if waits_for is not None and self._how_far != (note := f"waits for {waits_for}"):
+            self._how_far = note
+            self._update(note=f"{job.id} {note}")
+            if self._progress is None:
+                self._print_line(time.time(), note)
         if self._name == "waiting" and job.started_at is not None:
             self.end(job.started_at)
             self._begin("running", job.started_at)
@@ -162,14 +186,16 @@ class _StageDisplay:
         if metric.event == "step" and metric.loss is not None:
             self._note = f"loss {metric.loss:.3f}"
             self._how_far = f"step {metric.step} of at most {metric.steps}, {self._note}"
-            if self._progress is not None and self._bar is not None:
-                self._progress.update(
-                    self._bar, total=metric.steps, completed=metric.step or 0, note=self._note
-                )
-        elif metric.event == "measured":
-            self._how_far = f"{metric.measured} of {metric.rows} rows"
-            if self._progress is not None and self._bar is not None:
-                self._progress.update(self._bar, total=metric.rows, completed=metric.measured or 0)
+            self._update(total=metric.steps, completed=metric.step or 0, note=self._note)
+        elif metric.event in ("measured", "answered") and metric.rows is not None:
+            done = metric.measured or 0
+            left = self._time_left(metric.event, metric.time, done, metric.rows)
+            self._how_far = f"{done} of {metric.rows} rows{left}"
+            if metric.event == "answered":
+                self._how_far = f"the base model answers: {done} of {metric.rows} prompts{left}"
+            self._update(total=metric.rows, completed=done, note=left.removeprefix(", "))
+            if done == 0:
+                self._printed_at = 0.0  # tell at once what takes long
         elif metric.event == "end":
             self.end(metric.time)
         self._seen_at = metric.time
@@ -192,15 +218,30 @@ class _StageDisplay:
         if self._progress is None:
             self._print_line(at, self._note)
         elif self._bar is not None:
-            self._progress.update(self._bar, total=1, completed=1, ended=at)
+            self._update(total=1, completed=1, ended=at, note=self._note)
             self._progress.stop_task(self._bar)
 
+    def _time_left(self, event: str, now: float, done: int, rows: int) -> str:
+        """An estimate from the speed since the first event of this kind; empty before there is a
+        speed, and at the end."""
+        first = self._first.setdefault(event, (now, done))
+        if done in (first[1], rows) or now - first[0] < 1:
+            return ""
+        seconds = (now - first[0]) / (done - first[1]) * (rows - done)
+        about = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+        return f", about {about} left"
+
+    def _update(self, **changes: Any) -> None:
+        if self._progress is not None and self._bar is not None:
+            self._progress.update(self._bar, **changes)
+
     def _print_line(self, at: float, text: str) -> None:
-        self._console.print(f"{self._name:>10}  {at - self._began:8.1f} s  {text}".rstrip())
+        line = f"{self._name:>10}  {at - self._began:8.1f} s  {text}".rstrip()
+        self._console.print(line, soft_wrap=True)
 
     def _begin(self, name: str, at: float, note: str = "") -> None:
         self._name, self._began, self._note, self._is_over = name, at, note, False
-        self._how_far, self._printed_at = "", at
+        self._how_far, self._printed_at, self._first = "", at, {}
         if self._progress is not None:
             self._bar = self._progress.add_task(name, total=None, note=note, began=at, ended=None)
 

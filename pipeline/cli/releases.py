@@ -12,7 +12,6 @@ import typer
 
 from jobs.counts import Counts
 from pipeline.cli.options import JsonOption, PipelineOption
-from pipeline.cli.repair import repair, rm
 from pipeline.cli.swap import swap_in
 from pipeline.cli.tables import print_table
 from pipeline.errors import PipelineError
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
     from serving.weights.release import Release
 
 app = typer.Typer(help="Manage releases, and choose which one is served.", no_args_is_help=True)
-
-app.command()(repair)
-app.command()(rm)
 
 ReleaseArgument = Annotated[str, typer.Argument(help="The id of a release, from `releases ls`.")]
 
@@ -78,8 +74,6 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
         ],
         empty="No release yet.",
     )
-    if (advice := _advice(pipeline)) is not None:
-        print(f"\n{advice}")
 
 
 @app.command()
@@ -159,7 +153,6 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
 def publish(
     folder: Annotated[Path, typer.Argument(help="A checkpoint folder, from any trainer.")],
     pipeline: PipelineOption = None,
-    format: Annotated[str, typer.Option(hidden=True)] = "safetensors",
     parent: Annotated[
         str | None,
         typer.Option(
@@ -192,11 +185,6 @@ def publish(
     from serving.weights.publish import publish_folder
     from serving.weights.release_store import served_release
 
-    # Earlier versions had this option. Scripts that ask for safetensors still work.
-    if format != "safetensors":
-        raise PipelineError(
-            f"--format {format}: releases are always safetensors; leave this option out"
-        )
     context = job_context(os.environ)
     configured = _configured(pipeline or context.pipeline)
     context = context.for_ref(branch_ref(configured))
@@ -265,6 +253,28 @@ def prune(
 
 
 @app.command()
+def rm(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
+    """Remove a release, damaged or not. You cannot remove a release while it is served, pending
+    (chosen, but not served yet) or pinned (kept by `releases pin`)."""
+    from pipeline.probes import server_state
+    from pipeline.stack_record import running_settings
+    from serving.weights.release_removal import remove
+    from serving.weights.release_store import release_number
+
+    home = Home.find()
+    settings = running_settings(home)
+    chosen = settings.pipeline(pipeline)
+    release_number(release)
+    if server_state(settings.server_url(chosen)).get("release") == release:
+        raise PipelineError(
+            f"{release} is not removed, because it is served; serve another release first: "
+            "pipeline releases rollback"
+        )
+    remove(home.releases_dir / chosen.name, release)
+    print(f"removed {release}")
+
+
+@app.command()
 def pin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
     """Pin a release: until you unpin it, neither `prune` nor `rm` nor a job removes it."""
     from serving.weights.release_removal import pin as pin_release
@@ -293,26 +303,6 @@ def _rows(evaluation: Any) -> str:
     losses = [found.get(key) for key in ("served_loss", "loss")] if isinstance(found, dict) else []
     known = [f"{loss:.2f}" for loss in losses if isinstance(loss, float)]
     return f"loss {' → '.join(known)}" if known else "-"
-
-
-def _advice(pipeline: str | None) -> str | None:
-    """What the user can do if the gate has rejected the last commit. None if the gate has not
-    rejected it, or if the job store cannot be read."""
-    from jobs.errors import StoreError
-    from pipeline.job_store import reading_jobs
-    from pipeline.journal import advice_after_refusal
-    from pipeline.settings import load_settings
-
-    settings = load_settings()
-    chosen = settings.pipeline(pipeline)
-    try:
-        with reading_jobs(settings, Home.find()) as store:
-            jobs = store.list(pipeline=chosen.name, limit=20) if store is not None else []
-    except StoreError as error:
-        # The listing itself needs no job store, so it must not fail.
-        print(f"pipeline: {error}", file=sys.stderr)
-        return None
-    return advice_after_refusal(jobs)
 
 
 def _configured(pipeline: str | None) -> "PipelineSettings":

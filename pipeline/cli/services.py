@@ -1,7 +1,6 @@
 """`pipeline hub`, `pipeline receiver` and `pipeline serve`: each command runs one service of the
 stack."""
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -84,19 +83,12 @@ def receiver(
         "deliveries_path": deliveries_path(settings, home),
         **_without_none(tunnel=tunnel, public_url=public_url),
     }
-    # When the receiver's public URL changes, the receiver writes the new URL into its webhooks on
-    # the hubs that are listed below. If HF_TOKEN is set in this shell, the list also contains the
-    # hub that HF_ENDPOINT names (by default the Hugging Face Hub).
-    hub_of_shell = (
-        [HubCredentials(endpoint=os.environ.get("HF_ENDPOINT"))] if "HF_TOKEN" in os.environ else []
-    )
     with open_job_store(settings, home) as store:
         server = WebhooksServer(
             webhook_secret=tokens.webhook,
             settings=ReceiverSettings.model_validate(receiver_settings),
             hubs=[
                 HubCredentials(endpoint=settings.hub_url, token=tokens.hub),
-                *hub_of_shell,
                 *credentials_of_other_hubs(settings, tokens),
             ],
             secret_in_shell=secret_in_shell(home.tokens_file),
@@ -212,8 +204,8 @@ def _engine(settings: "ServingSettings", *, busy_lock_file: Path) -> "Engine":
                 )
     except ModuleNotFoundError as error:
         raise PipelineError(
-            f"--engine {engine} needs {error.name}; install it with this extra: "
-            f"pip install 'hotpush[{extra}]'"
+            f"--engine {engine} needs {error.name}; install it in the folder of hotpush: "
+            f"pip install -e '.[{extra}]'"
         ) from None
 
 

@@ -3,8 +3,9 @@ and running jobs."""
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cli.options import JsonOption
@@ -12,7 +13,7 @@ from pipeline.cli.project import project_home
 from pipeline.paths import Home
 
 if TYPE_CHECKING:
-    from pipeline.stack_record import Child
+    from pipeline.settings import Settings
 
 
 def status(
@@ -65,7 +66,10 @@ def status(
             if served["stands_in_for"]:
                 console.print(f"  damaged      {_substitute_note(served)}")
             elif served["reason"]:
-                console.print(f"  damaged      {served['reason']}; try: pipeline releases repair")
+                console.print(f"  damaged      {served['reason']}; try: pipeline releases rollback")
+        if (back := pipeline["went_back"]) is not None:
+            for name, text in _after_going_back(pipeline, back):
+                console.print(f"  {name:11}  {text}")
         if pipeline["pending_release"]:
             pending = pipeline["pending_release"]
             console.print(f"  pending      {pending}; the next server that starts will serve it")
@@ -77,113 +81,40 @@ def status(
             console.print(f"  refused      {pipeline['refused']}")
 
 
-def status_report(home: Home, settings: Any) -> dict[str, Any]:
+def status_report(home: Home, settings: "Settings") -> dict[str, Any]:
     """The report that `--json` prints."""
-    from pipeline.job_store import reading_jobs
-    from pipeline.journal import advice_after_refusal, describe
-    from pipeline.moved_datasets import moved_datasets, moved_message, moved_next_step
-    from pipeline.newest_commit import newest_commit
-    from pipeline.stack_record import read_stack, stale_settings, suspended_stack
-    from pipeline.tokens import load_tokens
-    from pipeline.versions import installed_versions
-    from serving.engine_choice import choose_engine
-    from serving.weights.release_store import pending_release
+    from pipeline.doctor import check_services, check_webhooks, faults
+    from pipeline.facts import Facts, state_of
+    from receiver.errors import ReceiverError
 
-    record = read_stack(home)
-    children = record.children if record else ()
-    now = time.time()
-    suspension = suspended_stack(record) if record else None
-    changed = stale_settings(home)
-    suspended = _suspended_webhooks(home, settings) if record else []
-    moved = moved_datasets(settings, load_tokens(home.tokens_file)) if record else {}
-    report: dict[str, Any] = {
+    facts, now = Facts(home, settings), time.time()
+    record = facts.stack
+    try:
+        webhooks = facts.webhooks
+    except ReceiverError:  # `check_webhooks` tells why
+        webhooks = ()
+    return {
         "home": str(home.root),
-        "notices": [
-            *([suspension] if suspension else []),
-            *([changed] if changed else []),
-            *(
-                f"{child.name} does not answer; if it stays silent, the stack kills it and starts "
-                f"it again (log: {home.log_file(child.name)})"
-                for child in children
-                if _state(child) == "hung"
-            ),
-            *(
-                f"webhook {webhook['id']} is suspended after repeated failures, so its deliveries "
-                f"wait; to send them: pipeline webhooks enable {webhook['id']}"
-                for webhook in suspended
-            ),
-            *(
-                f"{moved_message(dataset, present)}; {moved_next_step(present)}"
-                for dataset, present in moved.items()
-            ),
+        "notices": [str(each) for each in faults(facts, (check_services, check_webhooks))],
+        "suspended_webhooks": [
+            {"id": each.id, "url": each.url} for each in webhooks if each.status == "suspended"
         ],
-        "suspended_webhooks": suspended,
-        "versions": installed_versions(),
-        "engine": asdict(choose_engine(settings.serving.engine)),
+        "engine": asdict(facts.engine),
         "uptime_seconds": round(now - record.started_at, 1) if record else None,
         "services": [
             {
                 "name": child.name,
-                "state": _state(child),
+                "state": state_of(child),
                 "pid": child.process.pid if child.process else None,
                 "url": child.url,
                 "uptime_seconds": child.started_at and round(now - child.started_at, 1),
                 "restarts": child.num_restarts,
                 "last_end": child.last_end,
             }
-            for child in children
+            for child in (record.children if record else ())
         ],
-        "pipelines": [],
+        "pipelines": [facts.of_pipeline(each, now) for each in settings.pipelines],
     }
-    with reading_jobs(settings, home) as store:
-        for pipeline in settings.pipelines:
-            folder = home.releases_dir / pipeline.name
-            jobs = store.list(pipeline=pipeline.name, limit=20) if store is not None else []
-            head = (
-                newest_commit(home, settings, pipeline)
-                if record and settings.is_on_own_hub(pipeline)
-                else None
-            )
-            lines = [{"id": job.id, "state": job.state, "line": describe(job)} for job in jobs]
-            report["pipelines"].append(
-                {
-                    "name": pipeline.name,
-                    "dataset": pipeline.dataset,
-                    "ref": pipeline.ref,
-                    "dataset_head": head,
-                    "head_changes_no_row": any(
-                        job.outcome is not None
-                        and job.outcome.result == "unchanged"
-                        and job.spec.revisions is not None
-                        and job.spec.revisions.new_sha == head
-                        for job in jobs
-                    ),
-                    "served": _served(folder, settings.server_url(pipeline)),
-                    "pending_release": pending_release(folder),
-                    "queue_age_seconds": max(
-                        (round(now - job.created_at, 1) for job in jobs if not job.has_ended),
-                        default=None,
-                    ),
-                    "queue": [
-                        line for job, line in zip(jobs, lines, strict=True) if not job.has_ended
-                    ],
-                    "last_job": next(
-                        (line for job, line in zip(jobs, lines, strict=True) if job.has_ended),
-                        None,
-                    ),
-                    "refused": advice_after_refusal(jobs),
-                }
-            )
-    return report
-
-
-def _state(child: "Child") -> str:
-    """The state of a service: `up`, `hung` (its process runs, but does not answer) or `down`."""
-    from jobs.launchers.process import is_alive
-
-    if child.process is None or not is_alive(child.process):
-        return "down"
-    return "hung" if child.is_silent else "up"
 
 
 def _origin(served: dict[str, Any], head: str | None, head_changes_no_row: bool) -> str:
@@ -198,6 +129,18 @@ def _origin(served: dict[str, Any], head: str | None, head_changes_no_row: bool)
     return f"trained on {trained_on[:12]}; the newest commit is {head[:12]}{note}"
 
 
+def _after_going_back(pipeline: dict[str, Any], back: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    former, release = back["former"], back["release"]
+    lacks = f"; it lacks {back['changed_rows']:,} changed rows" if back["changed_rows"] else ""
+    at = datetime.fromtimestamp(back["at"]).astimezone().isoformat(" ", "minutes")
+    yield "went back", f"{back['by']} went back from {former} to {release}, {at}{lacks}"
+    yield (
+        "next push",
+        f"trains {release} on all rows that changed since its commit, also those of {former}; to "
+        f"prevent this, revert them in the dataset, or: pipeline pause {pipeline['name']}",
+    )
+
+
 def _substitute_note(served: dict[str, Any]) -> str:
     reason = served["reason"] or f"{served['stands_in_for']} could not be served"
     return (
@@ -205,56 +148,3 @@ def _substitute_note(served: dict[str, Any]) -> str:
         f"the rows again that only {served['stands_in_for']} had learned; to start it: pipeline "
         "jobs run"
     )
-
-
-def _served(pipeline_dir: Path, url: str) -> dict[str, Any] | None:
-    """The release that the server at `url` reports as served. If no server reports a release, this
-    is the release that was served last. None if no release was served yet."""
-    from pipeline.probes import server_state
-    from serving.errors import ReleaseError
-    from serving.weights.release_store import load_release, served_release, stood_in_for
-
-    answer = server_state(url)
-    release_id, revision, unreadable = answer.get("release"), answer.get("dataset_revision"), None
-    is_live, stands_in_for = release_id is not None, answer.get("stands_in_for")
-    if not is_live:
-        try:
-            served = served_release(pipeline_dir)
-            if served is None:
-                return None
-            release_id = served.name
-            # `stands_in_for` is the damaged release that the served release replaces. Read it from
-            # the disk only if no server answers. If a server answers that it serves no release, it
-            # serves no substitute either.
-            if not answer:
-                stands_in_for = stood_in_for(pipeline_dir)
-            revision = load_release(served).lineage.dataset_revision
-        except ReleaseError as error:
-            release_id, unreadable = release_id or "current", str(error)
-    return {
-        "release": release_id,
-        "is_live": is_live,
-        "dataset_revision": revision,
-        "stands_in_for": stands_in_for,
-        "reason": answer.get("reason"),
-        "unreadable": unreadable,
-        "url": url,
-    }
-
-
-def _suspended_webhooks(home: Home, settings: Any) -> list[dict[str, Any]]:
-    """The suspended webhooks of the hub; empty if the hub does not answer."""
-    from pipeline.tokens import load_tokens
-    from receiver.errors import ReceiverError
-    from receiver.webhooks import list_webhooks
-
-    try:
-        token = load_tokens(home.tokens_file).hub
-        webhooks = list_webhooks(endpoint=settings.hub_url, token=token)
-    except ReceiverError:
-        return []
-    return [
-        {"id": webhook.id, "url": webhook.url}
-        for webhook in webhooks
-        if webhook.status == "suspended"
-    ]

@@ -24,22 +24,25 @@ def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> Non
     """
     import httpx
 
+    from pipeline.going_back import record_going_back
     from pipeline.stack_record import running_settings
     from pipeline.tokens import load_tokens
     from serving.errors import SwapAnswerError
     from serving.swap_schemas import request_swap
-    from serving.weights.release_store import clear_pending, set_pending
+    from serving.weights.release_store import clear_pending, served_release_id, set_pending
 
     home = Home.find()
     settings = running_settings(home)
     url = settings.server_url(settings.pipeline(pipeline.name))
     folder = home.releases_dir / pipeline.name
+    former = served_release_id(folder)
     # Mark the release as pending before the request. If the request finds no server, a server may
     # start right after the request. The new server then finds the mark and serves the release.
     earlier = set_pending(folder, release)
     try:
         result = request_swap(url, release, admin_token=load_tokens(home.tokens_file).admin)
     except httpx.ConnectError:
+        record_going_back(folder, former, release)
         if as_json:
             print(json.dumps({"result": "pending", "release": release}))
         else:
@@ -57,6 +60,8 @@ def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> Non
     # Clear the mark even if the swap failed. Otherwise the server would swap to this release when
     # it is restarted, perhaps days later.
     clear_pending(folder, release)
+    if result.result == "live":
+        record_going_back(folder, former, release)
     print(result.model_dump_json() if as_json else _in_words(result))
     if result.result != "live":
         raise typer.Exit(1)

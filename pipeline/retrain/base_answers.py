@@ -94,13 +94,15 @@ def base_answers(
     anchors: Sequence[Anchor],
     load: "Callable[[], LoadedModel]",
     max_measured_tokens: int,
+    tell: Callable[[int, int], None] = lambda answered, prompts: None,
 ) -> tuple[tuple[AnchorTarget, ...], tuple[AnchorTarget, ...]]:
     """The base model's answers to `anchors`, as two tuples: answers to train on, and answers that
     are only measured. The second tuple has at most `max_measured_tokens` tokens, but at least one
     answer. The answers are read from `folder` if an earlier job has made them.
 
     base: a text that identifies the base model. load: loads the base model. It is called only if
-    the answers must be made.
+    the answers must be made. tell: called again and again while the answers are made, with the
+    number of answered prompts and the number of prompts.
     """
     digest = hashlib.sha256(
         "\n".join([base, *(anchor.model_dump_json() for anchor in anchors)]).encode()
@@ -110,8 +112,9 @@ def base_answers(
     answers = read_record(path, BaseAnswers)
     if answers is None:
         logger.info("the base model answers %d everyday prompts, once", len(anchors))
+        tell(0, len(anchors))
         loaded = load()
-        answers = _answer(loaded, anchors)
+        answers = _answer(loaded, anchors, lambda answered: tell(answered, len(anchors)))
         path.parent.mkdir(parents=True, exist_ok=True)
         # Write the record last, because it says that the tensors are complete. Jobs of several
         # pipelines may do this at the same time, but they write the same answers.
@@ -170,7 +173,9 @@ def drift(
 
 
 @torch.no_grad()
-def _answer(loaded: "LoadedModel", anchors: Sequence[Anchor]) -> BaseAnswers:
+def _answer(
+    loaded: "LoadedModel", anchors: Sequence[Anchor], tell: Callable[[int], None]
+) -> BaseAnswers:
     """Generate the greedy answers, in batches that are padded on the left."""
     tokenizer, model = loaded.tokenizer, loaded.model
     model.eval()
@@ -186,6 +191,14 @@ def _answer(loaded: "LoadedModel", anchors: Sequence[Anchor]) -> BaseAnswers:
         for place, index in enumerate(rows):
             ids[place, width - len(prompts[index]) :] = torch.tensor(prompts[index])
             mask[place, width - len(prompts[index]) :] = 1
+
+        def after_token(
+            made: Tensor, *_: object, start: int = start, width: int = width, **__: object
+        ) -> Tensor:
+            """Ends no answer. The tokens so far count as a share of the answers of the batch."""
+            tell(start + len(made) * (made.shape[1] - width) // ANSWER_TOKENS)
+            return torch.zeros(len(made), dtype=torch.bool, device=made.device)
+
         made = model.generate(
             ids,
             attention_mask=mask,
@@ -194,6 +207,7 @@ def _answer(loaded: "LoadedModel", anchors: Sequence[Anchor]) -> BaseAnswers:
             repetition_penalty=1.0,
             pad_token_id=end,
             eos_token_id=end,
+            stopping_criteria=[after_token],
         )
         for index, row in zip(rows, made[:, width:].tolist(), strict=True):
             answers[index] = tuple(row[: row.index(end) + 1] if end in row else row)

@@ -18,7 +18,7 @@ from jobs.spec import JobSpec, RevisionRange
 from pipeline.retrain import job_folder
 from pipeline.retrain.errors import RetrainError
 from pipeline.retrain.git_snapshot import GitDataset
-from pipeline.retrain.metrics import MetricsWriter, Stage
+from pipeline.retrain.metrics import Event, MetricsWriter, Stage
 from pipeline.retrain.own_token import OWN_TOKEN, OWN_TOKEN_SOURCE, cached_login
 from pipeline.retrain.settings import RetrainSettings, is_git_url
 from pipeline.retrain.snapshot import DatasetHub, DatasetSource
@@ -135,11 +135,12 @@ class RetrainJob:
         yield
         self.metrics.write(name, "end", seconds=time.monotonic() - started)
 
-    def record_measured(self, measured: int, rows: int) -> None:
-        """Write to the metrics how many rows of this stage are measured. A worker of the stage
-        `train` measures rows too, but is in no stage itself, so it writes nothing."""
+    def record_measured(self, measured: int, rows: int, event: Event = "measured") -> None:
+        """Write to the metrics how many rows of this stage are measured, or how many prompts the
+        base model has answered. A worker of the stage `train` measures rows too, but is in no stage
+        itself, so it writes nothing."""
         if self.progress.stage is not None:
-            self.metrics.write(self.progress.stage, "measured", measured=measured, rows=rows)
+            self.metrics.write(self.progress.stage, event, measured=measured, rows=rows)
 
     def record_progress(self, **facts: Any) -> None:
         self.progress = Progress(**{**self.progress.__dict__, **facts})

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -96,6 +97,7 @@ class Learning:
                 load_anchors(settings.train.anchors),
                 lambda: loaded if parent is None else load_model(base.folder, settings),
                 settings.gate.max_anchor_tokens,
+                partial(job.record_measured, event="answered"),
             )
         golden: tuple[Row, ...] = ()
         if settings.gate.golden is not None:

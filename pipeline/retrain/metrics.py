@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from pipeline.retrain.reporters import Report
 
 Stage = Literal["snapshot", "data", "measure", "train", "evaluate", "export", "promote"]
-Event = Literal["start", "end", "step", "evaluation", "average", "measured"]
+Event = Literal["start", "end", "step", "evaluation", "average", "measured", "answered"]
 
 
 class Metric(BaseModel):
@@ -35,9 +35,10 @@ class Metric(BaseModel):
     """For an evaluation during training: the rows that were measured. `right` counts those of them
     whose answer the model gives. In the event `measured`: all rows that the stage measures,
     together with the base model's answers. A row that is also compared with a random order of its
-    tokens counts three times, because it is computed three times."""
+    tokens counts three times, because it is computed three times. In the event `answered`: the
+    everyday prompts that the base model answers, once for all its jobs."""
     measured: int | None = None
-    """How many of `rows` the stage has measured so far."""
+    """How many of `rows` the stage has measured so far, or the base model has answered."""
     loss: float | None = None
     """Nats per predicted token. For a step, the loss on the rows of the step. For an evaluation or
     an average, the loss on the rows that were measured."""

@@ -15,7 +15,7 @@ Report = Callable[[Mapping[str, float], int], None]
 """A function that takes values by name, and the number of the step that the values belong to."""
 
 INSTALL = {
-    "tensorboard": "pip install 'hotpush[tensorboard]'",
+    "tensorboard": "in the folder of hotpush: pip install -e '.[tensorboard]'",
     "trackio": "pip install trackio",
     "wandb": "pip install wandb",
 }

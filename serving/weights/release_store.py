@@ -214,12 +214,6 @@ def stood_in_for(pipeline_dir: Path) -> str | None:
     return listed[-1] if current is not None and listed[-1] != current else None
 
 
-def not_links(pipeline_dir: Path) -> list[Path]:
-    """`current` and `previous`, if a file or a folder has replaced the link of this name."""
-    links = (pipeline_dir / CURRENT, pipeline_dir / PREVIOUS)
-    return [link for link in links if link.exists() and not link.is_symlink()]
-
-
 def _target(link: Path) -> str | None:
     """The target of `link`; None if `link` does not exist. If a file or a folder has replaced the
     link, this is the last id in `live` for `current`, and None for `previous`. Raises ReleaseError

@@ -201,7 +201,7 @@ def test_an_older_state_folder_is_migrated_at_the_start_and_then_all_is_well(
     assert down == {"receiver": "it is down, and will be started again"}
     assert (old["id"], old["status"]) == ("w1", "enabled")
     assert status["pipelines"][0]["dataset_head"] == sha
-    assert status["uptime_seconds"] > 0 and status["versions"]["python"]
+    assert status["uptime_seconds"] > 0
     assert {service["restarts"] for service in status["services"]} == {0}
     assert status["pipelines"][0]["queue_age_seconds"] is None
     assert "disabled" in found["webhook"] and "644" in found["tokens"]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from jobs.launchers.process import identify
+from pipeline.facts import Facts
 from pipeline.other_hubs import (
-    check_webhooks_at_other_hubs,
+    check_other_hubs,
     credentials_of_other_hubs,
     subscribe_at_other_hubs,
 )
@@ -137,7 +138,7 @@ def test_doctor_says_what_keeps_a_hub_from_telling(
     def found() -> list[tuple[str, str, str | None]]:
         return [
             (each.level, each.message, each.next_step)
-            for each in check_webhooks_at_other_hubs(home, settings)
+            for each in check_other_hubs(Facts(home, settings))
         ]
 
     assert found() == [], "no stack is up"

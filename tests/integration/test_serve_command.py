@@ -199,7 +199,7 @@ def test_an_engine_that_is_not_installed_says_what_installs_it(
         pytest.skip("it is installed here")
     done = serve(environment, str(tmp_path), "--engine", "vllm")
     assert done.returncode == 1
-    assert "--engine vllm needs vllm" in done.stderr and "hotpush[vllm]" in done.stderr
+    assert "--engine vllm needs vllm" in done.stderr and "pip install -e '.[vllm]'" in done.stderr
 
 
 @pytest.mark.parametrize(

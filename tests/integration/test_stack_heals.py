@@ -16,9 +16,9 @@ from jobs.launchers.process import IS_LINUX
 from pipeline.errors import PipelineError
 from pipeline.liveness import Answer, ChildWatch
 from pipeline.log_files import MAX_BYTES
-from pipeline.paths import Home
+from pipeline.paths import Home, settings_file
 from pipeline.services import RUNNER, hub_service, services_of
-from pipeline.settings import load_settings, settings_file
+from pipeline.settings import load_settings
 from pipeline.stack import Stack
 from pipeline.stack_record import Child, read_stack
 from tests.ports import free_ports

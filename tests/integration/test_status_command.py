@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from jobs.launchers.process import identify
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from pipeline.cli.main import app
-from pipeline.doctor_deliveries import got_job
-from pipeline.doctor_repositories import check_repositories
 from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
 from pipeline.paths import Home
@@ -118,7 +115,7 @@ def test_an_own_webhook_that_delivers_to_another_address_is_loud(hub: RunningHub
     [own] = hub.api.list_webhooks()
     hub.api.update_webhook(own.id, url="http://127.0.0.1:9/")
     message = f"{own.id} delivers to http://127.0.0.1:9/, but the receiver is at {own.url}"
-    assert dict(wrong())[message] == "pipeline down, then pipeline up"
+    assert dict(wrong())[message] == "pipeline down && pipeline up --detach"
     subscribe(settings, home, tokens)
     assert message not in dict(wrong())
 
@@ -157,7 +154,7 @@ def test_a_suspended_webhook_is_loud(hub: RunningHub, receiver: Receiver) -> Non
         return json.loads(pipeline("status", "--json"))["suspended_webhooks"]
 
     wait_until(lambda: suspended() == [{"id": id, "url": receiver.url}])
-    assert f"! webhook {id} is suspended" in pipeline("status")
+    assert f"! webhook: {id} is suspended" in pipeline("status")
     assert any(f"{id} is suspended" in message for message, _ in wrong())
 
 
@@ -175,9 +172,9 @@ def test_settings_that_changed_are_loud_and_comments_are_none(hub: RunningHub) -
     hub.create_dataset("local/facts")
     file = Path(os.environ["PIPELINE_SETTINGS"])
     file.write_text("# a comment\n" + PIPELINE)
-    assert json.loads(pipeline("status", "--json"))["notices"] == []
+    assert "has changed" not in pipeline("status")
     file.write_text(PIPELINE + "keep = 9\n")
-    assert f"! {file} has changed since the stack was started" in pipeline("status")
+    assert f"! settings: {file} has changed since the stack was started" in pipeline("status")
     (advice,) = [next_step for message, next_step in wrong() if "has changed" in message]
     assert advice == "pipeline down && pipeline up --detach"
 
@@ -220,51 +217,25 @@ def test_another_shell_finds_the_stack_that_runs_not_the_ports_of_the_file(
         assert not any("the hub has no webhook" in message for message in dict(wrong()))
 
 
+@pytest.mark.parametrize("is_served", [True, False])
 def test_a_commit_that_changes_no_row_is_told_from_one_that_waits(
-    hub: RunningHub, tmp_path: Path
+    hub: RunningHub, tmp_path: Path, is_served: bool
 ) -> None:
     worktree = clone(hub, tmp_path)
     head = push(hub, worktree)
     folder = Home.find().releases_dir / "facts"
-    release_store.set_current(folder, echo_release(folder, 1).id)
+    served, newer = (echo_release(folder, seed).id for seed in (1, 2))
+    release_store.set_current(folder, served)
 
     assert f"; the newest commit is {head[:12]}\n" in pipeline("status")
     with open_job_store(load_settings(), Home.find()) as store:
         store.submit(training_on(head))
         job = store.claim("me", 60)
         assert job is not None
-        store.finish(job.id, "me", JobOutcome(result="unchanged"))
-    assert f"; the newest commit is {head[:12]}, which changes no row\n" in pipeline("status")
-
-
-def test_a_commit_whose_job_was_lost_with_the_database_is_named_and_trained_on(
-    hub: RunningHub, receiver: Receiver, tmp_path: Path
-) -> None:
-    worktree, home = clone(hub, tmp_path), Home.find()
-    home.hub_dir.symlink_to(tmp_path / "hub")
-
-    def step_of_lost_job(commit: str) -> str | None:
-        message = f"facts: the job of the newest commit of main, {commit[:12]}, is lost"
-        return dict(wrong()).get(message)
-
-    assert step_of_lost_job(push(hub, worktree)) is None, "no webhook has delivered this commit"
-    receiver.body = b'{"job":"j000001"}'
-    hub.api.create_webhook(url=receiver.url, watched=[{"type": "dataset", "name": "local/facts"}])
-    head = push(hub, worktree)
-    wait_until(lambda: got_job(home, head))
-    with open_job_store(load_settings(), home) as store:
-        assert store.submit(training_on(head)).job.id == "j000001"
-    assert step_of_lost_job(head) is None
-    for file in home.jobs_dir.glob("jobs.sqlite*"):
-        file.unlink()
-
-    step = step_of_lost_job(head)
-    assert step == "pipeline jobs run --pipeline facts"
-    told = json.loads(pipeline(*step.split()[1:], "--detach", "--json"))
-    with open_job_store(load_settings(), home) as store:
-        job = store.get(told["job"])
-    assert job.spec.revisions is not None and job.spec.revisions.new_sha == head
-    assert step_of_lost_job(head) is None
+        compared = served if is_served else newer
+        store.finish(job.id, "me", JobOutcome(result="unchanged", served_release=compared))
+    changes_no_row = f"; the newest commit is {head[:12]}, which changes no row\n"
+    assert (changes_no_row in pipeline("status")) == is_served, "after a rollback, it does"
 
 
 @pytest.mark.parametrize("content", [None, "{}"])
@@ -279,32 +250,6 @@ def test_the_doctor_of_a_stack_without_its_tokens_makes_no_others(
     named = "does not exist" if content is None else "is not a token file"
     assert any(message.startswith(f"{file} {named}") for message in dict(wrong()))
     assert (file.read_text() if file.exists() else None) == content
-
-
-def test_a_repository_with_a_lost_object_is_named(hub: RunningHub, tmp_path: Path) -> None:
-    worktree = clone(hub, tmp_path)
-    (worktree / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    hub.git("add", ".", cwd=worktree)
-    hub.git("commit", "--quiet", "-m", "rows", cwd=worktree)
-    hub.git("push", "--quiet", "origin", "HEAD:main", cwd=worktree)
-    sha = hub.git("rev-parse", "HEAD:a.jsonl", cwd=worktree).strip()
-    home = Home.find()
-    home.hub_dir.symlink_to(tmp_path / "hub")
-    assert [each.level for each in check_repositories(home, load_settings())] == ["ok"]
-
-    [lost] = (tmp_path / "hub").rglob(f"objects/{sha[:2]}/{sha[2:]}")
-    lost.unlink()
-    [found] = check_repositories(home, load_settings())
-    assert found.level == "wrong" and found.message.startswith("local/facts is damaged: ")
-    assert sha in found.message
-    assert found.next_step is not None
-    answer = hub.request("GET", "/api/datasets/local/facts/tree/main")
-    assert answer.status_code == 500
-    assert f"is damaged: the object {sha} is missing" in answer.json()["error"]
-
-    command = found.next_step.partition("that has them: ")[2].replace("CLONE", str(worktree))
-    subprocess.run(["sh", "-c", command], check=True)
-    assert [each.level for each in check_repositories(home, load_settings())] == ["ok"]
 
 
 def test_another_service_on_the_servers_port_serves_nothing(

@@ -218,7 +218,7 @@ def test_without_a_whole_release_that_was_live_every_answer_gives_the_real_reaso
     assert answer.status_code == 503
     for said in (health.json()["reason"], answer.json()["error"]["message"]):
         assert damaged in said and "safetensors: missing" in said
-    assert "pipeline releases repair" in answer.json()["error"]["message"]
+    assert "pipeline releases verify" in answer.json()["error"]["message"]
 
 
 def test_a_release_that_is_whole_again_is_served_again_at_the_next_start(tmp_path: Path) -> None:

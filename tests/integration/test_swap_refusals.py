@@ -96,7 +96,9 @@ def test_a_file_that_cannot_be_opened_now_is_no_damaged_file(
             result = await house.swapper.swap(house.new.id)
         assert (result.result, result.phase) == (expected, "preflight")
         assert str(broken) in result.reasons[0] and os.strerror(code) in result.reasons[0]
-        assert ("repair" in result.reasons[-1]) == (code == errno.EIO and file == "release.json")
+        assert ("releases verify" in result.reasons[-1]) == (
+            code == errno.EIO and file == "release.json"
+        )
         await house.check_old_goes_on()
 
     play(tmp_path, story)
@@ -114,7 +116,7 @@ def test_without_a_whole_manifest_nothing_in_the_releases_folder_is_served(
         result = await house.swapper.swap(house.new.id)
         assert (result.result, result.phase) == ("refused", "preflight")
         assert str(folder) in result.reasons[0] and "release.json" in result.reasons[0]
-        assert "pipeline releases repair" in result.reasons[-1]
+        assert "pipeline releases verify" in result.reasons[-1]
         for place in (folder, shutil.copytree(folder, house.pipeline_dir / "checkpoint")):
             with pytest.raises(ReleaseError, match=r"release\.json"):
                 await house.swapper.start(place)

@@ -1,5 +1,7 @@
 """vLLM is chosen where it can compute on a GPU, and torch everywhere else."""
 
+import re
+import tomllib
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -43,7 +45,7 @@ def test_without_vllm_it_is_said_what_installs_it(
     monkeypatch.setattr(engine_choice, "version", missing)
     (machine / "nvidia0").touch()
     choice = choose_engine("auto")
-    assert choice.name == "torch" and "hotpush[vllm]" in choice.reason
+    assert choice.name == "torch" and "pip install -e '.[vllm]'" in choice.reason
 
 
 def test_who_names_an_engine_gets_it(machine: Path) -> None:
@@ -52,3 +54,20 @@ def test_who_names_an_engine_gets_it(machine: Path) -> None:
     assert ServingSettings().engine == "auto"
     assert ServingSettings().start_seconds == ServingSettings().vllm.start_seconds
     assert ServingSettings(engine="torch").start_seconds == ServingSettings().phase_seconds
+
+
+def test_what_installs_an_extra_is_a_command_for_a_checkout() -> None:
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    known = project["optional-dependencies"]
+    files = [root / "README.md", root / "Dockerfile.gpu", *root.glob("docs/*.md")]
+    for package in ("jobs", "pipeline", "receiver", "serving"):
+        files += (root / package).rglob("*.py")
+    named = set()
+    for file in files:
+        text = file.read_text()
+        assert not re.search(r"install '?hotpush", text), f"{file}: no index has this package"
+        for extras in re.findall(r"pip install (?:\S+ )?'(?:\.|/src)\[([\w,]+)\]'", text):
+            named |= set(extras.split(","))
+    assert {"torch", "vllm", "postgres", "tensorboard"} <= named <= set(known)
+    assert "'/src[torch,vllm]'" in (root / "Dockerfile.gpu").read_text()

@@ -1,6 +1,9 @@
 """`pipeline init` and `pipeline env`: which folder they mean; what `pipeline up` refuses; what the
 other commands say in a folder of no project."""
 
+import os
+import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -8,34 +11,104 @@ from typer.testing import CliRunner
 
 from pipeline.cli.main import app
 from pipeline.errors import PipelineError
+from pipeline.paths import Home
+from pipeline.retrain.own_token import token_of_shell
+from pipeline.settings import PipelineSettings, load_settings
+from pipeline.tokens import load_tokens
 
 INIT = ("init", "--name", "notes", "--dataset", "local/notes")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delenv("PIPELINE_HOME", raising=False)
-    monkeypatch.delenv("PIPELINE_SETTINGS", raising=False)
+    for name in ("PIPELINE_HOME", "PIPELINE_SETTINGS", "PIPELINE_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_init_writes_into_the_current_folder_whatever_the_shell_is_set_to(
+def project(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project in a folder of its own, which becomes the working folder."""
+    (folder / name).mkdir()
+    monkeypatch.chdir(folder / name)
+    written = CliRunner().invoke(app, ["init", "--name", name, "--dataset", f"local/{name}"])
+    assert written.output.endswith("with: pipeline up\n"), written.output
+    return folder / name
+
+
+def evaluate_env(monkeypatch: pytest.MonkeyPatch) -> None:
+    """eval "$(pipeline env)" in this process."""
+    for line in CliRunner().invoke(app, ["env"]).stdout.splitlines():
+        name, _, value = shlex.split(line)[1].partition("=")
+        monkeypatch.setenv(name, value)
+
+
+def test_the_folder_wins_over_what_env_has_set_in_this_shell(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = CliRunner().invoke(app, INIT)
-    assert first.output.endswith("with: pipeline up\n")
-    written = (folder / "pipeline.toml").read_text()
-    monkeypatch.setenv("PIPELINE_SETTINGS", str(folder / "pipeline.toml"))
-    monkeypatch.setenv("PIPELINE_HOME", str(folder / ".pipeline"))
-    assert CliRunner().invoke(app, [*INIT, "--force"]).output.endswith("with: pipeline up\n")
+    one = project(folder, "one", monkeypatch)
+    evaluate_env(monkeypatch)
+    of_one = load_tokens(one / ".pipeline" / "tokens.json").hub
+    (folder / "clone-elsewhere").mkdir()
+    monkeypatch.chdir(folder / "clone-elsewhere")
+    assert Home.find().root == one / ".pipeline", "no project here, so that of the shell"
 
-    (folder / "two").mkdir()
-    monkeypatch.chdir(folder / "two")
-    second = CliRunner().invoke(app, ["init", "--name", "two", "--dataset", "local/two"])
-    assert 'name = "two"' in (folder / "two" / "pipeline.toml").read_text()
-    assert (folder / "pipeline.toml").read_text() == written
-    assert second.output.endswith("unset PIPELINE_HOME PIPELINE_SETTINGS && pipeline up\n")
+    two = project(folder, "two", monkeypatch)
+    for inside in (two, two / "clone" / "rows"):
+        inside.mkdir(parents=True, exist_ok=True)
+        monkeypatch.chdir(inside)
+        assert Home.find().root == two / ".pipeline"
+        assert [each.name for each in load_settings().pipelines] == ["two"]
+    down = CliRunner().invoke(app, ["down"])
+    assert down.stderr == f"stack {two}/.pipeline, pipeline two\n"
+    assert f"nothing is up in {two}/.pipeline" in str(down.exception)
+    of_two = load_tokens(two / ".pipeline" / "tokens.json").hub
+    assert token_of_shell(os.environ, of_two) is None, "one's token is not the user's own"
+    evaluate_env(monkeypatch)
+    assert os.environ["HF_TOKEN"] == of_two != of_one
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    assert token_of_shell(os.environ, of_two) == "hf_mine"
+
+    monkeypatch.setenv("PIPELINE_HOME", str(one / ".pipeline"))
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(one / "pipeline.toml"))
+    assert Home.find().root == one / ".pipeline", "what a person sets wins"
+    assert [each.name for each in load_settings().pipelines] == ["one"]
+
+
+def test_every_command_that_changes_something_names_its_stack(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = project(folder, "notes", monkeypatch)
+    named = f"stack {notes}/.pipeline, pipeline notes\n"
+    for command in (
+        "jobs cancel j000001",
+        "releases rollback",
+        "releases swap r000001-00000000",
+        "releases rm r000001-00000000",
+        "releases prune --pipeline notes",
+        "webhooks disable w1",
+        "hub tokens revoke t1",
+    ):
+        assert CliRunner().invoke(app, command.split()).stderr.startswith(named), command
+    for command in ("status", "jobs ls", "releases ls", "env", "releases prune --json"):
+        assert named not in CliRunner().invoke(app, command.split()).stderr, command
+    (notes / "pipeline.toml").write_text("[[pipelines]")
+    assert "pipeline none" in CliRunner().invoke(app, ["releases", "rollback"]).stderr
+
+
+def test_init_writes_twenty_lines_of_which_three_matter(folder: Path) -> None:
+    CliRunner().invoke(app, INIT)
+    text = (folder / "pipeline.toml").read_text()
+    assert len(text.splitlines()) <= 20 and "`pipeline settings`" in text
+    [told] = tomllib.loads(text)["pipelines"]
+    assert told == {"name": "notes", "dataset": "local/notes", "base_model": "preset:tiny"}
+    [pipeline] = load_settings().pipelines
+    assert pipeline == PipelineSettings.model_validate(told)
+    elsewhere = ("--dataset-endpoint", "https://huggingface.co", "--base-model", "me/base")
+    CliRunner().invoke(app, [*INIT, *elsewhere, "--force"])
+    [pipeline] = load_settings().pipelines
+    assert pipeline.dataset_endpoint == "https://huggingface.co"
+    assert pipeline.base_model == "me/base"
 
 
 def test_init_overwrites_on_request_only(folder: Path) -> None:
@@ -70,7 +143,7 @@ def test_env_begins_nothing_where_no_project_is(folder: Path) -> None:
     assert f"no pipeline.toml in {folder}" in str(refused.exception)
     assert list(folder.iterdir()) == []
     CliRunner().invoke(app, INIT)
-    assert f"export PIPELINE_HOME={folder}/.pipeline\n" in CliRunner().invoke(app, ["env"]).output
+    assert f"export PIPELINE_PROJECT={folder}\n" in CliRunner().invoke(app, ["env"]).output
 
 
 @pytest.mark.parametrize(
@@ -99,7 +172,9 @@ def test_env_begins_nothing_where_no_project_is(folder: Path) -> None:
 def test_where_no_project_is_no_command_says_that_nothing_is_up(folder: Path, command: str) -> None:
     refused = CliRunner().invoke(app, command.split())
     assert isinstance(refused.exception, PipelineError)
-    assert f"no pipeline.toml in {folder}; change to the folder" in str(refused.exception)
+    assert f"no pipeline.toml in {folder} or above it; change to the folder" in str(
+        refused.exception
+    )
     assert refused.stdout == ""
     assert list(folder.iterdir()) == []
 

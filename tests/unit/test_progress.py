@@ -5,6 +5,7 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.console import Console
 from jobs.job import Job
 from jobs.spec import JobSpec
 from jobs.store import JobStore
-from pipeline.cli.progress import follow_stages
+from pipeline.cli.progress import follow_output, follow_stages
 from pipeline.paths import Home
 
 
@@ -60,6 +61,53 @@ def test_a_stage_that_measures_shows_how_much_is_done(home: Home) -> None:
     assert (len(done), len("".join(left))) == (24, 8), bar
 
 
+def test_the_answers_of_the_base_model_are_told_at_once_and_with_an_estimate(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    answered = {"stage": "measure", "event": "answered", "rows": 204}
+    one_by_one = [
+        {"time": now, "stage": "measure", "event": "start"},
+        *({"time": now + at, "measured": at // 4, **answered} for at in (0, 8, 20, 400)),
+        {"time": now + 816, "measured": 204, **answered},
+        {"time": now + 820, "measured": 9, "rows": 9, "stage": "measure", "event": "measured"},
+    ]
+    words = "s  the base model answers:"
+    assert lines_of_events(home, one_by_one, monkeypatch) == [
+        f"   measure       0.0 {words} 0 of 204 prompts",
+        f"   measure      20.0 {words} 5 of 204 prompts, about 13 min left",
+        f"   measure     400.0 {words} 100 of 204 prompts, about 7 min left",
+        f"   measure     816.0 {words} 204 of 204 prompts",
+    ]
+
+
+def test_a_job_behind_another_names_the_job_that_it_waits_for(
+    home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pipeline.cli.progress.CLAIM_SECONDS", 0.0)
+    retraining = JobSpec(command=("true",), pipeline="notes")
+    with JobStore.open(home.jobs_database) as store:
+        of_nobody = claim(store)
+        alone = store.submit(JobSpec(command=("true",)), by_hand=True).job
+        follow_output(store, alone.id, home, io.BytesIO(), deadline=time.monotonic() + 0.3)
+        assert capsys.readouterr().err == f"waits for {of_nobody}\n", "once"
+        follow_output(store, alone.id, home, None, deadline=time.monotonic())
+        assert capsys.readouterr().err == "", "--json"
+        store.cancel(alone.id)
+
+        store.submit(retraining, by_hand=True)
+        training = store.claim("me", 60)
+        assert training is not None and training.id != of_nobody
+        behind = store.submit(retraining, by_hand=True).job
+        lines = shown(store, behind.id, home, terminal=False)
+        assert len(lines) == 1 and lines[0].endswith(f"waits for {training.id}"), lines
+        bar = "".join(shown(store, behind.id, home, terminal=True))
+        assert f"waits for {training.id}" in bar
+        store.finish(training.id, "me", None)
+        store.claim("me", 60)
+        assert not any("waits" in line for line in shown(store, behind.id, home, terminal=False))
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_stages_have_the_times_of_the_job_and_not_of_who_looks(home: Home, terminal: bool) -> None:
     with JobStore.open(home.jobs_database) as store:
@@ -83,19 +131,10 @@ def test_stages_have_the_times_of_the_job_and_not_of_who_looks(home: Home, termi
         assert [line.split()[0] for line in lines] == ["waiting", "train"]
 
 
-def test_without_a_terminal_a_long_stage_says_how_far_it_is_and_not_too_often(
-    home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = time.time()
-    step = {"stage": "train", "event": "step", "steps": 90, "loss": 1.5}
-    measured = {"stage": "evaluate", "event": "measured", "rows": 9}
-    one_by_one = [
-        {"time": now, "stage": "train", "event": "start"},
-        *({"time": now + at, "step": at, **step} for at in (14, 16, 30, 31)),
-        {"time": now + 60, "stage": "train", "event": "end"},
-        *({"time": now + 60 + at, "measured": at, **measured} for at in (1, 8, 9)),
-        {"time": now + 80, "measured": 9, **measured},
-    ]
+def lines_of_events(
+    home: Home, one_by_one: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """What is printed without a terminal while a job writes these events, each at its time."""
     stream = io.StringIO()
     with JobStore.open(home.jobs_database) as store:
         job_id, get = claim(store), store.get
@@ -111,7 +150,23 @@ def test_without_a_terminal_a_long_stage_says_how_far_it_is_and_not_too_often(
 
         monkeypatch.setattr(store, "get", get_after_one_more)
         follow_stages(store, job_id, home, Console(file=stream, width=80, highlight=False))
-    assert stream.getvalue().splitlines()[1:-1] == [
+    return stream.getvalue().splitlines()[1:-1]
+
+
+def test_without_a_terminal_a_long_stage_says_how_far_it_is_and_not_too_often(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    step = {"stage": "train", "event": "step", "steps": 90, "loss": 1.5}
+    measured = {"stage": "evaluate", "event": "measured", "rows": 9}
+    one_by_one = [
+        {"time": now, "stage": "train", "event": "start"},
+        *({"time": now + at, "step": at, **step} for at in (14, 16, 30, 31)),
+        {"time": now + 60, "stage": "train", "event": "end"},
+        *({"time": now + 60 + at, "measured": at, **measured} for at in (1, 8, 9)),
+        {"time": now + 80, "measured": 9, **measured},
+    ]
+    assert lines_of_events(home, one_by_one, monkeypatch) == [
         "     train      16.0 s  step 16 of at most 90, loss 1.500",
         "     train      31.0 s  step 31 of at most 90, loss 1.500",
         "     train      60.0 s  loss 1.500",

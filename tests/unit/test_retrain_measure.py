@@ -252,8 +252,16 @@ def test_a_base_model_answers_once(tmp_path: Path) -> None:
         raise AssertionError("the base model is loaded again")
 
     asked = [*anchors(2, measured=False), *anchors(2, measured=True)]
-    made = base_answers(tmp_path, "base", asked, base_of(tmp_path), 10_000)
-    read = base_answers(tmp_path, "base", asked, loads_again, 10_000)
+    told: list[tuple[int, int]] = []
+
+    def tell(answered: int, prompts: int) -> None:
+        told.append((answered, prompts))
+
+    made = base_answers(tmp_path, "base", asked, base_of(tmp_path), 10_000, tell)
+    assert told[0] == (0, 4) and told == sorted(told) and len(told) > 4, "after each token"
+    num_told = len(told)
+    read = base_answers(tmp_path, "base", asked, loads_again, 10_000, tell)
+    assert len(told) == num_told
     for first, second in zip(itertools.chain(*made), itertools.chain(*read), strict=True):
         assert first.sequence == second.sequence
         assert torch.equal(first.logprobs, second.logprobs)

@@ -12,8 +12,9 @@ import pytest
 from jobs.launchers.process import identify
 from pipeline.cli.status import status_report
 from pipeline.cli.up import _detach, down
-from pipeline.doctor import _check_services
+from pipeline.doctor import check_services
 from pipeline.errors import PipelineError
+from pipeline.facts import Facts
 from pipeline.paths import Home
 from pipeline.services import Service, check_port, services_of
 from pipeline.settings import load_settings
@@ -118,8 +119,11 @@ def test_down_and_status_say_that_the_stack_is_suspended(
             down()
         assert capsys.readouterr().err.count(advice) == 1
         [notice] = status_report(Home(tmp_path), load_settings())["notices"]
-        assert notice.startswith(f"the stack (process {up.pid}) is suspended") and advice in notice
-        found = _check_services(Home(tmp_path), load_settings())
+        assert (
+            notice.startswith(f"stack: the stack (process {up.pid}) is suspended")
+            and advice in notice
+        )
+        found = check_services(Facts(Home(tmp_path), load_settings()))
         assert [(each.check, each.level) for each in found] == [("stack", "wrong")]
     finally:
         up.kill()

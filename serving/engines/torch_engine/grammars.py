@@ -219,12 +219,12 @@ def _check_files(folder: Path, files: dict[str, str]) -> None:
         except OSError as error:
             raise EngineError(
                 f"no grammar can be compiled: {name} of the release cannot be read: "
-                f"{error.strerror}; see `pipeline releases repair`"
+                f"{error.strerror}; see `pipeline releases verify`"
             ) from None
         if not is_unchanged:
             raise EngineError(
                 f"no grammar can be compiled: {name} of the release was changed while the release "
-                "was served; see `pipeline releases repair`"
+                "was served; see `pipeline releases verify`"
             )
 
 

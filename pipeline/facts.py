@@ -1,0 +1,207 @@
+"""What is known of a stack and of its state folder. `pipeline status` shows these facts, and
+`pipeline doctor` judges them. Asking for facts changes nothing."""
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from jobs.job import Job
+from jobs.launchers.process import is_alive
+from pipeline.errors import PipelineError
+from pipeline.going_back import went_back
+from pipeline.job_store import reading_jobs
+from pipeline.journal import advice_after_refusal, describe
+from pipeline.moved_datasets import moved_datasets
+from pipeline.newest_commit import newest_commit
+from pipeline.paths import Home
+from pipeline.probes import health, server_state
+from pipeline.settings import PipelineSettings, Settings
+from pipeline.stack_record import Child, StackRecord, read_stack
+from pipeline.tokens import Tokens, read_tokens
+from receiver.webhooks import WebhookRecord, list_webhooks
+from serving.engine_choice import EngineChoice, choose_engine
+from serving.errors import ReleaseError
+from serving.weights.release_store import (
+    load_release,
+    pending_release,
+    served_release,
+    stood_in_for,
+)
+
+READ_IT = "do what the message says"
+NUM_JOBS = 20
+"""How many of the newest jobs of a pipeline are looked at."""
+
+
+class Finding(BaseModel):
+    """One thing that a check of `pipeline doctor` found."""
+
+    model_config = ConfigDict(frozen=True)
+
+    check: str
+    """What was checked, in one or two words, such as `git` or `hub database`."""
+    level: Literal["ok", "wrong"]
+    message: str
+    next_step: str | None = None
+    """What the user can do about the fault; None if nothing is wrong."""
+
+    def __str__(self) -> str:
+        is_said = self.next_step in (None, READ_IT) or str(self.next_step) in self.message
+        return f"{self.check}: {self.message}{'' if is_said else f'; {self.next_step}'}"
+
+
+def ok(check: str, message: str) -> Finding:
+    return Finding(check=check, level="ok", message=message)
+
+
+def wrong(check: str, message: str, next_step: str) -> Finding:
+    return Finding(check=check, level="wrong", message=message, next_step=next_step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """The release that a server reports as served. If no server reports one, the release that was
+    served last."""
+
+    release: str
+    is_live: bool
+    """Whether a server reports it."""
+    dataset_revision: str | None
+    stands_in_for: str | None
+    """The damaged release that this one replaces."""
+    reason: str | None
+    """Why the damaged release could not be served, as the server says."""
+    unreadable: str | None
+    """Why the manifest of the release cannot be read."""
+    url: str
+
+
+class Facts:
+    """Each fact is asked for once, when it is first needed."""
+
+    def __init__(self, home: Home, settings: Settings) -> None:
+        self.home = home
+        self.settings = settings
+
+    @cached_property
+    def stack(self) -> StackRecord | None:
+        return read_stack(self.home)
+
+    @cached_property
+    def engine(self) -> EngineChoice:
+        return choose_engine(self.settings.serving.engine)
+
+    @cached_property
+    def tokens(self) -> Tokens | None:
+        """None if they cannot be read."""
+        try:
+            return read_tokens(self.home.tokens_file)
+        except PipelineError:
+            return None
+
+    @cached_property
+    def answering_hub(self) -> Tokens | None:
+        """The tokens for the stack's own hub. None if no stack is up, or if the hub does not
+        answer."""
+        is_up = self.stack is not None and health(self.settings.hub_url) is not None
+        return self.tokens if is_up else None
+
+    @cached_property
+    def webhooks(self) -> tuple[WebhookRecord, ...]:
+        """The webhooks of the stack's own hub. Raises ReceiverError."""
+        if (tokens := self.answering_hub) is None:
+            return ()
+        return tuple(list_webhooks(endpoint=self.settings.hub_url, token=tokens.hub))
+
+    @cached_property
+    def moved_datasets(self) -> dict[str, str]:
+        """Followed name → present name."""
+        tokens = self.answering_hub
+        return {} if tokens is None else moved_datasets(self.settings, tokens)
+
+    @cached_property
+    def jobs(self) -> dict[str, list[Job]]:
+        """Pipeline → its newest jobs, newest first. Raises StoreError."""
+        with reading_jobs(self.settings, self.home) as store:
+            return {
+                each.name: [] if store is None else store.list(pipeline=each.name, limit=NUM_JOBS)
+                for each in self.settings.pipelines
+            }
+
+    def newest_commit(self, pipeline: PipelineSettings) -> str | None:
+        """None if no stack is up, or if the dataset is not on the stack's own hub."""
+        if self.answering_hub is None or not self.settings.is_on_own_hub(pipeline):
+            return None
+        return newest_commit(self.home, self.settings, pipeline)
+
+    def releases_dir(self, pipeline: PipelineSettings) -> Path:
+        return self.home.releases_dir / pipeline.name
+
+    def served(self, pipeline: PipelineSettings) -> Served | None:
+        """None if no release was served yet."""
+        folder, url = self.releases_dir(pipeline), self.settings.server_url(pipeline)
+        answer = server_state(url)
+        release, revision, unreadable = answer.get("release"), answer.get("dataset_revision"), None
+        is_live, stands_in_for = release is not None, answer.get("stands_in_for")
+        if not is_live:
+            try:
+                last = served_release(folder)
+                if last is None:
+                    return None
+                release = last.name
+                # Only if no server answers. A server that serves no release serves no substitute.
+                if not answer:
+                    stands_in_for = stood_in_for(folder)
+                revision = load_release(last).lineage.dataset_revision
+            except ReleaseError as error:
+                release, unreadable = release or "current", str(error)
+        return Served(
+            release=str(release),
+            is_live=is_live,
+            dataset_revision=revision,
+            stands_in_for=stands_in_for,
+            reason=answer.get("reason"),
+            unreadable=unreadable,
+            url=url,
+        )
+
+    def of_pipeline(self, pipeline: PipelineSettings, now: float) -> dict[str, Any]:
+        """What `pipeline status --json` says of a pipeline."""
+        jobs, head = self.jobs[pipeline.name], self.newest_commit(pipeline)
+        served = self.served(pipeline)
+        lines = [{"id": job.id, "state": job.state, "line": describe(job)} for job in jobs]
+        ended = [line for job, line in zip(jobs, lines, strict=True) if job.has_ended]
+        return {
+            "name": pipeline.name,
+            "dataset": pipeline.dataset,
+            "ref": pipeline.ref,
+            "dataset_head": head,
+            "head_changes_no_row": any(
+                job.outcome is not None
+                and job.outcome.result == "unchanged"
+                and job.outcome.served_release in (None, served and served.release)
+                and job.spec.revisions is not None
+                and job.spec.revisions.new_sha == head
+                for job in jobs
+            ),
+            "served": None if served is None else asdict(served),
+            "went_back": served and went_back(self.releases_dir(pipeline), served.release),
+            "pending_release": pending_release(self.releases_dir(pipeline)),
+            "queue_age_seconds": max(
+                (round(now - job.created_at, 1) for job in jobs if not job.has_ended),
+                default=None,
+            ),
+            "queue": [line for line in lines if line not in ended],
+            "last_job": next(iter(ended), None),
+            "refused": advice_after_refusal(jobs),
+        }
+
+
+def state_of(child: Child) -> Literal["up", "hung", "down"]:
+    """The state of a service. `hung`: its process runs, but does not answer."""
+    if child.process is None or not is_alive(child.process):
+        return "down"
+    return "hung" if child.is_silent else "up"
