@@ -280,7 +280,6 @@ class Learning:
             anchors=self.anchors,
             said=said,
             tokens_before=self._tokens_before(),
-            cache_dir=self.job.cache_dir,
             attempt=min(attempt, 2) if self.data.mode == "delta" or attempt < FULL_ATTEMPT else 1,
         )
 

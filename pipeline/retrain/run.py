@@ -218,7 +218,7 @@ def _tell_lengths(job: RetrainJob, data: TrainingData, learning: "Learning") -> 
     """Log what the report at the job's start could not say, because it had no tokenizer. For a
     delta, only of the changed rows: its time must not depend on the size of the dataset."""
     rows, what = (data.new, "changed") if data.mode == "delta" else (data.rows, "all")
-    lengths = row_lengths(rows, learning.tokenizer, learning.max_length, job.cache_dir)
+    lengths = row_lengths(rows, learning.tokenizer, learning.max_length)
     logger.info("%s rows have %s tokens", what, f"{lengths.num_tokens:,}")
     if lengths.cut:
         logger.info(too_long([row.place for row in lengths.cut], learning.max_length))
