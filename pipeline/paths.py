@@ -74,7 +74,7 @@ class Home:
     @property
     def snapshots_dir(self) -> Path:
         """Holds one folder per pipeline, with the dataset revisions that the pipeline's jobs have
-        downloaded, and with the rows as tokens (the token cache)."""
+        downloaded."""
         return self.root / "snapshots"
 
     @property

@@ -1,11 +1,10 @@
 """A purge (`pipeline hub purge`) uses this module to remove what jobs have stored about some
 commits of a dataset or of a base model.
 
-Jobs may have stored rows of a dataset in three places in the state folder, and the module finds and
-removes all three:
+Jobs may have stored rows of a dataset in two places in the state folder, and the module finds and
+removes both:
 
 - the downloads of the dataset;
-- the token caches of the pipelines that have such downloads (a token cache holds rows as tokens);
 - the folders of the jobs that were started for these commits or read them.
 
 The module also overwrites the reasons in the outcomes of these jobs. Of a base model, jobs have
@@ -37,9 +36,6 @@ from serving.weights.release import Release
 from serving.weights.release_removal import replaced_folders, sweep_locked
 from serving.weights.release_store import list_releases, load_release, release_ids, release_lock
 
-TOKEN_CACHE = "tokens.npz"
-"""The file name of a token cache. `pipeline/retrain/token_cache.py` has the same constant; it is
-not imported from there, because that module imports numpy."""
 PURGED = (
     "The reason for this job's outcome was removed when the commit was purged, because the reason "
     "could quote rows of the commit."
@@ -70,15 +66,14 @@ class Traces:
     """What some commits of a dataset or of a base model have left in the state folder."""
 
     caches: tuple[Path, ...] = ()
-    """For a base model: its downloads. For a dataset: downloads, token caches and `followed.json`
+    """For a base model: its downloads. For a dataset: downloads and `followed.json`
     files (each names an older and a newer commit of the same history). The downloads of a pipeline
     come last. Remove the entries in this order: `find_traces` finds the other files of a pipeline
     only if the pipeline still has downloads. So after an interrupted removal, a second
     `find_traces` finds the rest."""
     num_downloads: int = 0
     """How many downloads in `caches` have one of the commits. `caches` also has the other downloads
-    of the repository. For a dataset, they show which pipelines may have a token cache with rows of
-    a commit whose download is gone."""
+    of the repository."""
     job_folders: tuple[Path, ...] = ()
     """The folders of the jobs in `job_ids` that still exist, and folders of jobs of an earlier
     database. The runner renames such an old folder to `<id>.stale-<number>` if a new job has the
@@ -192,8 +187,6 @@ def _caches(home: Home, names: Collection[str], commits: Collection[str]) -> Ite
             if each.name.lower() in known or _has_commit(each, commits)
         ]
         if downloads:
-            yield folder / TOKEN_CACHE
-            yield from folder.glob(f".{TOKEN_CACHE}.*")
             yield folder / FOLLOWED
             yield from downloads
 

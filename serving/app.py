@@ -181,7 +181,7 @@ def _add_swap(router: APIRouter, swapper: Swapper) -> None:
     )
     async def swap(asked: SwapRequest) -> Response:
         """Make another release live. The HTTP status and the body say how the swap ended."""
-        result = await swapper.swap(asked.release)
+        result = await swapper.swap(asked.release, asked.instead_of)
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if result.result == "deferred" else None
         return JSONResponse(result.model_dump(mode="json"), SWAP_STATUS[result.result], headers)
 

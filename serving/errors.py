@@ -3,6 +3,7 @@
 ServingError                the command line prints its message in one line
 ├── ReleaseError            a release folder has faults; `reasons` lists all of them
 │   └── NotEnoughSpace      the disk has no space for another release
+├── Superseded              another release was chosen meanwhile
 └── SwapAnswerError         the answer to a swap request is not from a server of hotpush
 """
 
@@ -35,6 +36,14 @@ class ReleaseError(ServingError):
 
 class NotEnoughSpace(ReleaseError):
     """The disk has no space for another release. The unfinished release was removed."""
+
+
+class Superseded(ServingError):
+    """A release was made to follow another one than the release that is chosen now."""
+
+    def __init__(self, release_id: str, chosen: str | None) -> None:
+        super().__init__(f"{chosen or 'no release'} was chosen meanwhile, so {release_id} is not")
+        self.chosen = chosen
 
 
 class SwapAnswerError(ServingError):

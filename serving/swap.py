@@ -8,11 +8,13 @@ the release of the running swap, the running swap goes on. `swap_phases.py` perf
 
 import asyncio
 import logging
+from collections.abc import Collection
 from pathlib import Path
+from typing import Literal
 
 from serving.admission import Admission, Unserved
 from serving.engine import Engine
-from serving.errors import ReleaseError
+from serving.errors import ReleaseError, Superseded
 from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap_attempt import SwapAttempt, SwapStopped
@@ -97,23 +99,34 @@ class Swapper:
         if unserved is not None:
             logger.error("%s; there is no substitute for it", unserved)
 
-    async def swap(self, requested: str) -> SwapResult:
+    async def swap(
+        self, requested: str, instead_of: Collection[str | None] | None = None
+    ) -> SwapResult:
         """Make a release live. `requested` is the id of the release, or the path of its folder. A
-        relative path is relative to the folder of the pipeline's releases.
+        relative path is relative to the folder of the pipeline's releases. `SwapRequest` explains
+        `instead_of`.
 
         If the caller is cancelled, the swap goes on.
         """
         folder = self._folder(requested)
         if folder is None:
-            result = SwapResult(
-                result="refused",
-                release=requested,
-                previous=self._live_id(),
-                phase="preflight",
-                reasons=(f"there is no release in {self._releases_dir} for {requested!r}",),
-            )
-            self._metrics.count_swap(result)
-            return result
+            reason = f"there is no release in {self._releases_dir} for {requested!r}"
+            return self._not_begun("refused", requested, reason)
+        if instead_of is not None:
+            try:
+                await asyncio.to_thread(
+                    release_store.set_pending,
+                    self._releases_dir,
+                    folder.name,
+                    instead_of=instead_of,
+                )
+                # Another release may have been chosen and requested before the thread ended.
+                if (chosen := release_store.chosen_release_id(self._releases_dir)) != folder.name:
+                    raise Superseded(folder.name, chosen)
+            except Superseded as moved:
+                return self._not_begun("superseded", folder.name, str(moved), moved.chosen)
+            except OSError as error:
+                return self._not_begun("failed", folder.name, str(error))
         return await self._enqueue(folder)
 
     async def close(self) -> None:
@@ -124,6 +137,24 @@ class Swapper:
         await self._phases.close()
         if self._waiting is not None:
             self._finish(self._waiting, self._shutdown_result(self._waiting))
+
+    def _not_begun(
+        self,
+        how: Literal["refused", "superseded", "failed"],
+        release: str,
+        reason: str,
+        superseded_by: str | None = None,
+    ) -> SwapResult:
+        result = SwapResult(
+            result=how,
+            release=release,
+            previous=self._live_id(),
+            phase="preflight",
+            reasons=(reason,),
+            superseded_by=superseded_by,
+        )
+        self._metrics.count_swap(result)
+        return result
 
     def _folder(self, requested: str) -> Path | None:
         """The folder of the release with this id or path; None if there is no such release."""

@@ -1,6 +1,7 @@
 """The request body and the answer of `POST /admin/swap`, and the client of this route for jobs and
 for the command line. Imports no engine."""
 
+from collections.abc import Collection
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -20,6 +21,9 @@ class SwapRequest(_Record):
     release: str
     """The id of a release of the pipeline, or the path of its folder. A relative path is relative
     to the folder of the pipeline's releases."""
+    instead_of: tuple[str | None, ...] | None = None
+    """Swap only if the release that was chosen last is one of these (None: no release); otherwise
+    the result is `superseded`. A job names the release that its weights were trained from."""
 
 
 SwapPhase = Literal["preflight", "stage", "barrier", "commit", "probe", "live"]
@@ -52,8 +56,15 @@ class SwapResult(_Record):
     the release's probe; None if no probe was compared."""
 
 
-def request_swap(server_url: str, release: str, *, admin_token: str | None) -> SwapResult:
-    """Ask the server to swap to `release`, and wait for the result.
+def request_swap(
+    server_url: str,
+    release: str,
+    *,
+    admin_token: str | None,
+    instead_of: Collection[str | None] | None = None,
+) -> SwapResult:
+    """Ask the server to swap to `release`, and wait for the result. See `SwapRequest` for
+    `instead_of`.
 
     An answer 503 that is not a `SwapResult` counts as `deferred`. Any other answer that is not a
     `SwapResult` raises SwapAnswerError. Raises httpx.ConnectError if no server listens, and another
@@ -64,7 +75,9 @@ def request_swap(server_url: str, release: str, *, admin_token: str | None) -> S
 
     response = httpx.post(
         f"{server_url.rstrip('/')}/admin/swap",
-        json=SwapRequest(release=release).model_dump(),
+        json=SwapRequest(
+            release=release, instead_of=None if instead_of is None else tuple(instead_of)
+        ).model_dump(),
         headers={"Authorization": f"Bearer {admin_token}"} if admin_token is not None else {},
         timeout=httpx.Timeout(CONNECT_SECONDS, read=ANSWER_SECONDS),
         trust_env=False,

@@ -51,11 +51,8 @@ class Checkpoint(BaseModel):
     finished: bool = False
 
     def waiting(self, rows: Sequence[Row]) -> list[Row]:
-        """Which of `rows`, the rows to learn, wait for the next job. Empty if the budget was enough
-        for one pass over `rows`. Otherwise, all rows that were not visited, or were wrong in their
-        last visit. If a row has copies, it waits only if this is true for all of them."""
-        if not self.not_trained:
-            return []
+        """Which of `rows`, the rows to learn, were not visited, or were wrong in their last visit.
+        If a row has copies, this must be true for all of them."""
         unvisited, wrong = set(self.not_trained), set(self.not_learned)
         visited = {row.digest for place, row in enumerate(rows) if place not in unvisited}
         right = {row.digest for place, row in enumerate(rows) if place not in unvisited | wrong}

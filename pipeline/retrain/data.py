@@ -64,7 +64,9 @@ class TrainingData:
     num_before: int
     """The number of rows to train on in the revision before."""
     num_waiting: int
-    """The number of rows to train on that earlier jobs could not train yet."""
+    """The number of rows to train on that earlier jobs have not learned."""
+    missed_before: frozenset[str]
+    """Digests of those of them that the job before has tried to learn."""
     dataset: Dataset
     """The revision as it was read."""
 
@@ -125,8 +127,13 @@ def compare_revisions(
     if deleted:
         taught = {turn for row in everything for turn in row.turns}
         deleted = tuple(row for row in deleted if not row.turns or not taught.issuperset(row.turns))
-    not_trained = frozenset(parent.evaluation.get("not_trained", ()) if parent is not None else ())
-    waiting = {row.digest for row in rows if row.digest[:16] in not_trained}
+    waiting, missed_before = (
+        frozenset(row.digest for row in rows if row.digest[:16] in digests)
+        for digests in (
+            frozenset(parent.evaluation.get(key, ()) if parent is not None else ())
+            for key in ("not_trained", "missed")
+        )
+    )
     mode, reason = choose_mode(
         settings,
         snapshot,
@@ -160,6 +167,7 @@ def compare_revisions(
         num_permuted=change.num_permuted,
         num_before=len(base),
         num_waiting=len(waiting),
+        missed_before=missed_before,
         dataset=dataset,
     )
 

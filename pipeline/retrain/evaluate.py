@@ -53,15 +53,20 @@ class Evaluation(BaseModel):
     """Whether too few rows were learned or unlearned. Another attempt may then succeed."""
     not_learned: str | None = None
     """Which changed rows were not learned, if the gate does not refuse the new weights because of
-    these rows. None if there are none. For the next delta they are unchanged rows."""
+    these rows. None if there are none."""
     tokens: int
     """How many tokens the job has trained on."""
     total_tokens: int
     """How many tokens were trained on since the base model, by this job and by all releases before
     it."""
     not_trained: tuple[str, ...] = ()
-    """Rows that the training did not learn because its token budget was not enough for one pass:
-    the first 16 hex digits of the digest of each."""
+    """Rows that the next job has to learn, as if they had changed: those for which the token budget
+    was not enough for one pass, those that were not learned, and known ones that were lost. The
+    first 16 hex digits of the digest of each."""
+    missed: tuple[str, ...] = ()
+    """Those of `not_trained` that this job has tried to learn or to keep. If the next job misses
+    such a row again, it is not tried a third time, so that a row that cannot be learned does not
+    use up the budget of every job."""
     held_out_trained: tuple[str, ...] = ()
     """Held-out rows that the served weights were or may have been trained on, before the rows were
     held out: the first 16 hex digits of the digest of each."""
@@ -98,8 +103,12 @@ class Trained:
     tokens_before: int
     """How many tokens the releases that it continued from were trained on. 0 for a full
     training."""
-    not_trained: Sequence[Row]
-    """Rows that wait for the next job. Empty if the token budget was enough for one pass."""
+    is_whole: bool
+    """Whether the token budget was enough for one pass."""
+    waiting: Sequence[Row]
+    """Rows that were not visited, or were wrong in their last visit."""
+    missed_before: frozenset[str]
+    """As in `TrainingData`."""
     is_removal: bool
     """Whether it is a full training that leaves out deleted rows."""
     held_out_trained: frozenset[str]
@@ -124,16 +133,22 @@ def compare(
     data_refusals: reasons against training on these rows, which were found before training. If
     there are any, a person has forced the training.
     """
-    not_trained = {row.digest for row in trained.not_trained}
+    waiting = {row.digest for row in trained.waiting}
     changed = _counted(rows.changed, served.changed, new.changed)
-    if not_trained:
-        # The budget was not enough for one pass. The next job trains on the rest, so no row counts
-        # as missed.
-        not_trained |= {row.digest for row, _, is_said in changed if not is_said}
+    known = [each for each in _counted(rows.known, served.known, new.known) if each[1]]
+    missed = {row.digest for row, _, is_said in changed if not is_said}
+    # If the budget was not enough for one pass, the next job trains on the rest, so no row counts
+    # as missed.
+    not_trained = set() if trained.is_whole else waiting | missed
+    missed.update(row.digest for row, _, is_said in known if not is_said)
+    missed |= waiting.intersection(row.digest for row in rows.unmeasured)
+    missed -= not_trained
+    given_up = missed & trained.missed_before
     # But the served weights may have said such a row. Then it is known, and may be lost.
-    waiting = [each for each in changed if each[0].digest in not_trained]
-    known = [each for each in (*_counted(rows.known, served.known, new.known), *waiting) if each[1]]
-    changed = [each for each in changed if each[0].digest not in not_trained]
+    apart = not_trained | given_up
+    known += [each for each in changed if each[0].digest in apart and each[1]]
+    lost_again = [row.place for row, _, _ in changed if row.digest in given_up]
+    changed = [each for each in changed if each[0].digest not in apart]
     deleted = [loss.row for loss in served.deleted if loss.is_learned]
     said_now = {loss.row for loss in new.deleted if loss.is_learned}
     still_said = [rows.deleted[index] for index in deleted if index in said_now]
@@ -154,7 +169,7 @@ def compare(
     text = Comparison.of(changed_text)
     counts = Counts(
         changed=len(changed),
-        all_changed=len(changed) + sum(row.digest not in not_trained for row in rows.unmeasured),
+        all_changed=len(changed) + sum(row.digest not in apart for row in rows.unmeasured),
         learned=sum(is_said for _, _, is_said in changed),
         learned_before=sum(was_said for _, was_said, _ in changed),
         known=len(known),
@@ -170,7 +185,7 @@ def compare(
         text_loss=text.loss,
         text_loss_before=text.served_loss,
     )
-    missed = [row.place for row, _, is_said in changed if not is_said]
+    not_said = [row.place for row, _, is_said in changed if not is_said]
     held_out = [
         *_pairs(new.held_out_new, served.held_out_new),
         *_pairs(new.held_out_known, served.held_out_known),
@@ -180,7 +195,7 @@ def compare(
             counts,
             gate,
             is_removal=trained.is_removal,
-            missed=missed,
+            missed=not_said,
             still_said=[row.place for row in still_said],
             wrong_golden=[
                 row.place for row, was_said, is_said in golden if was_said and not is_said
@@ -225,12 +240,17 @@ def compare(
         base_divergence=new.drift.divergence if new.drift else None,
         refusals=(*data_refusals, *refusals),
         is_short=is_short(counts, gate, is_removal=trained.is_removal),
-        not_learned=not_learned(counts, gate, missed),
+        not_learned=not_learned(counts, gate, not_said, lost_again),
         tokens=trained.tokens,
         total_tokens=trained.tokens_before + trained.tokens,
-        not_trained=tuple(sorted(digest[:16] for digest in not_trained)),
-        held_out_trained=tuple(sorted(digest[:16] for digest in trained.held_out_trained)),
+        not_trained=_short(not_trained | (missed - given_up)),
+        missed=_short(missed - given_up),
+        held_out_trained=_short(trained.held_out_trained),
     )
+
+
+def _short(digests: Collection[str]) -> tuple[str, ...]:
+    return tuple(sorted(digest[:16] for digest in digests))
 
 
 def _counted(

@@ -163,15 +163,27 @@ def count_refusals(
     return tuple(found)
 
 
-def not_learned(counts: Counts, settings: GateSettings, missed: Sequence[str]) -> str | None:
+def not_learned(
+    counts: Counts, settings: GateSettings, missed: Sequence[str], missed_again: Sequence[str]
+) -> str | None:
     """Names the first changed rows that were not learned, if there are so few that the gate does
-    not refuse the new weights because of them. None if there are none, or if the gate refuses."""
-    if not missed or counts.learned < settings.min_learned * counts.changed:
+    not refuse the new weights because of them. None if there are none, or if the gate refuses.
+
+    missed_again: rows that the job before has not learned either."""
+    if counts.learned < settings.min_learned * counts.changed:
         return None
-    return (
-        f"{len(missed):,} of {counts.changed:,} {_changed(counts)} were not learned: "
-        f"{_named(missed)}"
-    )
+    found = []
+    if missed:
+        found.append(
+            f"{len(missed):,} of {counts.changed:,} {_changed(counts)} were not learned, and the "
+            f"next job tries them again: {_named(missed)}"
+        )
+    if missed_again:
+        found.append(
+            f"{len(missed_again):,} rows were not learned by two jobs, and are not tried again; "
+            f"edit them, or run `pipeline jobs run --mode full`: {_named(missed_again)}"
+        )
+    return "; ".join(found) or None
 
 
 def is_short(counts: Counts, settings: GateSettings, *, is_removal: bool) -> bool:

@@ -1,33 +1,41 @@
 """Fetches dataset revisions from any git repository. Code in the repository is never run.
 
 Logins come from git itself: from a credential helper, or from the SSH keys of this user.
+
+A repository stores large files with Git LFS: in git, such a file is only a pointer, with the hash
+and the size of the content. `git lfs` fetches the content.
 """
 
 import errno
+import os
 import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
-from pipeline.retrain.data_files import shown, why_no_data
+from pipeline.pointers import Pointer, may_be_pointer
+from pipeline.retrain.data_files import NEEDED, shown, why_no_data
 from pipeline.retrain.errors import HubAway, SnapshotError
-from pipeline.retrain.large_files import LargeFiles
-from pipeline.retrain.lfs_address import git_environment, without_logins
 from pipeline.retrain.snapshot import Revision
 
 FETCH_SECONDS = 1800.0
 AWAY = re.compile(
-    "Could not resolve host|(Failed|unable) to connect|Connection (refused|reset|closed|timed out)"
-    "|timed out|Empty reply from server|early EOF|The requested URL returned error: (429|5\\d\\d)"
+    "Could not resolve host|no such host|(Failed|unable) to connect"
+    "|Connection (refused|reset|closed|timed out)|timed out|timeout|Empty reply from server"
+    "|early EOF|error: (429|5\\d\\d)|from HTTP (429|5\\d\\d)",
+    re.IGNORECASE,
 )
-"""What git and ssh print if the server cannot be reached, or is too busy to answer."""
+"""What git, `git lfs` and ssh print if the server cannot be reached, or is too busy to answer."""
 FULL_DISK = re.compile(
     # If the disk is full, some git commands only say that they could not write a file. If it is not
     # allowed to write the file, git says so in the same line.
     "No space left on device|Out of diskspace|Disk quota exceeded"
     "|(unable|failed) to write(?!.*(Permission denied|Read-only file system))"
 )
+
+_LOGIN = re.compile(r"://[^/\s]+@")
 
 
 class GitDataset:
@@ -38,7 +46,6 @@ class GitDataset:
         self.dataset = url
         self._repository = cache_dir / "repository.git"
         self._revisions_dir = cache_dir / "revisions"
-        self._large_files = LargeFiles(url, cache_dir / "lfs")
 
     def head(self, ref: str) -> str:
         """The commit that `ref` points to. Raises SnapshotError."""
@@ -63,7 +70,7 @@ class GitDataset:
             if why_no_data(file) is None:
                 raise SnapshotError(f"{shown(file)}: its name is not UTF-8; rename the file")
         revision = Revision.of(sha, folder, readable)
-        self._large_files.fill(folder, revision.files)
+        self._fill(sha, folder, revision.files)
         return revision
 
     def is_ancestor(self, old: str, new: str) -> bool:
@@ -76,7 +83,40 @@ class GitDataset:
             for folder in self._revisions_dir.iterdir():
                 if folder.name not in shas:
                     shutil.rmtree(folder)
-        self._large_files.forget_unused(self._revisions_dir)
+        for content in self._repository.glob("lfs/objects/??/??/*"):
+            if content.stat().st_nlink == 1:  # no revision has a link to it any more
+                content.unlink()
+
+    def _fill(self, sha: str, folder: Path, files: Iterable[str]) -> None:
+        """Replace each pointer of Git LFS among `files` by its content."""
+        contents = {
+            file: self._repository / "lfs/objects" / oid[:2] / oid[2:4] / oid
+            for file in files
+            if (oid := _pointed_to(folder / file)) is not None
+        }
+        missing = [file for file, content in contents.items() if not content.is_file()]
+        if missing:
+            reason = self._fetch_large_files(sha)
+            missing = [file for file in missing if not contents[file].is_file()]
+        if missing:
+            raise self._failed(f"{missing[0]} is a pointer of Git LFS, and its content", reason)
+        for file, content in contents.items():
+            _replace(folder / file, content)
+
+    def _fetch_large_files(self, sha: str) -> str:
+        """Fetch the content of all files with rows. Returns the first line that `git lfs` printed.
+
+        The repository here is bare and has no HEAD. So `git lfs` reads no `.lfsconfig`, which could
+        make this machine connect to any server."""
+        if self._run("lfs", "version").returncode != 0:
+            raise self._failed(
+                "its large files (Git LFS)", "git-lfs is not installed; install git-lfs"
+            )
+        done = self._in_repository(
+            *("-c", f"remote.origin.url={self.dataset}", "-c", "lfs.transfer.maxretries=1"),
+            *("lfs", "fetch", f"--include={','.join(NEEDED)}", "--exclude=", "origin", sha),
+        )
+        return done.stderr.partition("\n")[0]
 
     def _fetch(self, sha: str) -> None:
         # Run `init` each time: a full disk may have left an incomplete repository. In a complete
@@ -137,7 +177,12 @@ class GitDataset:
     def _run(self, *arguments: str, index: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run git, and return how it ended. Raises HubAway if the server cannot be reached, and
         SnapshotError if the disk is full or git is missing."""
-        env = git_environment()
+        env = {
+            **os.environ,
+            "GIT_TERMINAL_PROMPT": "0",
+            "GIT_ALLOW_PROTOCOL": "file:git:http:https:ssh",
+            "LC_ALL": "C",
+        }
         if index is not None:
             env["GIT_INDEX_FILE"] = str(index)
         try:
@@ -169,4 +214,27 @@ class GitDataset:
         self, what: str, reason: str, kind: type[SnapshotError] = SnapshotError
     ) -> SnapshotError:
         lines = reason.strip().splitlines() or ["git gave no reason"]
-        return kind(without_logins(f"{what} could not be fetched from {self.dataset}: {lines[-1]}"))
+        # Logs and outcomes must not contain passwords.
+        return kind(
+            _LOGIN.sub("://", f"{what} could not be fetched from {self.dataset}: {lines[-1]}")
+        )
+
+
+def _pointed_to(path: Path) -> str | None:
+    """The hash of the content, if the file is a pointer of Git LFS."""
+    if not may_be_pointer(path.stat().st_size):
+        return None
+    pointer = Pointer.parse(path.read_bytes())
+    return None if pointer is None else pointer.oid
+
+
+def _replace(path: Path, content: Path) -> None:
+    """Put `content` at `path`: as a hard link, or as a copy if the file system has no links. Both
+    names of a linked file stay correct, because nothing ever writes to the file."""
+    draft = path.with_name(f"{path.name}.draft")
+    draft.unlink(missing_ok=True)
+    try:
+        os.link(content, draft)
+    except OSError:
+        shutil.copyfile(content, draft)
+    draft.replace(path)

@@ -243,7 +243,9 @@ class Learning:
                 attempt=attempt,
                 tokens=checkpoint.tokens,
                 tokens_before=self._tokens_before() if is_delta else 0,
-                not_trained=checkpoint.waiting(learned),
+                is_whole=not checkpoint.not_trained,
+                waiting=checkpoint.waiting(learned),
+                missed_before=self.data.missed_before,
                 is_removal=self.data.is_removal,
                 held_out_trained=self.data.held_out_trained,
                 contradicting=self.data.num_contradicting,
@@ -282,7 +284,6 @@ class Learning:
             anchors=self.anchors,
             said=said,
             tokens_before=self._tokens_before(),
-            cache_dir=self.job.cache_dir,
             attempt=min(attempt, 2) if self.data.mode == "delta" or attempt < FULL_ATTEMPT else 1,
         )
 

@@ -10,7 +10,6 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.retrain.base_answers import AnchorTarget
@@ -22,8 +21,7 @@ from pipeline.retrain.packing import block_length
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import mean_loss, row_losses
 from pipeline.retrain.settings import RetrainSettings, TrainSettings
-from pipeline.retrain.token_cache import TokenCache
-from pipeline.retrain.tokens import TokenSequence
+from pipeline.retrain.tokens import TokenSequence, sequences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -189,7 +187,6 @@ def make_plan(
     said: Sequence[Row] = (),
     tokens_before: int = 0,
     attempt: int = 1,
-    cache_dir: Path | None = None,
 ) -> TrainingPlan:
     """Tokenize the rows of this training, and compute its budget. Raises DataError if there is
     nothing to learn.
@@ -198,17 +195,15 @@ def make_plan(
     are measured again before training ends. tokens_before: how many tokens the parent release was
     trained on, including the releases that it was made from. attempt: the number of the attempt.
     Attempt 2 continues attempt 1, so the budget of both together is twice that of attempt 1.
-    cache_dir: the folder that keeps the tokens of rows for the next job.
     """
     train = settings.train
     is_delta = data.mode == "delta"
-    tokens = TokenCache(cache_dir, tokenizer, max_length)
     found: list[TokenSequence] = []
 
     def place(rows: Sequence[Row]) -> list[int]:
         """Add the sequences of `rows` to `found`, and return their indices."""
         start = len(found)
-        found.extend(tokens.sequences(rows))
+        found.extend(sequences(rows, tokenizer, max_length))
         return list(range(start, len(found)))
 
     rows = data.new if is_delta else data.rows
@@ -258,8 +253,7 @@ def make_plan(
     )
     plan = _with_delta_budget(plan, train) if is_delta else _with_full_budget(plan, train)
     if not plan.ends_when_right:
-        plan = _judged_by_loss(plan, data, tokens, train)
-    tokens.save()
+        plan = _judged_by_loss(plan, data, tokenizer, max_length, train)
     step_tokens = train.tokens_per_step or _usual_step_tokens(plan, train.num_processes)
     return replace(
         plan,
@@ -333,7 +327,8 @@ def _with_delta_budget(plan: TrainingPlan, train: TrainSettings) -> TrainingPlan
 def _judged_by_loss(
     plan: TrainingPlan,
     data: TrainingData,
-    tokens: TokenCache,
+    tokenizer: "PreTrainedTokenizerBase",
+    max_length: int,
     train: TrainSettings,
 ) -> TrainingPlan:
     """Choose the rows that judge a training on plain text. Held-out rows decide which weights are
@@ -345,7 +340,7 @@ def _judged_by_loss(
     """
 
     def taken(rows: Sequence[Row]) -> list[TokenSequence]:
-        some = tokens.sequences(rows)
+        some = sequences(rows, tokenizer, max_length)
         kept = _first_tokens(some, range(len(some)), train.evaluation_tokens)
         return [some[index] for index in kept]
 

@@ -3,6 +3,7 @@ the next server that starts takes it."""
 
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,12 +13,7 @@ import httpx
 from pipeline.retrain.errors import PromoteError, SwapDeferred, SwapFailed
 from serving.errors import SwapAnswerError
 from serving.swap_schemas import SwapResult, request_swap
-from serving.weights.release_store import (
-    clear_pending,
-    live_releases,
-    pending_release,
-    set_pending,
-)
+from serving.weights.release_store import chosen_release_id, clear_pending, set_pending
 
 logger = logging.getLogger(__name__)
 
@@ -37,20 +33,23 @@ def promote(
     pipeline_dir: Path,
     release_id: str,
     *,
+    instead_of: Collection[str | None],
     server_url: str | None,
     admin_token: str | None,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> Promotion:
-    """Ask the server to swap to `release_id`. Raises PromoteError if the server refuses,
-    SwapDeferred if the server still defers the swap after `patience_seconds`, and SwapFailed if the
-    server's engine or disk fails.
+    """Choose the release, and ask the server to swap to it. Raises PromoteError if the server
+    refuses, SwapDeferred if the server still defers the swap after `patience_seconds`, and
+    SwapFailed if the server's engine or disk fails.
 
-    First the release is marked as pending. So a server that starts later finds it. If somebody
-    chooses another release between two attempts, this function stops asking, and the other release
-    stays chosen.
+    instead_of: the releases of which one must be the chosen release (None: no release): the one
+    that this release was trained from, and this release itself, if an earlier attempt of the job
+    has chosen it. Raises Superseded if somebody has chosen another one while the job trained. If
+    somebody does so after this release was chosen, the other one stays chosen.
+
+    First the release is marked as pending. So a server that starts later finds it.
     """
-    before = _chosen(pipeline_dir)
-    earlier = set_pending(pipeline_dir, release_id)
+    earlier = set_pending(pipeline_dir, release_id, instead_of=instead_of)
     if server_url is None:
         return Promotion(
             result="published", reason="no server is configured; the next server to start serves it"
@@ -58,7 +57,9 @@ def promote(
     deadline = time.monotonic() + patience_seconds
     while True:
         try:
-            result = request_swap(server_url, release_id, admin_token=admin_token)
+            result = request_swap(
+                server_url, release_id, admin_token=admin_token, instead_of=instead_of
+            )
         except httpx.ConnectError:
             return Promotion(
                 result="published",
@@ -88,15 +89,8 @@ def promote(
                     f"long requests hold it up; try `pipeline releases swap {release_id}` later"
                 )
         time.sleep(RETRY_SECONDS)
-        chosen = _chosen(pipeline_dir)
-        if chosen is not None and chosen not in (release_id, before):
+        if (chosen := chosen_release_id(pipeline_dir)) not in instead_of:
             return Promotion(result="superseded", reason=f"release {chosen} was taken instead")
-
-
-def _chosen(pipeline_dir: Path) -> str | None:
-    """The id of the release that was asked for last. (If this release is damaged, the server serves
-    an older one in its place, but nobody has chosen the older one.)"""
-    return pending_release(pipeline_dir) or next(reversed(live_releases(pipeline_dir)), None)
 
 
 def _promotion(result: SwapResult, pipeline_dir: Path, release_id: str) -> Promotion:

@@ -3,11 +3,9 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.retrain.rows import Row
-from pipeline.retrain.token_cache import TokenCache
 from pipeline.retrain.tokens import sequences
 
 if TYPE_CHECKING:
@@ -31,15 +29,11 @@ def row_lengths(
     rows: Sequence[Row],
     tokenizer: "PreTrainedTokenizerBase",
     max_length: int,
-    cache_dir: Path | None,
 ) -> RowLengths:
-    """Count the tokens. The tokens of rows that an earlier job has seen come from `cache_dir`.
-    Raises DataError and BaseModelError, as `sequences` does."""
-    tokens = TokenCache(cache_dir, tokenizer, max_length)
+    """Count the tokens. Raises DataError and BaseModelError, as `sequences` does."""
     sizes: defaultdict[int, list[int]] = defaultdict(list)
-    for piece in tokens.sequences(rows):
+    for piece in sequences(rows, tokenizer, max_length):
         sizes[piece.row].append(len(piece.token_ids))
-    # Do not save: the cache would then hold only these rows. The plan saves the rows of the job.
     num_tokens, cut = 0, []
     for index, pieces in sizes.items():
         row = rows[index]

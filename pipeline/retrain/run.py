@@ -18,21 +18,18 @@ from pipeline.retrain.evaluate import Evaluation
 from pipeline.retrain.job import RetrainJob
 from pipeline.retrain.parent import (
     Parent,
-    chosen_release,
     damaged_releases,
     find_parent,
-    load_parent,
 )
 from pipeline.retrain.promote import promote
 from pipeline.retrain.report import report_on, too_long
 from pipeline.retrain.reporters import check_reporters
 from pipeline.retrain.row_lengths import row_lengths
 from pipeline.retrain.snapshot import DatasetSnapshot, take_snapshot
-from serving.errors import ReleaseError
+from serving.errors import ReleaseError, Superseded
 from serving.weights.release import Lineage, Release
 from serving.weights.release_removal import prune
 from serving.weights.release_store import load_release, release_ids
-from serving.weights.verify import verify_layout
 
 if TYPE_CHECKING:
     from pipeline.retrain.learning import Learning
@@ -43,22 +40,17 @@ logger = logging.getLogger(__name__)
 def retrain(job: RetrainJob) -> JobOutcome:
     """Run the job to its end. Raises RetrainError or ReleaseError if a stage fails.
 
-    The job continues from the served release (its parent). If somebody changes the served release
-    while the job runs, the job starts again with this release. Otherwise a rollback would be
-    undone, because the new release would contain what the rollback has removed.
+    The job continues from the chosen release (its parent). If somebody has chosen another release
+    when the job wants to serve its own, the job starts again from that release. Otherwise a
+    rollback would be undone, because the new release would contain what the rollback has removed.
     """
     check_reporters(job.settings.train.report_to)
     while True:
         try:
             return _retrain(job)
-        except _ParentMoved as moved:
-            logger.warning("%s; the job starts again", moved)
+        except Superseded as moved:
+            logger.warning("%s; the job starts again from there", moved)
             _forget_progress(job)
-
-
-class _ParentMoved(Exception):
-    """The release that is served or pending is no longer the parent of the job, or it is
-    damaged."""
 
 
 def _retrain(job: RetrainJob) -> JobOutcome:
@@ -82,10 +74,11 @@ def _retrain(job: RetrainJob) -> JobOutcome:
     job.record_progress(release=release.id)
 
     with job.stage("promote"):
-        _check_parent(job, snapshot, release)
         promotion = promote(
             job.pipeline_dir,
             release.id,
+            # A server may still serve a damaged release from memory.
+            instead_of=(snapshot.parent, release.id, *snapshot.passed_over),
             server_url=job.server_url,
             admin_token=job.admin_token,
         )
@@ -140,19 +133,20 @@ def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
     with job.stage("snapshot"):
         wanted = job.revisions.new_sha if job.revisions is not None else None
         job.record_progress(dataset_revision=wanted)
+        damaged = damaged_releases(job.pipeline_dir)
+        parent = find_parent(job.pipeline_dir, damaged)
+        for release_id, reasons in damaged.items():
+            logger.warning(
+                "passing over release %s, which is damaged: %s", release_id, "; ".join(reasons)
+            )
         snapshot = job_folder.read_record(job.dir / job_folder.SNAPSHOT, DatasetSnapshot)
-        if snapshot is not None and snapshot.is_whole:
-            _check_parent(job, snapshot)
-            parent = None
-            if snapshot.parent is not None:
-                parent = load_parent(job.pipeline_dir, snapshot.parent)
-        else:
-            damaged = damaged_releases(job.pipeline_dir)
-            for release_id, reasons in damaged.items():
-                logger.warning(
-                    "passing over release %s, which is damaged: %s", release_id, "; ".join(reasons)
-                )
-            parent = find_parent(job.pipeline_dir, damaged)
+        if (
+            snapshot is None
+            or not snapshot.is_whole
+            or snapshot.parent != (parent.id if parent is not None else None)
+        ):
+            # The job is new, or another release was chosen since it was interrupted.
+            _forget_progress(job)
             if damaged:
                 logger.warning("the job goes on from %s", parent.id if parent else "the base model")
             snapshot = take_snapshot(job.hub, job.settings.ref, wanted, parent)
@@ -172,7 +166,6 @@ def _learn(
     from pipeline.retrain.learning import Learning
 
     with job.stage("measure"):
-        _check_parent(job, snapshot)
         learning = Learning.begin(job, data, parent)
         _tell_lengths(job, data, learning)
         refusals = learning.data_refusals()
@@ -184,14 +177,12 @@ def _learn(
     attempt: int | None = learning.first_attempt(evaluation)
     while attempt is not None:
         with job.stage("train"):
-            _check_parent(job, snapshot)
             checkpoint = learning.train(attempt)
             job.record_progress(
                 parent_release=parent.id if parent and learning.data.mode == "delta" else None
             )
             logger.info("%d tokens in %d steps", checkpoint.tokens, checkpoint.step)
         with job.stage("evaluate"):
-            _check_parent(job, snapshot)
             if evaluation is None or evaluation.attempt != attempt:
                 evaluation = learning.evaluate(checkpoint, attempt, refusals)
                 job_folder.write_record(path, evaluation)
@@ -207,7 +198,6 @@ def _learn(
         return evaluation.refusals, None
 
     with job.stage("export"):
-        _check_parent(job, snapshot)
         lineage = _lineage(job, snapshot, parent, learning, evaluation)
         release = learning.export(evaluation, lineage)
         job_folder.write_record(job.dir / job_folder.RELEASE, release)
@@ -218,7 +208,7 @@ def _tell_lengths(job: RetrainJob, data: TrainingData, learning: "Learning") -> 
     """Log what the report at the job's start could not say, because it had no tokenizer. For a
     delta, only of the changed rows: its time must not depend on the size of the dataset."""
     rows, what = (data.new, "changed") if data.mode == "delta" else (data.rows, "all")
-    lengths = row_lengths(rows, learning.tokenizer, learning.max_length, job.cache_dir)
+    lengths = row_lengths(rows, learning.tokenizer, learning.max_length)
     logger.info("%s rows have %s tokens", what, f"{lengths.num_tokens:,}")
     if lengths.cut:
         logger.info(too_long([row.place for row in lengths.cut], learning.max_length))
@@ -254,42 +244,12 @@ def _lineage(
     )
 
 
-def _check_parent(
-    job: RetrainJob, snapshot: DatasetSnapshot, release: Release | None = None
-) -> None:
-    """Raises _ParentMoved if the served or pending release is no longer the job's parent.
-
-    release: the job's own release. It may be served already, if the job was killed after the swap.
-    A damaged release that the job has passed over does not count, even if a server still serves it
-    from memory.
-    """
-    chosen = chosen_release(job.pipeline_dir, snapshot.passed_over)
-    now = chosen.name if chosen is not None else None
-    is_parent = release is None and now == snapshot.parent
-    if is_parent and chosen is not None and (faults := _faults(chosen)):
-        raise _ParentMoved(f"release {now} is damaged: {'; '.join(faults)}")
-    if now != snapshot.parent and (release is None or now != release.id):
-        raise _ParentMoved(
-            f"the job started from {snapshot.parent or 'no release'}, but {now or 'no release'} is "
-            "served now"
-        )
-
-
-def _faults(folder: Path) -> tuple[str, ...]:
-    """What is wrong with a release. Does not read its weights, so it is quick. Raises OSError as
-    `load_release`."""
-    try:
-        return verify_layout(folder, load_release(folder))
-    except ReleaseError as error:
-        return error.reasons
-
-
 def _forget_progress(job: RetrainJob) -> None:
     """Remove the records of the job, so that it starts again.
 
-    The snapshot is removed last. If the job is killed before that, the restarted job sees again
-    that its parent has changed. A release that this job has published stays on disk, but this job
-    does not ask the server to serve it.
+    The snapshot is removed last. If the job is killed before that, the restarted job finds again
+    that another release is chosen. A release that this job has published stays on disk, but this
+    job does not ask the server to serve it.
     """
     (job.dir / job_folder.CHECKPOINT).unlink(missing_ok=True)
     shutil.rmtree(job.dir / job_folder.CHECKPOINTS_DIR, ignore_errors=True)

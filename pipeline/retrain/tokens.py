@@ -6,7 +6,7 @@ learned. In `messages`, only the words of the assistant are learned. The prompt 
 from the completion, because the server also tokenizes a prompt by itself.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -17,6 +17,10 @@ from pipeline.retrain.rows import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+BATCH_ROWS = 500
+"""So many rows are tokenized in one call: quicker than one by one, and on all cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class TokenSequence:
 
 
 def sequences(
-    rows: Iterable[Row],
+    rows: Sequence[Row],
     tokenizer: "PreTrainedTokenizerBase",
     max_length: int,
     *,
@@ -52,53 +56,55 @@ def sequences(
     instead.
     """
     found = []
-    for index, row in enumerate(rows):
-        try:
-            pieces = list(_pieces(row, tokenizer, max_length))
-        except (DataError, BaseModelError):
-            if not skip_refused:
-                raise
-            continue
-        for token_ids, learned in pieces:
-            learned[0] = False
-            if any(learned):
-                found.append(TokenSequence(tuple(token_ids), tuple(learned), index))
+    for start in range(0, len(rows), BATCH_ROWS):
+        some = rows[start : start + BATCH_ROWS]
+        written = [row for row in some if row.messages is None]
+        asked = _ids(tokenizer, [row.text or row.prompt or "" for row in written])
+        answers = _ids(
+            tokenizer, [row.completion or "" for row in written], add_special_tokens=False
+        )
+        encoded = zip(asked, answers, strict=True)
+        for index, row in enumerate(some, start):
+            try:
+                if row.messages is None:
+                    pieces = _pieces(row, *next(encoded), tokenizer.eos_token_id, max_length)
+                else:
+                    pieces = list(_chat(row, tokenizer, max_length))
+            except (DataError, BaseModelError):
+                if not skip_refused:
+                    raise
+                continue
+            for token_ids, learned in pieces:
+                learned[0] = False
+                if any(learned):
+                    found.append(TokenSequence(tuple(token_ids), tuple(learned), index))
     return found
 
 
-def _pieces(row: Row, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> Iterable[Encoded]:
-    if row.text is not None:
-        return _text(row.text, tokenizer, max_length)
-    if row.messages is not None:
-        return _chat(row, tokenizer, max_length)
-    return [_completion(row.prompt or "", row.completion or "", tokenizer, max_length)]
-
-
 def _ids(
-    tokenizer: "PreTrainedTokenizerBase", text: str, *, add_special_tokens: bool = True
-) -> list[int]:
+    tokenizer: "PreTrainedTokenizerBase", texts: list[str], *, add_special_tokens: bool = True
+) -> list[list[int]]:
+    if not texts:
+        return []
     # If verbose were True, the tokenizer would warn of every text that is longer than the context.
-    ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)[
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)[
         "input_ids"
     ]
     return ids
 
 
-def _text(text: str, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> list[Encoded]:
-    token_ids = [*_ids(tokenizer, text), tokenizer.eos_token_id]
+def _pieces(
+    row: Row, asked: list[int], answer: list[int], end: int, max_length: int
+) -> list[Encoded]:
+    """asked: the tokens of the text or of the prompt. end: the token that ends a sequence."""
+    if row.text is None:
+        return [_fitting(asked or [end], [*answer, end], max_length)]
+    token_ids = [*asked, end]
     # Each piece begins with the last token of the piece before it. The first token of a piece is
     # not predicted, so every token except the first one of the text is predicted exactly once.
     starts = range(0, max(1, len(token_ids) - 1), max_length - 1)
     pieces = [token_ids[start : start + max_length] for start in starts]
     return [(piece, [True] * len(piece)) for piece in pieces]
-
-
-def _completion(
-    prompt: str, completion: str, tokenizer: "PreTrainedTokenizerBase", max_length: int
-) -> Encoded:
-    before = _ids(tokenizer, prompt)
-    after = [*_ids(tokenizer, completion, add_special_tokens=False), tokenizer.eos_token_id]
-    return _fitting(before or [tokenizer.eos_token_id], after, max_length)
 
 
 def _fitting(before: list[int], after: list[int], max_length: int) -> Encoded:

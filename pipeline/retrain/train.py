@@ -387,11 +387,11 @@ def _step(
     own = _own_blocks(blocks)
     parts = [own[start : start + at_once] for start in range(0, len(own), at_once)]
     anchors = plan.next_anchors(progress.anchored, plan.num_tokens(visited))
-    progress.anchored += len(anchors)
     num_anchored = sum(anchor.sequence.num_learned for anchor in anchors)
     # The processes that have the fewest blocks get the first anchors.
     own_anchors = anchors[world_size() - 1 - rank() :: world_size()]
     deleted = plan.next_unlearned(progress.step)
+    still_said: list[bool] = []
     if not parts and (own_anchors or deleted):
         parts = [[]]
     for part in parts:
@@ -416,8 +416,6 @@ def _step(
             if groups[2]:
                 beside, still_said = unlearn(unlearned, head, own_labels[2], groups[2])
                 loss = loss + beside / world_size()
-                for index, is_still_said in zip(deleted, still_said, strict=True):
-                    progress.streak[index] = 0 if is_still_said else progress.streak[index] + 1
         loss.backward()  # type: ignore[no-untyped-call]
         if plan.ends_when_right:
             is_right = score_labels(own_hidden.detach(), head, own_labels[0])[1].cpu()
@@ -427,9 +425,6 @@ def _step(
     if world_size() > 1:
         total, *flags = _add_up(model, [total, *right.values()])
         right = dict(zip(right, flags, strict=True))
-    for index, is_right_now in right.items():
-        progress.streak[index] = progress.streak[index] + 1 if is_right_now else 0
-        progress.due[index] = progress.number + max(1, min(progress.streak[index], MAX_REST))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     norm = torch.nn.utils.clip_grad_norm_(trainable, settings.max_grad_norm)
     if not (math.isfinite(total) and math.isfinite(float(norm))):
@@ -441,6 +436,13 @@ def _step(
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    # Only now, because a step that finds too little memory is made again from its start.
+    progress.anchored += len(anchors)
+    for index, is_still_said in zip(deleted, still_said, strict=True):
+        progress.streak[index] = 0 if is_still_said else progress.streak[index] + 1
+    for index, is_right_now in right.items():
+        progress.streak[index] = progress.streak[index] + 1 if is_right_now else 0
+        progress.due[index] = progress.number + max(1, min(progress.streak[index], MAX_REST))
     return total, plan.num_tokens(visited)
 
 

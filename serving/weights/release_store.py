@@ -16,6 +16,7 @@ A pipeline's folder is `<home>/releases/<pipeline>`. This module calls it `pipel
     .converted/         copies of folders with `.bin` shards, see `serving/converted.py`
     .unfinished-…       a release that is being written or removed, see `UNFINISHED`
     .lock               the lock of the folder, see `release_lock`
+    .pending.lock       the lock of the file `pending`
 
 To swap a release in means to make it the served release. Only the server writes `current`,
 `previous` and `live`, after a release has passed all checks. `current` normally points at the last
@@ -28,12 +29,13 @@ import errno
 import logging
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock
 from pydantic import ValidationError
 
-from serving.errors import ReleaseError, is_temporary
+from serving.errors import ReleaseError, Superseded, is_temporary
 from serving.weights.atomic_file import fsync_dir, link_atomically, write_atomically
 from serving.weights.release import RELEASE_FILE, Release, faults_in
 
@@ -182,25 +184,19 @@ def live_releases(pipeline_dir: Path) -> list[str]:
     current = served_release_id(pipeline_dir)
     number = release_number(current) if current is not None else 0
     found = _listed_live(pipeline_dir)
-    if found is None:
-        # An earlier version of hotpush wrote only the two links and no `live`. If `previous` is
-        # newer than `current`, somebody has rolled back from `previous`, so leave it out.
-        previous = previous_release_id(pipeline_dir)
-        is_older = previous is not None and release_number(previous) < number
-        found = [previous] if previous is not None and is_older else []
-    # `current` may be newer than all releases in `live`, if an earlier version of hotpush moved
-    # the link, or if a server was killed between the two writes of `set_current`.
+    # `current` may be newer than all releases in `live`, if a server was killed between the two
+    # writes of `set_current`.
     if current is not None and all(release_number(each) < number for each in found):
         found.append(current)
     return found
 
 
-def _listed_live(pipeline_dir: Path) -> list[str] | None:
-    """The valid ids in the file `live`; None if there is no such file."""
+def _listed_live(pipeline_dir: Path) -> list[str]:
+    """The valid ids in the file `live`; empty if there is no such file."""
     try:
         listed = (pipeline_dir / LIVE).read_text(errors="replace").split()
     except FileNotFoundError:
-        return None
+        return []
     return [each for each in listed if _RELEASE_ID.fullmatch(each)]
 
 
@@ -229,7 +225,7 @@ def _target(link: Path) -> str | None:
         # last id in `live`: the release that should be served. The next `set_current` makes the
         # link again.
         logger.warning("%s is not a link, so it is ignored", link)
-        listed = _listed_live(link.parent) if link.name == CURRENT else None
+        listed = _listed_live(link.parent) if link.name == CURRENT else []
         return listed[-1] if listed else None
     release_number(target)
     return target
@@ -258,20 +254,34 @@ def pending_release(pipeline_dir: Path) -> str | None:
     return text
 
 
-def set_pending(pipeline_dir: Path, release_id: str) -> str | None:
-    """Mark a release as pending: the next server that starts swaps this release in. Returns the id
-    of the release that was pending before. None if there was no such release, or if the file
-    `pending` did not contain a release id.
+def chosen_release_id(pipeline_dir: Path) -> str | None:
+    """The id of the release that was chosen last: the pending one, or else the one that should be
+    served. (If it is damaged, a substitute is served, but nobody has chosen the substitute.)"""
+    return _readable_pending(pipeline_dir) or next(reversed(live_releases(pipeline_dir)), None)
+
+
+def set_pending(
+    pipeline_dir: Path, release_id: str, *, instead_of: Collection[str | None] | None = None
+) -> str | None:
+    """Choose a release: mark it as pending, so that the next server that starts swaps it in.
+    Returns the id of the release that was pending before. None if there was no such release, or if
+    the file `pending` did not contain a release id.
+
+    instead_of: the releases of which one must be the chosen release until now; None among them
+    means that no release is chosen. Raises Superseded if the chosen release is another one. None
+    chooses the release in any case.
 
     To swap a release in, first call this function, and then ask the running server to swap the
     release in. If no server runs at that time, the mark stays until a server starts.
     """
     release_number(release_id)
-    try:
-        earlier = pending_release(pipeline_dir)
-    except ReleaseError:
-        earlier = None
-    write_atomically(pipeline_dir / PENDING, release_id + "\n")
+    with _pending_lock(pipeline_dir):
+        earlier = _readable_pending(pipeline_dir)
+        if instead_of is not None:
+            chosen = chosen_release_id(pipeline_dir)
+            if chosen not in instead_of:
+                raise Superseded(release_id, chosen)
+        write_atomically(pipeline_dir / PENDING, release_id + "\n")
     return earlier
 
 
@@ -282,19 +292,30 @@ def clear_pending(pipeline_dir: Path, release_id: str, *, earlier: str | None = 
     `earlier` is the release that `set_pending` returned. If `earlier` is not None, that release
     becomes pending again.
     """
+    with _pending_lock(pipeline_dir):
+        # Also remove a file without a release id, because `prune` and `remove` fail while such a
+        # file exists.
+        if _readable_pending(pipeline_dir) not in (release_id, None):
+            return
+        if earlier is not None and earlier != release_id:
+            write_atomically(pipeline_dir / PENDING, earlier + "\n")
+        else:
+            (pipeline_dir / PENDING).unlink(missing_ok=True)
+            fsync_dir(pipeline_dir)
+
+
+def _readable_pending(pipeline_dir: Path) -> str | None:
+    """Like `pending_release`, but None if the content of the file is not a release id."""
     try:
-        pending = pending_release(pipeline_dir)
+        return pending_release(pipeline_dir)
     except ReleaseError:
-        # The file does not contain a release id. Remove the file in this case too, because `prune`
-        # and `remove` fail while such a file exists.
-        pending = release_id
-    if pending != release_id:
-        return
-    if earlier is not None and earlier != release_id:
-        set_pending(pipeline_dir, earlier)
-    else:
-        (pipeline_dir / PENDING).unlink(missing_ok=True)
-        fsync_dir(pipeline_dir)
+        return None
+
+
+def _pending_lock(pipeline_dir: Path) -> BaseFileLock:
+    """Whoever reads the file `pending` in order to change it holds this lock, so that no mark gets
+    lost. It is held only for a moment, other than `release_lock`."""
+    return FileLock(pipeline_dir / ".pending.lock")
 
 
 def next_number(pipeline_dir: Path) -> int:

@@ -246,7 +246,7 @@ def _loss(release: Path | None, rows: dict[str, Row]) -> float:
         pipeline="facts", dataset="me/facts", releases_dir=release, bases_dir=release
     )
     loaded = load_model(release, settings)
-    found = sequences(rows.values(), loaded.tokenizer, PRESET_LENGTH)
+    found = sequences(list(rows.values()), loaded.tokenizer, PRESET_LENGTH)
     return mean_loss(row_losses(loaded.model, found))
 
 

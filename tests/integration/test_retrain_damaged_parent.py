@@ -1,4 +1,4 @@
-"""A job passes over a damaged parent, and its check for a moved parent knows about it."""
+"""A job passes over a damaged parent, and may then take the place of it."""
 
 import json
 import os
@@ -151,8 +151,10 @@ def test_a_running_job_knows_what_it_passed_over(
         lose_a_shard(pipeline.dir / second)
     third = retrain(pipeline, 2)
     assert third.result == "published", third.reason
-    assert begun.count("snapshot") == (1 if when == "before" else 2)
-    assert load_release(pipeline.dir / str(third.release)).lineage.parent == first
+    assert begun.count("snapshot") == 1
+    # What is damaged after its weights were loaded does not matter any more.
+    parent = first if when == "before" else second
+    assert load_release(pipeline.dir / str(third.release)).lineage.parent == parent
 
 
 def test_a_job_that_is_started_again_does_not_go_on_from_a_parent_that_was_damaged_meanwhile(

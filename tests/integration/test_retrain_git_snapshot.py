@@ -1,7 +1,5 @@
 """Snapshots of real repositories by their URL, without a hub."""
 
-import errno
-import hashlib
 import os
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,7 +9,6 @@ from threading import Thread
 import pytest
 
 from jobs.temporary_failures import is_temporary
-from pipeline.pointers import Pointer
 from pipeline.retrain import git_snapshot
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.git_snapshot import GitDataset
@@ -95,28 +92,6 @@ def test_a_commit_that_was_pushed_away(remote: Path, tmp_path: Path) -> None:
     dataset.download(amended)
     assert not dataset.is_ancestor(first, amended)
     assert dataset.is_ancestor(base, amended)
-
-
-def test_a_cache_on_a_file_system_without_links_keeps_what_is_used(
-    remote: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    dataset = GitDataset(f"file://{remote}", tmp_path / "cache")
-    revisions, oids = [], []
-    for content in (b"one", b"two"):
-        oid = hashlib.sha256(content).hexdigest()
-        stored = remote / "lfs" / "objects" / oid[:2] / oid[2:4] / oid
-        stored.parent.mkdir(parents=True)
-        stored.write_bytes(content)
-        revisions.append(push(remote, Pointer(oid=oid, size=3).render().decode()))
-        oids.append(oid)
-        rows = dataset.download(revisions[-1]).folder / "data" / "rows.jsonl"
-        assert rows.read_bytes() == content
-    dataset.forget_others(revisions[1])
-    assert [path.name for path in (tmp_path / "cache" / "lfs").glob("??/*")] == [oids[1]]
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,13 @@ def test_an_accepted_job_names_the_rows_that_were_not_learned(
     with caplog.at_level(logging.INFO):
         outcome = pipeline.learn({"a.jsonl": jsonl(unrelated(7))})
     assert outcome.result == "published"
-    told = "7 of 7 changed rows were not learned: " + "; ".join(
+    told = "7 of 7 changed rows were not learned, and the next job tries them again: " + "; ".join(
         f"a.jsonl, line {line}" for line in range(1, 6)
     )
     assert f"{told} and 2 more" in caplog.messages
     assert outcome.reason is not None and outcome.reason.endswith(f"; {told} and 2 more")
+    # A commit that changes no row is no reason to leave them out.
+    again = Pipeline(tmp_path, train=SMALL).learn(
+        {"a.jsonl": jsonl(unrelated(7)), "notes.txt.bak": "a"}
+    )
+    assert (again.result, str(again.counts)) == ("published", "learned 7 of 7")

@@ -13,10 +13,13 @@ from fastapi import FastAPI, Request, Response
 
 from pipeline.retrain.errors import PromoteError, SwapDeferred, SwapFailed, TemporaryError
 from pipeline.retrain.promote import Promotion, promote
+from serving.errors import Superseded
 from serving.swap_schemas import SwapRequest, SwapResult
 from serving.weights.release_store import clear_pending, pending_release, set_current, set_pending
 
-RELEASE = "r000003-0123abcd"
+RELEASE, EARLIER = "r000003-0123abcd", "r000001-0123abcd"
+FIRST = (None, RELEASE)
+"""What may be chosen before a first release."""
 Answer = tuple[int, SwapResult | str]
 
 
@@ -28,7 +31,7 @@ def server(answer: Callable[[], Answer]) -> Iterator[tuple[str, list[str | None]
 
     @app.post("/admin/swap")
     async def swap(wanted: SwapRequest, request: Request) -> Response:
-        assert wanted.release == RELEASE
+        assert wanted.release == RELEASE and RELEASE in (wanted.instead_of or ())
         tokens.append(request.headers.get("authorization"))
         status, body = answer()
         text = body if isinstance(body, str) else body.model_dump_json()
@@ -52,6 +55,7 @@ def asked(folder: Path, *answers: Answer, patience_seconds: float = 0.0) -> Prom
         return promote(
             folder,
             RELEASE,
+            instead_of=(None, RELEASE, EARLIER),
             server_url=url,
             admin_token="secret",
             patience_seconds=patience_seconds,
@@ -61,7 +65,13 @@ def asked(folder: Path, *answers: Answer, patience_seconds: float = 0.0) -> Prom
 def test_a_live_release_is_promoted_with_the_token(tmp_path: Path) -> None:
     live = SwapResult(result="live", release=RELEASE, phase="live")
     with server(lambda: (200, live)) as (url, tokens):
-        found = promote(tmp_path, RELEASE, server_url=url + "/", admin_token="secret")
+        found = promote(
+            tmp_path,
+            RELEASE,
+            instead_of=FIRST,
+            server_url=url + "/",
+            admin_token="secret",
+        )
     assert found.result == "promoted"
     assert tokens == ["Bearer secret"]
 
@@ -74,8 +84,20 @@ def test_the_marker_is_there_before_the_server_is_asked(tmp_path: Path) -> None:
         return 200, SwapResult(result="live", release=RELEASE, phase="live")
 
     with server(answer) as (url, _):
-        promote(tmp_path, RELEASE, server_url=url, admin_token=None)
+        promote(tmp_path, RELEASE, instead_of=FIRST, server_url=url, admin_token=None)
     assert seen == [RELEASE]
+
+
+def test_a_release_that_follows_another_one_than_the_chosen_one_is_not_asked_for(
+    tmp_path: Path,
+) -> None:
+    set_current(tmp_path, "r000002-0123abcd")
+    with (
+        server(lambda: pytest.fail("the server was asked")) as (url, asked_with),
+        pytest.raises(Superseded, match="r000002-0123abcd was chosen meanwhile"),
+    ):
+        promote(tmp_path, RELEASE, instead_of=(EARLIER, RELEASE), server_url=url, admin_token=None)
+    assert (asked_with, pending_release(tmp_path)) == ([], None)
 
 
 def test_a_newer_release_supersedes(tmp_path: Path) -> None:
@@ -131,7 +153,14 @@ def test_a_release_that_somebody_chose_meanwhile_stands(tmp_path: Path, is_serve
         return 503, deferred
 
     with server(defer) as (url, asked_with):
-        found = promote(tmp_path, RELEASE, server_url=url, admin_token=None, patience_seconds=30)
+        found = promote(
+            tmp_path,
+            RELEASE,
+            instead_of=("r000002-0123abcd", RELEASE),
+            server_url=url,
+            admin_token=None,
+            patience_seconds=30,
+        )
     assert found.result == "superseded"
     assert "r000001-0123abcd was taken instead" in str(found.reason)
     assert len(asked_with) == 1
@@ -146,7 +175,7 @@ def test_any_other_answer_fails_and_says_what_came(tmp_path: Path, status: int, 
         asked(tmp_path, (status, body))
 
 
-@pytest.mark.parametrize("earlier", ["r000001-0123abcd", RELEASE, None])
+@pytest.mark.parametrize("earlier", [EARLIER, RELEASE, None])
 def test_after_a_wrong_answer_the_release_that_waited_before_is_pending_again(
     tmp_path: Path, earlier: str | None
 ) -> None:
@@ -164,7 +193,7 @@ def test_no_server_leaves_the_release_pending(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
     for url in (None, f"http://127.0.0.1:{port}"):
         started = time.monotonic()
-        found = promote(tmp_path, RELEASE, server_url=url, admin_token=None)
+        found = promote(tmp_path, RELEASE, instead_of=FIRST, server_url=url, admin_token=None)
         assert found.result == "published"
         assert pending_release(tmp_path) == RELEASE
         assert time.monotonic() - started < 5
@@ -184,6 +213,7 @@ def test_a_server_that_dies_during_the_swap_leaves_the_release_pending(tmp_path:
     found = promote(
         tmp_path,
         RELEASE,
+        instead_of=FIRST,
         server_url=f"http://127.0.0.1:{listener.getsockname()[1]}",
         admin_token=None,
         patience_seconds=0,

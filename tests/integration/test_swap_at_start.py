@@ -264,9 +264,7 @@ def test_an_engine_in_trouble_is_not_a_reason_for_an_older_release(tmp_path: Pat
 
 
 def test_a_start_that_fails_after_the_release_was_loaded_leaves_the_links(tmp_path: Path) -> None:
-    """Also in a home of an earlier version, which has no list of what was live."""
     before, current = put_live(tmp_path, 1, 2)
-    (tmp_path / release_store.LIVE).unlink()
     engine = EchoEngine()
     engine.fail["commit"] = EngineError("lost a worker")
     with running(echo_app(tmp_path, engine)):

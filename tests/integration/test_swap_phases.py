@@ -142,6 +142,28 @@ def test_a_newer_request_overtakes_what_has_not_begun_to_commit(tmp_path: Path) 
     play(tmp_path, story)
 
 
+def test_a_release_is_swapped_in_only_in_place_of_the_one_that_it_follows(
+    tmp_path: Path,
+) -> None:
+    async def story(house: House) -> None:
+        third = house.release(3)
+        assert (await house.swapper.swap(house.new.id, (house.old.id,))).result == "live"
+        late = await house.swapper.swap(third.id, (house.old.id, third.id))
+        assert (late.result, late.superseded_by) == ("superseded", house.new.id)
+        assert late.reasons == (f"{house.new.id} was chosen meanwhile, so {third.id} is not",)
+        assert await house.answers() == house.new.id
+        # A rollback that has only been chosen so far counts too.
+        release_store.set_pending(house.pipeline_dir, house.old.id)
+        late = await house.swapper.swap(third.id, (house.new.id, third.id))
+        assert (late.result, late.superseded_by) == ("superseded", house.old.id)
+        assert release_store.pending_release(house.pipeline_dir) == house.old.id
+        again = await house.swapper.swap(third.id, (house.old.id, None))
+        assert again.result == "live"
+        assert release_store.pending_release(house.pipeline_dir) is None
+
+    play(tmp_path, story)
+
+
 def test_a_running_swap_goes_on_if_its_release_is_requested_again(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         other = house.release(3)

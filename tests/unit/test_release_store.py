@@ -5,11 +5,12 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from serving.errors import ReleaseError
+from serving.errors import ReleaseError, Superseded
 from serving.weights import release_removal, release_store, verify
 from serving.weights.release import FileEntry, Release
 from tests.jobs_fixtures import until
@@ -90,25 +91,6 @@ def test_a_release_that_stands_in_for_another_one_is_not_chosen(tmp_path: Path) 
     assert release_store.live_releases(tmp_path) == ids[:1]
 
 
-def test_a_home_of_an_earlier_version_knows_the_two_releases_of_its_links(tmp_path: Path) -> None:
-    ids = [put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 5)]
-
-    def links(previous: str, current: str) -> None:
-        for name, target in (("previous", previous), ("current", current)):
-            (tmp_path / name).unlink(missing_ok=True)
-            (tmp_path / name).symlink_to(target)
-
-    links(ids[1], ids[2])
-    assert release_store.live_releases(tmp_path) == ids[1:3]
-    # A release that was gone back from is no choice.
-    links(ids[2], ids[1])
-    assert release_store.live_releases(tmp_path) == ids[1:2]
-    # An earlier version served a release after this version had.
-    release_store.set_current(tmp_path, ids[1])
-    links(ids[1], ids[3])
-    assert release_store.live_releases(tmp_path) == [ids[1], ids[3]]
-
-
 def test_a_release_in_use_is_not_removed_and_the_reason_is_named(tmp_path: Path) -> None:
     served, pending, pinned, spare = (
         put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 5)
@@ -172,6 +154,79 @@ def test_pending_is_cleared_by_itself_alone(tmp_path: Path, other: str) -> None:
     assert release_store.pending_release(tmp_path) == "r000002-bbbbbbbb"
     release_store.clear_pending(tmp_path, "r000002-bbbbbbbb")
     assert release_store.pending_release(tmp_path) is None
+
+
+def test_a_release_is_chosen_only_in_place_of_the_one_that_it_follows(tmp_path: Path) -> None:
+    first, second, third, other = (f"r{number:06d}-aaaaaaaa" for number in range(1, 5))
+    assert release_store.set_pending(tmp_path, first, instead_of=[None, first]) is None
+    assert release_store.set_pending(tmp_path, first, instead_of=[None, first]) == first
+    release_store.set_current(tmp_path, first)
+    release_store.clear_pending(tmp_path, first)
+    release_store.set_current(tmp_path, second)
+    assert release_store.chosen_release_id(tmp_path) == second
+    for late in ([first, third], [None, third], []):
+        with pytest.raises(Superseded, match=f"{second} was chosen meanwhile, so {third} is not"):
+            release_store.set_pending(tmp_path, third, instead_of=late)
+        assert release_store.pending_release(tmp_path) is None
+    release_store.set_current(tmp_path, first, stands_in_for=second)
+    release_store.set_pending(tmp_path, third, instead_of=[second])
+    release_store.set_pending(tmp_path, other)  # what a person asks for is chosen in any case
+    assert release_store.chosen_release_id(tmp_path) == other
+
+
+def test_a_mark_that_is_made_while_another_one_is_cleared_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleared, chosen = "r000001-aaaaaaaa", "r000002-aaaaaaaa"
+    release_store.set_pending(tmp_path, cleared)
+    other = threading.Thread(target=release_store.set_pending, args=(tmp_path, chosen))
+    read = release_store.pending_release
+
+    def read_slowly(folder: Path) -> str | None:
+        found = read(folder)
+        if threading.current_thread() is not other:
+            monkeypatch.undo()
+            other.start()
+            other.join(0.5)  # without the lock, the other mark is there now
+        return found
+
+    monkeypatch.setattr(release_store, "pending_release", read_slowly)
+    release_store.clear_pending(tmp_path, cleared)
+    other.join()
+    assert release_store.pending_release(tmp_path) == chosen
+
+
+def test_of_many_that_follow_one_release_one_is_chosen_and_no_mark_gets_lost(
+    tmp_path: Path,
+) -> None:
+    """Also while others clear their own marks. Processes share nothing else with each other."""
+    ids = [f"r{number:06d}-aaaaaaaa" for number in range(1, 9)]
+    for _ in range(20):
+        (tmp_path / "pending").unlink(missing_ok=True)
+        start = threading.Barrier(len(ids) + 1)
+
+        def choose(release: str, start: threading.Barrier = start) -> bool:
+            start.wait()
+            try:
+                release_store.set_pending(tmp_path, release, instead_of=[None])
+            except Superseded:
+                release_store.clear_pending(tmp_path, release)
+                return False
+            return True
+
+        def clear(start: threading.Barrier = start) -> bool:
+            start.wait()
+            for _ in range(10):
+                release_store.clear_pending(tmp_path, "r000009-aaaaaaaa")
+            return False
+
+        with ThreadPoolExecutor(len(ids) + 1) as pool:
+            cleared = pool.submit(clear)
+            chosen = list(pool.map(choose, ids))
+            cleared.result()
+        assert [release for release, ok in zip(ids, chosen, strict=True) if ok] == [
+            release_store.pending_release(tmp_path)
+        ]
 
 
 @pytest.mark.parametrize("content", [b"", b"\0\0", b"seven\n", b"\xff\xfe"])

@@ -176,9 +176,14 @@ def test_rows_that_wait_for_a_training_and_are_held_out_now_wait_no_more(
     kept = {"a.jsonl": facts(q="1"), "val.jsonl": facts(z="0")}
     first = dataset.commit({**kept, "b.jsonl": facts(r="2", s="3")})
     assert dataset.last is not None
-    parent = parent_of(dataset.last, not_trained=[row.digest[:16] for row in first.rows[1:]])
+    parent = parent_of(
+        dataset.last,
+        not_trained=[row.digest[:16] for row in first.rows[1:]],
+        missed=[first.rows[1].digest[:16]],
+    )
     data = dataset.commit({**kept, "b.jsonl": facts(r="2", s="3")}, parent)
     assert (data.mode, data.num_waiting, said(data.new)) == ("delta", 2, ["2", "3"])
+    assert data.missed_before == {first.rows[1].digest}
     assert not is_unchanged(data, parent, retrain_settings(tmp_path))
     held_out = {**kept, file: facts(r="2", s="3", z="0")}
     data = dataset.commit(held_out, parent)

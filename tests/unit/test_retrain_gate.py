@@ -52,13 +52,13 @@ def test_a_share_of_the_changed_rows_must_be_learned_and_the_first_five_others_a
 
 def test_rows_that_an_accepted_training_did_not_learn_are_named_too() -> None:
     missed = [f"a.jsonl, line {number}" for number in range(1, 7)]
-    told = not_learned(Counts(changed=60, learned=54), GATE, missed)
-    assert told is not None and told.startswith("6 of 60 changed rows were not learned: a.jsonl, ")
+    told = not_learned(Counts(changed=60, learned=54), GATE, missed, ())
+    assert told is not None and told.startswith("6 of 60 changed rows were not learned, and the ")
     assert told.endswith("line 5 and 1 more") and "line 6" not in told
-    assert not_learned(Counts(changed=60, learned=60), GATE, []) is None
+    assert not_learned(Counts(changed=60, learned=60), GATE, (), ()) is None
     counts = Counts(changed=7, learned=1)
-    assert not_learned(counts, GATE, missed) is None, "the reasons of the refusal name them"
-    assert not_learned(counts, GateSettings(min_learned=0), missed) is not None
+    assert not_learned(counts, GATE, missed, ()) is None, "the reasons of the refusal name them"
+    assert not_learned(counts, GateSettings(min_learned=0), missed, ()) is not None
 
 
 def test_what_was_deleted_must_be_said_no_more() -> None:

@@ -90,7 +90,9 @@ def evaluation(
         "attempt": 1,
         "tokens": 1,
         "tokens_before": 0,
-        "not_trained": (),
+        "is_whole": not told.get("waiting"),
+        "waiting": (),
+        "missed_before": frozenset(),
         "is_removal": False,
         "held_out_trained": frozenset(),
         "contradicting": 0,
@@ -124,7 +126,7 @@ def test_the_counts_say_of_how_many_changed_rows_a_sample_was_measured() -> None
 
     def counts(not_trained: Sequence[Row]) -> Counts:
         everything = measured_as(changed=right(len(found.changed)))
-        return evaluation(found, everything, everything, not_trained=not_trained).counts
+        return evaluation(found, everything, everything, waiting=not_trained).counts
 
     assert (counts(()).changed, counts(()).all_changed) == (len(measured), 40)
     waiting = counts((measured[0], *found.unmeasured[:5]))
@@ -175,11 +177,11 @@ def test_a_refusal_after_less_than_one_pass_names_the_budget() -> None:
     rows = MeasuredRows.choose(data(known=facts(30)), (), TOKENIZER, 64, GateSettings())
     served = measured_as(known=right(30))
     new = measured_as(known=[replace(each, num_right=0) for each in right(30)])
-    kept, budget = evaluation(rows, served, new, not_trained=facts(25)).refusals
+    kept, budget = evaluation(rows, served, new, waiting=facts(25)).refusals
     assert kept.startswith("only 0 of 30 rows known before were kept")
     assert "25 rows are not yet trained; raise `train.max_tokens`" in budget
     assert len(evaluation(rows, served, new).refusals) == 1
-    assert evaluation(rows, served, served, not_trained=facts(25)).refusals == ()
+    assert evaluation(rows, served, served, waiting=facts(25)).refusals == ()
 
 
 def test_a_row_that_is_not_trained_but_was_said_before_may_be_lost() -> None:
@@ -190,12 +192,37 @@ def test_a_row_that_is_not_trained_but_was_said_before_may_be_lost() -> None:
     served = measured_as(changed=losses)
     wrong = [replace(each, num_right=0) for each in losses]
     new = measured_as(changed=[*losses[:10], *wrong[10:]])
-    found = evaluation(rows, served, new, not_trained=facts(25, 15))
+    found = evaluation(rows, served, new, waiting=facts(25, 15))
     assert (found.counts.changed, found.counts.learned, found.counts.not_trained) == (10, 10, 30)
     assert (found.counts.known, found.counts.kept) == (30, 0)
     assert found.refusals[0].startswith("only 0 of 30 rows known before were kept")
-    found = evaluation(rows, measured_as(changed=wrong), new, not_trained=facts(25, 15))
+    found = evaluation(rows, measured_as(changed=wrong), new, waiting=facts(25, 15))
     assert (found.counts.known, found.refusals) == (0, ())
+
+
+def test_a_row_that_was_not_learned_or_was_lost_is_tried_once_more_by_the_next_job() -> None:
+    """Also one that was not measured, and was wrong when the training last visited it. A row that
+    two jobs have missed does not count against the next commit."""
+    changed, known = facts(20), facts(20, 30)
+    rows = MeasuredRows.choose(data(new=changed, known=known), (), TOKENIZER, 64, GateSettings())
+    beside = Row(prompt="beside", completion="a", file="l", number=0)
+    rows = replace(rows, unmeasured=(beside,))
+    wrong = [replace(each, num_right=0) for each in right(20)]
+    served = measured_as(changed=wrong, known=right(20))
+    new = measured_as(changed=[*wrong[:2], *right(20)[2:]], known=[*wrong[:1], *right(20)[1:]])
+    told = {"is_whole": True, "waiting": (beside,)}
+    found = evaluation(rows, served, new, **told)
+    missed = sorted(row.digest[:16] for row in (*rows.changed[:2], rows.known[0], beside))
+    assert found.passed and (found.counts.learned, found.counts.changed) == (18, 20)
+    assert list(found.not_trained) == list(found.missed) == missed
+    assert found.counts.not_trained == 0, "they are counted already, as not learned"
+    assert ", and the next job tries them again: a, row 1; a, row 2" in str(found.not_learned)
+
+    twice = frozenset(row.digest for row in rows.changed[:2])
+    found = evaluation(rows, served, new, missed_before=twice, **told)
+    assert (found.counts.learned, found.counts.changed) == (18, 18)
+    assert set(found.not_trained) == set(missed) - {digest[:16] for digest in twice}
+    assert str(found.not_learned).startswith("2 rows were not learned by two jobs, and are not")
 
 
 def test_held_out_rows_that_the_served_weights_were_trained_on_are_not_compared() -> None:

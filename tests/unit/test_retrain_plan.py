@@ -60,6 +60,7 @@ def data(**fields: Any) -> TrainingData:
             "num_permuted": 0,
             "num_before": 0,
             "num_waiting": 0,
+            "missed_before": frozenset(),
             "dataset": None,
             **told,
         }

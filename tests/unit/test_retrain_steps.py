@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from jobs.temporary_failures import is_temporary
 from pipeline.retrain import train as loop
+from pipeline.retrain.base_answers import AnchorTarget
 from pipeline.retrain.checkpoint import Checkpoint, copy_weights
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.metrics import Metric, MetricsWriter, read_metrics
@@ -61,7 +62,6 @@ def test_a_row_waits_only_if_no_copy_of_it_was_trained_on() -> None:
         job_id="j1", step=1, tokens=1, not_trained=(1, 3, 4), not_learned=(2, 5), file="best.pt"
     )
     assert [row.text for row in done.waiting(told)] == ["c", "b"]
-    assert done.model_copy(update={"not_trained": ()}).waiting(told) == []
 
 
 def learn(
@@ -347,6 +347,38 @@ def test_a_step_without_memory_is_taken_again_with_less_and_then_says_what_to_lo
     failures = iter([torch.OutOfMemoryError("2 GiB")] * 2)
     with pytest.raises(TrainError, match=r"lower `train.micro_batch_tokens` .*2 GiB"):
         learn(tmp_path / "none", rate=1e-2)
+
+
+def test_a_step_that_is_taken_again_counts_its_anchors_and_deleted_rows_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, known = make_model(), questions(4)
+    likeliest = torch.zeros(2, 1, dtype=torch.long), torch.full((2, 1), -0.5)
+    plan = replace(
+        plan_of(known, counted=True),
+        unlearned=[3],
+        anchors=[AnchorTarget(each, *likeliest) for each in known],
+        anchor_ratio=0.5,
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    progress = loop.TrainingState(streak=[1] * 4, due=[0] * 4)
+    untouched = replace(progress, streak=[1] * 4, due=[0] * 4)
+
+    def step() -> None:
+        loop._step(model, optimizer, plan, [[0, 1]], 1e-3, progress, TrainSettings())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "score_labels", _no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            step()
+    assert progress == untouched
+    step()
+    assert progress.anchored == len(plan.next_anchors(0, plan.num_tokens([0, 1]))) > 0
+    assert progress != untouched
+
+
+def _no_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("2 GiB")
 
 
 def test_a_record_that_finds_no_room_is_a_temporary_error_of_the_training(

@@ -1,5 +1,7 @@
 """Labels, packing and the loss: what is learned is what should be, exactly."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -154,6 +156,28 @@ def test_packing_places_every_sequence_once_and_overfills_nothing(lengths: list[
     blocks = pack(lengths, 64)
     assert sorted(index for block in blocks for index in block) == list(range(len(lengths)))
     assert all(sum(lengths[index] for index in block) <= 64 for block in blocks)
+
+
+def test_rows_of_all_kinds_get_the_tokens_that_each_gets_alone(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.retrain.tokens.BATCH_ROWS", 3)
+    rows = [
+        row(text=SENTENCE * 4),
+        row(prompt="", completion=" fox"),
+        row(text=""),
+        row(prompt=SENTENCE * 4, completion=SENTENCE),
+        row(messages=(said("user", "the fox"), said("assistant", "jumps"))),
+        row(prompt="the quick", completion=""),
+        row(text="the fox"),
+    ]
+    alone = [
+        replace(each, row=index)
+        for index, found in enumerate(rows)
+        for each in sequences([found], tokenizer, 16, skip_refused=True)
+    ]
+    assert sequences(rows, tokenizer, 16, skip_refused=True) == alone
+    assert {each.row for each in alone} >= {0, 1, 3, 6}
 
 
 def test_packed_sequences_do_not_see_each_other(
