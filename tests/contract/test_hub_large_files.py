@@ -18,8 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from pipeline.hub.large_files import signatures
 from pipeline.hub.large_files.signatures import SignedUrls
 from pipeline.hub.large_files.store import LargeFiles
-from pipeline.hub.routes import lfs
-from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub, wait_until
+from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
 
 # What the client itself does when it sends a file without Xet.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -108,43 +107,6 @@ def test_the_client_without_xet_sends_each_file_once(hub: RunningHub, name: str)
 def test_what_is_no_file_on_a_disk_comes_too(hub: RunningHub, name: str) -> None:
     upload(hub, name, io.BytesIO(CONTENT))
     assert files_of(hub, name).size(OID) == len(CONTENT)
-
-
-@pytest.mark.usefixtures("no_xet")
-@pytest.mark.parametrize("num_bytes", [1, 999_999, 1_000_000, 3_000_000])
-def test_the_client_sends_a_file_in_parts(
-    hub: RunningHub, name: str, monkeypatch: pytest.MonkeyPatch, num_bytes: int
-) -> None:
-    monkeypatch.setattr(lfs, "MULTIPART_BYTES", 1)
-    monkeypatch.setattr(lfs, "PART_BYTES", 500_000)
-    upload(hub, name, CONTENT[:num_bytes])
-    oid = hashlib.sha256(CONTENT[:num_bytes]).hexdigest()
-    assert files_of(hub, name).path(oid).read_bytes() == CONTENT[:num_bytes]
-    assert list(files_of(hub, name).incoming.iterdir()) == []
-
-
-def test_parts_that_are_not_the_file_are_refused(
-    hub: RunningHub, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lfs, "MULTIPART_BYTES", 1)
-    monkeypatch.setattr(lfs, "PART_BYTES", 1_000_000)
-    wanted = {"oid": OID, "size": len(CONTENT)}
-    told = batch(hub, name, wanted, transfers=["basic", "multipart"]).json()
-    assert told["transfer"] == "multipart"
-    action = told["objects"][0]["actions"]["upload"]
-    assert put(action["href"], b"{}", "POST").status_code == 400
-    parts = [action["header"][number] for number in ("1", "2", "3")]
-    assert put(parts[0], CONTENT[:999_999]).status_code == 400
-    assert put(parts[0], CONTENT[:1_000_001]).status_code == 400
-    assert put(parts[0], CONTENT[:1_000_000]).status_code == 200
-    assert put(parts[2], CONTENT[2_000_000:]).status_code == 200
-    missing = put(action["href"], b"{}", "POST")
-    assert missing.status_code == 400
-    assert "send it again" in missing.json()["error"]
-    assert put(parts[1], CONTENT[1_000_000:2_000_000]).status_code == 200
-    # Twice, because the answer to the first may be lost.
-    assert [put(action["href"], b"{}", "POST").status_code for _ in range(2)] == [200, 200]
-    assert files_of(hub, name).path(OID).read_bytes() == CONTENT
 
 
 def test_a_file_is_fetched_by_its_signed_url_also_in_ranges(hub: RunningHub, name: str) -> None:
@@ -345,26 +307,3 @@ def test_a_repository_that_is_moved_takes_its_files_along(hub: RunningHub, name:
     hub.api.delete_repo(f"{name}-moved", repo_type="dataset")
     assert put(url).status_code == 404
     assert not files_of(hub, f"{name}-moved").path(OID).exists()
-
-
-def test_a_part_that_goes_on_after_the_end_changes_no_file(
-    hub: RunningHub, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The client gave the part up, sent it again, and completed the upload."""
-    monkeypatch.setattr(lfs, "MULTIPART_BYTES", 1)
-    told = batch(hub, name, {"oid": OID, "size": len(CONTENT)}, transfers=["multipart"]).json()
-    action = told["objects"][0]["actions"]["upload"]
-    part = action["header"]["1"]
-
-    def slow() -> Iterator[bytes]:
-        yield b"x" * 1_500_000
-        wait_until(lambda: any(files_of(hub, name).incoming.glob("*")))
-        assert put(part).status_code == 200
-        assert put(action["href"], b"{}", "POST").status_code == 200
-        yield b"x" * (len(CONTENT) - 1_500_000)
-
-    late = httpx.put(
-        part, content=slow(), headers={"Content-Length": str(len(CONTENT))}, verify=False
-    )
-    assert late.status_code == 409
-    assert files_of(hub, name).path(OID).read_bytes() == CONTENT

@@ -92,7 +92,6 @@ BODIES: dict[tuple[str, str], dict[str, Any]] = {
     ("POST", "/datasets/local/facts.git/info/lfs/objects/batch"): {
         "operation": {"enum": ["upload", "download"]},
         "objects": {"type": "array", "items": LARGE_OBJECT},
-        "transfers": {"type": "array", "items": {"enum": ["basic", "multipart"]}},
     },
 }
 # What the two routes of everything below a repository take apart by themselves.

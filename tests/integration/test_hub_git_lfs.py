@@ -12,12 +12,10 @@ import httpx
 import pytest
 from huggingface_hub import HfFileSystem, hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.lfs import LFS_MULTIPART_UPLOAD_COMMAND
 
 from pipeline.hub.large_files.store import LargeFiles
-from pipeline.hub.routes import lfs
 from pipeline.pointers import Pointer
-from tests.hub_fixtures import RunningHub, commit_file, run_git, running_hub
+from tests.hub_fixtures import RunningHub, commit_file, running_hub
 
 ROWS = "".join(f'{{"text": "row {number}"}}\n' for number in range(5000))
 NOISE = os.urandom(3_000_000)
@@ -90,24 +88,6 @@ def test_every_change_is_pushed_and_pulled(hub: RunningHub, tmp_path: Path) -> N
     hub.git(*FILTER, "clone", "-q", f"{hub.url}/local/changing", "clone", cwd=tmp_path)
     hub.git("lfs", "fetch", "--all", cwd=tmp_path / "clone")
     assert "OK" in hub.git("lfs", "fsck", cwd=tmp_path / "clone")
-
-
-def test_the_hub_clients_program_sends_more_than_nine_parts(
-    hub: RunningHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`hf lfs-enable-largefiles` sets these settings."""
-    monkeypatch.setattr(lfs, "MULTIPART_BYTES", 1)
-    monkeypatch.setattr(lfs, "PART_BYTES", 250_000)
-    worktree = new_clone(hub, tmp_path, "local/parts")
-    program = Path(sys.executable).with_name("hf")
-    agent = "lfs.customtransfer.multipart"
-    hub.git("config", f"{agent}.path", str(program), cwd=worktree)
-    hub.git("config", f"{agent}.args", LFS_MULTIPART_UPLOAD_COMMAND, cwd=worktree)
-    (worktree / "noise.bin").write_bytes(NOISE)
-    commit_file(hub, worktree, "note.txt", "one")
-    env = {**hub.git_env, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
-    run_git("push", "-q", "origin", "HEAD:main", cwd=worktree, env=env)
-    assert files_of(hub, "local/parts").path(oid(NOISE)).read_bytes() == NOISE
 
 
 def test_locks_are_not_there_and_keep_no_push_out(hub: RunningHub, tmp_path: Path) -> None:

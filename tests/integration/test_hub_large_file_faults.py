@@ -163,27 +163,7 @@ def test_a_hub_that_is_killed_clears_what_it_left(tmp_path: Path, moment: str) -
     assert files.path(OID).read_bytes() == CONTENT
 
 
-def test_an_upload_in_parts_goes_on_after_its_repository_was_moved(
-    hub: RunningHub, files: LargeFiles
-) -> None:
-    hub.create_dataset("local/moving")
-    folder = hub.root / "repos/datasets/local"
-    id = hub.request("GET", "/api/datasets/local/moving").json()["_id"]
-    path = f"/api/lfs/{id}/uploads/{'0' * 32}/{OID}"
-    urls = SignedUrls(SECRET_KEY)
-    half = len(CONTENT) // 2
-    for start in (0, half):
-        url = f"{hub.url}{urls.sign('PUT', f'{path}/{start}', half)}"
-        part = CONTENT[start : start + half]
-        assert httpx.put(url, content=part, timeout=60, verify=False).status_code == 200
-        if start == 0:
-            hub.api.move_repo("local/moving", "local/moved", repo_type="dataset")
-    done = httpx.post(f"{hub.url}{urls.sign('POST', path, len(CONTENT))}", verify=False)
-    assert done.status_code == 200
-    assert LargeFiles(folder / "moved.git").size(OID) == len(CONTENT)
-
-
-@pytest.mark.parametrize("way", ["lfs", "part", "xet"])
+@pytest.mark.parametrize("way", ["lfs", "xet"])
 def test_what_comes_for_a_repository_that_is_removed_makes_none(hub: RunningHub, way: str) -> None:
     """Its row is still there for a moment, and a folder of its name would be a new repository."""
     name = f"local/removed-{way}"
@@ -191,14 +171,10 @@ def test_what_comes_for_a_repository_that_is_removed_makes_none(hub: RunningHub,
     folder = hub.root / "repos" / "datasets" / f"{name}.git"
     id = hub.request("GET", f"/api/datasets/{name}").json()["_id"]
     folder.rename(hub.root / "removed" / way)
-    path = {
-        "lfs": f"/api/lfs/{id}/objects/{OID}",
-        "part": f"/api/lfs/{id}/uploads/{'0' * 32}/{OID}/0",
-    }
     if way == "xet":
         answer = hub.request("GET", f"/api/datasets/{name}/xet-write-token/main")
     else:
-        signed = SignedUrls(SECRET_KEY).sign("PUT", path[way], 1)
+        signed = SignedUrls(SECRET_KEY).sign("PUT", f"/api/lfs/{id}/objects/{OID}", 1)
         answer = httpx.put(f"{hub.url}{signed}", content=b"x", verify=False)
     assert (answer.status_code, "was moved or removed" in answer.text) == (409, True)
     assert not folder.exists()

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import filecmp
 import hashlib
 import os
 import subprocess
@@ -17,11 +16,10 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from huggingface_hub import CommitOperationAdd, HfApi, constants
+from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub._commit_api import _upload_files
 from huggingface_hub.utils import _xet
 
-from pipeline.hub.routes.lfs import MULTIPART_BYTES
 from pipeline.pointers import Pointer
 from tests.hub_fixtures import (
     SECRET_KEY,
@@ -203,21 +201,6 @@ def test_a_file_of_xet(
     (worktree / "noise.bin").write_bytes(Pointer(oid=sha256, size=NUM_BYTES).render())
     hub.push(worktree)
     assert hub.sha256("noise.bin") == sha256
-    hub.check()
-
-
-@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-def test_a_file_that_the_client_sends_in_parts(
-    hub: MeasuredHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    file = tmp_path / "zeros"
-    with file.open("w+b") as stream:
-        stream.truncate(max(NUM_BYTES, MULTIPART_BYTES))
-    on = {"repo_id": "local/facts", "repo_type": "dataset"}
-    hub.api.upload_file(path_or_fileobj=file, path_in_repo="zeros.bin", **on)
-    got = hub.api.hf_hub_download(filename="zeros.bin", local_dir=tmp_path / "got", **on)
-    assert filecmp.cmp(file, got, shallow=False)
     hub.check()
 
 

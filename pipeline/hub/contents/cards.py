@@ -1,5 +1,5 @@
 """Reads the card of a repository: metadata in YAML at the beginning of its README. Finds errors in
-the card, and the tags by which lists of repositories can be filtered."""
+the card."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -11,26 +11,9 @@ import yaml
 
 from pipeline.card_head import HEAD, MAX_HEAD_CHARACTERS, HeadLoader
 from pipeline.hub.git.process import git
-from pipeline.hub.repositories.names import RepositoryType
 
 README = "README.md"
 
-_PREFIXES_OF_MODELS = {
-    "library_name": "",
-    "pipeline_tag": "",
-    "language": "",
-    "license": "license:",
-    "datasets": "dataset:",
-    "base_model": "base_model:",
-}
-_PREFIXES = {
-    key: f"{key}:"
-    for key in (
-        *("annotations_creators", "language", "language_creators", "license", "multilinguality"),
-        *("size_categories", "source_datasets", "task_categories", "task_ids"),
-    )
-}
-"""The keys of a dataset or a Space whose values become tags, with the prefix of these tags."""
 _TEXTS = ("license_name", "license_link", "pretty_name", "pipeline_tag", "library_name")
 _LISTS = ("tags",)
 _TEXT_OR_LIST = ("license", "language", "task_categories", "task_ids", "datasets", "metrics")
@@ -41,19 +24,6 @@ class Card:
     metadata: Mapping[str, object] = field(default_factory=dict)
     errors: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-
-    def tags_of(self, type: RepositoryType) -> list[str]:
-        """The tags of a repository of this type, as on the Hugging Face Hub. The values of certain
-        keys become tags such as `license:mit`. The values of the key `tags` stay as they are."""
-        prefixes = _PREFIXES_OF_MODELS if type == "model" else _PREFIXES
-        tags = [f"{prefix}{value}" for key, prefix in prefixes.items() for value in self.texts(key)]
-        if type == "model":
-            tags += [
-                f"base_model:{relation}:{base}"
-                for relation in self.texts("base_model_relation")
-                for base in self.texts("base_model")
-            ]
-        return list(dict.fromkeys([*tags, *self.texts("tags")]))
 
     def texts(self, key: str) -> list[str]:
         """The texts that the key has: one, several or none."""

@@ -68,7 +68,7 @@ class LargeFiles:
                 draft.check_size(size, num_more=len(piece))
                 await asyncio.to_thread(draft.write, piece)
             draft.check(oid, size)
-            await asyncio.to_thread(self.adopt, draft.file, oid)
+            await asyncio.to_thread(self._adopt, draft.file, oid)
 
     def store(self, pieces: Iterable[bytes], oid: str | None, size: int) -> str:
         """As `receive`, for content that is already on this machine. If `oid` is None, the content
@@ -79,10 +79,10 @@ class LargeFiles:
                 draft.write(piece)
             oid = oid or draft.sha256
             draft.check(oid, size)
-            self.adopt(draft.file, oid)
+            self._adopt(draft.file, oid)
         return oid
 
-    def adopt(self, file: BinaryIO, oid: str) -> None:
+    def _adopt(self, file: BinaryIO, oid: str) -> None:
         """Moves a file from `incoming` to its path. The caller has checked that its sha256 is
         `oid`."""
         path = self.path(oid)
@@ -194,20 +194,18 @@ class _Draft:
         self._hash.update(piece)
 
     def check(self, oid: str, size: int) -> None:
-        check(self.sha256, self._num_bytes, oid=oid, size=size)
-
-
-def check(sha256: str, num_bytes: int, *, oid: str, size: int) -> None:
-    """Raises BadRequest if a file with `num_bytes` bytes and this `sha256` is not the announced
-    file, which has `size` bytes and the sha256 `oid`."""
-    _check_oid(oid)
-    if num_bytes != size:
-        raise BadRequest(f"{num_bytes} bytes came instead of {size}: send the file again.")
-    if sha256 != oid:
-        raise BadRequest(
-            f"The file that came has the sha256 {sha256} instead of {oid}: "
-            "the file changed while it was sent, so send it again."
-        )
+        """Raises BadRequest if the draft is not the announced file, which has `size` bytes and the
+        sha256 `oid`."""
+        _check_oid(oid)
+        if self._num_bytes != size:
+            raise BadRequest(
+                f"{self._num_bytes} bytes came instead of {size}: send the file again."
+            )
+        if self.sha256 != oid:
+            raise BadRequest(
+                f"The file that came has the sha256 {self.sha256} instead of {oid}: "
+                "the file changed while it was sent, so send it again."
+            )
 
 
 def _check_oid(oid: str) -> None:

@@ -234,7 +234,7 @@ def facts(repository: Repository) -> Json:
 def facts_of_card(repository: Repository, card: Card) -> Json:
     """The facts that can be in a list without the whole card. The Hugging Face Hub also infers the
     task and the library of a model from its files; this hub takes them from the card only."""
-    told: Json = {"tags": card.tags_of(repository.name.type)}
+    told: Json = {"tags": card.texts("tags")}
     if repository.name.type == "model":
         told |= {key: text for key in ("pipeline_tag", "library_name") for text in card.texts(key)}
     return told

@@ -4,10 +4,8 @@ routes of these URLs are in `transfers.py`.
 https://github.com/git-lfs/git-lfs/blob/main/docs/api/README.md
 """
 
-import secrets
 import shutil
 from collections.abc import Sequence
-from math import ceil
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -36,11 +34,6 @@ from pipeline.hub.service import Hub
 from pipeline.hub.tokens.auth import Identity, identity_of
 from pipeline.pointers import OID
 
-MULTIPART_BYTES = 512 * 1024 * 1024
-"""The files of a batch are sent in parts if one of them has at least this size and the client knows
-this way of transfer. If a connection breaks, the client then sends only one part again."""
-PART_BYTES = 128 * 1024 * 1024
-_MAX_PARTS = 1000
 _MAX_OBJECTS = 10_000
 
 Json = dict[str, object]
@@ -58,7 +51,6 @@ class LargeObject(_Body):
 
 class Batch(_Body):
     operation: Literal["upload", "download"]
-    transfers: tuple[str, ...] = ("basic",)
     objects: tuple[LargeObject, ...] = Field(max_length=_MAX_OBJECTS)
     hash_algo: str = "sha256"
 
@@ -116,7 +108,7 @@ async def _batch(request: Request, hub: Hub, repository: Repository) -> Response
         identity_of(request).require_write("an upload of large files")
     offer = _Offer(hub, repository, hub_url(request), batch)
     objects = await run_in_threadpool(lambda: [offer.answer(each) for each in batch.objects])
-    return _json({"transfer": offer.transfer, "objects": objects, "hash_algo": "sha256"})
+    return _json({"transfer": "basic", "objects": objects, "hash_algo": "sha256"})
 
 
 class Target(_Body):
@@ -180,13 +172,6 @@ class _Offer:
         self._url = url
         self._is_upload = batch.operation == "upload"
         self._free_bytes = shutil.disk_usage(repository.folder).free
-        # The answer names only one way of transfer, so all files of the batch are sent in this way.
-        in_parts = (
-            self._is_upload
-            and "multipart" in batch.transfers
-            and any(each.size >= MULTIPART_BYTES for each in batch.objects)
-        )
-        self.transfer = "multipart" if in_parts else "basic"
 
     def answer(self, wanted: LargeObject) -> Json:
         told: Json = {"oid": wanted.oid, "size": wanted.size}
@@ -197,11 +182,11 @@ class _Offer:
             return self._with_actions(told, {"download": self._signed("GET", wanted)})
         if self._files.keep(wanted.oid):
             return told
-        upload = (
-            self._parts(wanted) if self.transfer == "multipart" else self._signed("PUT", wanted)
-        )
-        verify = self._signed("POST", wanted)
-        return self._with_actions(told, {"upload": upload, "verify": verify})
+        actions: Json = {
+            "upload": self._signed("PUT", wanted),
+            "verify": self._signed("POST", wanted),
+        }
+        return self._with_actions(told, actions)
 
     def _error(self, wanted: LargeObject) -> tuple[int, str] | None:
         if not OID.fullmatch(wanted.oid):
@@ -235,28 +220,7 @@ class _Offer:
 
     def _signed(self, method: str, wanted: LargeObject) -> Json:
         path = transfers.object_path(self._repository, wanted.oid)
-        return self._action(method, path, wanted.size)
-
-    def _parts(self, wanted: LargeObject) -> Json:
-        """The action for an upload in parts. Its `header` has `chunk_size`, the size of a part in
-        bytes. It also has the URL of each part, with the part's number as the key.
-        `huggingface_hub.lfs` reads both from there. All numbers have the same number of digits,
-        because `git lfs` sorts them as texts, and `hf lfs-multipart-upload` sends the parts in this
-        order."""
-        part_bytes = max(PART_BYTES, ceil(wanted.size / _MAX_PARTS))
-        path = transfers.upload_path(self._repository, wanted.oid, secrets.token_hex(16))
-        starts = range(0, wanted.size, part_bytes)
-        num_digits = len(str(len(starts)))
-        parts = {}
-        for number, start in enumerate(starts, start=1):
-            size = min(part_bytes, wanted.size - start)
-            action = self._action("PUT", f"{path}/{start}", size)
-            parts[f"{number:0{num_digits}}"] = action["href"]
-        complete = self._action("POST", path, wanted.size)
-        return {**complete, "header": {"chunk_size": str(part_bytes), **parts}}
-
-    def _action(self, method: str, path: str, size: int) -> Json:
-        signed = self._hub.signed_urls.sign(method, path, size)
+        signed = self._hub.signed_urls.sign(method, path, wanted.size)
         return {"href": f"{self._url}{signed}", "expires_in": signatures.LIFETIME_SECONDS}
 
 

@@ -1,4 +1,4 @@
-"""API routes that list repositories, sorted, filtered and in pages."""
+"""API routes that list repositories, in pages."""
 
 import os
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from starlette.routing import Route
 from pipeline.hub.contents.cards import README, Card, read_card
 from pipeline.hub.contents.history import list_commits
 from pipeline.hub.contents.trees import find_paths, list_tree
-from pipeline.hub.errors import BadRequest, NotSupported
+from pipeline.hub.errors import NotSupported
 from pipeline.hub.http_json import iso_time, next_page, query_flag, query_int
 from pipeline.hub.repositories.names import DEFAULT_BRANCH, RepositoryType
 from pipeline.hub.repositories.store import Repository
@@ -24,13 +24,9 @@ from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.tokens.auth import identity_of
 
 PER_PAGE = 1000
-# This hub counts no downloads and no likes. So every order except `lastModified` is by creation.
-_SORTS = ("createdAt", "lastModified", "downloads", "likes", "likes30d", "trendingScore")
-_UNKNOWN_FILTERS = (
-    *("apps", "inference", "inference_provider", "num_parameters"),  # of models
-    *("datasets", "linked", "models"),  # of Spaces
+_QUERY = frozenset(
+    {"author", "search", "pipeline_tag", "limit", "cursor", "full", "cardData", "config", "expand"}
 )
-"""Filters of the Hugging Face Hub that this hub does not have."""
 
 Heads = Mapping[str, str]
 """Maps the id of each repository that has a main branch to the head of this branch."""
@@ -44,44 +40,29 @@ def routes() -> list[Route]:
 
 
 async def list_repositories(request: Request, hub: Hub, type: RepositoryType) -> Response:
-    """The repositories of one type, by default the newest first. Raises NotSupported for a filter
+    """The repositories of one type, the newest first. Raises NotSupported for a filter or an order
     that this hub does not have, because without it the list would be wrong.
 
-    The header `Link` has the URL of the next page. The query may have `author`, `gated`,
-    `pipeline_tag`, `sort`, `direction`, `limit`, `full` and `cardData`. It may have `search`,
-    `filter` and `expand` several times."""
+    The header `Link` has the URL of the next page. The query may have `author`, `pipeline_tag`,
+    `limit` and `full`, and `search` several times."""
     query = request.query_params
-    if unknown := [name for name in _UNKNOWN_FILTERS if name in query]:
-        raise NotSupported(f"Filters by {' and '.join(unknown)}: not supported by this hub.")
+    if unknown := sorted(query.keys() - _QUERY):
+        raise NotSupported(
+            f"Lists by {', '.join(unknown)}: not supported by this hub. It lists by author, "
+            "search, pipeline_tag and limit, the newest first."
+        )
     author = query.get("author", "").lower()
     searched = [text.lower() for text in query.getlist("search")]
-    tags = {tag.lower() for tag in query.getlist("filter")}
     task = query.get("pipeline_tag")
     limit = max(1, query_int(request, "limit", PER_PAGE, at_most=PER_PAGE))
-    sort = query.get("sort", "createdAt")
-    if sort not in _SORTS:
-        raise BadRequest(f"sort={sort!r}: choose one of {', '.join(_SORTS)}.")
-    ascending = query.get("direction", "-1") == "1"
     cursor = query.get("cursor")
-    expanded = {*query.getlist("expand"), *query.getlist("expand[]")}
-    full = query_flag(request, "full")
-    with_card = full or query_flag(request, "cardData") or "cardData" in expanded
-    with_files = full or "siblings" in expanded
-    is_there_any = not query_flag(request, "gated")  # No repository here is gated.
+    with_files = query_flag(request, "full")
     identity = identity_of(request)
 
     def read() -> Response:
         with hub.database.read() as connection:
             heads = _heads(connection)
-            present = hub.repositories.all(connection) if is_there_any else []
-
-        def key(repository: Repository) -> str:
-            """A text by which the list is sorted. The key of the last item on a page is the cursor
-            of the next page."""
-            is_by_change = sort == "lastModified"
-            time = _modified(repository, heads) if is_by_change else repository.created_at
-            return f"{time:020.6f}-{repository.id}"
-
+            present = hub.repositories.all(connection)
         chosen = sorted(
             (
                 repository
@@ -90,27 +71,24 @@ async def list_repositories(request: Request, hub: Hub, type: RepositoryType) ->
                 and identity.may_see(repository)
                 and author in ("", repository.name.owner.lower())
                 and all(text in repository.name.id.lower() for text in searched)
-                and (not tags or tags <= _tags(repository, heads))
                 and (not task or task in _card(repository, heads).texts("pipeline_tag"))
+                and (cursor is None or _key(repository) < cursor)
             ),
-            key=key,
-            reverse=not ascending,
+            key=_key,
+            reverse=True,
         )
-        if cursor is not None:
-            chosen = [one for one in chosen if _is_after(key(one), cursor, ascending)]
-        items = [
-            _described(one, heads, with_card=with_card, with_files=with_files)
-            for one in chosen[:limit]
-        ]
+        items = [_described(one, heads, with_files=with_files) for one in chosen[:limit]]
         has_more = len(chosen) > limit
-        headers = next_page(request, {"cursor": key(chosen[limit - 1])}) if has_more else None
+        headers = next_page(request, {"cursor": _key(chosen[limit - 1])}) if has_more else None
         return JSONResponse(items, headers=headers)
 
     return await run_in_threadpool(read)
 
 
-def _is_after(key: str, cursor: str, ascending: bool) -> bool:
-    return key > cursor if ascending else key < cursor
+def _key(repository: Repository) -> str:
+    """A text by which lists are sorted. The key of the last item on a page is the cursor of the
+    next page."""
+    return f"{repository.created_at:020.6f}-{repository.id}"
 
 
 async def own_repositories(request: Request) -> Response:
@@ -150,26 +128,21 @@ async def _owned(request: Request, owner: str) -> Response:
     return JSONResponse(await run_in_threadpool(read))
 
 
-def _described(repository: Repository, heads: Heads, *, with_card: bool, with_files: bool) -> Json:
+def _described(repository: Repository, heads: Heads, *, with_files: bool) -> Json:
     sha = heads.get(repository.id)
+    card = _card(repository, heads)
     described = {
         **facts(repository),
+        **facts_of_card(repository, card),
+        "cardData": card.metadata,
         "sha": sha,
         "lastModified": iso_time(_modified(repository, heads)),
     }
-    card = _card(repository, heads)
-    described |= facts_of_card(repository, card)
-    if with_card:
-        described["cardData"] = card.metadata
     if with_files:
         entries = list_tree(repository, sha, recursive=True) if sha else []
         files = [entry.path for entry in entries if entry.type == "file"]
         described["siblings"] = [{"rfilename": path} for path in files]
     return described
-
-
-def _tags(repository: Repository, heads: Heads) -> set[str]:
-    return {tag.lower() for tag in _card(repository, heads).tags_of(repository.name.type)}
 
 
 def _heads(connection: Connection) -> Heads:

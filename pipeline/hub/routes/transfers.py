@@ -14,7 +14,6 @@ from starlette.routing import Route
 
 from pipeline.hub.errors import BadRequest, LargeFileNotFound
 from pipeline.hub.http_json import read_body
-from pipeline.hub.large_files.partial_uploads import PartialUpload
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes import file_answers
@@ -27,22 +26,15 @@ needs a token."""
 
 def routes() -> list[Route]:
     file = PREFIX + "{repository_id}/objects/{oid}"
-    upload = PREFIX + "{repository_id}/uploads/{upload_id}/{oid}"
     return [
         Route(file, fetch, methods=["GET"]),
         Route(file, send, methods=["PUT"]),
         Route(file, verify, methods=["POST"]),
-        Route(upload + "/{start}", send_part, methods=["PUT"]),
-        Route(upload, complete, methods=["POST"]),
     ]
 
 
 def object_path(repository: Repository, oid: str) -> str:
     return f"{PREFIX}{repository.id}/objects/{oid}"
-
-
-def upload_path(repository: Repository, oid: str, upload_id: str) -> str:
-    return f"{PREFIX}{repository.id}/uploads/{upload_id}/{oid}"
 
 
 async def fetch(request: Request) -> Response:
@@ -71,24 +63,6 @@ async def verify(request: Request) -> Response:
         raise LargeFileNotFound(
             f"The hub does not have the large file {oid} with {size} bytes: send it again."
         )
-    return JSONResponse({})
-
-
-async def send_part(request: Request) -> Response:
-    files, _, size = await _signed(request)
-    start = int(request.path_params["start"])  # always a number, because the hub signed the path
-    upload = PartialUpload(files, request.path_params["upload_id"])
-    await upload.receive(body_of(request), start=start, size=size)
-    # The client needs a tag for each part, and sends all tags to `complete`. The hub ignores them,
-    # because it checks the sha256 of the complete file.
-    return Response(headers={"ETag": f'"{start}-{size}"'})
-
-
-async def complete(request: Request) -> Response:
-    files, oid, size = await _signed(request)
-    await read_body(request)
-    upload = PartialUpload(files, request.path_params["upload_id"])
-    await run_in_threadpool(upload.complete, oid, size)
     return JSONResponse({})
 
 
