@@ -125,10 +125,6 @@ class Answer:
             async for index, delta in deltas:
                 num_new[index] += delta.num_tokens
                 num_cached[index] = max(num_cached[index], delta.num_cached_tokens)
-                if request.includes_continuous_usage:
-                    num_prompt = len(generations[index].prompt)
-                    usage = _usage(num_prompt, num_new[index], num_cached[index])
-                    end = f'], "usage": {json.dumps(usage)}}}\n\n'
                 chunks = self.plan.chunks(index, delta)
                 if len(delta.prompt_logprobs or ()) > LARGE_ANSWER_TOKENS:
                     chunks = await in_thread(self.threads, list, chunks)
@@ -187,16 +183,13 @@ class Answer:
         # Several sequences may have the same prompt. Count the tokens of this prompt only once, and
         # also count its cached tokens only once.
         num_found = sum(num_cached[:: self.plan.num_each])
-        return _usage(self.plan.num_prompt_tokens, sum(num_new), num_found)
-
-
-def _usage(num_prompt: int, num_new: int, num_cached: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_new,
-        "total_tokens": num_prompt + num_new,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
-    }
+        num_prompt = self.plan.num_prompt_tokens
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": sum(num_new),
+            "total_tokens": num_prompt + sum(num_new),
+            "prompt_tokens_details": {"cached_tokens": num_found},
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

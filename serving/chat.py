@@ -27,7 +27,6 @@ from serving.settings import ServingSettings
 from serving.tokenizer import ReleaseTokenizer
 from serving.tool_calls import FORCED, FORMATS, Found, ToolCallReader, ToolFormat, format_of
 from serving.tool_grammar import tool_grammar
-from serving.xml_arguments import parameter_types
 
 _EMPTY_DELTA = Delta()
 
@@ -162,11 +161,8 @@ def plan_chat(request: ChatRequest, live: LiveRelease, settings: ServingSettings
     readers = None
     if request.offered_tools:
         format = FORCED if request.forced_tools else _tool_format(live, settings)
-        tools = {
-            tool.function.name: parameter_types(tool.function.parameters)
-            for tool in request.offered_tools
-        }
-        readers = [ToolCallReader(format, tools) for _ in range(request.n)]
+        names = {tool.function.name for tool in request.offered_tools}
+        readers = [ToolCallReader(format, names) for _ in range(request.n)]
         if live.tokenizer.is_special(format.begin):
             request = request.model_copy(update={"skip_special_tokens": False})
     generations = make_generations(

@@ -23,7 +23,7 @@ def reported_logprob(logprob: float) -> float:
     return logprob if logprob >= MIN_LOGPROB else MIN_LOGPROB
 
 
-GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,9 +32,9 @@ class Grammar:
 
     kind: GrammarKind
     text: str
-    """Depends on `kind`. `json_schema`: the schema as JSON. `json_object`: empty. `regex`: the
-    regular expression. `choice`: a JSON list of the strings to choose from. `grammar`: an EBNF
-    grammar in the notation of GBNF or Lark."""
+    """Depends on `kind`. `json_schema`: the schema as JSON. `regex`: the regular expression.
+    `choice`: a JSON list of the strings to choose from. `grammar`: an EBNF grammar in the notation
+    of GBNF, or of Lark with a first line `%llguidance {}`."""
     param: str
     """The field of the request that asks for this form. Errors name this field."""
 

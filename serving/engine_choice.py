@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-EngineName = Literal["torch", "vllm", "sglang", "echo"]
+EngineName = Literal["torch", "vllm", "sglang"]
 
 _DEVICES = Path("/dev")
 

@@ -5,7 +5,7 @@ the field. Unknown fields are ignored, as in vLLM. If OpenAI or vLLM knows a fie
 does not support, the field causes an error (`serving/unsupported_fields.py`).
 """
 
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import (
     AfterValidator,
@@ -21,10 +21,10 @@ from pydantic import (
 
 from serving.constraints import Constraints
 from serving.field_limits import MAX_ITEMS, MAX_TOKEN_IDS, FewItems
-from serving.unsupported_fields import Unsupported
+from serving.unsupported_fields import Unsupported, accept_only
 
 MAX_LOGPROBS = 20
-MAX_STOPS = 16
+MAX_STOPS = 1024
 MAX_ID_LENGTH = 256
 MAX_TOKEN_ID_DIGITS = 18
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
@@ -77,9 +77,7 @@ class RequestBody(BaseModel):
 
 class StreamOptions(RequestBody):
     include_usage: bool = False
-    continuous_usage_stats: bool = False
-    """Whether each chunk has the usage of its own sequence so far. This has no effect without
-    `include_usage`."""
+    continuous_usage_stats: Annotated[Any, accept_only(False)] = None
 
 
 class SamplingRequest(RequestBody, Constraints, Unsupported):
@@ -158,11 +156,6 @@ class SamplingRequest(RequestBody, Constraints, Unsupported):
     @property
     def includes_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def includes_continuous_usage(self) -> bool:
-        options = self.stream_options
-        return bool(options and options.include_usage and options.continuous_usage_stats)
 
 
 class CompletionRequest(SamplingRequest):

@@ -9,7 +9,7 @@ from serving.engine_choice import EngineName, choose_engine
 from serving.engines.torch_engine.settings import TorchSettings
 from serving.engines.vllm_settings import VllmSettings
 
-FormatName = Literal["hermes", "llama3_json", "mistral", "qwen3_coder"]
+FormatName = Literal["hermes", "llama3_json", "mistral"]
 """`serving/tool_calls.py` describes the formats."""
 
 
@@ -24,8 +24,7 @@ class ServingSettings(BaseModel):
     engine: EngineName | Literal["auto"] = "auto"
     """What computes the answers. `auto` is `vllm` if the machine has an NVIDIA GPU and vLLM is
     installed, and otherwise `torch`. `torch` runs inside the server, and `vllm` runs in processes
-    that the server starts. `sglang` is a server of your own, at `upstream`. `echo` is for tests of
-    clients: it invents tokens from a digest of the release's weights."""
+    that the server starts. `sglang` is a server of your own, at `upstream`."""
     torch: TorchSettings = TorchSettings()
     """Limits of the torch engine."""
     vllm: VllmSettings = VllmSettings()

@@ -6,7 +6,6 @@ The formats have the names of vLLM's option `--tool-call-parser`
 
 `hermes`      `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. Qwen 2.5 and 3 use this format
               too. SmolLM2 writes a list of such objects between one pair of tags.
-`qwen3_coder` `<tool_call><function=…><parameter=…>…</parameter></function></tool_call>`
 `llama3_json` the answer is `{"name": …, "parameters": {…}}`, or the same after `<|python_tag|>`.
               Several calls are separated by semicolons.
 `mistral`     `[TOOL_CALLS][{"name": …, "arguments": {…}}]`; later models write
@@ -17,7 +16,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,7 +25,6 @@ from pydantic_core import from_json
 
 from serving.detokenizer import overlap
 from serving.settings import FormatName
-from serving.xml_arguments import FunctionEnd, ParameterTypes, xml_arguments
 
 _NUM_ID_CHARACTERS = 9
 """Mistral's templates refuse ids of another length, and ids that are not alphanumeric."""
@@ -53,8 +51,6 @@ class ToolFormat:
     is_named: bool = False
     """Whether a call may also be a name and an object with the arguments, instead of an object with
     both."""
-    is_xml: bool = False
-    """Whether a call is a function with its parameters in XML, instead of an object."""
 
     @cached_property
     def separators(self) -> re.Pattern[str]:
@@ -63,9 +59,7 @@ class ToolFormat:
 
     @cached_property
     def before_object(self) -> re.Pattern[str]:
-        """The text before an object, or before the parameters in XML."""
-        if self.is_xml:
-            return re.compile(rf"{self.separators.pattern}<function=(?P<name>[\w.-]{{1,64}})>")
+        """The text before an object."""
         name = r"(?P<name>[\w.-]{1,64})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s{0,9}"
         return re.compile(rf"{self.separators.pattern}(?:{name if self.is_named else ''})?(?=\{{)")
 
@@ -74,8 +68,6 @@ class ToolFormat:
         """Matches a whole text that `before_object` may match when more text arrives."""
         name, call_id, arguments = r"[\w.-]{1,64}", _characters("[CALL_ID]"), _characters("[ARGS]")
         ways = [_characters(self.begin)]
-        if self.is_xml:
-            ways.append([*_characters("<function="), name])
         if self.is_named:
             ways += [
                 [name, *call_id, r"\w{1,64}", *arguments, r"\s{1,9}"],
@@ -102,7 +94,6 @@ FORMATS: dict[FormatName, ToolFormat] = {
     "hermes": ToolFormat("<tool_call>", "</tool_call>"),
     "llama3_json": ToolFormat("<|python_tag|>", is_bare=True),
     "mistral": ToolFormat("[TOOL_CALLS]", is_named=True),
-    "qwen3_coder": ToolFormat("<tool_call>", "</tool_call>", is_xml=True),
 }
 
 
@@ -115,8 +106,6 @@ def format_of(template: str) -> ToolFormat:
     # The templates of Llama 3.2 have no mark, but contain this instruction.
     if '{"name": function name, "parameters"' in template:
         return FORMATS["llama3_json"]
-    if "<tool_call>" in template and "<function=" in template:
-        return FORMATS["qwen3_coder"]
     found = (format for format in FORMATS.values() if format.begin in template)
     return next(found, FORMATS["hermes"])
 
@@ -153,17 +142,16 @@ class ToolCallReader:
     does not depend on how the text is cut into pieces.
     """
 
-    def __init__(self, format: ToolFormat, tools: Mapping[str, ParameterTypes]) -> None:
-        """`tools` has the types of the parameters of each tool, by the tool's name. An object
-        without a mark before it is a call only if it names one of these tools, because an ordinary
-        answer may also be a JSON object."""
+    def __init__(self, format: ToolFormat, tools: Collection[str]) -> None:
+        """`tools` are the names of the tools. An object without a mark before it is a call only if
+        it names one of them, because an ordinary answer may also be a JSON object."""
         self._format = format
         self._tools = tools
         self._held = ""
         """Text that may become a call."""
         self._is_inside = False
         """Whether `_held` begins with a call, or with the marks before a call."""
-        self._end = self._new_end()
+        self._end = _ObjectEnd()
         self._may_be_bare = format.is_bare
         """Whether the next object may be a call without a mark before it."""
         self._dropped = ""
@@ -226,18 +214,12 @@ class ToolCallReader:
         if call is None:
             return self._give_up(stop, found)
         found.calls.append(call)
-        self._held, self._end, self._may_be_bare = self._held[stop:], self._new_end(), False
+        self._held, self._end, self._may_be_bare = self._held[stop:], _ObjectEnd(), False
         self._dropped = _SEPARATORS
         return True
 
-    def _new_end(self) -> "FunctionEnd | _ObjectEnd":
-        return FunctionEnd() if self._format.is_xml else _ObjectEnd()
-
     def _parse_call(self, text: str, name: str | None) -> ToolCall | None:
-        arguments = text
-        if self._format.is_xml:
-            arguments = xml_arguments(text, self._tools.get(name or "", {}))
-        content = parse_object(arguments)
+        content, arguments = parse_object(text), text
         if content is None:
             return None
         if name is None:
@@ -255,7 +237,7 @@ class ToolCallReader:
         """Pass the first `stop` characters of `_held` on as text, because they contain no call.
         Returns true: the rest can be read further."""
         self._pass_on(self._held[:stop], found)
-        self._held, self._end = self._held[stop:], self._new_end()
+        self._held, self._end = self._held[stop:], _ObjectEnd()
         self._is_inside = self._may_be_bare = False
         return True
 

@@ -4,10 +4,10 @@ As in vLLM, a forced call is plain JSON. The chat template may show a different 
 model uses for calls that are not forced.
 """
 
-import json
 from typing import Any
 
 from serving.chat_schemas import Tool
+from serving.constraints import schema_text
 from serving.engine import Grammar
 
 
@@ -33,7 +33,8 @@ def tool_grammar(tools: list[Tool], *, is_list: bool) -> Grammar:
         str(number): _with_root(tool.function.parameters or {"type": "object"}, f"#/$defs/{number}")
         for number, tool in enumerate(tools)
     }
-    text = json.dumps({**schema, "$defs": arguments})
+    # Compact: small models can go on with whitespace until there are no tokens left.
+    text = schema_text({**schema, "$defs": arguments}, whitespace_flexible=False)
     return Grammar(kind="json_schema", text=text, param="tool_choice")
 
 

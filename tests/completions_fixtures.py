@@ -8,9 +8,9 @@ import openai
 import pytest
 from tokenizers import AddedToken
 
-from serving.engines.echo_engine import EchoEngine
 from serving.weights.release import Release
 from serving.weights.release_store import set_current
+from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import (
     CHAT_TEMPLATE,
     byte_tokenizer,

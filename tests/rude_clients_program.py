@@ -30,10 +30,10 @@ def receiver(folder: Path, port: int) -> None:
 
 def server(folder: Path, port: int) -> None:
     from serving.app import create_app
-    from serving.engines.echo_engine import EchoEngine
     from serving.server import serve
     from serving.settings import ServingSettings
     from serving.weights.release_store import set_current
+    from tests.echo_engine import EchoEngine
     from tests.serving_fixtures import ADMIN_TOKEN, echo_release
 
     set_current(folder, echo_release(folder, 1).id)

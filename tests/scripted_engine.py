@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 
 from serving.engine import Generation, Step
-from serving.engines.echo_engine import EchoEngine
+from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import EOS, byte_tokenizer
 
 

@@ -14,12 +14,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from serving.app import create_app
 from serving.engine import Engine
-from serving.engines.echo_engine import EchoEngine, echo_logprobs
 from serving.http.server import Limits, Server, http_config
 from serving.server import bind
 from serving.settings import ServingSettings
 from serving.weights.publish import publish_state_dict
 from serving.weights.release import Lineage, Probe, ProbeText, Release
+from tests.echo_engine import EchoEngine, echo_logprobs
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -116,6 +116,16 @@ def echo_release(
             probe=Probe(dtype="float32", texts=texts, bounds=bounds or {"float32": 1e-4}),
             max_shard_bytes=max_shard_bytes,
         )
+
+
+def network_release(pipeline_dir: Path, seed: int) -> Release:
+    """A release without a probe, for the torch engine."""
+    network = tiny_llama(seed=seed)
+    with tempfile.TemporaryDirectory() as name:
+        files_dir = save_config(network, Path(name))
+        byte_tokenizer().save(str(files_dir / "tokenizer.json"))
+        state = network.state_dict(keep_vars=True)
+        return publish_state_dict(pipeline_dir, state, files_dir=files_dir)
 
 
 def echo_app(

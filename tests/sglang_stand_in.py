@@ -14,8 +14,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from serving.engine import Generation, Step, TokenLogprob
-from serving.engines.echo_engine import EchoEngine
 from serving.weights.release_store import load_release
+from tests.echo_engine import EchoEngine
 
 UPDATE_FIELDS = {
     "model_path", "load_format", "abort_all_requests", "weight_version", "is_async",

@@ -8,13 +8,13 @@ import pytest
 
 from serving.admission import Admission
 from serving.engine import Generation
-from serving.engines.echo_engine import EchoEngine, EnginePhase
 from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap import Swapper
 from serving.swap_schemas import SwapResult
 from serving.weights import release_store
 from serving.weights.release import Release
+from tests.echo_engine import EchoEngine, EnginePhase
 from tests.serving_fixtures import echo_release
 
 BOTH = pytest.mark.parametrize("holds_two", [True, False], ids=["holds two", "in place"])

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from serving.engine import EngineError, Generation, StageError, Step
-from serving.engines.echo_engine import EchoEngine
 from serving.engines.vllm_settings import VllmEngineSettings
 from serving.weights.release import Release
+from tests.echo_engine import EchoEngine
 
 if TYPE_CHECKING:
     from serving.engines.vllm_process import VllmProcess

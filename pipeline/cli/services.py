@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 HostOption = Annotated[
     str | None, typer.Option(help="The address to listen on. Overrides `host` in the settings.")
 ]
-EngineOption = Literal["auto", "torch", "vllm", "sglang", "echo"]
+EngineOption = Literal["auto", "torch", "vllm", "sglang"]
 
 PortOption = Annotated[
     int | None, typer.Option(help="The port to listen on. Overrides `port` in the settings.")
@@ -182,10 +182,6 @@ def _engine(settings: "ServingSettings", *, busy_lock_file: Path) -> "Engine":
     extra = "vllm" if engine == "vllm" else "torch"
     try:
         match engine:
-            case "echo":
-                from serving.engines.echo_engine import EchoEngine
-
-                return EchoEngine()
             case "sglang":
                 from serving.engines.sglang_engine import SglangEngine
 

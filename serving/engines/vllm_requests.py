@@ -65,8 +65,6 @@ def _structured_outputs(grammar: Grammar | None) -> StructuredOutputsParams | No
             return None
         case Grammar(kind="json_schema"):
             return StructuredOutputsParams(json=grammar.text)
-        case Grammar(kind="json_object"):
-            return StructuredOutputsParams(json_object=True)
         case Grammar(kind="choice"):
             return StructuredOutputsParams(choice=json.loads(grammar.text))
         case Grammar(kind="regex"):

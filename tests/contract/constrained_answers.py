@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from serving.weights.release import Release
 from tests.contract.test_torch_engine_conformance import torch_release
@@ -32,6 +32,7 @@ SCHEMA = {
 }
 CHOICES = ["grün", 'a "quoted" one', "back\\slash", "grüner"]
 GBNF = 'root ::= "<" [a-c] [a-c] ">" | "none"'
+NAMED_LARK = '?start: named\n!named: "a" _IS "b"\n_IS: "::="'
 LARK = 'start: "<" LETTER LETTER ">" | "none"\nLETTER: /[a-c]/'
 
 
@@ -39,6 +40,19 @@ class Box(BaseModel):
     colour: Literal["red", "blue"]
     count: int
     is_full: bool
+
+
+class Bag(BaseModel):
+    """Its schema has `uniqueItems`, as a keyword, as the name of a property and inside data."""
+
+    things: set[Literal["a", "b"]] = Field(max_length=3)
+    uniqueItems: bool
+    kind: Literal["uniqueItems"]
+
+    @classmethod
+    def response_format(cls) -> dict[str, Any]:
+        schema = {"name": "bag", "schema": cls.model_json_schema(), "strict": True}
+        return {"type": "json_schema", "json_schema": schema}
 
 
 class Ask(BaseModel):
@@ -62,6 +76,17 @@ def is_of_schema(text: str) -> bool:
     return 0 <= found.count <= 99 and list(json.loads(text)) == list(SCHEMA["properties"])
 
 
+def is_compact(text: str) -> bool:
+    return is_of_schema(text) and json.dumps(json.loads(text), separators=(",", ":")) == text
+
+
+def is_underscored(text: str) -> bool:
+    """With the white space that the pattern demands: one `_`, so this is no JSON any more."""
+    return text.startswith("{_") and is_of_schema(
+        text.replace("is_full", "is~full").replace("_", "").replace("~", "_")
+    )
+
+
 CONSTRAINTS: list[tuple[dict[str, Any], Any]] = [
     (
         {
@@ -73,16 +98,23 @@ CONSTRAINTS: list[tuple[dict[str, Any], Any]] = [
         is_of_schema,
     ),
     ({"structured_outputs": {"json": SCHEMA}}, is_of_schema),
-    ({"guided_json": json.dumps(SCHEMA)}, is_of_schema),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, is_of_schema),
     (
         {"structured_outputs": {"regex": "[0-9]{3}-[a-f]{2}"}},
         re.compile("[0-9]{3}-[a-f]{2}").fullmatch,
     ),
-    ({"guided_regex": "(ab){2,5}c"}, re.compile("(ab){2,5}c").fullmatch),
+    ({"structured_outputs": {"regex": "(ab){2,5}c"}}, re.compile("(ab){2,5}c").fullmatch),
     ({"structured_outputs": {"choice": CHOICES}}, CHOICES.__contains__),
-    ({"guided_choice": ["yes"]}, ["yes"].__contains__),
+    ({"structured_outputs": {"choice": ["yes"]}}, ["yes"].__contains__),
     ({"structured_outputs": {"grammar": GBNF}}, re.compile("<[a-c]{2}>|none").fullmatch),
-    ({"guided_grammar": LARK}, re.compile("<[a-c]{2}>|none").fullmatch),
+    ({"structured_outputs": {"grammar": LARK}}, re.compile("<[a-c]{2}>|none").fullmatch),
+    ({"structured_outputs": {"grammar": "?" + LARK}}, re.compile("<[a-c]{2}>|none").fullmatch),
+    ({"structured_outputs": {"grammar": NAMED_LARK}}, "a::=b".__eq__),
+    ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, is_compact),
+    ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": ""}}, is_compact),
+    ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "_"}}, is_underscored),
+    ({"structured_outputs": {"json": Bag.model_json_schema()}}, Bag.model_validate_json),
+    ({"response_format": Bag.response_format()}, Bag.model_validate_json),
 ]
 
 
@@ -109,7 +141,9 @@ class ConstrainedAnswers:
                 assert isinstance(json.loads(choice["text"]), dict)
 
     def test_it_ends_without_a_token_for_it(self, url: str) -> None:
-        choice = complete(url, guided_choice=["yes"], ignore_eos=True, min_tokens=9)
+        choice = complete(
+            url, structured_outputs={"choice": ["yes"]}, ignore_eos=True, min_tokens=9
+        )
         assert (choice["text"], choice["finish_reason"]) == ("yes", "stop")
 
     def test_many_sequences_streamed_side_by_side(self, url: str) -> None:
@@ -125,12 +159,12 @@ class ConstrainedAnswers:
         assert len(set(texts)) > 1
 
     def test_a_stop_string_cuts_it(self, url: str) -> None:
-        choice = complete(url, guided_regex="abc(de){2}f", stop=["ed"])
+        choice = complete(url, structured_outputs={"regex": "abc(de){2}f"}, stop=["ed"])
         assert (choice["text"], choice["finish_reason"]) == ("abcd", "stop")
 
     def test_logprobs(self, url: str) -> None:
         tokenizer = byte_tokenizer()
-        found = complete(url, guided_regex="[a-z]{4}", logprobs=2, seed=1)
+        found = complete(url, structured_outputs={"regex": "[a-z]{4}"}, logprobs=2, seed=1)
         text = tokenizer.encode("Hello" + found["text"]).ids
         scored = post(url, prompt=text, max_tokens=0, echo=True, logprobs=2).json()["choices"][0]
         expected = scored["logprobs"]["token_logprobs"][-4:]
@@ -145,23 +179,31 @@ class ConstrainedAnswers:
         allowed = tokenizer.encode("xyz").ids
         free = complete(url, allowed_token_ids=allowed, max_tokens=20)
         assert set(free["text"]) <= set("xyz") and len(free["text"]) == 20
-        both = complete(url, allowed_token_ids=allowed, guided_regex="[a-z]{5}", ignore_eos=True)
+        both = complete(
+            url,
+            allowed_token_ids=allowed,
+            structured_outputs={"regex": "[a-z]{5}"},
+            ignore_eos=True,
+        )
         assert re.fullmatch("[xyz]{5}", both["text"][:5])
 
     @pytest.mark.parametrize(
         ("body", "param"),
         [
-            ({"guided_regex": "(unclosed"}, "guided_regex"),
+            ({"structured_outputs": {"regex": "(unclosed"}}, "structured_outputs"),
             ({"structured_outputs": {"grammar": "root ::= ((("}}, "structured_outputs"),
-            ({"guided_json": "{not json"}, "guided_json"),
-            ({"guided_json": {"type": "no such type"}}, "guided_json"),
+            ({"structured_outputs": {"json": "{not json"}}, "structured_outputs"),
+            ({"structured_outputs": {"json": {"type": "no such type"}}}, "structured_outputs"),
             ({"structured_outputs": {"json": False}}, "structured_outputs"),
             ({"structured_outputs": {}}, "structured_outputs"),
             ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
             ({"structured_outputs": {"choice": []}}, "structured_outputs"),
             ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
-            ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
-            ({"guided_regex": "a" * 200_000}, "guided_regex"),
+            (
+                {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+                "structured_outputs",
+            ),
+            ({"structured_outputs": {"regex": "a" * 200_000}}, "structured_outputs"),
             ({"response_format": {"type": "xml"}}, "response_format"),
             ({"response_format": {"type": "json_schema"}}, "response_format"),
             ({"response_format": "json"}, "response_format"),
@@ -179,7 +221,7 @@ class ConstrainedAnswers:
         assert error["param"] == param
         assert error["message"].startswith(param)
         # Whoever asks next is answered.
-        assert complete(url, guided_choice=["yes"])["text"] == "yes"
+        assert complete(url, structured_outputs={"choice": ["yes"]})["text"] == "yes"
 
     def test_text_is_no_constraint(self, url: str) -> None:
         plain = complete(url, seed=3, max_tokens=8)
@@ -200,17 +242,14 @@ class ConstrainedAnswers:
     @pytest.mark.parametrize("choice", ["required", "Ask"])
     def test_a_forced_call_fits_its_tool(self, url: str, choice: str, stream: bool) -> None:
         tools = {"Ask": Ask, "Box": Box}
-        biases = {" ": -100, "\n": -100, "\t": -100, "\r": -100, "]": 100}
         body: Any = {
             "model": "answers",
             "messages": MESSAGES,
             "tools": [openai.pydantic_function_tool(each) for each in tools.values()],
             "tool_choice": choice,
             "max_tokens": MAX_TOKENS,
-            # JSON allows white space anywhere, and a random network likes it.
-            "logit_bias": {
-                byte_tokenizer().encode(text).ids[0]: bias for text, bias in biases.items()
-            },
+            # A random network ends no list.
+            "logit_bias": {byte_tokenizer().encode("]").ids[0]: 100},
         }
         if choice != "required":
             body["tool_choice"] = {"type": "function", "function": {"name": choice}}

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from serving.engines.echo_engine import EchoEngine
 from tests.contract.engine_bench import EngineBench
 from tests.contract.engine_conformance import EngineConformance
+from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import echo_release
 
 

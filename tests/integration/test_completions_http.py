@@ -102,7 +102,7 @@ def test_prompts_in_all_four_forms_are_the_same(server: Server) -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_the_scoring_idiom(server: Server, max_tokens: int) -> None:
-    from serving.engines.echo_engine import echo_logprobs
+    from tests.echo_engine import echo_logprobs
 
     text = "Grüße, 世界"
     ids = byte_tokenizer().encode(text).ids

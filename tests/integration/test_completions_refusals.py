@@ -6,9 +6,9 @@ import httpx
 import openai
 import pytest
 
-from serving.engines.echo_engine import EchoEngine
 from serving.weights.release_store import set_current
 from tests.completions_fixtures import Server, server
+from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import (
     ADMIN_TOKEN,
     echo_app,

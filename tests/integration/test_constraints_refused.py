@@ -16,7 +16,6 @@ from tests.serving_fixtures import echo_app, echo_release, running
     [
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
-        ({"guided_choice": ["a"]}, "guided_choice"),
         ({"allowed_token_ids": [1]}, "allowed_token_ids"),
     ],
 )
@@ -35,5 +34,5 @@ def test_over_http(tmp_path: Path, body: dict[str, Any], param: str, stream: boo
 def test_what_is_no_constraint_passes() -> None:
     refuse_constraints(Generation(prompt=(1,), max_tokens=1, logit_bias={1: 5.0}), "sglang")
     with pytest.raises(GenerationRefused, match="sglang"):
-        grammar = Grammar(kind="regex", text="a", param="guided_regex")
+        grammar = Grammar(kind="regex", text="a", param="structured_outputs")
         refuse_constraints(Generation(prompt=(1,), max_tokens=1, grammar=grammar), "sglang")

@@ -54,6 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     [
         ({}, "one two", None),
         ({"stop": ["wt", " tw", "zz"]}, "one", " tw"),
+        ({"stop": [*(f"z{number}" for number in range(40)), " tw"]}, "one", " tw"),
         ({"stop": " tw", "include_stop_str_in_output": True}, "one tw", " tw"),
         ({"stop_token_ids": [ord(" ") - 1 + 189]}, "one", 220),
         (
@@ -193,6 +194,16 @@ def test_special_tokens_are_put_before_a_prompt_unless_not_wanted(tmp_path: Path
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"priority": 1}, "priority"),
         ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_grammar": "start: x"}, "guided_grammar"),
+        ({"guided_whitespace_pattern": " ?"}, "guided_whitespace_pattern"),
+        ({"guided_decoding_backend": "guidance"}, "guided_decoding_backend"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options",
+        ),
     ],
 )
 @pytest.mark.parametrize("prompt", [{"prompt": "Hi"}, {"messages": MESSAGES}])
@@ -203,7 +214,8 @@ def test_fields_that_are_not_supported_are_named(
     answer = server.http.post(f"/v1/{route}", json={**prompt, **body})
     assert answer.status_code == 400
     error = answer.json()["error"]
-    assert error["param"] == param and "not supported here; leave it out" in error["message"]
+    advice = "write it as" if param.startswith("guided_") and "back" not in param else "leave it"
+    assert error["param"] == param and f"not supported here; {advice}" in error["message"]
 
 
 def test_defaults_that_clients_send_change_nothing(server: Server) -> None:

@@ -65,7 +65,9 @@ def test_dashboards_and_autoscalers_of_vllm_find_their_metrics(
 
 def test_a_request_that_is_refused_adds_nothing(tmp_path: Path) -> None:
     # The engine refuses it, after its prompt was tokenised.
-    grown = grown_by(tmp_path, {"prompt": "Hello", "guided_choice": ["yes"]}, status=400)
+    grown = grown_by(
+        tmp_path, {"prompt": "Hello", "structured_outputs": {"choice": ["yes"]}}, status=400
+    )
     assert grown and not any(grown.values()), grown
 
 

@@ -23,11 +23,11 @@ from pipeline.paths import Home
 from pipeline.settings import load_settings
 from pipeline.tokens import load_tokens
 from serving.app import create_app
-from serving.engines.echo_engine import EchoEngine
 from serving.errors import ReleaseError
 from serving.settings import ServingSettings
 from serving.weights import release_store
 from serving.weights.release import RELEASE_FILE, Lineage
+from tests.echo_engine import EchoEngine
 from tests.ports import free_ports
 from tests.receiver_payloads import dataset_update
 from tests.serving_fixtures import echo_app, echo_release, running

@@ -20,11 +20,11 @@ import httpx
 import pytest
 
 from serving.engine import EngineError, Generation, Step
-from serving.engines.echo_engine import EchoEngine
 from serving.errors import ServingError
 from serving.server import bind
 from serving.settings import ServingSettings
 from serving.weights.release_store import pending_release, set_current, set_pending
+from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import ADMIN_TOKEN, echo_app, echo_release, running, tiny_llama
 
 BODY = {"model": "answers", "prompt": "Hello", "max_tokens": 100, "ignore_eos": True}

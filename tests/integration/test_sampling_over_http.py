@@ -12,10 +12,10 @@ import openai
 import pytest
 
 from serving.engine import Generation, Step
-from serving.engines.echo_engine import EchoEngine, echo_logprobs
 from serving.weights.release import Release
 from serving.weights.release_store import set_current
 from tests.contract.engine_bench import swap
+from tests.echo_engine import EchoEngine, echo_logprobs
 from tests.serving_fixtures import CHAT_TEMPLATE, EOS, echo_app, echo_release, running
 
 

@@ -18,14 +18,14 @@ from pipeline.cli import services
 from pipeline.settings import load_settings
 from serving.access import load_api_keys
 from serving.engines import vllm_engine
-from serving.engines.echo_engine import EchoEngine
 from serving.engines.torch_engine import engine as torch_engine
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.vllm_settings import VllmEngineSettings
 from serving.errors import ServingError
 from serving.settings import ServingSettings
 from serving.weights.release_store import set_current
-from tests.serving_fixtures import echo_app, echo_release, running
+from tests.echo_engine import EchoEngine
+from tests.serving_fixtures import echo_app, echo_release, network_release, running
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,10 +52,10 @@ def serve(environment: dict[str, str], *arguments: str) -> subprocess.CompletedP
 
 
 def test_it_prints_what_it_serves_and_where(tmp_path: Path, environment: dict[str, str]) -> None:
-    release = echo_release(tmp_path / "releases", 1)
+    release = network_release(tmp_path / "releases", 1)
     folder = tmp_path / "releases" / release.id
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipeline", "serve", str(folder), "--engine", "echo"],
+        [sys.executable, "-m", "pipeline", "serve", str(folder), "--engine", "torch"],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,
@@ -63,7 +63,7 @@ def test_it_prints_what_it_serves_and_where(tmp_path: Path, environment: dict[st
     assert process.stdout is not None
     try:
         url = process.stdout.readline().removeprefix("serving on ").strip()
-        assert process.stdout.readline() == f"engine echo; answers: {release.id} from {folder}\n"
+        assert process.stdout.readline() == f"engine torch; answers: {release.id} from {folder}\n"
         assert httpx.get(f"{url}/health").json()["release"] == release.id
     finally:
         process.send_signal(signal.SIGTERM)
@@ -77,12 +77,12 @@ def test_a_damaged_release_is_named_in_the_line_of_the_start(
 ) -> None:
     (tmp_path / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
     folder = tmp_path / "home" / "releases" / "a"
-    older, damaged = echo_release(folder, 1).id, echo_release(folder, 2).id
+    older, damaged = network_release(folder, 1).id, network_release(folder, 2).id
     for release in (older, damaged)[0 if has_older else 1 :]:
         set_current(folder, release)
     next((folder / damaged).glob("*.safetensors")).unlink()
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipeline", "serve", "--engine", "echo", "--port", "0"],
+        [sys.executable, "-m", "pipeline", "serve", "--port", "0"],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,
@@ -132,7 +132,7 @@ def test_a_folder_that_cannot_be_served_is_one_line(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     (tmp_path / "empty").mkdir()
-    done = serve(environment, str(tmp_path / "empty"), "--engine", "echo")
+    done = serve(environment, str(tmp_path / "empty"))
     assert done.returncode == 1
     # Above it is the log, which tells the same as any other swap.
     line = done.stderr.splitlines()[-1]
@@ -147,8 +147,8 @@ def test_port_0_takes_a_free_one_whatever_is_configured(
         configured = str(busy.getsockname()[1])
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "pipeline", "serve", "--engine", "echo", "--port", "0"),
-                str(tmp_path / "releases" / echo_release(tmp_path / "releases", 1).id),
+                *(sys.executable, "-m", "pipeline", "serve", "--port", "0"),
+                str(tmp_path / "releases" / network_release(tmp_path / "releases", 1).id),
             ],
             env={**environment, "PIPELINE_SERVING__PORT": configured},
             stdout=subprocess.PIPE,
@@ -166,7 +166,7 @@ def test_a_release_that_is_not_there_is_one_line(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     (tmp_path / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
-    done = serve(environment, "NONEXISTENT", "--engine", "echo")
+    done = serve(environment, "NONEXISTENT")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("pipeline: ") and "NONEXISTENT" in line
@@ -176,15 +176,15 @@ def test_the_file_of_keys_is_looked_for_beside_the_settings(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     (tmp_path / "pipeline.toml").write_text('[serving]\napi_key_file = "keys"\n')
-    release = tmp_path / "releases" / echo_release(tmp_path / "releases", 1).id
-    done = serve(environment, str(release), "--engine", "echo")
+    release = tmp_path / "releases" / network_release(tmp_path / "releases", 1).id
+    done = serve(environment, str(release))
     assert f"{tmp_path / 'keys'}: cannot be read" in done.stderr.splitlines()[-1]
 
 
 def test_an_unknown_engine_is_told_the_known_ones(environment: dict[str, str]) -> None:
     done = serve(environment, "--engine", "llama")
     assert done.returncode == 2
-    for name in ("llama", "torch", "vllm", "sglang", "echo"):
+    for name in ("llama", "torch", "vllm", "sglang"):
         assert name in done.stderr
 
 
@@ -257,7 +257,7 @@ def test_an_engine_is_told_what_its_table_says(
 def test_another_machine_is_let_in_with_a_key_only(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    done = serve(environment, str(tmp_path), "--engine", "echo", "--host", "0.0.0.0")
+    done = serve(environment, str(tmp_path), "--host", "0.0.0.0")
     assert done.returncode == 1
     assert "api_key_file" in done.stderr
 

@@ -16,12 +16,12 @@ import pytest
 from serving.admission import LiveRelease
 from serving.completions import CompletionPlan
 from serving.engine import Generation, Step
-from serving.engines.echo_engine import EchoEngine
 from serving.openai_schemas import CompletionRequest
 from serving.request_errors import RequestError
 from serving.sequences import encode_prompt, generate, make_generations
 from serving.tokenizer import ReleaseTokenizer, load_tokenizer
 from serving.weights.release_store import set_current
+from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import ADMIN_TOKEN, CHAT_TEMPLATE, echo_app, echo_release, running
 
 LONG = {"prompt": [65] * 2000, "max_tokens": 1, "echo": True, "logprobs": 1}

@@ -13,13 +13,13 @@ import pytest
 
 from pipeline.liveness import http_probe
 from serving.engine import EngineError
-from serving.engines.echo_engine import EchoEngine
 from serving.engines.torch_engine import engine as torch_engine
 from serving.engines.torch_engine.engine import TorchEngine
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.vllm_engine import VllmEngine
 from serving.engines.vllm_settings import VllmEngineSettings
 from serving.weights.release_store import set_current
+from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import echo_app, echo_release, running
 from tests.torch_engine_fixtures import ask, build, engine_with, greedy, llama_config, publish
 from tests.vllm_stub import StubbedVllm
@@ -160,7 +160,7 @@ STOPPABLE = """
 import sys
 import threading
 from pathlib import Path
-from serving.engines.echo_engine import EchoEngine
+from tests.echo_engine import EchoEngine
 from serving.server import serve
 from serving.settings import ServingSettings
 from tests.serving_fixtures import echo_app

@@ -14,7 +14,13 @@ import httpx
 
 from serving.weights.release_store import list_releases, set_current
 from tests.ports import free_ports
-from tests.serving_fixtures import byte_tokenizer, echo_release, running, tiny_llama
+from tests.serving_fixtures import (
+    byte_tokenizer,
+    echo_release,
+    network_release,
+    running,
+    tiny_llama,
+)
 from tests.sglang_stand_in import SglangStandIn
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +33,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 def test_the_server_block_serves_and_the_client_block_asks(tmp_path: Path) -> None:
     pipeline_dir = tmp_path / ".pipeline" / "releases" / "answers"
-    release = echo_release(pipeline_dir, 1)
+    release = network_release(pipeline_dir, 1)
     set_current(pipeline_dir, release.id)
     code = SERVER.replace("port=8000", "port=0")  # whatever else runs on this machine
     process = subprocess.Popen(
@@ -42,7 +48,7 @@ def test_the_server_block_serves_and_the_client_block_asks(tmp_path: Path) -> No
         url = process.stdout.readline().split()[-1]
         health = httpx.get(f"{url}/health", timeout=30).json()
         assert health["release"] == release.id
-        assert process.stdout.readline().startswith(f"engine echo; answers: {release.id}")
+        assert process.stdout.readline().startswith(f"engine torch; answers: {release.id}")
         asking = [sys.executable, "-c", ASKING.replace("http://127.0.0.1:8000", url)]
         done = subprocess.run(asking, env=ENVIRONMENT, capture_output=True, text=True, check=True)
         assert done.stdout.endswith(f" by {release.id}\n")

@@ -18,9 +18,9 @@ from starlette.types import Message
 from receiver import listen
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
-from serving.engines.echo_engine import EchoEngine
 from serving.http.server import MAX_HEADER_BYTES, Limits, Server, http_config
 from serving.weights.release_store import set_current
+from tests.echo_engine import EchoEngine
 from tests.hub_fixtures import TOKEN, commit_file, running_hub, wait_until
 from tests.serving_fixtures import ADMIN_TOKEN, echo_app, echo_release, running
 from tests.slow_clients import connected, is_ended, num_ended, outlive, request

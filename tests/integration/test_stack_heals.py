@@ -307,7 +307,6 @@ def test_time_in_which_the_watching_process_was_away_does_not_count() -> None:
 def test_every_service_of_a_stack_comes_back_from_a_hang(workplace: Workplace) -> None:
     configure(workplace)
     env = workplace.env | {  # type: ignore[operator]
-        "PIPELINE_SERVING__ENGINE": "echo",
         "PIPELINE_STACK__HANG_SECONDS": "3",
     }
     workplace = Workplace(workplace.folder, env)

@@ -88,37 +88,6 @@ def test_an_echo_is_streamed_once_and_first(
             assert nothing == [True] + [False] * (len(nothing) - 1)
 
 
-@pytest.mark.parametrize("route", ["completions", "chat/completions"])
-def test_each_chunk_has_the_usage_of_its_sequence_if_the_client_wants_it(
-    http: httpx.Client, route: str
-) -> None:
-    prompt = {"prompt": ["Hello", "You"], "messages": [{"role": "user", "content": "Hi"}]}
-    body = {**prompt, "n": 2, "max_tokens": 3, "ignore_eos": True, "logprobs": 1}
-    if route == "chat/completions":
-        body["logprobs"] = True
-    options: dict[str, bool | None] = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = streamed(http, route, {**body, "stream_options": options})
-    last = chunks.pop()
-    assert last["choices"] == []
-    final: dict[int, dict[str, Any]] = {}
-    for chunk in chunks:
-        before = final.get(chunk["choices"][0]["index"], {"completion_tokens": 0})
-        usage = final[chunk["choices"][0]["index"]] = chunk["usage"]
-        assert before["completion_tokens"] <= usage["completion_tokens"]
-        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-    num_prompt = [20, 20] if "chat" in route else [5, 5, 3, 3]
-    assert [final[index]["prompt_tokens"] for index in sorted(final)] == num_prompt
-    assert [final[index]["completion_tokens"] for index in sorted(final)] == [3] * len(num_prompt)
-    assert last["usage"]["completion_tokens"] == 3 * len(num_prompt)
-    # As in vLLM, the second option has no effect without the first.
-    for options in (
-        {"include_usage": None, "continuous_usage_stats": True},
-        {"include_usage": False, "continuous_usage_stats": None},
-    ):
-        without = streamed(http, route, {**body, "stream_options": options})
-        assert not any("usage" in chunk for chunk in without)
-
-
 @pytest.mark.parametrize("includes_usage", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_chat_is_streamed_with_its_logprobs_and_usage(

@@ -12,13 +12,13 @@ import pytest
 
 from serving.admission import Admission, LiveRelease
 from serving.engine import EngineError
-from serving.engines.echo_engine import EchoEngine
 from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap import Swapper
 from serving.swap_attempt import SwapAttempt
 from serving.weights import publish, release_store
 from tests.bin_fixtures import as_old_release
+from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import ADMIN_TOKEN, echo_app, echo_release, running
 from tests.swap_fixtures import House, flip_a_bit, lose_the_manifest, play
 

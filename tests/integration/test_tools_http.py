@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -117,41 +116,6 @@ def test_a_stream_has_the_calls_that_the_whole_has(server: Server) -> None:
     assert [len(choice.message.tool_calls or []) for choice in whole.choices] == [2, 0]
     parts = [part for delta in deltas for part in delta.tool_calls or []]
     assert [part.index for part in parts] == [0, 1]
-
-
-class Visit(BaseModel):
-    """Go to a house."""
-
-    house: str
-    floor: int | None
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_the_schema_says_what_a_value_in_xml_is(tmp_path: Path, stream: bool) -> None:
-    template = TEMPLATE.replace('{"name": …}', "<function=…>")
-    set_current(tmp_path, echo_release(tmp_path, 1, chat_template=template, context=4096).id)
-    engine = ScriptedEngine(
-        "<tool_call>\n<function=Visit>\n<parameter=house>\n7\n</parameter>\n"
-        "<parameter=floor>\n2\n</parameter>\n</function>\n</tool_call>"
-    )
-    body: Any = {
-        "model": "answers",
-        "messages": [QUESTION],
-        "tools": [openai.pydantic_function_tool(Visit)],
-    }
-    with (
-        running(echo_app(tmp_path, engine)) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        if stream:
-            with client.chat.completions.stream(**body) as events:
-                completion = events.get_final_completion()
-        else:
-            completion = client.chat.completions.parse(**body)
-    (choice,) = completion.choices
-    assert choice.finish_reason == "tool_calls" and not choice.message.content
-    (call,) = choice.message.tool_calls or []
-    assert call.function.parsed_arguments == Visit(house="7", floor=2)
 
 
 def test_results_of_calls_are_shown_to_the_model(server: Server) -> None:
@@ -293,11 +257,8 @@ def test_a_network_that_must_call_does(
         "parallel_tool_calls": parallel,
         "seed": 3,
         "max_tokens": 600,
-        # White space is allowed anywhere, and a random network likes it.
-        "logit_bias": {
-            str(byte_tokenizer().encode(space).ids[0]): -100 for space in (" ", "\n", "\t", "\r")
-        }
-        | {str(byte_tokenizer().encode("]").ids[0]): 100},
+        # A random network ends no list.
+        "logit_bias": {str(byte_tokenizer().encode("]").ids[0]): 100},
     }
     if stream:
         with random_network.chat.completions.stream(**body) as events:

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from serving.admission import Admission, LiveRelease
 from serving.engine import EngineError, Generation, StageError
-from serving.engines.echo_engine import EchoEngine
 from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap import Swapper
 from serving.weights.release import Release
 from serving.weights.release_store import served_release
+from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import echo_release
 
 

@@ -10,11 +10,11 @@ from starlette.requests import Request
 from serving.admission import Admission, LiveRelease
 from serving.answer import Answers
 from serving.completions import plan_completion
-from serving.engines.echo_engine import EchoEngine
 from serving.metrics import Metrics
 from serving.openai_schemas import CompletionRequest
 from serving.settings import ServingSettings
 from serving.tokenizer import load_tokenizer
+from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import echo_release
 
 ASKED = CompletionRequest(prompt="Hello")

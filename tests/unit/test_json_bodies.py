@@ -64,7 +64,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("chat", {"messages": HI, "documents": [0] * 3}),
     ("tokenize", {"messages": [0] * 3}),
     ("completions", {"prompt": "a", "stop": [0] * 3}),
-    ("completions", {"prompt": "a", "guided_choice": [0] * 3}),
+    ("completions", {"prompt": "a", "structured_outputs": {"choice": [0] * 3}}),
     ("completions", {"prompt": "a", "structured_outputs": {"choice": [0] * 3}}),
     ("completions", {"prompt": "a", "structured_outputs": {str(i): 0 for i in range(30)}}),
     ("completions", {"prompt": "a", "logit_bias": {str(i): "" for i in range(3)}}),

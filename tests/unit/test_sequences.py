@@ -10,11 +10,11 @@ import pytest
 from serving.admission import LiveRelease
 from serving.completions import plan_completion
 from serving.engine import EngineError, Generation, Step
-from serving.engines.echo_engine import EchoEngine
 from serving.openai_schemas import CompletionRequest
 from serving.request_errors import RequestError
 from serving.sequences import generate
 from serving.tokenizer import load_tokenizer
+from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import echo_release
 
 

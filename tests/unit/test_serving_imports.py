@@ -13,7 +13,6 @@ LIGHT = [
     "serving.weights.publish",
     "serving.weights.verify",
     "serving.server",
-    "serving.engines.echo_engine",
     "serving.app",
 ]
 

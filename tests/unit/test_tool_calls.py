@@ -9,22 +9,13 @@ from hypothesis import strategies as st
 
 from serving.settings import FormatName
 from serving.tool_calls import FORMATS, Found, ToolCallReader, format_of
-from serving.xml_arguments import parameter_types
 
-TOOLS = {
-    "add": parameter_types({"properties": {"a": {"type": "integer"}, "b": {"type": "array"}}}),
-    "get_weather": parameter_types({"properties": {"city": {"type": "string"}}}),
-}
+TOOLS = {"add", "get_weather"}
 ADD = ("add", {"a": 1, "b": [2, {"c": '} "\\ {'}]})
 WEATHER = ("get_weather", {"city": "Köln"})
 A = json.dumps({"name": ADD[0], "arguments": ADD[1]})
 W = json.dumps({"name": WEATHER[0], "arguments": WEATHER[1]}, ensure_ascii=False)
 LLAMA_A = json.dumps({"name": ADD[0], "parameters": ADD[1]})
-XML_A = (
-    f"<function=add>\n<parameter=a>\n1\n</parameter>\n"
-    f"<parameter=b>\n{json.dumps(ADD[1]['b'])}\n</parameter>\n</function>"
-)
-XML_W = "<function=get_weather><parameter=city>Köln</parameter></function>"
 NOT_ONE = '{"temperature": 20}'
 
 
@@ -46,15 +37,6 @@ NO_CALLS = [
     call_of('"[1]"'),
     '<tool_call>{"name": {"first": "Ada"}}</tool_call>',
     '<tool_call>{"name": "\\ud83d"}</tool_call>',
-]
-
-NO_XML_CALLS = [
-    "<tool_call><function=add><parameter=a>1</function>",
-    "<tool_call><function=add>1</parameter></function>",
-    "<tool_call><function=add><parameter=a>1</parameter>2</function>",
-    "<tool_call><function=add><parameter=a>[1</parameter>",
-    "<tool_call><function=a b></function>",
-    f"<tool_call>{A}</tool_call>",
 ]
 
 ANSWERS: list[tuple[FormatName, str, str, list[tuple[str, object]]]] = [
@@ -102,17 +84,6 @@ ANSWERS: list[tuple[FormatName, str, str, list[tuple[str, object]]]] = [
         "",
         [ADD, WEATHER],
     ),
-    ("qwen3_coder", f"<tool_call>\n{XML_A}\n</tool_call>", "", [ADD]),
-    (
-        "qwen3_coder",
-        f"I see.\n<tool_call>\n{XML_A}\n</tool_call>\n<tool_call>{XML_W}</tool_call> Done.",
-        "I see.\nDone.",
-        [ADD, WEATHER],
-    ),
-    ("qwen3_coder", f"<tool_call>{XML_W}{XML_A}", "", [WEATHER, ADD]),
-    ("qwen3_coder", "<tool_call><function=now></function></tool_call>", "", [("now", {})]),
-    *[("qwen3_coder", answer, answer, []) for answer in NO_XML_CALLS],
-    ("qwen3_coder", f"{NO_XML_CALLS[0]}<tool_call>{XML_W}", NO_XML_CALLS[0], [WEATHER]),
 ]
 
 
@@ -150,15 +121,9 @@ def joined(parts: list[Found]) -> tuple[str, list[tuple[str, str]]]:
 
 CALL_PARTS = [A, A, W, LLAMA_A, NOT_ONE, '{"a": 1}', "{", "}", "[", "]", ",", ";", '"', "\\"]
 OTHER_PARTS = [
-    XML_A,
-    XML_W,
     "</tool_call>",
     "</tool_call>",
     "</",
-    "<function=",
-    "<parameter=a>",
-    "</parameter>",
-    "</function>",
     "[ARGS]",
     "[CALL_ID]",
     "add",
@@ -204,79 +169,12 @@ def test_arguments_are_passed_on_as_the_model_wrote_them(answer: str, arguments:
 
 
 @pytest.mark.parametrize(
-    ("schema", "text", "value"),
-    [
-        ({"type": "string"}, "5", "5"),
-        ({"type": "string"}, "null", "null"),
-        ({"type": "string"}, "\n  two\nlines\n\n", "  two\nlines\n"),
-        ({"type": "integer"}, "5", 5),
-        ({"type": "integer"}, "five", "five"),
-        ({"type": "number"}, "NaN", "NaN"),
-        ({"type": "boolean"}, "True", True),
-        ({"type": "object"}, '\n{"a": [1]}\n', {"a": [1]}),
-        ({"type": ["string", "null"]}, "5", "5"),
-        ({"type": ["string", "null"]}, "None", None),
-        ({"anyOf": [{"type": "null"}, {"type": "string"}]}, "5", "5"),
-        ({"$ref": "#/$defs/Size"}, "[5]", [5]),
-        ({"$ref": "#/$defs/Version"}, "3.10", "3.10"),
-        ({"$ref": "#/$defs/Endless"}, "5", "5"),
-        ({"$ref": "#/nowhere"}, "5", "5"),
-        ({"anyOf": [{"$ref": "#/$defs/Size"}, {"type": "null"}]}, "[5]", [5]),
-        ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "5", 5),
-        ({"enum": ["3.10", "3.9"]}, "3.10", "3.10"),
-        ({"enum": [1, 2]}, "2", 2),
-        ({"const": None}, "null", None),
-        ({}, "5", "5"),
-        ({"type": [{}], "anyOf": 5}, "red", "red"),
-        ("no schema", "5", "5"),
-    ],
-)
-def test_the_schema_says_what_a_value_in_xml_is(schema: object, text: str, value: object) -> None:
-    shared = {
-        "Size": {"type": "array"},
-        "Version": {"enum": ["3.10", "3.9"]},
-        "Endless": {"$ref": "#/$defs/Endless"},
-    }
-    tools = {"f": parameter_types({"properties": {"x": schema}, "$defs": shared})}
-    answer = f"<tool_call><function=f><parameter=x>{text}</parameter></function>"
-    (call,) = ToolCallReader(FORMATS["qwen3_coder"], tools).add(answer).calls
-    assert json.loads(call.arguments) == {"x": value}
-
-
-def test_definitions_that_refer_to_each_other_are_each_read_once() -> None:
-    """The paths through 20 such definitions would take years."""
-    names = [str(number) for number in range(20)]
-    all_of_them = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]}
-    chain: dict[str, object] = {
-        f"chain{number}": {"$ref": f"#/$defs/chain{number + 1}"} for number in range(5_000)
-    }
-    types = parameter_types(
-        {
-            "properties": {"x": {"$ref": "#/$defs/0"}, "y": {"$ref": "#/$defs/chain0"}},
-            "$defs": {
-                **dict.fromkeys(names, all_of_them),
-                "7": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/8"}]},
-                **chain,
-            },
-        }
-    )
-    assert "integer" in types["x"]
-    assert types["y"] == {"string"}
-
-
-@pytest.mark.parametrize("schema", [None, {}, {"properties": 5}])
-def test_a_tool_whose_parameters_are_not_known(schema: dict[str, object] | None) -> None:
-    assert parameter_types(schema) == {}
-
-
-@pytest.mark.parametrize(
     ("template", "name"),
     [
         ('return a json object within <tool_call></tool_call>: <tool_call>{"name": …', "hermes"),
         ("{{- '<|python_tag|>' + tool_call.name }}", "llama3_json"),
         ('Respond in the format {"name": function name, "parameters": …}.', "llama3_json"),
         ("{{- '[TOOL_CALLS] [' }}", "mistral"),
-        ("{{- '<tool_call>\n<function=' + tool_call.name + '>\n' }}", "qwen3_coder"),
         ("{{ message.content }}", "hermes"),
     ],
 )

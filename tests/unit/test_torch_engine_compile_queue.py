@@ -27,7 +27,7 @@ class Compiler:
     gate: threading.Event = field(default_factory=threading.Event)
 
     def begin(self, text: str) -> Any:
-        grammar = Grammar(kind="regex", text=text, param="guided_regex")
+        grammar = Grammar(kind="regex", text=text, param="structured_outputs")
         release, folder = self.published.release, self.published.folder
         return asyncio.ensure_future(
             self.grammars.begin(release, folder, NETWORK["vocab_size"], grammar)
@@ -37,14 +37,14 @@ class Compiler:
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     made = Compiler(with_tokenizer(tmp_path, seed=0), Grammars())
-    original = grammars._as_guidance
+    original = grammars.grammar_from
 
-    def waits(grammar: Grammar) -> str:
-        made.begun.append(grammar.text)
+    def waits(kind: Any, text: str) -> str:
+        made.begun.append(text)
         assert made.gate.wait(30)
-        return original(grammar)
+        return original(kind, text)
 
-    monkeypatch.setattr(grammars, "_as_guidance", waits)
+    monkeypatch.setattr(grammars, "grammar_from", waits)
     yield made
     made.gate.set()
     made.grammars.close()

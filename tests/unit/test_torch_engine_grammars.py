@@ -10,7 +10,7 @@ import pytest
 import torch
 from llguidance import LLMatcher, grammar_from
 
-from serving.engine import EngineError, Generation, GenerationRefused, Grammar
+from serving.engine import EngineError, Generation, GenerationRefused, Grammar, GrammarKind
 from serving.engines.torch_engine import grammars
 from serving.engines.torch_engine.grammars import GrammarState
 from serving.engines.torch_engine.logits_processor import LogitsProcessor, process_logits
@@ -43,7 +43,7 @@ def with_tokenizer(home: Path, seed: int) -> Published:
 
 
 def regex(text: str, **settings: Any) -> Generation:
-    grammar = Grammar(kind="regex", text=text, param="guided_regex")
+    grammar = Grammar(kind="regex", text=text, param="structured_outputs")
     return Generation(prompt=(1, 2, 3), max_tokens=50, grammar=grammar, **settings)
 
 
@@ -81,7 +81,7 @@ def test_a_dead_end_is_refused_and_the_others_go_on(published: Published) -> Non
             with pytest.raises(GenerationRefused, match="no token is left") as refused:
                 async for step in engine.generate(published.id, stuck):
                     seen += step.token_ids
-            assert refused.value.param == "guided_regex"
+            assert refused.value.param == "structured_outputs"
             # Its slot is free again.
             assert (await ask_all(engine, published.id, [regex("ab")]))[0] == [a, b]
             return seen, alone, tokens(await other)
@@ -228,7 +228,7 @@ def test_allowed_tokens_beside_a_grammar_in_a_full_vocabulary(tmp_path: Path) ->
         Generation(prompt=(1,), max_tokens=9, allowed_token_ids=(5, 6)), frozenset()
     )
     constrained = LogitsProcessor(regex("a+"), frozenset())
-    constrained.grammar = GrammarState(matcher, tokenizer, "guided_regex")
+    constrained.grammar = GrammarState(matcher, tokenizer, "structured_outputs")
     for processors in ([allowing], [allowing, constrained], [constrained, allowing], [allowing]):
         logits = torch.zeros(len(processors), size)
         process_logits(logits, processors, [[] for _ in processors])
@@ -239,15 +239,55 @@ def test_allowed_tokens_beside_a_grammar_in_a_full_vocabulary(tmp_path: Path) ->
             assert words == ["a"]
 
 
-def test_a_schema_that_is_nested_too_deeply_is_refused(published: Published) -> None:
-    deep = '{"a":' * 20_000 + "1" + "}" * 20_000
-    grammar = Grammar(kind="json_schema", text=deep, param="guided_json")
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        ("json_schema", '{"a":' * 20_000 + "1" + "}" * 20_000, "recursion limit"),
+        ("grammar", "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000, "recursion depth exceeded"),
+        # These fail only when the first tokens are looked for.
+        ("choice", json.dumps([f"c{n:07d}" for n in range(13_000)]), "Current row has 13001 items"),
+        ("grammar", "root ::= " + " | ".join(f'[a-z]+ "{n}"' for n in range(2500)), "Current row"),
+    ],
+)
+def test_what_is_too_complex_is_refused_before_the_first_step(
+    published: Published, kind: GrammarKind, text: str, reason: str
+) -> None:
+    grammar = Grammar(kind=kind, text=text, param="structured_outputs")
     asked = Generation(prompt=(1,), max_tokens=3, grammar=grammar)
 
     async def scenario() -> None:
         async with engine_with(published) as engine:
-            with pytest.raises(GenerationRefused, match="nested too deeply") as refused:
-                await ask(engine, published.id, asked)
-            assert refused.value.param == "guided_json"
+            with pytest.raises(GenerationRefused, match=reason) as refused:
+                await anext(engine.generate(published.id, asked))
+            assert refused.value.param == "structured_outputs"
 
     asyncio.run(scenario())
+
+
+def test_a_grammar_that_costs_too_much_time_ends_its_own_sequence_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**NETWORK, "model_type": "none"}))
+    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = grammars._read_tokenizer(tmp_path, NETWORK["vocab_size"])
+    slow, quick = (LogitsProcessor(regex("a+"), frozenset()) for _ in range(2))
+    for each in (slow, quick):
+        matcher = LLMatcher(tokenizer, grammar_from("regex", "a+"), log_level=0)
+        each.grammar = GrammarState(matcher, tokenizer, "structured_outputs")
+    clock = 0.0
+    fill = grammars.fill_next_token_bitmask
+
+    def fill_in_time(matcher: LLMatcher, bits: grammars.Bits, row: int) -> None:
+        nonlocal clock
+        fill(matcher, bits, row)
+        clock += 0.043 if slow.grammar and matcher is slow.grammar.matcher else 0.001
+
+    monkeypatch.setattr(grammars, "fill_next_token_bitmask", fill_in_time)
+    monkeypatch.setattr(grammars.time, "thread_time", lambda: clock)
+    num_masks = 0
+    while slow.refusal is None:
+        num_masks += 1
+        process_logits(torch.zeros(2, NETWORK["vocab_size"]), [slow, quick], [[], []])
+    assert num_masks == 25
+    assert "takes too long" in str(slow.refusal)
+    assert quick.refusal is None

@@ -2,8 +2,7 @@
 in its grammar."""
 
 import asyncio
-import functools
-import json
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from numpy.typing import NDArray
 from tokenizers import AddedToken
 
@@ -31,24 +30,32 @@ _MAX_CACHED = 32
 _MAX_REASON_CHARS = 300
 _END = "<|end of a text that follows a grammar|>"
 
-# Limits for the whole grammar and for each token. The "fuel" limits the time.
+_USUAL_SECONDS = 0.002
+"""The usual time for the mask of one token is much shorter."""
+_LATE_SECONDS = 1.0
+"""How much longer than `_USUAL_SECONDS` the masks of one sequence may take, all together. Every
+sequence of the engine waits for each mask."""
+
+# Limits for the whole grammar and for each token. The "fuel" limits the time of a mask.
 _LIMITS = LLParserLimits(
     max_grammar_size=500_000,
     initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=50_000,
+    step_lexer_fuel=50_000,
+    step_max_items=10_000,
     max_lexer_states=50_000,
     verbose_errors=False,
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class GrammarState:
     """The state of one sequence in its grammar."""
 
     matcher: LLMatcher
     tokenizer: LLTokenizer
     param: str
+    late: float = 0.0
+    """How much longer than `_USUAL_SECONDS` the masks have taken so far, in processor time."""
 
     def copy(self) -> "GrammarState":
         return replace(self, matcher=self.matcher.deep_copy())
@@ -58,6 +65,14 @@ class GrammarState:
         self.matcher.consume_token(token_id)
         return bool(self.matcher.is_stopped() and not self.matcher.is_error())
 
+    def fill(self, bits: Bits, row: int) -> None:
+        """Write the tokens that may come next into a row of `bits`."""
+        started = time.thread_time()
+        fill_next_token_bitmask(self.matcher, bits, row)
+        self.late += max(0.0, time.thread_time() - started - _USUAL_SECONDS)
+        end = self.tokenizer.eos_token
+        bits[row, end >> 5] &= ~np.left_shift(np.int32(1), np.int32(end & 31))
+
     @property
     def may_end(self) -> bool:
         return bool(self.matcher.is_accepting())
@@ -65,7 +80,11 @@ class GrammarState:
     @property
     def fault(self) -> str | None:
         """The error after which no token can follow; None if there is none."""
-        return _one_line(self.matcher.get_error()) if self.matcher.is_error() else None
+        if self.matcher.is_error():
+            return _one_line(self.matcher.get_error())
+        if self.late > _LATE_SECONDS:
+            return "it takes too long to find the tokens that may come next; simplify it"
+        return None
 
 
 class _Tokenizer:
@@ -194,20 +213,10 @@ def next_tokens(states: Sequence[GrammarState | None], vocab_size: int) -> Bits:
     # A tokenizer may have more tokens than the vocabulary. llguidance writes all of them.
     num_tokens = max([vocab_size, *(each.tokenizer.vocab_size for each in states if each)])
     bits = allocate_token_bitmask(len(states), num_tokens)
-    found = [(state.matcher, row) for row, state in enumerate(states) if state]
-    if found:
-        fill_next_token_bitmask_par(_executor(), found, bits)
     for row, state in enumerate(states):
         if state is not None:
-            end = state.tokenizer.eos_token
-            bits[row, end >> 5] &= ~np.left_shift(np.int32(1), np.int32(end & 31))
+            state.fill(bits, row)
     return bits[:, : (vocab_size + 31) // 32]
-
-
-@functools.cache
-def _executor() -> LLExecutor:
-    """llguidance's threads. They start with the first grammar."""
-    return LLExecutor()
 
 
 def _check_files(folder: Path, files: dict[str, str]) -> None:
@@ -241,30 +250,26 @@ def _read_tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:
 def _compile(tokenizer: _Tokenizer, folder: Path, grammar: Grammar) -> GrammarState:
     """Raises GenerationRefused, EngineError."""
     try:
-        text = _as_guidance(grammar)
+        text = grammar_from(grammar.kind, grammar.text)
         read = tokenizer.get(folder)
     except (ReleaseError, ValueError) as error:
         raise GenerationRefused(_one_line(str(error)), param=grammar.param) from None
-    except RecursionError:
-        raise GenerationRefused("is nested too deeply", param=grammar.param) from None
     matcher = LLMatcher(read, text, log_level=0, limits=_LIMITS)
-    if matcher.is_error():
-        raise GenerationRefused(
-            f"cannot be compiled: {_one_line(matcher.get_error())}", param=grammar.param
-        )
-    return GrammarState(matcher, read, grammar.param)
+    state = GrammarState(matcher, read, grammar.param)
+    if fault := state.fault or _fault_at_first_token(state.copy()):
+        raise GenerationRefused(f"cannot be compiled: {fault}", param=grammar.param)
+    return state
 
 
-def _as_guidance(grammar: Grammar) -> str:
-    """Raises ValueError."""
-    if grammar.kind == "json_object":
-        return grammar_from("json_schema", '{"type": "object"}')
-    if grammar.kind == "json_schema":
-        schema = json.loads(grammar.text)
-        if not isinstance(schema, dict | bool):
-            raise ValueError("a JSON schema is an object")
-        return grammar_from("json_schema", grammar.text)
-    return grammar_from(grammar.kind, grammar.text)
+def _fault_at_first_token(state: GrammarState) -> str | None:
+    """The fault that `state` gets with its first mask or token. Some grammars exceed the limits
+    only there, and the step in which they do so delays all sequences."""
+    bits = allocate_token_bitmask(1, state.tokenizer.vocab_size)
+    state.fill(bits, 0)
+    allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+    if state.fault is None and len(allowed):
+        state.advance(int(allowed[0]))
+    return state.fault
 
 
 def _one_line(message: str) -> str:
