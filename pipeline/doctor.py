@@ -11,7 +11,6 @@ from pathlib import Path
 from platform import python_version
 
 import httpx
-from cryptography.fernet import Fernet, InvalidToken
 
 from jobs.errors import JobError
 from jobs.migrations import HEAD as JOBS_SCHEMA
@@ -20,7 +19,7 @@ from pipeline.facts import READ_IT, Facts, Finding, ok, state_of, wrong
 from pipeline.hub.database import SCHEMA_REVISION as HUB_SCHEMA
 from pipeline.hub.database import check_schema
 from pipeline.hub.errors import HubError
-from pipeline.job_store import jobs_schema, reading_jobs
+from pipeline.job_store import jobs_schema
 from pipeline.journal import WAYS_ON, next_step
 from pipeline.moved_datasets import moved_message, moved_next_step
 from pipeline.other_hubs import check_other_hubs
@@ -124,57 +123,6 @@ def _schema(found: str | None, head: str) -> str:
     if found is None:
         return "does not exist yet; the first start creates it"
     return f"schema {found}" + ("" if found == head else f"; the next start upgrades it to {head}")
-
-
-def check_secrets(facts: Facts) -> Iterator[Finding]:
-    """Whether the key in `tokens.json` (or in `PIPELINE_SECRET_KEY`) decrypts the secrets of
-    webhooks and of pending jobs. `up` sets the secret of the stack's own webhook again."""
-    if facts.tokens is None:
-        return  # `check_state_folder` has reported why
-    try:
-        fernet = Fernet(facts.tokens.key)
-        sealed = list(_sealed_secrets(facts))
-    except ValueError:
-        yield wrong("secrets", "the key in tokens.json is not a Fernet key", "restore tokens.json")
-        return
-    except (HubError, JobError, sqlite3.Error):
-        return  # `check_databases` has reported this error
-    lost = {owner: None for owner, secret in sealed if not _can_decrypt(fernet, secret)}
-    if lost:
-        yield wrong(
-            "secrets",
-            f"the secrets of {', '.join(lost)} were encrypted with another key (tokens.json was "
-            "replaced, or PIPELINE_SECRET_KEY has changed)",
-            "restore the old key; or set them again: pipeline webhooks update ID, and for a job: "
-            "pipeline jobs cancel ID, then submit it again",
-        )
-    else:
-        yield ok("secrets", "the key decrypts the secrets of webhooks and of pending jobs")
-
-
-def _sealed_secrets(facts: Facts) -> Iterator[tuple[str, bytes]]:
-    database = facts.home.hub_dir / "hub.sqlite"
-    if check_schema(database) == HUB_SCHEMA:
-        with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
-            rows = connection.execute(
-                "SELECT id, url, encrypted_secret, encrypted_secrets FROM webhooks"
-            ).fetchall()
-        own = own_webhook_id({row[0]: row[1] for row in rows}, facts.settings, facts.home)
-        for id, _, *secrets in rows:
-            if id != own:
-                yield from ((f"webhook {id}", secret) for secret in secrets if secret is not None)
-    with reading_jobs(facts.settings, facts.home) as store:
-        for job in [] if store is None else store.list(state="SCHEDULING"):
-            if job.spec.sealed_env is not None:
-                yield f"job {job.id}", job.spec.sealed_env.encode()
-
-
-def _can_decrypt(fernet: Fernet, sealed: bytes) -> bool:
-    try:
-        fernet.decrypt(sealed)
-    except InvalidToken:
-        return False
-    return True
 
 
 def check_training(facts: Facts) -> Iterator[Finding]:
@@ -424,7 +372,6 @@ CHECKS: tuple[Check, ...] = (
     check_programs,
     check_state_folder,
     check_databases,
-    check_secrets,
     check_training,
     check_services,
     check_ports,

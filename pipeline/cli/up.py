@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,13 +22,6 @@ if TYPE_CHECKING:
 
 REPORT_SECONDS = 5.0
 """If `down` has waited for this long, it says what it waits for."""
-STARTING = "is starting:"
-"""While `up` waits for a service, it prints lines that contain this text. With `--detach`, these
-lines go into a log. `up --detach` searches the log for this text, and prints the lines that it
-finds."""
-OTHER_HUB = "another hub: "
-"""The beginning of each line about a webhook on another hub. `up --detach` also searches the log
-for these lines and prints them."""
 
 
 def up(
@@ -55,7 +50,6 @@ def up(
     services = services_of(settings)
     if detach:
         _detach(home)
-        _say_where_to_push(settings, home)
         return
 
     from jobs.errors import StoreError
@@ -69,21 +63,22 @@ def up(
     # `down` sends SIGTERM. Make SIGTERM end the stack in the same way as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     tokens = load_tokens(home.tokens_file)
+    say = partial(print, flush=True)
     stack = Stack(home, services, hang_seconds=settings.stack.hang_seconds)
     try:
         stack.start(
-            on_ready=lambda service: print(f"{service.name:10} {service.url or 'ready'}"),
-            on_wait=lambda service, seconds: print(
-                f"{service.name:10} {STARTING} {seconds:.0f} s of at most "
-                f"{service.start_seconds:.0f} s (log: {home.log_file(service.name)})",
-                flush=True,
+            on_ready=lambda service: say(f"{service.name:10} {service.url or 'ready'}"),
+            on_wait=lambda service, seconds: say(
+                f"{service.name:10} is starting: {seconds:.0f} s of at most "
+                f"{service.start_seconds:.0f} s (log: {home.log_file(service.name)})"
             ),
         )
         subscribe(settings, home, tokens)
         for line in subscribe_at_other_hubs(settings, home, tokens):
-            print(f"{OTHER_HUB}{line}", flush=True)
-        stack.mark_ready()
-        _say_where_to_push(settings, home)
+            say(f"another hub: {line}")
+        for line in _where_to_push(settings, home):
+            say(line)
+        stack.mark_ready()  # from here on, `up --detach` prints no further line
         journal = Journal(open_job_store(settings, home))
         store_error = None
         while True:
@@ -97,7 +92,7 @@ def up(
             for line in [*stack.check_services(), *lines]:
                 # The disk of up's log may be full, which is no reason to stop the stack.
                 with contextlib.suppress(OSError):
-                    print(line, flush=True)
+                    say(line)
             time.sleep(0.2)
     except KeyboardInterrupt:
         print("stopping")
@@ -137,7 +132,7 @@ def down() -> None:
     print("stopped " + ", ".join(child.name for child in reversed(record.children)))
 
 
-def _say_where_to_push(settings: "Settings", home: Home) -> None:
+def _where_to_push(settings: "Settings", home: Home) -> Iterator[str]:
     from pipeline.moved_datasets import moved_datasets, moved_message, moved_next_step
     from pipeline.tokens import load_tokens
 
@@ -146,14 +141,14 @@ def _say_where_to_push(settings: "Settings", home: Home) -> None:
         if not settings.is_on_own_hub(pipeline):
             hub = settings.other_hub(pipeline)
             where = pipeline.dataset if hub is None else f"{hub}/datasets/{pipeline.dataset}"
-            print(f"{pipeline.name}: push to {where}")
+            yield f"{pipeline.name}: push to {where}"
             continue
         if (present := moved.get(pipeline.dataset)) is not None:
             message = moved_message(pipeline.dataset, present)
-            print(f"{pipeline.name}: {message}: {moved_next_step(present)}")
+            yield f"{pipeline.name}: {message}: {moved_next_step(present)}"
             continue
         remote = f"{settings.hub_url}/datasets/{pipeline.dataset}"
-        print(f'{pipeline.name}: push to {remote} (after: eval "$(pipeline env)")')
+        yield f'{pipeline.name}: push to {remote} (after: eval "$(pipeline env)")'
 
 
 def _detach(home: Home) -> None:
@@ -177,27 +172,21 @@ def _detach(home: Home) -> None:
             stderr=stream,
             start_new_session=True,
         )
-    num_printed = 0
+    num_printed = 1  # the first line names the stack, as this command has already done
     try:
         while True:
             # Read the stack's record (`stack.json`) before the log. If the record says that the
-            # stack is ready, the log already contains every line that this loop looks for.
+            # stack is ready, the log already contains every line that this loop prints.
             record = read_stack(home)
-            lines = [
-                line
-                for line in log.read_text(errors="replace").splitlines(True)
-                if line.endswith("\n")
-            ]
-            for line in lines[num_printed:]:
-                if STARTING in line or line.startswith(OTHER_HUB):
-                    print(line, end="", file=sys.stderr)
-            num_printed = len(lines)
-            if process.poll() is not None:
-                raise PipelineError(
-                    log.read_text(errors="replace").strip().removeprefix("pipeline: ")
-                )
+            has_ended = process.poll() is not None
+            text = log.read_text(errors="replace")
+            lines = text[: text.rfind("\n") + 1].splitlines(True)
+            if has_ended:
+                raise PipelineError("".join(lines[1:]).strip().removeprefix("pipeline: "))
+            print("".join(lines[num_printed:]), end="", flush=True)
+            num_printed = max(num_printed, len(lines))
             if record is not None and record.process.pid == process.pid and record.is_ready:
-                break
+                return
             time.sleep(0.05)
     except KeyboardInterrupt:
         # The user expects that Ctrl-C ends everything. So stop the stack, which would otherwise
@@ -205,5 +194,3 @@ def _detach(home: Home) -> None:
         process.terminate()
         process.wait()
         raise
-    for child in record.children:
-        print(f"{child.name:10} {child.url or 'ready'}")

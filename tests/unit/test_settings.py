@@ -142,7 +142,7 @@ def test_a_home_folder_that_is_not_known_is_a_fault_of_the_settings(file: Path) 
     for text in (
         '[receiver]\ndeliveries_path = "~nobody-here/x"\n',
         '[receiver]\ntunnel = "~nobody-here/x"\n',
-        '[jobs]\ndatabase_url = "sqlite:///~nobody-here/x"\n',
+        '[jobs]\ndatabase_url = "~nobody-here/x"\n',
         *(
             f'[[pipelines]]\nname = "a"\ndataset = "o/d"\n{key}\n'
             for key in (
