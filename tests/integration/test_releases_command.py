@@ -28,7 +28,6 @@ from serving.errors import ReleaseError
 from serving.settings import ServingSettings
 from serving.weights import release_store
 from serving.weights.release import RELEASE_FILE, Lineage
-from serving.weights.verify import verify_release
 from tests.ports import free_ports
 from tests.receiver_payloads import dataset_update
 from tests.serving_fixtures import echo_app, echo_release, running
@@ -412,21 +411,6 @@ def test_verify_prune_and_show_print_json(configure: Configure) -> None:
     whole, damaged = json.loads(result.output)
     assert whole == {"id": ids[1], "faults": []}
     assert damaged["id"] == ids[2] and "tokenizer.json" in damaged["faults"][0]
-
-
-def test_the_option_of_earlier_versions_still_means_safetensors(
-    configure: Configure, tmp_path: Path
-) -> None:
-    folder = configure(1)
-    source = tmp_path / "elsewhere" / echo_release(tmp_path / "elsewhere", 1).id
-    publish = ("releases", "publish", str(source), "--json", "--format")
-    published = json.loads(pipeline(*publish, "safetensors").output)
-    assert verify_release(folder / published["id"]) == ()
-    result = pipeline(*publish, "bin")
-    assert isinstance(result.exception, PipelineError)
-    assert "releases are always safetensors" in str(result.exception)
-    assert release_store.release_ids(folder) == [published["id"]]
-    assert "--format" not in pipeline("releases", "publish", "--help").output
 
 
 def test_status_says_what_the_server_says_and_else_what_was_served_last(
