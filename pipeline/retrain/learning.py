@@ -353,7 +353,10 @@ def _compared_for_noise(
 ) -> tuple[Sequence[TokenSequence], Sequence[TokenSequence]]:
     """The changed rows, and the unchanged rows with which their noise is compared. Both empty if
     the served weights were not trained on all rows, or if there are too few rows to compare."""
-    if parent is None or parent.evaluation.get("not_trained"):
+    if parent is None:
+        return (), ()
+    told = parent.evaluation
+    if set(told.get("not_trained", ())).difference(told.get("missed", ())):
         return (), ()
     changed, known = (
         # Rows that the chat template refuses are left out here. If they are a reason to fail, the
