@@ -15,6 +15,10 @@ from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jobs.job import Job
+    from jobs.store import JobStore
     from pipeline.settings import PipelineSettings, Settings
 
 
@@ -85,9 +89,8 @@ def run(
     4 superseded by a swap to another release; 5 cancelled. If you gave a command, `jobs run` prints
     the command's output and exits with the command's exit code.
     """
-    from pipeline.by_hand import with_runner
     from pipeline.overrides import override
-    from pipeline.stack_record import running_settings, stale_settings
+    from pipeline.stack_record import running_settings
     from pipeline.submit import submit_command, submit_retraining
 
     home = Home.find()
@@ -112,11 +115,10 @@ def run(
         of_pipeline = _pipeline_of_command(loaded, pipeline, revision)
     else:
         chosen = override(loaded.pipeline(pipeline), changes)
-    if (changed := stale_settings(home)) is not None:
-        print(f"pipeline: {changed}", file=sys.stderr)
-    with with_runner(home, loaded, detach=detach) as hub_url, open_store(home) as store:
+
+    def submit(store: "JobStore", hub_url: str) -> "Job":
         if command:
-            job = submit_command(
+            return submit_command(
                 store,
                 home,
                 loaded,
@@ -126,18 +128,38 @@ def run(
                 payload=content,
                 command=(program, *command[1:]),
             )
-        else:
-            job = submit_retraining(
-                store,
-                home,
-                loaded,
-                hub_url=hub_url,
-                pipeline=chosen,
-                revision=revision,
-                payload=content,
-                force_reason=reason,
-                skip_if="never" if changes else "nothing_changed",
-            )
+        return submit_retraining(
+            store,
+            home,
+            loaded,
+            hub_url=hub_url,
+            pipeline=chosen,
+            revision=revision,
+            payload=content,
+            force_reason=reason,
+            skip_if="never" if changes else "nothing_changed",
+        )
+
+    run_to_end(home, loaded, submit, detach=detach, as_json=as_json)
+
+
+def run_to_end(
+    home: Home,
+    settings: "Settings",
+    submit: "Callable[[JobStore, str], Job]",
+    *,
+    detach: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Submit a job, and show it until it has ended. `submit` gets the job store and the hub's
+    URL."""
+    from pipeline.by_hand import with_runner
+    from pipeline.stack_record import stale_settings
+
+    if (changed := stale_settings(home)) is not None:
+        print(f"pipeline: {changed}", file=sys.stderr)
+    with with_runner(home, settings, detach=detach) as hub_url, open_store(home) as store:
+        job = submit(store, hub_url)
         if detach:
             print(json.dumps({"job": job.id}) if as_json else job.id)
             return

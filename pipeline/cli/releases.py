@@ -3,6 +3,7 @@ serve one of them."""
 
 import json
 import os
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -202,6 +203,80 @@ def publish(
     release = publish_folder(target, folder, lineage=origin)
     path = str(target / release.id)
     print(json.dumps({"id": release.id, "path": path}) if as_json else f"{release.id}  {path}")
+
+
+@app.command()
+def promote(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint folder, from any trainer.")],
+    pipeline: PipelineOption = None,
+    parent: Annotated[
+        str | None,
+        typer.Option(
+            help="The release from which the training started. If another one is chosen by now, "
+            "the job ends as `superseded`."
+        ),
+    ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option(
+            help="The dataset commit that the checkpoint was trained on. Default in a job: the "
+            "commit of the job; otherwise the newest commit."
+        ),
+    ] = None,
+) -> None:
+    """Judge a checkpoint folder by the rows of the dataset, make a release from it, and serve it.
+
+    The gate judges the weights as it judges those of the built-in retraining. If they cannot be
+    judged, because the folder has no tokenizer or the rows have another format, the outcome says so
+    and the release is served. This command is the last one of your own trainer: it writes the
+    outcome of the job. Outside a job, it runs as a job.
+    """
+    from jobs.spec import RevisionRange
+    from pipeline.cli.jobs_run import run_to_end
+    from pipeline.lineage import job_context
+    from pipeline.retrain.__main__ import main
+    from pipeline.retrain.job import RetrainJob
+    from pipeline.retrain.settings import RetrainSettings
+    from pipeline.rules import retrain_rule
+    from pipeline.settings import load_settings
+    from pipeline.stack_record import running_settings
+    from pipeline.submit import submit_retraining
+
+    folder, home = folder.absolute(), Home.find()
+    context = job_context(os.environ)
+    if context.job_id is None:
+        settings = running_settings(home)
+        command = [sys.executable, "-m", "pipeline", "releases", "promote", str(folder)]
+        command += ["--parent", parent] if parent is not None else []
+        job_of = settings.pipeline(pipeline).model_copy(update={"command": tuple(command)})
+        run_to_end(
+            home,
+            settings,
+            lambda store, hub_url: submit_retraining(
+                store, home, settings, hub_url=hub_url, pipeline=job_of, revision=revision
+            ),
+        )
+        return
+    rule = retrain_rule(load_settings(), home, _configured(pipeline or context.pipeline))
+    context = context.for_ref(rule.ref)
+    sha = revision or context.revision
+    records = Path(os.environ["JOB_DIR"]) / "promotion"
+    # The trainer may have promoted another folder before.
+    shutil.rmtree(records, ignore_errors=True)
+    records.mkdir()
+    job = RetrainJob.of(
+        os.environ,
+        records,
+        RetrainSettings.model_validate(rule.settings),
+        None
+        if sha is None
+        else RevisionRange(
+            repo=rule.dataset, ref=rule.ref, new_sha=sha, delivery_ids=context.delivery_ids
+        ),
+        trained=folder,
+        trained_from=parent,
+    )
+    raise typer.Exit(main(os.environ, lambda _: job))
 
 
 @app.command()

@@ -9,7 +9,7 @@ server).
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jobs.folder import OUTCOME
@@ -25,7 +25,10 @@ from serving.errors import NotEnoughSpace, ServingError
 logger = logging.getLogger("pipeline.retrain")
 
 
-def main(environ: Mapping[str, str] = os.environ) -> int:
+def main(
+    environ: Mapping[str, str] = os.environ,
+    job_of: Callable[[Mapping[str, str]], RetrainJob] = RetrainJob.from_environment,
+) -> int:
     """Run the job that `environ` describes. Returns the exit code: 0 unless the job failed."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
@@ -34,7 +37,7 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
         logging.getLogger(client).setLevel(logging.WARNING)
     job: RetrainJob | None = None
     try:
-        job = RetrainJob.from_environment(environ)
+        job = job_of(environ)
         outcome = retrain(job)
     except (PipelineError, ServingError) as error:
         logger.error("%s", error)

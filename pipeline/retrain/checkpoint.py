@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoint(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")  # read those of earlier versions too
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     job_id: str
     attempt: int = 1

@@ -248,7 +248,7 @@ def _is_base_replaced(parent: Parent, settings: RetrainSettings) -> bool:
 
 
 def _has_same_settings(parent: Parent, settings: RetrainSettings) -> bool:
-    return parent.lineage.settings_digest in (None, settings.train.digest())
+    return parent.lineage.settings_digest == settings.train.digest()
 
 
 def choose_mode(

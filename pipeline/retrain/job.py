@@ -54,6 +54,10 @@ class RetrainJob:
     num_threads: int | None
     """The number of threads for torch. None leaves torch's default."""
     metrics: MetricsWriter
+    trained: Path | None = None
+    """The folder of weights that the user's own trainer has trained. None if the job trains."""
+    trained_from: str | None = None
+    """The release from which they were trained, if the user has named it."""
     progress: Progress = Progress()
 
     @classmethod
@@ -65,7 +69,6 @@ class RetrainJob:
                 "`pipeline jobs run`"
             )
         folder = Path(environ["JOB_DIR"])
-        threads = environ.get("OMP_NUM_THREADS", "")
         try:
             spec = JobSpec.model_validate_json((folder / SPEC).read_bytes())
             settings = RetrainSettings.model_validate(spec.settings)
@@ -78,11 +81,24 @@ class RetrainJob:
                 f"{folder / SPEC}: {place}: {first['msg']}; correct the pipeline's "
                 "settings and submit the job again"
             ) from error
+        return cls.of(environ, folder, settings, spec.revisions)
+
+    @classmethod
+    def of(
+        cls,
+        environ: Mapping[str, str],
+        folder: Path,
+        settings: RetrainSettings,
+        revisions: RevisionRange | None,
+        **trained: Any,
+    ) -> "RetrainJob":
+        """The job that runs in this environment, with its records in `folder`."""
+        threads = environ.get("OMP_NUM_THREADS", "")
         return cls(
             dir=folder,
             id=environ.get("JOB_ID", folder.name),
             settings=settings,
-            revisions=spec.revisions,
+            revisions=revisions,
             hub_endpoint=environ.get("HF_ENDPOINT"),
             hub_token=environ.get("HF_TOKEN"),
             own_token=environ.get(OWN_TOKEN),
@@ -90,6 +106,7 @@ class RetrainJob:
             admin_token=environ.get("PIPELINE_ADMIN_TOKEN"),
             num_threads=int(threads) if threads.isdigit() else None,
             metrics=MetricsWriter(folder / job_folder.METRICS),
+            **trained,
         )
 
     @property

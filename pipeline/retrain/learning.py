@@ -38,6 +38,7 @@ from pipeline.retrain.tokens import TokenSequence, answer_ends, sequences
 from pipeline.retrain.train import train
 from pipeline.retrain.trunk import frozen_trunk
 from serving.chat_template import PROMPT_DATE
+from serving.weights.publish import publish_folder
 from serving.weights.release import Lineage, Release
 
 if TYPE_CHECKING:
@@ -158,6 +159,8 @@ class Learning:
         """The number of the attempt with which the job begins. `evaluation` is the last one that
         the job wrote before it was restarted. If no attempt follows it, the job begins with the
         attempt of `evaluation`: `train` then only loads its weights."""
+        if self.job.trained is not None:
+            return FULL_ATTEMPT
         if evaluation is None:
             return 1
         return self.attempt_after(evaluation) or evaluation.attempt
@@ -168,7 +171,12 @@ class Learning:
         return evaluation.next_attempt(is_delta=self.data.mode == "delta", is_forced=is_forced)
 
     def train(self, attempt: int) -> Checkpoint:
-        """Train. Afterwards, `loaded` holds the new weights, rounded as they will be stored."""
+        """Train, or load what the user's own trainer has trained. Afterwards, `loaded` holds the
+        new weights, rounded as they will be stored."""
+        if self.job.trained is not None:
+            del self.loaded.model  # so that memory never holds two models
+            self.loaded = load_model(self.job.trained, self.job.settings)
+            return Checkpoint(job_id=self.job.id, step=0, tokens=0, file="")
         plan = self._begin_attempt(attempt)
         self.ends = answer_ends(
             (plan.sequences[index] for index in plan.counted), self.loaded.tokenizer
@@ -265,6 +273,14 @@ class Learning:
         loaded, data = self.loaded, self.data
         groups = (data.new, data.held_out_new, data.known, data.held_out_known)
         texts = probe_texts(groups, loaded.tokenizer, loaded.max_length)
+        if self.job.trained is not None:
+            return publish_folder(
+                self.job.pipeline_dir,
+                self.job.trained,
+                lineage=lineage,
+                evaluation=evaluation.model_dump(mode="json"),
+                probe=make_probe(loaded.model, texts),
+            )
         return export(
             loaded.model,
             loaded.dtype,
@@ -347,7 +363,10 @@ def _compared_for_noise(
 ) -> tuple[Sequence[TokenSequence], Sequence[TokenSequence]]:
     """The changed rows, and the unchanged rows with which their noise is compared. Both empty if
     the served weights were not trained on all rows, or if there are too few rows to compare."""
-    if parent is None or parent.evaluation.get("not_trained"):
+    if parent is None:
+        return (), ()
+    told = parent.evaluation
+    if set(told.get("not_trained", ())).difference(told.get("missed", ())):
         return (), ()
     changed, known = (
         # Rows that the chat template refuses are left out here. If they are a reason to fail, the

@@ -8,12 +8,13 @@ according to the records.
 import logging
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jobs.counts import Counts
 from jobs.outcome import JobOutcome
 from pipeline.retrain import job_folder
 from pipeline.retrain.data import TrainingData, compare_revisions, is_unchanged
+from pipeline.retrain.errors import BaseModelError, DataError, TemporaryError
 from pipeline.retrain.evaluate import Evaluation
 from pipeline.retrain.job import RetrainJob
 from pipeline.retrain.parent import (
@@ -27,6 +28,7 @@ from pipeline.retrain.reporters import check_reporters
 from pipeline.retrain.row_lengths import row_lengths
 from pipeline.retrain.snapshot import DatasetSnapshot, take_snapshot
 from serving.errors import ReleaseError, Superseded
+from serving.weights.publish import publish_folder
 from serving.weights.release import Lineage, Release
 from serving.weights.release_removal import prune
 from serving.weights.release_store import load_release, release_ids
@@ -49,25 +51,35 @@ def retrain(job: RetrainJob) -> JobOutcome:
         try:
             return _retrain(job)
         except Superseded as moved:
+            if job.trained is not None:
+                return job.outcome("superseded", str(moved))
             logger.warning("%s; the job starts again from there", moved)
             _forget_progress(job)
 
 
 def _retrain(job: RetrainJob) -> JobOutcome:
+    not_judged = None
     snapshot, release = _published_before(job)
     if snapshot is None or release is None:
         snapshot, parent = _snapshot(job)
-        with job.stage("data"):
-            data = compare_revisions(snapshot, parent, job.settings)
-            for line in report_on(data.dataset, data.rows, data.held_out).lines():
-                logger.info("%s", line)
-            logger.info("a %s training: %s", data.mode, data.reason)
-        # If a damaged release was passed over, the job must publish a whole one, even if no row
-        # changed.
-        if not snapshot.passed_over and is_unchanged(data, parent, job.settings):
-            _clear_away(job)
-            return job.outcome("unchanged")
-        refusals, release = _learn(job, snapshot, parent, data)
+        try:
+            data = _data(job, snapshot, parent)
+            # If a damaged release was passed over, the job must publish a whole one, even if no
+            # row changed.
+            is_needed = job.trained is not None or snapshot.passed_over
+            if not is_needed and is_unchanged(data, parent, job.settings):
+                _clear_away(job)
+                return job.outcome("unchanged")
+            refusals, release = _learn(job, snapshot, parent, data)
+        except (DataError, BaseModelError) as error:
+            if job.trained is None or isinstance(error, TemporaryError):
+                raise
+            # The user's own trainer may read rows, and train networks, that this package does not.
+            not_judged = f"not judged by the rows: {error}"
+            logger.warning("%s", not_judged)
+            release = publish_folder(
+                job.pipeline_dir, job.trained, lineage=_origin(job, snapshot, parent)
+            )
         if release is None:
             _clear_away(job)
             return job.outcome("rejected", "; ".join(refusals))
@@ -87,7 +99,8 @@ def _retrain(job: RetrainJob) -> JobOutcome:
     reason = f"forced past the gate: {forced}" if forced else None
     missed = (release.evaluation or {}).get("not_learned")
     return job.outcome(
-        promotion.result, "; ".join(filter(None, (promotion.reason, reason, missed))) or None
+        promotion.result,
+        "; ".join(filter(None, (promotion.reason, reason, missed, not_judged))) or None,
     )
 
 
@@ -135,6 +148,8 @@ def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
         job.record_progress(dataset_revision=wanted)
         damaged = damaged_releases(job.pipeline_dir)
         parent = find_parent(job.pipeline_dir, damaged)
+        if job.trained_from not in (None, parent.id if parent is not None else None):
+            raise Superseded(str(job.trained), parent.id if parent is not None else None)
         for release_id, reasons in damaged.items():
             logger.warning(
                 "passing over release %s, which is damaged: %s", release_id, "; ".join(reasons)
@@ -154,6 +169,15 @@ def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
             job_folder.write_record(job.dir / job_folder.SNAPSHOT, snapshot)
         job.record_progress(dataset_revision=snapshot.revision.sha)
     return snapshot, parent
+
+
+def _data(job: RetrainJob, snapshot: DatasetSnapshot, parent: Parent | None) -> TrainingData:
+    with job.stage("data"):
+        data = compare_revisions(snapshot, parent, job.settings)
+        for line in report_on(data.dataset, data.rows, data.held_out).lines():
+            logger.info("%s", line)
+        logger.info("a %s training: %s", data.mode, data.reason)
+    return data
 
 
 def _learn(
@@ -226,21 +250,36 @@ def _lineage(
     forced = None
     if not evaluation.passed:
         forced = f"{job.settings.force_reason} ({'; '.join(evaluation.refusals)})"
-    return Lineage(
-        parent=parent.id if parent is not None and is_delta else None,
+    if job.trained is not None:
+        return _origin(job, snapshot, parent)
+    return _origin(
+        job,
+        snapshot,
+        parent if is_delta else None,
         base_model=job.settings.base_model,
         base_revision=learning.base.revision,
         base_files_digest=learning.base.files_digest,
-        dataset=snapshot.dataset,
-        dataset_ref=snapshot.ref,
-        dataset_revision=snapshot.revision.sha,
         dataset_base_revision=snapshot.base.sha if snapshot.base is not None and is_delta else None,
         data_digest=data.digest,
         mode=data.mode,
         settings_digest=job.settings.train.digest(),
+        forced=forced,
+    )
+
+
+def _origin(
+    job: RetrainJob, snapshot: DatasetSnapshot, parent: Parent | None, **training: Any
+) -> Lineage:
+    """The lineage of a release of this job. training: what is known only if the job has trained the
+    weights itself."""
+    return Lineage(
+        parent=parent.id if parent is not None else None,
+        dataset=snapshot.dataset,
+        dataset_ref=snapshot.ref,
+        dataset_revision=snapshot.revision.sha,
         job_id=job.id,
         delivery_ids=job.revisions.delivery_ids if job.revisions is not None else (),
-        forced=forced,
+        **training,
     )
 
 

@@ -142,7 +142,7 @@ def train(
             return done
         if done.finished:
             progress = _going_on(plan, done)
-        elif "progress" in state:  # missing in those of earlier versions
+        else:
             progress, best = TrainingState(**state["progress"]), state["best"]
             optimizer.load_state_dict(state["optimizer"])
             torch.set_rng_state(state["rng"])

@@ -97,7 +97,14 @@ def publish_state_dict(
     )
 
 
-def publish_folder(pipeline_dir: Path, source: Path, *, lineage: Lineage | None = None) -> Release:
+def publish_folder(
+    pipeline_dir: Path,
+    source: Path,
+    *,
+    lineage: Lineage | None = None,
+    evaluation: dict[str, Any] | None = None,
+    probe: Probe | None = None,
+) -> Release:
     """Publish a checkpoint folder that `save_pretrained` wrote, with `.safetensors` or `.bin`
     shards.
 
@@ -111,13 +118,22 @@ def publish_folder(pipeline_dir: Path, source: Path, *, lineage: Lineage | None 
         from serving.weights import shards
 
         tensors = shards.read_bin_shards(source, weight_map)
-        return publish_state_dict(pipeline_dir, tensors, files_dir=source, lineage=lineage)
+        return publish_state_dict(
+            pipeline_dir,
+            tensors,
+            files_dir=source,
+            lineage=lineage,
+            evaluation=evaluation,
+            probe=probe,
+        )
     num_bytes = sum((source / shard).stat().st_size for shard in set(weight_map.values()))
 
     def write(folder: Path) -> StoredWeights:
         return _copy_weights(source, weight_map, folder)
 
-    return _publish(pipeline_dir, source, num_bytes, write, lineage)
+    return _publish(
+        pipeline_dir, source, num_bytes, write, lineage, evaluation=evaluation, probe=probe
+    )
 
 
 def _publish(

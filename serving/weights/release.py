@@ -11,12 +11,12 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from serving.errors import ReleaseError
 
@@ -60,18 +60,10 @@ class TensorEntry(_Record):
     dtype: str
     """The dtype in the spelling of safetensors: `F32`, `BF16`, …"""
     shape: tuple[int, ...]
-    digest: str = Field(pattern=r"^(blake3|sha256):[0-9a-f]{64}$")
+    digest: str = Field(pattern=r"^blake3:[0-9a-f]{64}$")
     """A digest of the tensor's bytes; it does not cover the name, dtype and shape. When a server
     changes to another release, the server's engine (the part that computes tokens) need not load a
     tensor if the engine already holds a tensor with the same digest, dtype and shape."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_format_1(cls, raw: Any) -> Any:
-        if not isinstance(raw, dict) or "sha256" not in raw:
-            return raw
-        rest = {key: value for key, value in raw.items() if key != "sha256"}
-        return {"digest": f"sha256:{raw['sha256']}"} | rest
 
 
 class ProbeText(_Record):
@@ -145,9 +137,8 @@ class Release(_Record):
     pipeline: str
     created_at: str
     """UTC, ISO 8601."""
-    format: Literal[1, 2] = 2
-    """The format of the manifest. In format 1, a tensor entry has a `sha256`. In format 2, it has a
-    `digest`, which begins with the name of its algorithm."""
+    format: Literal[2] = 2
+    """The format of the manifest."""
     lineage: Lineage = Lineage()
     evaluation: dict[str, Any] | None = None
     """The job's measurements of the new weights, as JSON of `pipeline.retrain.evaluate.Evaluation`.
@@ -191,31 +182,20 @@ def files_digest(files: Mapping[str, FileEntry]) -> str:
     return hashlib.sha256(listed.encode()).hexdigest()[:8]
 
 
-_ALGORITHMS: dict[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
-
-
 class TensorDigest:
-    """Computes the digest of bytes that arrive in pieces. `str()` of this object returns the
-    digest: the name of the algorithm, a colon and 64 hex digits.
+    """Computes the digest of bytes that arrive in pieces. `str()` of this object returns it: the
+    name of the algorithm, a colon and 64 hex digits."""
 
-    `like` is a digest with which the caller will compare the result. So the result is computed with
-    the same algorithm as `like`. For example, if `like` comes from an old manifest (format 1), the
-    algorithm is sha256.
-    """
-
-    def __init__(self, like: str) -> None:
-        self._algorithm = like.partition(":")[0]
-        self._hash = _ALGORITHMS[self._algorithm]()
+    def __init__(self) -> None:
+        self._hash = blake3()
 
     def update(self, content: bytes | memoryview) -> None:
         self._hash.update(content)
 
     def __str__(self) -> str:
-        return f"{self._algorithm}:{self._hash.hexdigest()}"
+        return f"blake3:{self._hash.hexdigest()}"
 
 
-def tensor_digest(content: bytes | memoryview, like: str = "blake3:") -> str:
-    """The digest of a tensor's bytes, computed with the same algorithm as the digest `like`."""
-    digest = TensorDigest(like)
-    digest.update(content)
-    return str(digest)
+def tensor_digest(content: bytes | memoryview) -> str:
+    """The digest of a tensor's bytes."""
+    return f"blake3:{blake3(content).hexdigest()}"

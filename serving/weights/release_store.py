@@ -117,8 +117,7 @@ def served_release(pipeline_dir: Path) -> Path | None:
     None if there is no `live`.
 
     Call this once and keep the result, because the server may move the link between two calls. The
-    folder may no longer exist; `load_release` then raises ReleaseError. This function raises
-    ReleaseError only if the target of the link is not a release id.
+    folder may no longer exist. Raises ReleaseError if the target of the link is not a release id.
     """
     target = _target(pipeline_dir / CURRENT)
     return None if target is None else pipeline_dir / target
@@ -271,8 +270,8 @@ def set_pending(
     means that no release is chosen. Raises Superseded if the chosen release is another one. None
     chooses the release in any case.
 
-    To swap a release in, first call this function, and then ask the running server to swap the
-    release in. If no server runs at that time, the mark stays until a server starts.
+    Call this before you ask the server to swap the release in. If no server runs at that time, the
+    mark stays until a server starts.
     """
     release_number(release_id)
     with _pending_lock(pipeline_dir):
@@ -286,12 +285,8 @@ def set_pending(
 
 
 def clear_pending(pipeline_dir: Path, release_id: str, *, earlier: str | None = None) -> None:
-    """Remove the file `pending` if it names `release_id`. If the file names another release, keep
-    the file, because that release still waits for its swap.
-
-    `earlier` is the release that `set_pending` returned. If `earlier` is not None, that release
-    becomes pending again.
-    """
+    """Remove the file `pending` if it names `release_id`. If it names another release, that one
+    still waits for its swap. earlier: what `set_pending` returned, to make it pending again."""
     with _pending_lock(pipeline_dir):
         # Also remove a file without a release id, because `prune` and `remove` fail while such a
         # file exists.
@@ -305,7 +300,7 @@ def clear_pending(pipeline_dir: Path, release_id: str, *, earlier: str | None = 
 
 
 def _readable_pending(pipeline_dir: Path) -> str | None:
-    """Like `pending_release`, but None if the content of the file is not a release id."""
+    """Like `pending_release`, but None if the file holds no release id."""
     try:
         return pending_release(pipeline_dir)
     except ReleaseError:
@@ -313,17 +308,14 @@ def _readable_pending(pipeline_dir: Path) -> str | None:
 
 
 def _pending_lock(pipeline_dir: Path) -> BaseFileLock:
-    """Whoever reads the file `pending` in order to change it holds this lock, so that no mark gets
-    lost. It is held only for a moment, other than `release_lock`."""
+    """Held while the file `pending` is read and changed, so that no mark gets lost."""
     return FileLock(pipeline_dir / ".pending.lock")
 
 
 def next_number(pipeline_dir: Path) -> int:
-    """The number for the next release. The caller must hold the lock.
-
-    Writes the new counter to disk before it returns, so that no number is ever used twice. If the
-    counter is lost or damaged, the numbers continue from the highest release that is present.
-    """
+    """The number for the next release. The caller must hold the lock. The new counter is on disk
+    before this returns, so that no number is ever used twice. If the counter is lost or damaged,
+    the numbers continue from the highest release that is present."""
     counter = pipeline_dir / COUNTER
     try:
         last = int(counter.read_bytes())

@@ -2,43 +2,21 @@
 
 import json
 import shutil
-import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sqlalchemy import create_engine, text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs.counts import Counts
-from jobs.migrations import upgrade
 from jobs.outcome import JobOutcome
-from jobs.runner import Runner
-from jobs.settings import JobsSettings
-from jobs.store import JobStore
 from pipeline.retrain import base_model, data
-from pipeline.retrain.job_folder import write_record
 from serving.weights.release_store import load_release, release_ids
 from tests.retrain_fixtures import SMALL, TINY, Pipeline, facts, jsonl, unrelated
 
 ROWS = unrelated(40)
 TRAIN = SMALL | {"max_length": 64}
-OLD_TRAIN = {"evaluations": 12, "patience": 4, "enough_loss": 0.02, "held_out_ratio": 0.08}
-OLD_GATE = {
-    "max_new_ratio": 1.01,
-    "max_old_ratio": 1.02,
-    "max_removal_ratio": 1.15,
-    "tolerance": 0.01,
-    "min_rows": 20,
-    "sigmas": 2.0,
-}
-"""Keys that this release has removed."""
-OLD_JOB = text(
-    "INSERT INTO jobs (pipeline, state, spec, created_at, run_after, attempt, num_lost, "
-    "cancel_requested) VALUES (:pipeline, 'SCHEDULING', :spec, 50, 50, 0, 0, false)"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -339,64 +317,3 @@ def test_a_delta_that_drifted_too_far_is_followed_by_a_full_training(
     assert (learned(outcome).base_agreement or 0) > 0.8
     assert mode(pipeline, outcome) == "full"
     assert evaluation(pipeline, outcome)["attempt"] == 3
-
-
-def forget_counts(pipeline: Pipeline) -> None:
-    """Write the evaluation of the only release as the old code did."""
-    (release_id,) = release_ids(pipeline.dir)
-    record = pipeline.dir / release_id / "release.json"
-    told = json.loads(record.read_text())
-    losses = {"rows": 4, "tokens": 40, "loss": 0.5, "served_loss": 5.0}
-    told["evaluation"] = {
-        "against": "preset:tiny",
-        "new": losses,
-        "known": losses | {"rows": 0, "tokens": 0, "loss": None, "served_loss": None},
-        "refusals": [],
-        "tokens": 4_000,
-        "total_tokens": 4_000,
-    }
-    record.write_text(json.dumps(told))
-
-
-def test_a_release_of_the_old_code_is_gone_on_from(pipeline: Pipeline) -> None:
-    """Its evaluation counts nothing."""
-    forget_counts(pipeline)
-    outcome = pipeline.learn({"a.jsonl": jsonl([*ROWS, *unrelated(1, 60)])})
-    assert (learned(outcome).changed, learned(outcome).learned) == (1, 1)
-    assert mode(pipeline, outcome) == "delta"
-    assert evaluation(pipeline, outcome)["total_tokens"] > 4_000
-
-
-def test_a_job_that_was_queued_by_the_old_code_runs(pipeline: Pipeline) -> None:
-    outcome = pipeline.learn(
-        {"a.jsonl": jsonl([*ROWS, *unrelated(1, 60)])}, train=TRAIN | OLD_TRAIN, gate=OLD_GATE
-    )
-    assert learned(outcome).learned == 1
-
-
-@pytest.mark.slow
-def test_a_store_of_the_first_schema_is_upgraded_and_its_pending_job_runs(
-    pipeline: Pipeline,
-) -> None:
-    """All of an old installation at once: schema, settings of the job, record of the release."""
-    forget_counts(pipeline)
-    revision = pipeline.commit({"a.jsonl": jsonl([*ROWS, *unrelated(1, 60)])})
-    old = pipeline.spec(revision.sha, train=TRAIN | OLD_TRAIN, gate=OLD_GATE)
-    spec = old.model_copy(update={"command": (sys.executable, *old.command[1:])})
-    jobs_dir = pipeline.home / "jobs"
-    engine = create_engine(f"sqlite:///{jobs_dir / 'jobs.sqlite'}")
-    with engine.begin() as connection:
-        upgrade(connection, "0001")
-        connection.execute(OLD_JOB, {"pipeline": "facts", "spec": spec.model_dump_json()})
-    engine.dispose()
-    (jobs_dir / "j000001").mkdir()
-    write_record(jobs_dir / "j000001" / "snapshot.json", pipeline.snapshot(revision))
-    with JobStore.open(jobs_dir / "jobs.sqlite") as store:
-        environ = pipeline.environ(jobs_dir / "j000001")
-        Runner(store, jobs_dir, JobsSettings(num_threads=1), environ).run_until_idle(
-            threading.Event()
-        )
-        job = store.get("j000001")
-    assert job.outcome is not None and learned(job.outcome).learned == 1
-    assert mode(pipeline, job.outcome) == "delta"
-    assert "changed rows have " in (jobs_dir / "j000001" / "log.txt").read_text()

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from jobs.outcome import JobOutcome
 from pipeline.retrain import base_model
 from pipeline.retrain.base_model import find_base
-from pipeline.retrain.checkpoint import Checkpoint, weights_of
+from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.evaluate import Evaluation
 from pipeline.retrain.job_folder import read_record
 from pipeline.retrain.learning import Learning
@@ -125,24 +124,6 @@ def test_a_job_that_was_killed_between_attempts_comes_to_the_same_counts(
     assert read_record(folder / "evaluation.json", Evaluation) == wanted
     metrics, _ = read_metrics(folder / "metrics.jsonl")
     assert [each.step for each in metrics if each.event == "step"] == steps
-
-
-def test_a_checkpoint_of_an_earlier_release_is_gone_on_from(tmp_path: Path) -> None:
-    """It held other fields, and another state beside the weights."""
-    pipeline = Pipeline(tmp_path, train=SMALL)
-    folder = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts())}))
-    row = Row(text=" ", file="a", number=0)
-    base = find_base("preset:tiny", tmp_path / "bases", [row], pipeline="facts", seed=0)
-    model = LlamaForCausalLM.from_pretrained(base.folder)
-    old = {"job_id": folder.name, "step": 9, "steps": 40, "tokens": 900, "best_step": 4}
-    old |= {"best_loss": 2.5, "file": "checkpoints/step-000009.pt", "finished": False}
-    (folder / "checkpoints").mkdir()
-    torch.save({"weights": weights_of(model), "best": None}, folder / str(old["file"]))
-    (folder / "checkpoint.json").write_text(json.dumps(old))
-    outcome = pipeline.run(folder)
-    assert outcome.result == "published", outcome.reason
-    done = read_record(folder / "checkpoint.json", Checkpoint)
-    assert done is not None and done.finished
 
 
 @pytest.mark.parametrize("lost", [(), ("release.json",)])

@@ -71,12 +71,6 @@ def test_other_training_settings_are_a_reason_for_a_job_by_hand(case: Case) -> N
     assert case.mode(skip_if="nothing_changed", train=reported) == "unchanged"
 
 
-def test_a_release_that_records_no_settings_counts_as_trained_with_the_same(case: Case) -> None:
-    case.lineage = case.lineage.model_copy(update={"settings_digest": None})
-    assert case.mode(skip_if="nothing_changed", train=LONGER) == "unchanged"
-    assert case.mode(skip_if="never") == "full"
-
-
 def test_another_base_model_is_a_reason_for_everybody(case: Case) -> None:
     case.lineage = case.lineage.model_copy(update={"base_model": "another"})
     assert case.mode() == "full"
