@@ -301,8 +301,10 @@ def test_a_stage_counts_all_that_it_measures(pipeline: Pipeline, tmp_path: Path)
         train=SMALL | few,
         gate={"max_base_drift": 1.0, "min_learned": 0.0, "min_kept": 0.0},
     )
-    for places in (7, 14):
-        other.learn({"a.jsonl": jsonl(facts(num_places=places))})
+    # A row that the first job did not learn would be a changed row for the second one.
+    for places, max_tokens in ((7, 100_000), (14, 1_000)):
+        train = SMALL | few | {"max_tokens": max_tokens}
+        other.learn({"a.jsonl": jsonl(facts(num_places=places))}, train=train)
     metrics, _ = read_metrics(other.home / "jobs/job-1/metrics.jsonl")
     told = {each.stage: each for each in metrics if each.event == "measured"}
     assert {stage: (each.measured, each.rows) for stage, each in told.items()} == {
