@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import doctor
+from pipeline.facts import Facts
 from pipeline.paths import Home
 from pipeline.settings import Settings
 from tests.stack_fixtures import Workplace, configure, findings, stack_up, workplace
@@ -61,7 +62,7 @@ def test_a_newer_schema_is_refused_and_not_touched(
     assert "'9999'" in done.stderr and writer in done.stderr
     assert "Traceback" not in done.stderr
     assert databases[which].read_bytes() == before
-    checks = doctor._check_schemas(Home(workplace.home), Settings())
+    checks = doctor.check_databases(Facts(Home(workplace.home), Settings()))
     [finding] = [each for each in checks if each.level == "wrong"]
     assert finding.check == ("hub database" if which == "hub" else "job database")
     assert "9999" in finding.message

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -250,6 +252,29 @@ def test_the_doctor_of_a_stack_without_its_tokens_makes_no_others(
     named = "does not exist" if content is None else "is not a token file"
     assert any(message.startswith(f"{file} {named}") for message in dict(wrong()))
     assert (file.read_text() if file.exists() else None) == content
+
+
+def test_a_lost_object_is_named_and_comes_back_from_a_clone(
+    hub: RunningHub, tmp_path: Path
+) -> None:
+    worktree = clone(hub, tmp_path)
+    (worktree / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    hub.git("add", ".", cwd=worktree)
+    hub.git("commit", "--quiet", "-m", "rows", cwd=worktree)
+    hub.git("push", "--quiet", "origin", "HEAD:main", cwd=worktree)
+    sha = hub.git("rev-parse", "HEAD:a.jsonl", cwd=worktree).strip()
+    [lost] = (tmp_path / "hub").rglob(f"objects/{sha[:2]}/{sha[2:]}")
+    lost.unlink()
+    answer = hub.request("GET", "/api/datasets/local/facts/tree/main")
+    assert answer.status_code == 500
+    assert f"is damaged: the object {sha} is missing" in answer.json()["error"]
+
+    docs = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    [command] = re.findall(r"`(git -C CLONE pack-objects .*)`", docs)
+    repository = str(lost.parents[2])
+    command = command.replace("CLONE", str(worktree)).replace(".pipeline/hub/…", repository)
+    subprocess.run(["sh", "-c", command], check=True)
+    assert hub.request("GET", "/api/datasets/local/facts/tree/main").is_success
 
 
 def test_another_service_on_the_servers_port_serves_nothing(
