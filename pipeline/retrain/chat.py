@@ -44,8 +44,6 @@ def encode(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[Encoded]:
     try:
         conversation = normalise(row.messages, row.tools)
         texts = _answers(row, conversation, template)
-        if (marked := template.render_marked(conversation)) is not None:
-            texts = [marked]
     except ConversationError as error:
         raise DataError(f"{row.place}: {error}") from None
     except ChatTemplateError as error:

@@ -18,6 +18,7 @@ TURN_ENDS = ["<|im_end|>", "<end_of_turn>", "<|eot_id|>"]
 MARKED = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
     "{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 FORGETS_REASONING = (
     "{% for m in messages %}<{{ m.role }}>"
@@ -149,8 +150,12 @@ def test_a_tokenizer_without_a_template_is_the_base_models_fault(
         ),
         (ANSWERS_ONLY, REASONED, "leaves out the reasoning_content of role 'assistant'"),
         (NAMES_ONLY, CALLS, "leaves out 'two' in the call of 'add'"),
-        (ANSWERS_ONLY.replace("<|end|>", "##"), TWO_TURNS, "ends an answer with '.*##', which is no special"),
-        (MARKED.replace("<|end|>", ""), TWO_TURNS, "ends an answer with 'jumps', which is no"),
+        (
+            ANSWERS_ONLY.replace("<|end|>", "##"),
+            TWO_TURNS,
+            "ends an answer with '.*##', which is no special",
+        ),
+        (MARKED.replace("<|end|>", ""), TWO_TURNS, "ends an answer with '.*jumps', which is no"),
         (
             "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}",
             talk(("user", "q"), ("assistant", [{"type": "image", "image": "x"}])),
@@ -185,7 +190,7 @@ def trl_templates() -> Path:
     ("name", "expected"),
     [
         ("qwen3_training", "<think>\n\n</think>\n\njumps<|im_end|>\n"),
-        ("qwen2_5_training", "\njumps<|im_end|>\n"),
+        ("qwen2_5_training", "jumps<|im_end|>\n"),
         ("gemma_training", "jumps<end_of_turn>\n"),
         ("gemma3_training", "jumps<end_of_turn>\n"),
         ("llama3_training", "jumps<|eot_id|>"),
