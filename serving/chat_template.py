@@ -273,9 +273,7 @@ class _GenerationBlock(Extension):
 
 def _mark_end(conversation: Conversation) -> Conversation:
     *messages, last = conversation.messages
-    if not (content := parts_of(last["content"])):
-        raise ChatTemplateError("the final message has no text that could be continued")
-    *parts, part = content
+    *parts, part = parts_of(last["content"]) or [{"type": "text", "text": ""}]
     parts.append({**part, "text": part["text"] + _END_OF_FINAL_MESSAGE})
     return replace(conversation, messages=(*messages, {**last, "content": parts}))
 

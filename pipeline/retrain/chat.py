@@ -52,15 +52,13 @@ def encode(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[Encoded]:
         ) from error
     _check_complete(row, conversation, [text for text, _ in texts])
     found = [_tokenized(text, spans, tokenizer) for text, spans in texts]
-    for token_ids, learned in found:
-        for first, last in runs(learned):
-            if answer_end(token_ids[first:last], tokenizer) is None:
-                shown = tokenizer.decode(token_ids[first:last][-3:])
-                raise DataError(
-                    f"{row.place}: the chat template of the base model ends an answer with "
-                    f"{shown!r}, which is no special token, so a server would not know where an "
-                    "answer ends; let the template write {{ eos_token }} after each answer"
-                )
+    for answer in (ids[first:last] for ids, learned in found for first, last in runs(learned)):
+        if answer_end(answer, tokenizer) is None:
+            raise DataError(
+                f"{row.place}: the chat template of the base model ends an answer with "
+                f"{tokenizer.decode(answer[-3:])!r}, which is no special token, so a server would "
+                "not know where it ends; let the template write {{ eos_token }} after each answer"
+            )
     return found
 
 

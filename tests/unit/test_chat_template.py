@@ -10,7 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from serving import chat_template
 from serving.chat_template import ChatTemplate, ChatTemplateError, TooSlow
-from serving.conversation import Conversation, normalise
+from serving.conversation import normalise
 from serving.errors import ReleaseError
 from serving.tokenizer import load_tokenizer
 from tests.serving_fixtures import byte_tokenizer, echo_release
@@ -122,11 +122,8 @@ def test_parts_are_rendered_as_transformers_does(continues: bool) -> None:
 def test_a_template_that_shows_the_text_of_parts_gets_parts(source: str, takes_parts: bool) -> None:
     kind = "{{ ' list' if messages[0].content is not string else ' text' }}"
     conversation = normalise([{"role": "user", "content": "Hi"}])
-    assert (
-        ChatTemplate(source + kind, {})
-        .render(conversation)
-        .endswith(" list" if takes_parts else " text")
-    )
+    prompt = ChatTemplate(source + kind, {"bos_token": "<s>"}).render(conversation)
+    assert prompt.endswith(" list" if takes_parts else " text")
 
 
 @pytest.mark.parametrize(
@@ -182,8 +179,6 @@ def test_a_template_that_calls_itself_without_end_is_refused() -> None:
 def test_a_final_message_that_cannot_be_continued_is_refused() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     options = {"add_generation_prompt": False, "continue_final_message": True}
-    with pytest.raises(ChatTemplateError, match="no text"):
-        template.render(Conversation(messages=({"role": "assistant", "content": None},)), **options)
     with pytest.raises(ChatTemplateError, match="does not show"):
         template.render(TALK, **options)
     with pytest.raises(ChatTemplateError, match="exclude each other"):

@@ -186,26 +186,6 @@ def trl_templates() -> Path:
     return Path(found.origin).parent / "chat_templates"
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("qwen3_training", "<think>\n\n</think>\n\njumps<|im_end|>\n"),
-        ("qwen2_5_training", "jumps<|im_end|>\n"),
-        ("gemma_training", "jumps<end_of_turn>\n"),
-        ("gemma3_training", "jumps<end_of_turn>\n"),
-        ("llama3_training", "jumps<|eot_id|>"),
-    ],
-)
-def test_the_templates_that_trl_trains_with(
-    tokenizer: PreTrainedTokenizerFast, name: str, expected: str
-) -> None:
-    template = (trl_templates() / f"{name}.jinja").read_text()
-    tokenizer.bos_token = "<|user|>"
-    assert learned(tokenizer, TWO_TURNS, template) == [
-        expected + expected.replace("jumps", "sleeps")
-    ]
-
-
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "gemma", "gemma3", "llama3", "phi3"])
 def test_the_templates_that_models_come_with(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     template = (trl_templates() / f"{name}.jinja").read_text()
@@ -213,9 +193,3 @@ def test_the_templates_that_models_come_with(tokenizer: PreTrainedTokenizerFast,
     said = "".join(learned(tokenizer, TWO_TURNS, template))
     assert said.count("jumps") == said.count("sleeps") == 1
     assert "fox" not in said and "dog" not in said
-
-
-def test_qwen3_calls_tools(tokenizer: PreTrainedTokenizerFast) -> None:
-    template = (trl_templates() / "qwen3_training.jinja").read_text()
-    (said,) = learned(tokenizer, CALLS, template)
-    assert said.count("<tool_call>") == 1 and '"name": "add"' in said and "four" in said
