@@ -114,6 +114,16 @@ def test_a_template_that_rewrites_earlier_turns_gives_each_answer_as_it_was_aske
     assert str(tokenizer.decode(second.token_ids)).startswith("<user>a<|end|><assistant>b<|end|>")
 
 
+def test_a_question_without_an_answer_is_no_missing_text(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    row = talk(
+        *(("user", "a"), ("assistant", "<think>hm</think>b")),
+        *(("user", "c"), ("assistant", "<think>so</think>d"), ("user", "the fox")),
+    )
+    assert len(learned(tokenizer, row, FORGETS_REASONING)) == 2
+
+
 def test_a_tokenizer_without_a_template_is_the_base_models_fault(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
@@ -135,21 +145,21 @@ def test_a_tokenizer_without_a_template_is_the_base_models_fault(
         (
             "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
             talk(("system", "be brief"), ("user", "q"), ("assistant", "a")),
-            "leaves out what role 'system' says",
+            r"leaves out 'be brief' of message 1 \(system\)",
         ),
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}",
             talk(("user", "q"), ("assistant", "a"), tools=({"name": "search"},)),
-            "leaves out the tool 'search'",
+            "leaves out 'search' of the tools",
         ),
         # What an earlier turn says, and the reasoning of an answer, are texts of the row too.
         (
             ANSWERS_ONLY.replace("m.content", "(m.content if m.role == 'user' else m.content[1:])"),
             TWO_TURNS,
-            "leaves out what role 'assistant' says",
+            r"leaves out 'jumps' of message 2 \(assistant\)",
         ),
-        (ANSWERS_ONLY, REASONED, "leaves out the reasoning_content of role 'assistant'"),
-        (NAMES_ONLY, CALLS, "leaves out 'two' in the call of 'add'"),
+        (ANSWERS_ONLY, REASONED, "leaves out 'because' of message 2"),
+        (NAMES_ONLY, CALLS, "leaves out 'two' of message 2"),
         (
             ANSWERS_ONLY.replace("<|end|>", "##"),
             TWO_TURNS,
