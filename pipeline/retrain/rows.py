@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 Message = Mapping[str, Any]
 """A message as chat templates expect it: `role`, `content`, and possibly other keys
@@ -51,6 +51,12 @@ class Row:
         """sha256 of the content, in hex. Rows with equal content have the same digest, also if they
         are in different files."""
         return hashlib.sha256(self._content().encode()).hexdigest()
+
+    @property
+    def kind(self) -> Literal["messages", "prompt", "text"]:
+        if self.messages is not None:
+            return "messages"
+        return "prompt" if self.text is None else "text"
 
     @property
     def is_counted(self) -> bool:
