@@ -16,6 +16,7 @@ from serving.errors import ReleaseError
 from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap_attempt import SwapAttempt, SwapStopped
+from serving.swap_checks import servable_folder
 from serving.swap_phases import SwapPhases
 from serving.swap_schemas import SwapResult
 from serving.weights import release_removal, release_store
@@ -51,8 +52,9 @@ class Swapper:
         self._worker: asyncio.Task[None] | None = None
 
     async def start(self, folder: Path | None = None) -> None:
-        """Serve `folder`. If `folder` is None, serve the release that was live last, and then swap
-        in the pending release, if one was chosen for the next start of the server.
+        """Serve `folder`; if it is a checkpoint with `.bin` shards, publish it first. If `folder`
+        is None, serve the release that was live last, and then swap in the pending release, if one
+        was chosen for the next start of the server.
 
         If the release that was live last is refused, the newest undamaged release that was live
         before it is served as its substitute. If there is no substitute, the server waits for a
@@ -60,6 +62,7 @@ class Swapper:
         be served.
         """
         if folder is not None:
+            folder = await asyncio.to_thread(servable_folder, folder, self._releases_dir)
             result = await self._enqueue(folder, is_recorded=False)
             if result.result != "live":
                 raise ReleaseError(*result.reasons)
