@@ -179,7 +179,6 @@ class SwapPhases:
                 )
             except SwapStopped as stopped:
                 if stopped.result == "failed":
-                    swap.is_ending = True
                     await self._unload(candidate.id)
                 raise
 
@@ -225,7 +224,6 @@ class SwapPhases:
     ) -> None:
         """Make the engine and the link `current` use `candidate`, if its probe agrees. Otherwise
         make them use `previous` again, and raise SwapStopped."""
-        swap.is_committing = True
         try:
             with swap.timed("commit"):
                 committed = self._engine.commit(candidate.id)
