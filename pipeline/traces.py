@@ -30,7 +30,6 @@ from jobs.store import JobStore
 from pipeline.paths import Home
 from pipeline.retrain.job_folder import SNAPSHOT
 from pipeline.retrain.snapshot import FOLLOWED
-from serving.converted import remove_unneeded_copies
 from serving.errors import ReleaseError
 from serving.weights.release import Release
 from serving.weights.release_removal import replaced_folders, sweep_locked
@@ -163,13 +162,12 @@ def find_traces(
 
 def remove_traces(home: Home, traces: Traces, store: JobStore) -> None:
     """Remove the caches and the job folders, and overwrite the reasons in the outcomes of the jobs.
-    Removes no release, but removes what an interrupted removal of a release or of a copy has left.
+    Removes no release, but removes what an interrupted removal of a release has left.
     If this function is interrupted, call it again."""
     for pipeline_dir in home.releases_dir.glob("*/"):
         # Wait for the lock, because `sweep` does nothing while another process holds it.
         with release_lock(pipeline_dir):
             sweep_locked(pipeline_dir)
-        remove_unneeded_copies(pipeline_dir)
     for path in (*traces.caches, *traces.job_folders):
         if path.is_dir():
             shutil.rmtree(path)

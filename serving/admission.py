@@ -33,10 +33,6 @@ class LiveRelease:
 
     release: Release
     folder: Path
-    """The folder that somebody asked for."""
-    engine_folder: Path | None = None
-    """The folder that the engine reads: `folder`, or a copy of it without `.bin` shards. None means
-    `folder`."""
     tokenizer: ReleaseTokenizer
     live_since: int
     """When the first phase (the preflight) of the swap to this release ended, in Unix seconds."""

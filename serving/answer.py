@@ -164,9 +164,7 @@ class Answer:
         times = RequestTimes(
             self.metrics,
             self.waiting,
-            release_id=self.live.id,
             started=self.started,
-            num_prompt=plan.num_prompt_tokens,
             prompt_lengths=[len(each.prompt) for each in plan.generations],
             num_each=plan.num_each,
         )

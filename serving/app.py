@@ -86,9 +86,8 @@ def create_app(
         pipeline=pipeline,
         metrics=metrics,
     )
-    metrics.in_flight.set_function(lambda: admission.num_in_flight)
     if engine.kv_cache_usage is not None:
-        metrics.vllm.watch_kv_cache(lambda: engine.kv_cache_usage or 0.0)
+        metrics.watch_kv_cache(lambda: engine.kv_cache_usage or 0.0)
     api_keys = load_api_keys(settings)
 
     @asynccontextmanager

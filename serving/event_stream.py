@@ -12,13 +12,20 @@ from serving.request_errors import ClientGone, translated
 
 T = TypeVar("T")
 
+HEADER_SECONDS = 1.0
+"""Most errors come sooner, and then have a status of their own."""
+COMMENT_SECONDS = 15.0
+"""Time between two comments. Proxies drop a connection that is idle for 30 to 60 seconds."""
+
 
 class EventStream(Response):
     """Sends the events of a generator as server-sent events.
 
-    If an error occurs before the first event, the client gets an error response. If it occurs
-    later, the stream ends with an error event. It is also an error if the stream has not ended at
-    `deadline` (a time of the event loop's clock). When the response ends, for any reason, `on_end`
+    The headers are sent with the first event, or after `HEADER_SECONDS`. Comments follow until the
+    first event, so that no proxy drops a stream that waits in the queue of the engine. If an error
+    occurs before the headers are sent, the client gets an error response. If it occurs later, the
+    stream ends with an error event. It is also an error if the stream has not ended at `deadline`
+    (a time of the event loop's clock). When the response ends, for any reason, `on_end`
     is called once with the HTTP status for the metrics.
     """
 
@@ -52,15 +59,31 @@ class EventStream(Response):
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_started = False
+
+        async def write(content: str) -> None:
+            nonlocal has_started
+            if not has_started:
+                has_started = True
+                start = {"status": 200, "headers": self.raw_headers}
+                await send({"type": "http.response.start", **start})
+            body = {"body": content.encode(), "more_body": True}
+            await send({"type": "http.response.body", **body})
+
+        first = asyncio.ensure_future(self._first_event())
         try:
-            async with asyncio.timeout_at(self._deadline):
-                async for event in self._events:
-                    if not has_started:
-                        has_started = True
-                        start = {"status": 200, "headers": self.raw_headers}
-                        await send({"type": "http.response.start", **start})
-                    body = {"body": event.encode(), "more_body": True}
-                    await send({"type": "http.response.body", **body})
+            try:
+                async with asyncio.timeout_at(self._deadline):
+                    seconds = HEADER_SECONDS
+                    while not (await asyncio.wait({first}, timeout=seconds))[0]:
+                        await write(": waiting\n\n")
+                        seconds = COMMENT_SECONDS
+                    await write(first.result())
+                    async for event in self._events:
+                        await write(event)
+            finally:
+                # The generator cannot be closed while a task waits for its first event.
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
         except Exception as error:
             problem = translated(error)
             self._status = problem.status
@@ -68,9 +91,11 @@ class EventStream(Response):
             if not has_started:
                 await response(scope, receive, send)
                 return
-            event_bytes = b"data: " + bytes(response.body) + b"\n\ndata: [DONE]\n\n"
-            await send({"type": "http.response.body", "body": event_bytes, "more_body": True})
+            await write(f"data: {bytes(response.body).decode()}\n\ndata: [DONE]\n\n")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _first_event(self) -> str:
+        return await anext(self._events)
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:

@@ -50,8 +50,9 @@ def _check_length(live: LiveRelease, prompt: str | list[int], param: str) -> Non
         limit, unit = limit * live.tokenizer.max_token_chars, "characters"
     if len(prompt) > limit:
         raise _too_long(
-            f"the prompt has {len(prompt)} {unit}, and the context {live.context_length} tokens, "
-            f"which is at most {limit} {unit}; shorten the prompt",
+            live,
+            f"your prompt has {len(prompt)} {unit}, more than the {limit} {unit} that fit; shorten "
+            "the prompt",
             param,
         )
 
@@ -69,8 +70,12 @@ def check_token_ids(live: LiveRelease, token_ids: tuple[int, ...], param: str) -
         )
 
 
-def _too_long(message: str, param: str) -> RequestError:
-    """The error for a prompt that does not fit into the context."""
+def _too_long(live: LiveRelease, what: str, param: str) -> RequestError:
+    """The error for a prompt that does not fit into the context. It begins as the error of OpenAI
+    and vLLM does, because clients that shorten a conversation recognise it by these words."""
+    message = (
+        f"This model's maximum context length is {live.context_length} tokens. However, {what}"
+    )
     return RequestError(400, message, param=param, code="context_length_exceeded")
 
 
@@ -93,18 +98,14 @@ def make_generations(
     that errors name. Raises RequestError if the prompt and `max_tokens` do not fit into the
     context, or if the network has no embedding for a token id of the request.
     """
-    context = live.context_length
-    room = context - len(prompt)
+    room = live.context_length - len(prompt)
     if room < (0 if max_tokens == 0 else 1):
-        raise _too_long(
-            f"the prompt has {len(prompt)} tokens, and the context {context} tokens; shorten the "
-            "prompt",
-            param,
-        )
+        raise _too_long(live, f"your prompt has {len(prompt)} tokens; shorten the prompt", param)
     if max_tokens is not None and max_tokens > room:
         raise _too_long(
-            f"the context has {context} tokens: {len(prompt)} of the prompt and {max_tokens} new "
-            f"tokens do not fit; ask for at most {room} new tokens",
+            live,
+            f"you requested {len(prompt) + max_tokens} tokens ({len(prompt)} in the prompt, "
+            f"{max_tokens} in the completion); ask for at most {room} new tokens",
             max_tokens_param,
         )
     bias = {int(token_id): value for token_id, value in (request.logit_bias or {}).items()}

@@ -1,9 +1,8 @@
-"""`Swapper` decides which swap runs and which one waits, and what the server serves at its start.
+"""`Swapper` runs one swap after another, and decides what the server serves at its start.
 
 A swap makes another release live: this release then answers all new requests. One swap runs at a
-time, and one more may wait. A newer swap replaces the waiting swap. It also replaces the running
-swap if the engine has not begun to use that swap's weights. But if the newest request is again for
-the release of the running swap, the running swap goes on. `swap_phases.py` performs a swap.
+time. The newest request wins: an older swap ends before its next phase, unless the engine has begun
+to use its weights. `swap_phases.py` performs a swap.
 """
 
 import asyncio
@@ -18,6 +17,7 @@ from serving.errors import ReleaseError, Superseded
 from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap_attempt import SwapAttempt, SwapStopped
+from serving.swap_checks import servable_folder
 from serving.swap_phases import SwapPhases
 from serving.swap_schemas import SwapResult
 from serving.weights import release_removal, release_store
@@ -48,13 +48,14 @@ class Swapper:
             releases_dir=releases_dir,
             pipeline=pipeline,
         )
-        self._running: SwapAttempt | None = None
-        self._waiting: SwapAttempt | None = None
-        self._worker: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()
+        self._unfinished: dict[SwapAttempt, asyncio.Task[SwapResult]] = {}
+        """In the order of the requests. Only the last one has not been superseded."""
 
     async def start(self, folder: Path | None = None) -> None:
-        """Serve `folder`. If `folder` is None, serve the release that was live last, and then swap
-        in the pending release, if one was chosen for the next start of the server.
+        """Serve `folder`; if it is a checkpoint with `.bin` shards, publish it first. If `folder`
+        is None, serve the release that was live last, and then swap in the pending release, if one
+        was chosen for the next start of the server.
 
         If the release that was live last is refused, the newest undamaged release that was live
         before it is served as its substitute. If there is no substitute, the server waits for a
@@ -62,6 +63,7 @@ class Swapper:
         be served.
         """
         if folder is not None:
+            folder = await asyncio.to_thread(servable_folder, folder, self._releases_dir)
             result = await self._enqueue(folder, is_recorded=False)
             if result.result != "live":
                 raise ReleaseError(*result.reasons)
@@ -130,13 +132,12 @@ class Swapper:
         return await self._enqueue(folder)
 
     async def close(self) -> None:
-        """End the running swap and the waiting one; both get the result `failed`."""
-        if self._worker is not None:
-            self._worker.cancel()
-            await asyncio.wait({self._worker})
+        """End all swaps; they get the result `failed`."""
+        tasks = list(self._unfinished.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._phases.close()
-        if self._waiting is not None:
-            self._finish(self._waiting, self._shutdown_result(self._waiting))
 
     def _not_begun(
         self,
@@ -174,58 +175,31 @@ class Swapper:
         was_live: bool = False,
         stands_in_for: Unserved | None = None,
     ) -> SwapResult:
-        # If another swap waits, it comes after the running one. So a request for the release of the
-        # running swap is then a new swap, which replaces the waiting one.
-        newest = self._waiting or self._running
-        if newest is not None and newest.folder == folder and _will_be_tried(newest):
-            return await asyncio.shield(newest.result)
-        if (running := self._running) is not None and _can_go_on(running, folder):
-            running.superseded_by = None
-            overtaken, self._waiting = self._waiting, None
-            await self._supersede(overtaken, running.release_id)
-            return await asyncio.shield(running.result)
+        newest = next(reversed(self._unfinished), None)
+        if newest is not None and newest.folder == folder:
+            return await asyncio.shield(self._unfinished[newest])
         swap = SwapAttempt(
-            folder=folder,
-            is_recorded=is_recorded,
-            was_live=was_live,
-            stands_in_for=stands_in_for,
-            result=asyncio.get_running_loop().create_future(),
+            folder=folder, is_recorded=is_recorded, was_live=was_live, stands_in_for=stands_in_for
         )
-        overtaken = self._waiting
-        self._waiting = swap
-        if self._running is None:
-            self._worker = asyncio.create_task(self._work())
-            # Set `_running` here, because the task begins only in the next turn of the event loop.
-            # Another call in this turn must already see the running swap.
-            self._running, self._waiting = swap, None
-        elif not self._running.is_committing:
-            self._running.superseded_by = swap.release_id
-        await self._supersede(overtaken, swap.release_id)
-        return await asyncio.shield(swap.result)
+        for older in self._unfinished:
+            older.superseded_by = swap.release_id
+        self._unfinished[swap] = asyncio.create_task(self._run(swap))
+        return await asyncio.shield(self._unfinished[swap])
 
-    async def _supersede(self, overtaken: SwapAttempt | None, release_id: str) -> None:
-        """End the swap that waited until a swap to `release_id` was requested, if there is one."""
-        if overtaken is not None:
-            overtaken.superseded_by = release_id
-            await self._clear_pending(overtaken)
-            reason = f"a swap to {release_id} was requested later"
-            self._finish(overtaken, overtaken.ended("superseded", self._live_id(), reason))
-
-    async def _work(self) -> None:
-        while self._running is not None:
-            swap = self._running
-            try:
+    async def _run(self, swap: SwapAttempt) -> SwapResult:
+        try:
+            async with self._lock:
                 result = await self._perform(swap)
-            except asyncio.CancelledError:
-                self._finish(swap, self._shutdown_result(swap))
-                raise
-            swap.is_ending = True
-            if result.result != "deferred":
-                await self._clear_pending(swap)
-            self._finish(swap, result)
-            self._running, self._waiting = self._waiting, None
+                if result.result != "deferred":
+                    await self._clear_pending(swap)
+        except asyncio.CancelledError:
+            result = swap.ended("failed", self._live_id(), "the server is shutting down")
+        finally:
+            del self._unfinished[swap]
+        self._log_and_count(swap, result)
+        return result
 
-    def _finish(self, swap: SwapAttempt, result: SwapResult) -> None:
+    def _log_and_count(self, swap: SwapAttempt, result: SwapResult) -> None:
         # `is_recorded` is False if a folder was named at the start of the server. If this swap
         # fails, `start` raises an error, so the log needs no warning.
         trouble = logging.WARNING if swap.is_recorded else logging.DEBUG
@@ -240,17 +214,18 @@ class Swapper:
             extra={"release": result.release},
         )
         self._metrics.count_swap(result)
-        if not swap.result.done():
-            swap.result.set_result(result)
 
     async def _clear_pending(self, swap: SwapAttempt) -> None:
         """Remove the mark `pending` of the release after its swap, even if the swap failed.
         Otherwise every start of the server would try a release that cannot be served.
 
         A swap to a substitute leaves the mark, because this is not the swap that somebody asked
-        for. If the substitute has the mark, the swap that somebody asked for will follow.
+        for. If the substitute has the mark, the swap that somebody asked for will follow. A
+        superseded swap leaves the mark if the newest swap is to the same release.
         """
-        if swap.is_recorded and swap.stands_in_for is None:
+        newest = next(reversed(self._unfinished))
+        has_successor = newest is not swap and newest.folder == swap.folder
+        if swap.is_recorded and swap.stands_in_for is None and not has_successor:
             try:
                 await asyncio.to_thread(
                     release_store.clear_pending, self._releases_dir, swap.release_id
@@ -260,6 +235,7 @@ class Swapper:
 
     async def _perform(self, swap: SwapAttempt) -> SwapResult:
         try:
+            swap.stop_if_superseded()
             previous = await self._phases.perform(swap)
         except SwapStopped as stopped:
             return swap.ended(stopped.result, self._live_id(), *stopped.reasons)
@@ -268,18 +244,5 @@ class Swapper:
             return swap.ended("failed", self._live_id(), f"{type(error).__name__}: {error}")
         return swap.ended("live", previous.id if previous else None)
 
-    def _shutdown_result(self, swap: SwapAttempt) -> SwapResult:
-        return swap.ended("failed", self._live_id(), "the server is shutting down")
-
     def _live_id(self) -> str | None:
         return self._admission.live.id if self._admission.live else None
-
-
-def _will_be_tried(swap: SwapAttempt) -> bool:
-    return swap.superseded_by is None and not swap.is_ending
-
-
-def _can_go_on(running: SwapAttempt, folder: Path) -> bool:
-    """Whether the running swap is to `folder`, and would soon give way to a newer swap."""
-    is_superseded = running.superseded_by is not None and not running.is_ending
-    return is_superseded and running.folder == folder

@@ -25,8 +25,6 @@ class SwapAttempt:
     is_recorded: bool
     """Whether the swap writes the link `current`. False for a folder that was named at the start of
     the server."""
-    result: "asyncio.Future[SwapResult]"
-    """Set when the swap has ended."""
     was_live: bool = False
     """Whether the release was live before the server started. If so, the link `current` to it stays
     even if this swap fails."""
@@ -36,13 +34,8 @@ class SwapAttempt:
     phase: SwapPhase = "preflight"
     seconds: dict[str, float] = field(default_factory=dict)
     superseded_by: str | None = None
-    """The id of the release of a newer swap. This swap ends before its commit, unless a request for
-    its own release comes first."""
-    is_ending: bool = False
-    """Whether the result of the swap is decided. The swap may still have to clean up."""
-    is_committing: bool = False
-    """Whether the commit (the phase in which the engine begins to use the new weights) may have
-    begun. From then on, a newer swap does not replace this swap."""
+    """The id of the release of the newest swap. This swap then ends, unless its commit has begun
+    (the phase in which the engine begins to use the new weights)."""
     max_difference: float | None = None
     """The largest difference between a log-probability of the engine and the log-probability in the
     release's probe; None if they were not compared."""
@@ -65,7 +58,6 @@ class SwapAttempt:
     def stop_if_superseded(self) -> None:
         """Raise SwapStopped if a newer swap was requested."""
         if self.superseded_by is not None:
-            self.is_ending = True
             raise SwapStopped("superseded", f"a swap to {self.superseded_by} was requested later")
 
     def ended(

@@ -1,10 +1,6 @@
 """The checks of a swap. The preflight checks on disk whether a folder may be served. The probe
 compares the logprobs that the engine computes with those that the job recorded.
 
-No engine reads `.bin` shards, because they are pickles. But a checkpoint folder may have such
-shards, and also a release that an earlier version of hotpush has published. The server then makes a
-copy with safetensors shards (`converted.py`), and the engine reads this copy.
-
 Only the probe shows that the engine computes with all weights of the release. If the engine only
 reports success, this is no proof.
 """
@@ -14,33 +10,33 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from serving.converted import ConvertedCopies
 from serving.engine import Engine, Generation
 from serving.errors import ReleaseError
 from serving.weights import release_store
-from serving.weights.checkpoint_folder import manifest_of_folder
+from serving.weights.checkpoint_folder import checkpoint_weight_map, manifest_of_folder
 from serving.weights.index import has_bin
+from serving.weights.publish import publish_folder
 from serving.weights.release import RELEASE_FILE, Probe, Release
 from serving.weights.verify import verify_layout, verify_release
 
 
-def read_folder(
-    folder: Path, engine: Engine, copies: ConvertedCopies, releases_dir: Path, pipeline: str
-) -> tuple[Release, Path]:
-    """Checks a release or a checkpoint folder. Returns its manifest, and the folder that the engine
-    must read: `folder`, or a copy of it with safetensors shards.
-
-    Raises ReleaseError if `folder` has faults or cannot be converted, and OSError.
-    """
-    release = _checked(folder, engine, releases_dir, pipeline)
-    if has_bin(release.files):
-        return copies.copy_of(folder, release)
-    return release, folder
+def servable_folder(folder: Path, releases_dir: Path) -> Path:
+    """`folder`, or a release that is published from it if it is a checkpoint with `.bin` shards. No
+    engine reads such shards, because they are pickles. Raises ReleaseError and OSError."""
+    if _is_checkpoint(folder, releases_dir) and has_bin(checkpoint_weight_map(folder).values()):
+        return releases_dir / publish_folder(releases_dir, folder).id
+    return folder
 
 
-def _checked(folder: Path, engine: Engine, releases_dir: Path, pipeline: str) -> Release:
+def _is_checkpoint(folder: Path, releases_dir: Path) -> bool:
     is_inside = folder.resolve().is_relative_to(releases_dir.resolve())
-    if not is_inside and not (folder / RELEASE_FILE).exists():
+    return not is_inside and not (folder / RELEASE_FILE).exists()
+
+
+def checked_release(folder: Path, engine: Engine, releases_dir: Path, pipeline: str) -> Release:
+    """The manifest of a release or a checkpoint folder. Raises ReleaseError if `folder` has faults,
+    and OSError."""
+    if _is_checkpoint(folder, releases_dir):
         return manifest_of_folder(folder, pipeline)
     try:
         release = release_store.load_release(folder)

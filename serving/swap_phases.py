@@ -30,12 +30,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from serving.admission import Admission, LiveRelease
-from serving.converted import ConvertedCopies
 from serving.engine import Engine, StageError
 from serving.errors import ReleaseError, is_temporary
 from serving.settings import ServingSettings
 from serving.swap_attempt import SwapAttempt, SwapStopped, bounded
-from serving.swap_checks import measure_probe, read_folder
+from serving.swap_checks import checked_release, measure_probe
 from serving.tokenizer import ReleaseTokenizer, load_tokenizer, tokenizer_files
 from serving.weights import release_store
 from serving.weights.release import Release
@@ -62,7 +61,6 @@ class SwapPhases:
         self._settings = settings
         self._releases_dir = releases_dir
         self._pipeline = pipeline
-        self._copies = ConvertedCopies(releases_dir)
         self._link_writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="current-link")
         """Writes the link `current` on disk, which names the served release. This one thread does
         all writes in the order of the calls, so the last call decides what `current` is."""
@@ -77,7 +75,6 @@ class SwapPhases:
             task.cancel()
         await asyncio.gather(*retiring, return_exceptions=True)
         self._link_writer.shutdown(wait=False)
-        self._copies.close()
 
     async def perform(self, swap: SwapAttempt) -> LiveRelease | None:
         """Make the release of `swap` live. Returns the release that was live before, which may be
@@ -121,7 +118,7 @@ class SwapPhases:
     async def _preflight(self, swap: SwapAttempt) -> LiveRelease:
         with swap.timed("preflight"):
             try:
-                release, engine_folder, tokenizer = await bounded(
+                release, tokenizer = await bounded(
                     asyncio.to_thread(self._read, swap.folder, self._admission.live),
                     self._settings.phase_seconds,
                 )
@@ -143,23 +140,18 @@ class SwapPhases:
         return LiveRelease(
             release=release,
             folder=swap.folder,
-            engine_folder=engine_folder,
             tokenizer=tokenizer,
             live_since=int(time.time()),
             stands_in_for=swap.stands_in_for,
         )
 
-    def _read(
-        self, folder: Path, live: LiveRelease | None
-    ) -> tuple[Release, Path, ReleaseTokenizer]:
-        release, engine_folder = read_folder(
-            folder, self._engine, self._copies, self._releases_dir, self._pipeline
-        )
+    def _read(self, folder: Path, live: LiveRelease | None) -> tuple[Release, ReleaseTokenizer]:
+        release = checked_release(folder, self._engine, self._releases_dir, self._pipeline)
         # Use the live tokenizer if its files have not changed, as in most releases. While a
         # tokenizer is being loaded, no other thread can run, so all streams pause.
         if live is not None and tokenizer_files(release) == tokenizer_files(live.release):
-            return release, engine_folder, live.tokenizer
-        return release, engine_folder, load_tokenizer(folder)
+            return release, live.tokenizer
+        return release, load_tokenizer(folder)
 
     async def _stage(self, swap: SwapAttempt, candidate: LiveRelease) -> None:
         if candidate.id in self._retiring and self._admission.is_used(candidate.id):
@@ -182,14 +174,11 @@ class SwapPhases:
             try:
                 await self._ask_engine(
                     "stage",
-                    self._engine.stage(
-                        candidate.release, candidate.engine_folder or candidate.folder
-                    ),
+                    self._engine.stage(candidate.release, candidate.folder),
                     self._settings.phase_seconds,
                 )
             except SwapStopped as stopped:
                 if stopped.result == "failed":
-                    swap.is_ending = True
                     await self._unload(candidate.id)
                 raise
 
@@ -235,7 +224,6 @@ class SwapPhases:
     ) -> None:
         """Make the engine and the link `current` use `candidate`, if its probe agrees. Otherwise
         make them use `previous` again, and raise SwapStopped."""
-        swap.is_committing = True
         try:
             with swap.timed("commit"):
                 committed = self._engine.commit(candidate.id)

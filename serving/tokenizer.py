@@ -94,10 +94,16 @@ class ReleaseTokenizer:
         return self.tokenizer.token_to_id(text) in self.special_ids
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token for `logprobs`. Special tokens have a text here too."""
+        """The text of one token for `logprobs`: the text that it adds after other tokens. Special
+        tokens have a text here too."""
         text = self._token_texts.get(token_id)
         if text is None:
-            text = self.tokenizer.decode([token_id], skip_special_tokens=False)
+            # Some decoders, such as those of SentencePiece models, drop the space of a text's first
+            # token. So decode the token twice, and take what the second one adds.
+            alone = self.tokenizer.decode([token_id], skip_special_tokens=False)
+            twice = self.tokenizer.decode([token_id, token_id], skip_special_tokens=False)
+            second = twice.removeprefix(alone)
+            text = second if second.endswith(alone) else alone
             self._token_texts[token_id] = text
         return text
 

@@ -1,5 +1,4 @@
-"""Checkpoints with `.bin` shards, as `torch.save` writes them, and releases as earlier versions of
-hotpush published them."""
+"""Checkpoints with `.bin` shards, as `torch.save` writes them."""
 
 import json
 import os
@@ -9,11 +8,7 @@ from typing import Any
 
 import torch
 
-from serving.weights.headers import digest_file
-from serving.weights.index import BIN_INDEX_FILE, INDEX_FILE
-from serving.weights.release import RELEASE_FILE, Release, files_digest
-from serving.weights.release_store import load_release
-from serving.weights.shards import read_tensors
+from serving.weights.index import BIN_INDEX_FILE
 from tests.serving_fixtures import byte_tokenizer
 from tests.torch_engine_fixtures import build, llama_config
 
@@ -46,37 +41,6 @@ def bin_folder(folder: Path, network: Any, *, num_shards: int = 2) -> Path:
     else:
         _save_shards(folder, _split(state, num_shards))
     return folder
-
-
-def as_old_release(folder: Path) -> Release:
-    """Give a release the `.bin` shards and the manifest that an earlier version would have given
-    it. The release gets another id, and the folder another name."""
-    release = load_release(folder)
-    by_shard: dict[str, dict[str, torch.Tensor]] = {}
-    weight_map = {name: entry.file for name, entry in release.tensors.items()}
-    for name, tensor in read_tensors(folder, weight_map).items():
-        by_shard.setdefault(weight_map[name], {})[name] = tensor.clone()
-    new_map = _save_shards(folder, list(by_shard.values()))
-    for name in (INDEX_FILE, *by_shard):
-        (folder / name).unlink()
-    kept = release.files.keys() - {INDEX_FILE, *by_shard}
-    files = {
-        name: digest_file(folder / name)
-        for name in sorted({*kept, BIN_INDEX_FILE, *new_map.values()})
-    }
-    old = release.model_copy(
-        update={
-            "id": f"{release.id.split('-')[0]}-{files_digest(files)}",
-            "files": files,
-            "tensors": {
-                name: entry.model_copy(update={"file": new_map[name]})
-                for name, entry in release.tensors.items()
-            },
-        }
-    )
-    (folder / RELEASE_FILE).write_text(old.model_dump_json(indent=2))
-    folder.rename(folder.parent / old.id)
-    return old
 
 
 def _split(state: Mapping[str, torch.Tensor], num_shards: int) -> list[dict[str, torch.Tensor]]:

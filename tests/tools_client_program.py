@@ -59,6 +59,12 @@ def litellm(url: str) -> dict[str, Any]:
     whole = ask(tools=[TOOL])
     joined = litellm.stream_chunk_builder(list(ask(tools=[TOOL], stream=True)))
     plain = "".join(chunk.choices[0].delta.content or "" for chunk in ask(stream=True))
+    try:
+        ask(max_tokens=1_000_000)
+    except litellm.ContextWindowExceededError:
+        pass
+    else:
+        raise AssertionError("an answer that does not fit into the context")
     return {"whole": calls(whole), "streamed": calls(joined), "plain": plain}
 
 

@@ -81,26 +81,20 @@ def _names(shard: Path) -> Collection[str]:
 def manifest_of_folder(source: Path, pipeline: str) -> Release:
     """Makes a manifest for a checkpoint folder that is served without being published.
 
-    The manifest is not written to disk, and its release number is 0. If the weights are in `.bin`
-    shards, the manifest lists no tensors. Raises ReleaseError.
+    The manifest is not written to disk, and its release number is 0. Raises ReleaseError.
     """
-    weight_map = checkpoint_weight_map(source)
-    files: dict[str, FileEntry] = {}
-    tensors: dict[str, TensorEntry] = {}
+    weights = digest_weights(source, checkpoint_weight_map(source))
     names = {*INDEX_FILES, *(path.name for path in companions(source))}
-    if has_bin(weight_map.values()):
-        names |= set(weight_map.values())
-    else:
-        weights = digest_weights(source, weight_map)
-        files, tensors = weights.files, weights.tensors
-    files |= {name: digest_file(source / name) for name in names if (source / name).is_file()}
+    files = weights.files | {
+        name: digest_file(source / name) for name in names if (source / name).is_file()
+    }
     return Release(
         id=f"r000000-{files_digest(files)}",
         pipeline=pipeline,
         created_at=utc_now(),
         files=files,
-        tensors=tensors,
-        tied=tied_head(source, tensors),
+        tensors=weights.tensors,
+        tied=tied_head(source, weights.tensors),
     )
 
 

@@ -4,6 +4,7 @@
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +153,7 @@ def read_index(folder: Path, name: str = INDEX_FILE) -> WeightsIndex | None:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        counts = Counter(name for name, _ in pairs)
+        twice = sorted(name for name, count in counts.items() if count > 1)
         raise ValueError(f"named twice: {', '.join(twice)}")
     return found

@@ -4,7 +4,7 @@ files and folders that killed processes have left in this folder."""
 import os
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from filelock import Timeout
 from serving.errors import ReleaseError
 from serving.weights.atomic_file import is_abandoned, write_atomically
 from serving.weights.release_store import (
-    CONVERTED,
     CURRENT,
     PREVIOUS,
     UNFINISHED,
@@ -64,7 +63,6 @@ def prune(pipeline_dir: Path, keep: int) -> list[str]:
         removed = [release_id for release_id in ids if release_id not in kept]
         for release_id in removed:
             _remove_locked(pipeline_dir, release_id)
-    _remove_copies(pipeline_dir, removed)
     return removed
 
 
@@ -74,7 +72,6 @@ def remove(pipeline_dir: Path, release_id: str) -> None:
     with release_lock(pipeline_dir):
         check_removable(pipeline_dir, release_id)
         _remove_locked(pipeline_dir, release_id)
-    _remove_copies(pipeline_dir, [release_id])
 
 
 def check_removable(pipeline_dir: Path, release_id: str) -> None:
@@ -172,22 +169,6 @@ def _remove_old_replaced(pipeline_dir: Path) -> None:
             # A job must not fail because it cannot remove the folder.
             with suppress(OSError):
                 _remove_replaced_locked(folder)
-
-
-def _remove_copies(pipeline_dir: Path, removed: Sequence[str]) -> None:
-    """Remove the copies (`serving/converted.py`) of releases that are gone. Call this function
-    without the lock of the pipeline's folder, because the function waits while a server makes a
-    copy."""
-    copies = pipeline_dir / CONVERTED
-    if not removed or not copies.is_dir():
-        return
-    # A server that begins a copy later finds no release. If this process is killed here, these
-    # copies are removed by the next server that makes a copy of another release, or by the next
-    # purge (`remove_unneeded_copies`).
-    with release_lock(copies):
-        for release_id in removed:
-            if (copies / release_id).is_dir():
-                shutil.rmtree(copies / release_id)
 
 
 def sweep(pipeline_dir: Path) -> list[str]:

@@ -13,7 +13,6 @@ A pipeline's folder is `<home>/releases/<pipeline>`. This module calls it `pipel
     pinned              the ids of the releases that must not be removed, one per line, see
                         `serving/weights/release_removal.py`
     counter             the last number that was taken for a release; no number is used twice
-    .converted/         copies of folders with `.bin` shards, see `serving/converted.py`
     .unfinished-…       a release that is being written or removed, see `UNFINISHED`
     .lock               the lock of the folder, see `release_lock`
     .pending.lock       the lock of the file `pending`
@@ -46,7 +45,6 @@ PREVIOUS = "previous"
 LIVE = "live"
 PENDING = "pending"
 COUNTER = "counter"
-CONVERTED = ".converted"
 UNFINISHED = ".unfinished-"
 """Prefix of the names of release folders that are being written or removed.
 

@@ -8,7 +8,7 @@ from typing import Any
 from serving.errors import ReleaseError, is_temporary
 from serving.weights import network
 from serving.weights.headers import DTYPE_BYTES, digest_file, mapped_shard, read_header
-from serving.weights.index import INDEX_FILE, has_bin, is_shard_name, read_index
+from serving.weights.index import INDEX_FILE, is_shard_name, read_index
 from serving.weights.release import RELEASE_FILE, Release, files_digest, read_json, tensor_digest
 from serving.weights.release_store import load_release
 
@@ -54,9 +54,6 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
     - every dtype in the manifest is known;
     - the head is equal to the embedding, if the config ties the two.
 
-    Earlier versions published releases with `.bin` shards. The tensors in such shards are compared
-    with the manifest when the shards are converted, because only torch can read them.
-
     If the id or a file has a fault, the index and the headers are not checked. The dtypes and the
     head are checked only if no other check has found a fault. The shapes of the tensors are not
     compared with the config: `check_network` did so before the release was published, and the
@@ -66,7 +63,7 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
     engine, this function is enough, and `verify_shards` need not run.
     """
     reasons = [*_check_id(release), *_check_files(folder, release)]
-    if not reasons and not has_bin(release.files):
+    if not reasons:
         reasons = [*_check_index(folder, release), *_check_headers(folder, release)]
     if not reasons:
         try:

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from serving.weights.release import Release
 from tests.contract.test_torch_engine_conformance import torch_release
@@ -44,6 +44,8 @@ class Box(BaseModel):
 
 class Bag(BaseModel):
     """Its schema has `uniqueItems`, as a keyword, as the name of a property and inside data."""
+
+    model_config = ConfigDict(extra="forbid")
 
     things: set[Literal["a", "b"]] = Field(max_length=3)
     uniqueItems: bool

@@ -227,7 +227,5 @@ def test_models_say_what_is_live(server: Server) -> None:
 def test_metrics_count_requests_and_tokens(server: Server) -> None:
     server.post(model="answers", prompt="Count", max_tokens=3, temperature=0, ignore_eos=True)
     text = httpx.get(f"{server.url}/metrics").text
-    assert f'serving_generated_tokens_total{{release="{server.release.id}"}}' in text
     assert 'serving_requests_total{route="/v1/completions",status="200"}' in text
-    assert "serving_requests_in_flight 0.0" in text
     assert f'serving_release_live{{release="{server.release.id}"}} 1.0' in text

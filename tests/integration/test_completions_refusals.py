@@ -30,8 +30,13 @@ GOOD = {"model": "answers", "prompt": "Hello", "max_tokens": 4}
         ({"temperature": "hot"}, 400, "temperature", "number"),
         ({"max_tokens": -1}, 400, "max_tokens", "0"),
         ({"max_tokens": "4"}, 400, "max_tokens", "integer"),
-        ({"max_tokens": 124}, 400, "max_tokens", "128 tokens: 5 of the prompt and 124"),
-        ({"prompt": "x" * 500}, 400, "prompt", "500 tokens, and the context 128"),
+        ({"max_tokens": 124}, 400, "max_tokens", "129 tokens (5 in the prompt, 124"),
+        (
+            {"prompt": "x" * 500},
+            400,
+            "prompt",
+            "length is 128 tokens. However, your prompt has 500 tokens",
+        ),
         ({"prompt": ""}, 400, "prompt", "empty"),
         ({"prompt": []}, 400, "prompt", "list"),
         ({"prompt": ["a", 1]}, 400, "prompt", "list"),
@@ -58,7 +63,7 @@ GOOD = {"model": "answers", "prompt": "Hello", "max_tokens": 4}
             "needs json_schema.schema",
         ),
         ({"stop": [""]}, 400, "stop", "empty"),
-        ({"stop": ["a"] * 17}, 400, "stop", "16"),
+        ({"stop": ["a"] * 1025}, 400, "stop", "1024"),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias", "'x'"),
         ({"logit_bias": {"5": 101}}, 400, "logit_bias", "100"),
         ({"logit_bias": {"999": 1}}, 400, "logit_bias", "999"),
@@ -200,4 +205,16 @@ def test_an_engine_of_a_shorter_context_is_not_asked_for_more(tmp_path: Path) ->
         assert httpx.post(f"{url}/v1/completions", json=ask).status_code == 200
         answer = httpx.post(f"{url}/v1/completions", json=ask | {"max_tokens": 6})
         assert answer.status_code == 400
-        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        error = answer.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        # Clients that shorten a conversation recognise the error by these words.
+        said = "This model's maximum context length is 20 tokens. However, "
+        assert error["message"] == (
+            f"{said}you requested 21 tokens (15 in the prompt, 6 in the completion); ask for at "
+            "most 5 new tokens"
+        )
+        for prompt in ("x" * 20, "x" * 10_000, [1] * 21):
+            body = {"prompt": prompt, "max_tokens": 1}
+            error = httpx.post(f"{url}/v1/completions", json=body).json()["error"]
+            assert error["code"] == "context_length_exceeded"
+            assert error["message"].startswith(f"{said}your prompt has {len(prompt)} ")

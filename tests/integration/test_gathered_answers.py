@@ -45,6 +45,6 @@ def test_whole_answers_are_gathered_and_each_token_is_measured(
     (generation,) = [each for each in asked if each.max_tokens == 30]
     assert (generation.max_step_tokens > 1) == is_gathered
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    label = f'{{release="{release.release_id}"}}'
-    assert values[f"serving_first_token_seconds_count{label}"] == "1.0"
-    assert values[f"serving_token_interval_seconds_count{label}"] == "29.0"
+    label = '{engine="0",model_name="answers"}'
+    assert values[f"vllm:time_to_first_token_seconds_count{label}"] == "1.0"
+    assert values[f"vllm:inter_token_latency_seconds_count{label}"] == "29.0"

@@ -19,6 +19,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from serving import event_stream
+from serving.admission import Admission
 from serving.engine import EngineError, Generation, Step
 from serving.errors import ServingError
 from serving.server import bind
@@ -48,13 +50,14 @@ class Slow:
     url: str
     engine: EchoEngine
     release_id: str
+    admission: Admission
 
     @property
     def num_running(self) -> int:
         return self.engine.num_running[self.release_id]
 
-    def in_flight(self) -> str:
-        return metric(self.url, "serving_requests_in_flight")
+    def is_idle(self) -> bool:
+        return self.admission.num_in_flight == 0
 
 
 @pytest.fixture
@@ -63,8 +66,9 @@ def slow(tmp_path: Path) -> Iterator[Slow]:
     release = echo_release(pipeline_dir, 1)
     set_current(pipeline_dir, release.id)
     engine = EchoEngine(step_seconds=0.05)
-    with running(echo_app(pipeline_dir, engine, max_queue=2)) as url:
-        yield Slow(url, engine, release.id)
+    app = echo_app(pipeline_dir, engine, max_queue=2)
+    with running(app) as url:
+        yield Slow(url, engine, release.id, app.state.admission)
 
 
 def metric(url: str, name: str) -> str:
@@ -88,7 +92,7 @@ def test_a_stream_that_is_hung_up_frees_its_slots(slow: Slow, n: int) -> None:
         assert next(lines).startswith("data: ")
         assert slow.num_running == n
     until(lambda: slow.num_running == 0)
-    until(lambda: slow.in_flight().endswith(" 0.0"))
+    until(slow.is_idle)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -96,7 +100,7 @@ def test_a_whole_answer_that_is_hung_up_frees_its_slots(slow: Slow, n: int) -> N
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{slow.url}/v1/completions", json={**BODY, "n": n}, timeout=0.3)
     until(lambda: slow.num_running == 0)
-    until(lambda: slow.in_flight().endswith(" 0.0"))
+    until(slow.is_idle)
 
 
 def test_one_request_too_many_is_told_to_come_back(slow: Slow) -> None:
@@ -127,30 +131,70 @@ def test_who_is_queued_waits_until_the_first_token(tmp_path: Path) -> None:
         def ask(**change: object) -> httpx.Response:
             return http.post("/v1/completions", json={**BODY, "max_tokens": 2, **change})
 
-        def is_waiting(requests: int, sequences: int) -> bool:
-            vllm = metric(url, "vllm:num_requests_waiting{")
-            own = metric(url, "serving_requests_waiting")
-            return own == f"serving_requests_waiting {requests}.0" and vllm.endswith(
-                f" {sequences}.0"
-            )
+        def is_waiting(sequences: int) -> bool:
+            return metric(url, "vllm:num_requests_waiting{").endswith(f" {sequences}.0")
 
         with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as stream:
             lines = stream.iter_lines()
             assert next(lines).startswith("data: ")
-            assert is_waiting(0, 0)
+            assert is_waiting(0)
             assert metric(url, "vllm:num_requests_running").endswith(" 1.0")
             queued = [pool.submit(ask), pool.submit(ask, n=2)]
-            until(lambda: is_waiting(2, 3))
+            until(lambda: is_waiting(3))
             # Who ends in another way waits no longer: refused, or hung up.
             assert ask(max_tokens=1000).status_code == 400
-            assert is_waiting(2, 3)
+            assert is_waiting(3)
             gone = pool.submit(httpx.post, f"{url}/v1/completions", json=BODY, timeout=3)
-            until(lambda: is_waiting(3, 4))
+            until(lambda: is_waiting(4))
             with pytest.raises(httpx.ReadTimeout):
                 gone.result()
-            until(lambda: is_waiting(2, 3))
+            until(lambda: is_waiting(3))
         assert all(answer.result().is_success for answer in queued)
-        until(lambda: is_waiting(0, 0))
+        until(lambda: is_waiting(0))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stream_that_waits_in_the_queue_has_its_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr(event_stream, "HEADER_SECONDS", 0.05)
+    monkeypatch.setattr(event_stream, "COMMENT_SECONDS", 0.05)
+    release = echo_release(tmp_path, 1)
+    set_current(tmp_path, release.id)
+    engine = EchoEngine()
+    with running(echo_app(tmp_path, engine)) as url:
+        assert httpx.get(f"{url}/health").is_success  # the probe has ended
+        gate = engine.hang["generate"] = asyncio.Event()
+        body = {**BODY, "max_tokens": 2, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as stream:
+            assert stream.headers["x-model-release"] == release.id
+            lines = stream.iter_lines()
+            assert [next(lines) for _ in range(4)] == [": waiting", "", ": waiting", ""]
+            if fails:
+                engine.fail["generate"] = EngineError("out of order")
+            gate._loop.call_soon_threadsafe(gate.set)  # type: ignore[attr-defined]
+            events = [line for line in lines if line.startswith("data: ")]
+    assert events[-1] == "data: [DONE]"
+    assert ("out of order" in events[0]) == fails
+
+
+def test_a_client_that_leaves_the_queue_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_stream, "HEADER_SECONDS", 0.05)
+    release = echo_release(tmp_path, 1)
+    set_current(tmp_path, release.id)
+    engine = EchoEngine()
+    app = echo_app(tmp_path, engine)
+    with running(app) as url:
+        assert httpx.get(f"{url}/health").is_success
+        engine.hang["generate"] = asyncio.Event()
+        body = {**BODY, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as stream:
+            assert next(stream.iter_lines()) == ": waiting"
+            assert app.state.admission.num_in_flight == 1
+        until(lambda: app.state.admission.num_in_flight == 0)
+        until(lambda: engine.num_running.total() == 0)
 
 
 def test_a_sequence_waits_for_its_own_first_token_as_in_vllm(tmp_path: Path) -> None:
@@ -158,19 +202,15 @@ def test_a_sequence_waits_for_its_own_first_token_as_in_vllm(tmp_path: Path) -> 
     with running(echo_app(tmp_path, OneSlot(step_seconds=0.05))) as url:
 
         def numbers() -> tuple[str, ...]:
-            names = (
-                "serving_requests_waiting",
-                "vllm:num_requests_waiting{",
-                "vllm:num_requests_r",
-            )
+            names = ("vllm:num_requests_waiting{", "vllm:num_requests_r")
             return tuple(metric(url, name).split()[-1] for name in names)
 
         body = {**BODY, "n": 3, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             assert next(lines).startswith("data: ")
-            assert numbers() == ("0.0", "2.0", "1.0")
-        until(lambda: numbers() == ("0.0", "0.0", "0.0"))
+            assert numbers() == ("2.0", "1.0")
+        until(lambda: numbers() == ("0.0", "0.0"))
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -180,7 +220,7 @@ def test_an_engine_that_dies_at_once_is_503(slow: Slow, stream: bool, n: int) ->
     answer = httpx.post(f"{slow.url}/v1/completions", json={**BODY, "stream": stream, "n": n})
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "unavailable"
-    assert slow.in_flight().endswith(" 0.0")
+    assert slow.is_idle()
 
 
 def test_an_engine_that_dies_later_ends_the_stream_with_an_error(slow: Slow) -> None:

@@ -276,10 +276,6 @@ def test_metrics_tell_of_a_stream_and_a_swap(tmp_path: Path) -> None:
         assert swap(http, "r000009-00000000").json()["result"] == "refused"
         lines = http.get("/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    of_first = f'release="{first.id}"'
-    assert values[f"serving_first_token_seconds_count{{{of_first}}}"] == "1.0"
-    assert values[f"serving_token_interval_seconds_count{{{of_first}}}"] == "5.0"
-    assert float(values[f"serving_token_interval_seconds_sum{{{of_first}}}"]) > 5 * 0.002
     for phase in ("preflight", "stage", "commit", "probe", "barrier"):
         # Once at the start, for the release that `current` named, and once asked for.
         assert values[f'serving_swap_seconds_count{{phase="{phase}"}}'] == "2.0"

@@ -16,8 +16,7 @@ from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap import Swapper
 from serving.swap_attempt import SwapAttempt
-from serving.weights import publish, release_store
-from tests.bin_fixtures import as_old_release
+from serving.weights import release_store
 from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import ADMIN_TOKEN, echo_app, echo_release, running
 from tests.swap_fixtures import House, flip_a_bit, lose_the_manifest, play
@@ -96,20 +95,6 @@ def test_a_release_that_was_named_at_the_start_is_recorded_when_it_is_asked_for(
     assert release_store.served_release_id(tmp_path) == second.id
     live = started(tmp_path)
     assert live is not None and live.id == second.id
-
-
-def test_a_full_disk_during_a_conversion_makes_no_release_a_substitute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    older = echo_release(tmp_path, 1)
-    old = as_old_release(tmp_path / echo_release(tmp_path, 2).id)
-    for release in (older, old):
-        release_store.set_current(tmp_path, release.id)
-    with monkeypatch.context() as patch:
-        patch.setattr(publish, "SPARE_BYTES", 2**62)
-        assert started(tmp_path) is None
-    live = started(tmp_path)
-    assert live is not None and live.id == old.id
 
 
 def test_a_pending_release_that_is_refused_is_not_tried_for_ever(tmp_path: Path) -> None:

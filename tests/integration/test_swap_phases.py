@@ -1,10 +1,7 @@
 """Swaps on the echo engine: there and back, beside requests, and beside one another."""
 
 import asyncio
-import threading
 from pathlib import Path
-
-import pytest
 
 from serving.engine import EngineError, Generation
 from serving.swap_schemas import SwapResult
@@ -164,7 +161,7 @@ def test_a_release_is_swapped_in_only_in_place_of_the_one_that_it_follows(
     play(tmp_path, story)
 
 
-def test_a_running_swap_goes_on_if_its_release_is_requested_again(tmp_path: Path) -> None:
+def test_the_newest_request_wins_although_its_release_was_superseded(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         other = house.release(3)
         first, gate = await house.swap_held_at("stage", house.new.id)
@@ -172,59 +169,17 @@ def test_a_running_swap_goes_on_if_its_release_is_requested_again(tmp_path: Path
         await asyncio.sleep(0)
         release_store.set_pending(house.pipeline_dir, house.new.id)
         again = asyncio.create_task(house.swapper.swap(house.new.id))
-        assert (await waiting).superseded_by == house.new.id
-        assert release_store.pending_release(house.pipeline_dir) == house.new.id
+        await asyncio.sleep(0)
+        commit = house.engine.hang["commit"] = asyncio.Event()
         gate.set()
-        assert ((await first).result, (await again).result) == ("live", "live")
-        assert house.engine.log.count(("stage", house.new.id)) == 1
+        results = [(await each).result for each in (first, waiting)]
+        assert results == ["superseded", "superseded"]
+        # The mark is that of the swap that goes on.
+        assert release_store.pending_release(house.pipeline_dir) == house.new.id
+        commit.set()
+        assert (await again).result == "live"
         assert await house.answers() == house.new.id
         assert release_store.pending_release(house.pipeline_dir) is None
-
-    play(tmp_path, story)
-
-
-def test_a_swap_that_has_given_way_does_not_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its result is decided, but its mark `pending` is still being removed."""
-    clear, cleared, goes_on = release_store.clear_pending, [], threading.Event()
-
-    def slow_clear(pipeline_dir: Path, release_id: str) -> None:
-        cleared.append(release_id)
-        if len(cleared) == 1:
-            goes_on.wait(5)
-        clear(pipeline_dir, release_id)
-
-    async def story(house: House) -> None:
-        monkeypatch.setattr(release_store, "clear_pending", slow_clear)
-        other = house.release(3)
-        first, gate = await house.swap_held_at("stage", house.new.id)
-        waiting = asyncio.create_task(house.swapper.swap(other.id))
-        await asyncio.sleep(0)
-        gate.set()
-        await until(lambda: cleared == [house.new.id])
-        again = asyncio.create_task(house.swapper.swap(house.new.id))
-        await asyncio.sleep(0)
-        goes_on.set()
-        results = [(await each).result for each in (first, waiting, again)]
-        assert results == ["superseded", "superseded", "live"]
-        assert await house.answers() == house.new.id
-
-    play(tmp_path, story)
-
-
-def test_a_swap_that_fails_is_not_joined_by_a_request_for_the_same_release(tmp_path: Path) -> None:
-    """Its result is decided, but the engine still unloads what it had staged."""
-
-    async def story(house: House) -> None:
-        house.engine.fail["stage"] = EngineError("out of order")
-        first, gate = await house.swap_held_at("unload", house.new.id)
-        house.engine.fail.clear()
-        again = asyncio.create_task(house.swapper.swap(house.new.id))
-        await asyncio.sleep(0)
-        house.engine.hang.clear()
-        gate.set()
-        assert [(await each).result for each in (first, again)] == ["failed", "live"]
 
     play(tmp_path, story)
 
@@ -236,8 +191,9 @@ def test_one_may_wait_while_one_commits(tmp_path: Path) -> None:
         waiting = asyncio.create_task(house.swapper.swap(third.id))
         await asyncio.sleep(0)
         newer = asyncio.create_task(house.swapper.swap(fourth.id))
-        assert (await waiting).superseded_by == fourth.id
+        await asyncio.sleep(0)
         gate.set()
+        assert (await waiting).superseded_by == fourth.id
         assert (await first).result == "live"
         assert (await newer).result == "live"
         assert await house.answers() == fourth.id
@@ -252,8 +208,9 @@ def test_the_release_that_commits_can_be_asked_for_again_after_another(tmp_path:
         waiting = asyncio.create_task(house.swapper.swap(third.id))
         await asyncio.sleep(0)
         again = asyncio.create_task(house.swapper.swap(house.new.id))
-        assert (await waiting).superseded_by == house.new.id
+        await asyncio.sleep(0)
         gate.set()
+        assert (await waiting).superseded_by == house.new.id
         assert (await first).result == "live"
         assert (await again).result == "live"
         assert await house.answers() == house.new.id

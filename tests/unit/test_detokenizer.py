@@ -126,7 +126,7 @@ def test_the_bytes_of_the_tokens_are_those_of_the_text(text: str) -> None:
 
 def test_bytes_of_tokens_for_bytes_and_of_special_tokens() -> None:
     assert metaspace().token_bytes(4 + 0xE2) == b"\xe2"
-    assert metaspace().token_bytes(1) == b"a"
+    assert metaspace().token_bytes(1) == b" a"
     assert BYTES.token_bytes(256) == b"<eos>"
 
 

@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from serving.errors import ReleaseError, Superseded
 from serving.weights import release_removal, release_store, verify
 from serving.weights.release import FileEntry, Release
-from tests.jobs_fixtures import until
 
 
 def put(pipeline_dir: Path, release_id: str) -> str:
@@ -362,32 +360,6 @@ def test_a_manifest_that_the_disk_cannot_read_is_a_reason(tmp_path: Path) -> Non
     [reason] = verify.verify_release(folder)
     assert reason == f"{folder}/release.json: cannot be read: Is a directory"
     assert release_store.list_releases(tmp_path) == []
-
-
-def remove_one(pipeline_dir: Path, release_id: str) -> None:
-    release_removal.remove(pipeline_dir, release_id)
-
-
-def prune_all(pipeline_dir: Path, release_id: str) -> None:
-    assert release_removal.prune(pipeline_dir, keep=0) == [release_id]
-
-
-@pytest.mark.parametrize("remove", [remove_one, prune_all])
-def test_a_copy_that_a_server_makes_is_removed_with_its_release(
-    tmp_path: Path, remove: Callable[[Path, str], None]
-) -> None:
-    release_id = put(tmp_path, "r000001-aaaaaaaa")
-    copies = tmp_path / release_store.CONVERTED
-    copies.mkdir()
-    remover = threading.Thread(target=remove, args=(tmp_path, release_id))
-    with release_store.release_lock(copies):
-        remover.start()
-        until(lambda: release_store.release_ids(tmp_path) == [])
-        # Others may publish while the remover waits.
-        with release_store.release_lock(tmp_path, timeout_seconds=5):
-            (copies / release_id).mkdir()
-    remover.join()
-    assert not (copies / release_id).exists()
 
 
 def test_leftovers_are_swept_unless_a_publisher_is_at_work(tmp_path: Path) -> None:

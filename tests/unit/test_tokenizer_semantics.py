@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from serving.conversation import normalise
 from serving.errors import ReleaseError
-from serving.tokenizer import load_tokenizer
+from serving.tokenizer import ReleaseTokenizer, load_tokenizer
 
 TEXTS = ("ab ab", " ab", "", "a<end>b a", "b  a")
 
@@ -147,7 +147,7 @@ def test_special_tokens_are_those_of_auto_tokenizer(
 
 def test_transformers_is_imported_only_where_the_file_does_not_say_all(tmp_path: Path) -> None:
     program = (
-        "import sys, pathlib; from serving.tokenizer import load_tokenizer\n"
+        "import sys, pathlib; from serving.tokenizer import ReleaseTokenizer, load_tokenizer\n"
         "for folder in sys.argv[1:]:\n"
         "    load_tokenizer(pathlib.Path(folder))\n"
         "    print('transformers' in sys.modules)\n"
@@ -186,3 +186,39 @@ def test_defaults_that_no_request_could_ask_for_are_refused(
     (folder / "generation_config.json").write_text(json.dumps({field: value}))
     with pytest.raises(ReleaseError, match=r"generation_config\.json: (temp|top_p|max_tokens)"):
         load_tokenizer(folder)
+
+
+def test_a_token_of_sentencepiece_keeps_its_space() -> None:
+    """Its decoder drops the space at the beginning of a text."""
+    words = [
+        "<s>",
+        "\u2581server",
+        "server",
+        "\u2581",
+        "\u2581\u2581",
+        "<0xC3>",
+        "<0xA9>",
+        "<0x0A>",
+    ]
+    tokenizer = Tokenizer(models.BPE({word: n for n, word in enumerate(words)}, []))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    found = ReleaseTokenizer(
+        tokenizer=tokenizer,
+        eos_token_ids=(),
+        context_length=10,
+        vocab_size=len(words),
+        max_token_chars=7,
+        chat_template=None,
+    )
+    texts = [found.token_text(token_id) for token_id in range(len(words))]
+    assert texts == ["<s>", " server", "server", " ", "  ", "\ufffd", "\ufffd", "\n"]
+    text = found.decode([2, 1, 4, 1, 5, 6, 7])
+    assert b"".join(map(found.token_bytes, [2, 1, 4, 1, 5, 6, 7])) == text.encode()

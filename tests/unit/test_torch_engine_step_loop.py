@@ -48,6 +48,39 @@ class Steps:
         return []
 
 
+def test_the_events_of_one_release_do_not_wait_for_the_step_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    delivered: list[str] = []
+
+    class Named(Steps):
+        def __init__(self, name: str) -> None:
+            super().__init__(1, fails=False)
+            self.name = name
+
+        def step(self, *, num_schedulers: int) -> list[Any]:
+            super().step(num_schedulers=num_schedulers)
+            delivered.append(f"step of {self.name}")
+            return [self.name]
+
+    def deliver(events: list[Any]) -> None:
+        delivered.extend(f"events of {name}" for name in events)
+
+    monkeypatch.setattr(step_loop, "_deliver", deliver)
+    loop = StepLoop(num_threads=1, busy_lock=BusyLock(None))
+    schedulers: list[Any] = [Named("old"), Named("new")]
+    with loop._changed:
+        loop._schedulers = {each.name: each for each in schedulers}
+        loop._changed.notify()
+    try:
+        loop.next_turn().result(30)
+        loop.next_turn().result(30)
+    finally:
+        loop.stop()
+        loop.join()
+    assert delivered == ["step of old", "events of old", "step of new", "events of new"]
+
+
 @pytest.mark.parametrize("is_one_too_few", [False, True])
 def test_steps_that_fail_again_and_again_are_a_failure(is_one_too_few: bool) -> None:
     count = step_loop._MAX_FAILED_STEPS - is_one_too_few

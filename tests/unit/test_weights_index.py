@@ -1,6 +1,7 @@
 """The weights index: both forms are read, and nothing in it leads out of its folder."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,13 @@ def test_an_index_that_does_not_hold_is_an_error_that_says_why(text: str, reason
     with pytest.raises(ReleaseError, match=reason) as caught:
         parse_index(text, "model.safetensors.index.json")
     assert all(each.startswith("model.safetensors.index.json: ") for each in caught.value.reasons)
+
+
+def test_many_duplicate_names_are_found_in_little_time() -> None:
+    """Looking for each name in the list of all would take 20 seconds."""
+    pairs = ", ".join(f'"t{number}": "model.safetensors"' for number in [*range(20_000)] * 2)
+    text = f'{{"metadata": {{"total_size": 1}}, "weight_map": {{{pairs}}}}}'
+    started = time.thread_time()
+    with pytest.raises(ReleaseError, match="named twice: t0, t1, t10, "):
+        parse_index(text, "the index")
+    assert time.thread_time() - started < 2

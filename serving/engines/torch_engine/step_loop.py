@@ -245,17 +245,17 @@ class StepLoop:
                 for id, scheduler in self._schedulers.items()
                 if not scheduler.is_idle
             ]
-        events: list[Event] = []
         for release_id, scheduler in schedulers:
             try:
-                events.extend(scheduler.step(num_schedulers=len(schedulers)))
+                events = list(scheduler.step(num_schedulers=len(schedulers)))
                 self._num_failed_steps = 0
             except Exception as error:
                 self._num_failed_steps += 1
                 _log.exception("a step of release %s failed", release_id)
                 failure = EngineError(f"a step of release {release_id} failed: {error}")
-                events.extend(scheduler.fail(failure))
-        _deliver(events)
+                events = list(scheduler.fail(failure))
+            # The sequences of one release do not wait for the step of the other.
+            _deliver(events)
 
     def _remove_unloaded(self) -> None:
         with self._changed:
