@@ -162,16 +162,11 @@ webhooks = Table(
     Column("encrypted_secret", LargeBinary),
     Column("disabled", Boolean, nullable=False),
     Column("created_at", Float, nullable=False),
-    # The number of failed attempts since the last successful attempt, and the time of the first of
-    # them.
-    Column("num_failures", Integer, nullable=False, server_default="0"),
+    # The time of the first failed attempt since the last successful one.
     Column("failing_since", Float),
     Column("suspended_at", Float),
-    # A probe is an attempt that shows whether the receiver of a suspended webhook works again.
-    # `num_probes` is the number of failed probes since the suspension. `probe_at` is the time of
-    # the next probe, or for an enabled webhook the end of a pause that its receiver asked for.
-    Column("num_probes", Integer, nullable=False, server_default="0"),
-    Column("probe_at", Float),
+    # The head of the queue is sent at this time; at once if it is null.
+    Column("retry_at", Float),
 )
 
 deliveries = Table(
@@ -185,7 +180,6 @@ deliveries = Table(
     Column("attempt", Integer, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("queued_at", Float, nullable=False),
-    Column("next_attempt_at", Float),
     Column("last_attempt_at", Float),
     Column("response_status", Integer),
     Column("response_head", String),

@@ -182,6 +182,19 @@ def test_refs_are_listed_made_and_deleted_as_events(
     ]
 
 
+@pytest.mark.parametrize("branch", ["a{b", "{", "a}b{c", "x/{y}"])
+def test_a_branch_may_have_braces_in_its_name(
+    hub: RunningHub, pushed: str, branch: str, tmp_path: Path
+) -> None:
+    on = {"repo_id": "local/facts", "repo_type": "dataset", "revision": branch}
+    hub.api.create_branch("local/facts", branch=branch, repo_type="dataset")
+    assert hub.api.dataset_info("local/facts", revision=branch).sha == pushed
+    assert hub.api.list_repo_files(**on) == ["README.md", "some data/train.jsonl"]
+    hub.api.upload_file(path_or_fileobj=b"1", path_in_repo="a{1}.txt", **on)
+    file = hub.api.hf_hub_download(filename="a{1}.txt", cache_dir=tmp_path, **on)
+    assert Path(file).read_text() == "1"
+
+
 @pytest.mark.parametrize("count", [2_500, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_many_commits_are_listed(hub: RunningHub, worktree: Path, count: int) -> None:
     stream = "".join(

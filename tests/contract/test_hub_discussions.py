@@ -1,5 +1,6 @@
 """Discussions and pull requests by the unmodified `huggingface_hub` client."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,14 @@ from huggingface_hub.errors import BadRequestError, HfHubHTTPError
 from pipeline.hub.actions import discussions
 from pipeline.hub.discussions import store
 from pipeline.hub.errors import Conflict
-from tests.hub_fixtures import Receiver, RunningHub, recording_receiver, running_hub, wait_until
+from tests.hub_fixtures import (
+    Receiver,
+    RunningHub,
+    commit_file,
+    recording_receiver,
+    running_hub,
+    wait_until,
+)
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +268,38 @@ def test_each_kind_of_upload_opens_a_pull_request(talk: Talk, tmp_path: Path) ->
         assert api.dataset_info(talk.id, revision=one.pr_revision).sha == one.oid
     assert talk.details(3).title == "Two changes"
     assert talk.details(3).status == "open"
+
+
+def test_a_resent_request_opens_no_second_pull_request(talk: Talk) -> None:
+    """The client sends it again if it did not get the answer."""
+    act = {"path_or_fileobj": b"x", "path_in_repo": "x.txt", "create_pr": True, **talk.on}
+    first, again = (talk.api.upload_file(**act) for _ in range(2))
+    assert (first.pr_num, again.pr_num, again.oid) == (1, 1, first.oid)
+    other = talk.api.upload_file(**act | {"path_or_fileobj": b"y"})
+    talk.api.change_discussion_status(discussion_num=1, new_status="closed", **talk.on)
+    assert (other.pr_num, talk.api.upload_file(**act).pr_num) == (2, 3)
+
+
+def test_a_push_that_waits_for_a_merge_is_refused(talk: Talk, tmp_path: Path) -> None:
+    """Its commits would be in no branch."""
+    api, on, hub = talk.api, talk.on, talk.hub
+    api.upload_file(path_or_fileobj=b"x", path_in_repo="x.txt", create_pr=True, **on)
+    hub.git("clone", "-q", f"{hub.url}/datasets/{talk.id}", "clone", cwd=tmp_path)
+    clone = tmp_path / "clone"
+    hub.git("fetch", "-q", "origin", "refs/pr/1:pr/1", cwd=clone)
+    hub.git("checkout", "-q", "pr/1", cwd=clone)
+    commit_file(hub, clone, "late.txt", "late")
+    # A hook of the client, which runs after git was told the refs, and before it sends the commits.
+    hook = clone / ".git/hooks/pre-push"
+    hook.parent.mkdir(exist_ok=True)
+    url = f"{hub.url}/api/datasets/{talk.id}/discussions/1/merge"
+    hook.write_text(
+        f"#!{sys.executable}\nimport urllib.request\nurllib.request.urlopen(urllib.request.Request("
+        f"{url!r}, b'{{}}', {{'Authorization': 'Bearer {hub.token}'}}))\n"
+    )
+    hook.chmod(0o755)
+    assert "hidden ref" in hub.git("push", "origin", "pr/1:refs/pr/1", cwd=clone, check=False)
+    assert talk.details(1).status == "merged"
 
 
 def test_what_both_sides_changed_is_named_and_not_merged(talk: Talk) -> None:

@@ -49,7 +49,8 @@ class Folder:
 
     def create(self, name: RepositoryName) -> Repository:
         with self.database.write() as connection, ExitStack() as undo:
-            created = self.repositories.create(connection, name, private=True, on_error=undo)
+            prepared = self.repositories.prepare(name, on_error=undo)
+            created = self.repositories.create(connection, prepared, private=True, on_error=undo)
             undo.pop_all()
         return created
 

@@ -39,11 +39,10 @@ PIPELINE = '[[pipelines]]\nname = "facts"\ndataset = "local/facts"\n'
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningHub]:
     """The hub of a stack that this process stands for."""
     failing: dict[str, Any] = {
-        "delivery_schedule_seconds": (0,),
-        "suspend_after_failures": 1,
+        "delivery_schedule_seconds": (0, 60),
         "suspend_after_seconds": 0,
     }
-    with running_hub(tmp_path / "hub", **failing, probe_min_seconds=60) as hub:
+    with running_hub(tmp_path / "hub", **failing) as hub:
         settings, home = tmp_path / "pipeline.toml", Home(tmp_path / ".pipeline")
         settings.write_text(PIPELINE)
         home.root.mkdir()

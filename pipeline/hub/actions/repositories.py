@@ -32,11 +32,16 @@ def create(
     Nobody sees it before `prepare` has stored its settings. Raises Conflict if the name is taken.
     """
     with ExitStack() as on_error:
+        # Git works before the transaction, because no push can be stored during it.
+        prepared = repositories.prepare(name, on_error=on_error)
+        first = [] if author is None else [first_commit(prepared, author)]
         with log.database.write() as connection:
-            repository = repositories.create(connection, name, private=private, on_error=on_error)
+            repository = repositories.create(
+                connection, prepared, private=private, on_error=on_error
+            )
             prepare(connection, repository)
-            if author is not None:
-                remember(connection, repository, [first_commit(repository, author)])
+            if first:
+                remember(connection, repository, first)
             log.record(connection, repository, action="create")
         on_error.pop_all()
     return repository

@@ -205,7 +205,6 @@ class EventLog:
                 webhook_id=webhook.id,
                 event_seq=event_seq,
                 payload=payload,
-                not_before=webhook.probe_at or 0,
             )
 
     def ping(self, connection: Connection, webhook: StoredWebhook, about: Repository) -> str:

@@ -194,26 +194,35 @@ class Repositories:
     def all(self, connection: Connection) -> list[Repository]:
         return [self._from_row(row) for row in connection.execute(select(table))]
 
+    def prepare(self, name: RepositoryName, *, on_error: ExitStack) -> Repository:
+        """Makes the folder of an empty repository aside, where nobody sees it. It takes no lock.
+        Adds to `on_error` a callback that removes the folder."""
+        aside = self.incoming / f"{secrets.token_hex(12)}.git"
+        on_error.callback(shutil.rmtree, aside, ignore_errors=True)
+        git(aside, "init", "--quiet", "--bare", "--template=")
+        (aside / "HEAD").write_text(f"ref: {DEFAULT_BRANCH}\n")
+        (aside / "config").write_text(_CONFIG)
+        return Repository(
+            id=aside.stem, name=name, private=True, created_at=time.time(), folder=aside
+        )
+
     def create(
         self,
         connection: Connection,
-        name: RepositoryName,
+        prepared: Repository,
         *,
         private: bool,
         on_error: ExitStack,
     ) -> Repository:
-        """Makes an empty repository. Raises Conflict if the name is taken.
+        """Gives a prepared repository its name. Raises Conflict if the name is taken.
 
         Adds to `on_error` a callback that removes the folder. The caller closes `on_error` if its
         transaction fails.
         """
+        name = prepared.name
         self._check_free(connection, name)
-        aside = self.incoming / f"{secrets.token_hex(12)}.git"
-        git(aside, "init", "--quiet", "--bare", "--template=")
-        (aside / "HEAD").write_text(f"ref: {DEFAULT_BRANCH}\n")
-        (aside / "config").write_text(_CONFIG)
         self.folder(name).parent.mkdir(parents=True, exist_ok=True)
-        aside.rename(self.folder(name))
+        prepared.folder.rename(self.folder(name))
         on_error.callback(shutil.rmtree, self.folder(name), ignore_errors=True)
         return self.adopt(connection, name, private=private)
 

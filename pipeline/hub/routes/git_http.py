@@ -17,6 +17,7 @@ from functools import partial
 from tempfile import TemporaryFile
 from typing import IO, Literal
 
+from sqlalchemy.exc import OperationalError
 from starlette.types import Receive, Scope, Send
 
 from pipeline.hub.database import Database
@@ -33,7 +34,7 @@ from pipeline.hub.errors import (
 from pipeline.hub.events.log import EventLog, record_ref_changes
 from pipeline.hub.git import backend
 from pipeline.hub.git.cleanup import clear_repository
-from pipeline.hub.git.process import PLACE
+from pipeline.hub.http_json import disk_full
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.names import RepositoryType
 from pipeline.hub.repositories.refs import RefChange
@@ -116,19 +117,17 @@ class GitHttp:
             repository = await asyncio.to_thread(self._admit, request, identity)
             with TemporaryFile(dir=self._repositories.incoming) as body:
                 await self._receive_body(receive, body)
-                size = body.tell()
-                open_refs = await asyncio.to_thread(self._open_refs, repository)
-                environment = backend.cgi_environment(
-                    request.route, repository.folder, scope, size, open_refs
-                )
+                environment = partial(self._environment, request, scope, body.tell())
                 body.seek(0)
-                if request.route == "info/refs" or _asks_for_refs(body):
-                    await self._list_refs(environment, body, send)
-                elif request.route == "git-receive-pack":
+                if request.route == "git-receive-pack":
                     await self._push(request, identity, environment, body, send)
+                    return
+                variables = await asyncio.to_thread(environment, repository)
+                if request.route == "info/refs" or _asks_for_refs(body):
+                    await self._list_refs(variables, body, send)
                 else:
                     async with self._clone_slots:
-                        await backend.serve(environment, body, receive, send)
+                        await backend.serve(variables, body, receive, send)
         except _Disconnected:
             logger.info("a client went away in the middle of %s", scope["path"])
         except RepositoryMoved as moved:
@@ -138,6 +137,8 @@ class GitHttp:
             await _send_error(send, moved, location=location)
         except RequestError as error:
             await _send_error(send, error)
+        except (OSError, OperationalError) as error:
+            await _send_error(send, disk_full(error))
 
     def _admit(self, request: GitRequest, identity: Identity) -> Repository:
         """The repository that the request names. If the token does not reach it, this raises the
@@ -170,9 +171,12 @@ class GitHttp:
                     raise
                 return self._repositories.find_by_id(connection, moved.repository_id)
 
-    def _open_refs(self, repository: Repository) -> list[str]:
+    def _environment(
+        self, request: GitRequest, scope: Scope, num_bytes: int, repository: Repository
+    ) -> dict[str, str]:
         with self._database.read() as connection:
-            return open_refs(connection, repository)
+            refs = open_refs(connection, repository)
+        return backend.cgi_environment(request.route, repository.folder, scope, num_bytes, refs)
 
     async def _receive_body(self, receive: Receive, body: IO[bytes]) -> None:
         size, waiting = 0, bytearray()
@@ -211,18 +215,20 @@ class GitHttp:
         self,
         request: GitRequest,
         identity: Identity,
-        environment: dict[str, str],
+        environment: Callable[[Repository], dict[str, str]],
         body: IO[bytes],
         send: Send,
     ) -> None:
         # Find the repository again under its lock. While the body came in, the repository may have
-        # been removed or moved. The token may not reach the repository that has its name now.
+        # been removed or moved. The token may not reach the repository that has its name now. And
+        # the environment names the open pull requests: one of them may have been merged, and would
+        # not have the commits of this push.
         async with self._repositories.locked(partial(self._admit, request, identity)) as repository:
-            environment[PLACE] = str(repository.folder)
+            variables = await asyncio.to_thread(environment, repository)
             # Git runs to its end even if the client goes away, because it may have moved refs
             # already.
             async with self._push_slots:
-                status, headers, answer = await self._receive_pack(repository, environment, body)
+                status, headers, answer = await self._receive_pack(repository, variables, body)
         await backend.send_start(send, status, headers)
         await backend.send_end(send, answer)
 

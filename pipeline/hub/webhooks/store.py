@@ -112,16 +112,11 @@ class StoredWebhook:
     encrypted_secret: bytes | None
     encrypted_secrets: bytes | None
     disabled: bool
-    num_failures: int
-    """The number of failed attempts since the last successful one."""
     failing_since: float | None
-    """The time of the first of these failed attempts. None if there is none."""
+    """The time of the first failed attempt since the last successful one. None if there is none."""
     suspended_at: float | None
-    num_probes: int
-    probe_at: float | None
-    """For a suspended webhook, the time of its next probe: an attempt that shows whether the
-    receiver works again. For an enabled webhook whose receiver asked for a pause, the end of the
-    pause. Else None."""
+    retry_at: float | None
+    """The head of the queue is sent at this time; at once if this is None."""
 
     @property
     def status(self) -> WebhookStatus:
@@ -143,7 +138,7 @@ class StoredWebhook:
         earlier copy of its row."""
         return self.target_and_proof == before.target_and_proof and all(
             getattr(self, name) == getattr(before, name)
-            for name in ("disabled", "suspended_at", "failing_since")
+            for name in ("disabled", "failing_since", "retry_at")
         )
 
     @property
@@ -222,11 +217,6 @@ def jobs_of_webhooks(path: Path) -> set[str]:
         return set()
     try:
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
-            columns = {row[1] for row in connection.execute("PRAGMA table_info(webhooks)")}
-            if columns and "job_id" not in columns:
-                # The hub has not upgraded its database yet. Webhooks of the older release start
-                # no jobs.
-                return set()
             rows = connection.execute("SELECT job_id FROM webhooks WHERE job_id IS NOT NULL")
             return {job_id for (job_id,) in rows}
     except sqlite3.Error as error:
@@ -237,12 +227,21 @@ def jobs_of_webhooks(path: Path) -> set[str]:
 
 
 def get_webhook(connection: Connection, id: str) -> StoredWebhook:
-    row = connection.execute(select(table).where(table.c.id == id)).one_or_none()
-    if row is None:
+    webhook = find_webhook(connection, id)
+    if webhook is None:
         raise WebhookNotFound(
             f"There is no webhook {id!r} here: list the webhooks with `hf webhooks ls`."
         )
-    return _from_row(row)
+    return webhook
+
+
+def find_webhook(connection: Connection, id: str) -> StoredWebhook | None:
+    row = connection.execute(select(table).where(table.c.id == id)).one_or_none()
+    return None if row is None else _from_row(row)
+
+
+def change_webhook(connection: Connection, webhook: StoredWebhook, **values: object) -> None:
+    connection.execute(update(table).where(table.c.id == webhook.id).values(values))
 
 
 def create_webhook(
@@ -328,9 +327,7 @@ def _from_row(row: Row[tuple[object, ...]]) -> StoredWebhook:
         encrypted_secret=row.encrypted_secret,
         encrypted_secrets=row.encrypted_secrets,
         disabled=row.disabled,
-        num_failures=row.num_failures,
         failing_since=row.failing_since,
         suspended_at=row.suspended_at,
-        num_probes=row.num_probes,
-        probe_at=row.probe_at,
+        retry_at=row.retry_at,
     )
