@@ -18,9 +18,10 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from sqlalchemy.exc import OperationalError
 
 from pipeline.hub.errors import HubError
-from pipeline.hub.routes import tokens
+from pipeline.hub.routes import git_http, tokens
 from tests.hub_fixtures import Receiver, RunningHub, commit_file, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]
@@ -354,6 +355,20 @@ def test_the_request_after_a_failure_of_the_hub_is_answered(
             assert (failed.status_code, failed.headers["connection"]) == (500, "close")
             assert "its log says where" in failed.json()["error"]
             assert client.get("/api/whoami-v2").status_code == 200
+
+
+def test_a_push_that_the_database_has_no_room_for_is_answered_507(
+    hub: RunningHub, worktree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OperationalError("INSERT", None, sqlite3.OperationalError("database or disk is full"))
+
+    commit_file(hub, worktree, "a.txt", "1")
+    with monkeypatch.context() as patch:
+        patch.setattr(git_http, "record_ref_changes", full)
+        told = hub.git("push", "origin", "main", cwd=worktree, check=False)
+        assert "HTTP 507" in told
+    hub.git("push", "origin", "main", cwd=worktree)
 
 
 def test_health_needs_no_token_and_metrics_count(hub: RunningHub, pushed: str) -> None:

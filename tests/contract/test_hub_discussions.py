@@ -1,7 +1,8 @@
 """Discussions and pull requests by the unmodified `huggingface_hub` client."""
 
-import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from huggingface_hub.errors import BadRequestError, HfHubHTTPError
 from pipeline.hub.actions import discussions
 from pipeline.hub.discussions import store
 from pipeline.hub.errors import Conflict
+from pipeline.hub.routes.git_http import GitHttp
 from tests.hub_fixtures import (
     Receiver,
     RunningHub,
@@ -280,7 +282,9 @@ def test_a_resent_request_opens_no_second_pull_request(talk: Talk) -> None:
     assert (other.pr_num, talk.api.upload_file(**act).pr_num) == (2, 3)
 
 
-def test_a_push_that_waits_for_a_merge_is_refused(talk: Talk, tmp_path: Path) -> None:
+def test_a_push_that_waits_for_a_merge_is_refused(
+    talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its commits would be in no branch."""
     api, on, hub = talk.api, talk.on, talk.hub
     api.upload_file(path_or_fileobj=b"x", path_in_repo="x.txt", create_pr=True, **on)
@@ -289,16 +293,26 @@ def test_a_push_that_waits_for_a_merge_is_refused(talk: Talk, tmp_path: Path) ->
     hub.git("fetch", "-q", "origin", "refs/pr/1:pr/1", cwd=clone)
     hub.git("checkout", "-q", "pr/1", cwd=clone)
     commit_file(hub, clone, "late.txt", "late")
-    # A hook of the client, which runs after git was told the refs, and before it sends the commits.
-    hook = clone / ".git/hooks/pre-push"
-    hook.parent.mkdir(exist_ok=True)
-    url = f"{hub.url}/api/datasets/{talk.id}/discussions/1/merge"
-    hook.write_text(
-        f"#!{sys.executable}\nimport urllib.request\nurllib.request.urlopen(urllib.request.Request("
-        f"{url!r}, b'{{}}', {{'Authorization': 'Bearer {hub.token}'}}))\n"
-    )
-    hook.chmod(0o755)
-    assert "hidden ref" in hub.git("push", "origin", "pr/1:refs/pr/1", cwd=clone, check=False)
+    squash, push = discussions.squash, GitHttp._push
+    has_come = threading.Event()
+    pushes = ThreadPoolExecutor(1)
+    told: list[Future[str]] = []
+
+    async def pushed(*arguments: Any) -> None:
+        has_come.set()
+        await push(*arguments)
+
+    def slow(*arguments: Any, **options: Any) -> str:
+        refs = ("push", "origin", "pr/1:refs/pr/1")
+        told.append(pushes.submit(hub.git, *refs, cwd=clone, check=False))
+        assert has_come.wait(60)
+        return squash(*arguments, **options)
+
+    monkeypatch.setattr(GitHttp, "_push", pushed)
+    monkeypatch.setattr(discussions, "squash", slow)
+    with pushes:
+        api.merge_pull_request(discussion_num=1, **on)
+        assert "hidden ref" in told[0].result()
     assert talk.details(1).status == "merged"
 
 
