@@ -2,7 +2,6 @@
 
     HubError                     the hub cannot start or go on; shown at the terminal
     ├── HubInUse                 another process uses the state folder
-    ├── DamagedRefs              git cannot read the files of some refs
     ├── TooSlow                  git was ended because it needed too long
     └── RequestError             becomes the answer to a request, never a traceback
         ├── BadRequest           400
@@ -30,7 +29,7 @@
 The codes are those that `huggingface_hub.utils.hf_raise_for_status` turns into exceptions.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from pipeline.errors import PipelineError
 
@@ -45,15 +44,6 @@ class HubInUse(HubError):
 
 class TooSlow(HubError):
     """Git was ended, because it needed more time than the caller gave it."""
-
-
-class DamagedRefs(HubError):
-    """Git cannot read the files of some refs of a repository. `refs` has the names of these
-    refs."""
-
-    def __init__(self, message: str, *, refs: Collection[str]) -> None:
-        super().__init__(message)
-        self.refs = refs
 
 
 class RequestError(HubError):
