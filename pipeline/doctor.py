@@ -23,7 +23,6 @@ from pipeline.hub.database import SCHEMA_REVISION as HUB_SCHEMA
 from pipeline.hub.database import check_schema
 from pipeline.hub.errors import HubError
 from pipeline.job_store import jobs_schema
-from pipeline.moved_datasets import moved_datasets, moved_message, moved_next_step
 from pipeline.other_hubs import check_webhooks_at_other_hubs
 from pipeline.paths import Home
 from pipeline.probes import health, liveness, port_fault
@@ -251,17 +250,14 @@ def _check_webhooks(home: Home, settings: Settings) -> Iterator[Finding]:
             f"pipeline webhooks enable {ours.id}",
         )
     else:
-        moved = moved_datasets(settings, tokens)
-        for dataset, present in moved.items():
-            yield wrong("webhook", moved_message(dataset, present), moved_next_step(present))
-        missing = set(unwatched_datasets(settings.datasets_on_hub, ours.watched)) - set(moved)
+        missing = set(unwatched_datasets(settings.datasets_on_hub, ours.watched))
         if missing:
             yield wrong(
                 "webhook",
                 f"{ours.id} does not watch {', '.join(sorted(missing))}",
                 "pipeline down, then pipeline up",
             )
-        elif not moved:
+        else:
             yield ok("webhook", f"{ours.id} delivers to {url}")
 
 

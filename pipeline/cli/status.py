@@ -81,10 +81,8 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
     """The report that `--json` prints."""
     from pipeline.job_store import reading_jobs
     from pipeline.journal import advice_after_refusal, describe
-    from pipeline.moved_datasets import moved_datasets, moved_message, moved_next_step
     from pipeline.newest_commit import newest_commit
     from pipeline.stack_record import read_stack, stale_settings, suspended_stack
-    from pipeline.tokens import load_tokens
     from pipeline.versions import installed_versions
     from serving.engine_choice import choose_engine
     from serving.weights.release_store import pending_release
@@ -95,7 +93,6 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
     suspension = suspended_stack(record) if record else None
     changed = stale_settings(home)
     suspended = _suspended_webhooks(home, settings) if record else []
-    moved = moved_datasets(settings, load_tokens(home.tokens_file)) if record else {}
     report: dict[str, Any] = {
         "home": str(home.root),
         "notices": [
@@ -111,10 +108,6 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
                 f"webhook {webhook['id']} is suspended after repeated failures, so its deliveries "
                 f"wait; to send them: pipeline webhooks enable {webhook['id']}"
                 for webhook in suspended
-            ),
-            *(
-                f"{moved_message(dataset, present)}; {moved_next_step(present)}"
-                for dataset, present in moved.items()
             ),
         ],
         "suspended_webhooks": suspended,

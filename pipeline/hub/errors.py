@@ -9,7 +9,6 @@
         │   └── TokenMissing     401, code RepoNotFound, if the request names a repository
         ├── Forbidden            403
         ├── RepositoryNotFound   404, code RepoNotFound
-        │   └── RepositoryMoved  307, a redirect to the present name
         ├── RevisionNotFound     404, code RevisionNotFound
         ├── EntryNotFound        404, code EntryNotFound, with the sha of the commit
         ├── WebhookNotFound      404
@@ -79,24 +78,6 @@ class Forbidden(RequestError):
 class RepositoryNotFound(RequestError):
     status = 404
     code = "RepoNotFound"
-
-
-class RepositoryMoved(RepositoryNotFound):
-    """The repository has another name now. Most routes answer this with a redirect."""
-
-    def __init__(
-        self, message: str, *, repository_id: str, type: str, owner: str, name: str
-    ) -> None:
-        super().__init__(message)
-        self.repository_id = repository_id
-        self.type = type
-        self.owner = owner
-        self.name = name
-
-    @property
-    def id(self) -> str:
-        """The present name, `owner/name`."""
-        return f"{self.owner}/{self.name}"
 
 
 class RevisionNotFound(RequestError):

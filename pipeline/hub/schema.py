@@ -23,28 +23,12 @@ repositories = Table(
     metadata,
     Column("id", String, primary_key=True),
     Column("type", String, nullable=False),
-    Column("owner", String, nullable=False),
-    Column("name", String, nullable=False),
+    # Names are compared without case, also for uniqueness.
+    Column("owner", String(collation="NOCASE"), nullable=False),
+    Column("name", String(collation="NOCASE"), nullable=False),
     Column("private", Boolean, nullable=False),
     Column("created_at", Float, nullable=False),
     UniqueConstraint("type", "owner", "name"),
-)
-
-# The names that moved repositories had before. They are in lower case, because names are compared
-# without case.
-former_names = Table(
-    "former_names",
-    metadata,
-    Column("type", String, primary_key=True),
-    Column("owner", String, primary_key=True),
-    Column("name", String, primary_key=True),
-    Column(
-        "repository_id",
-        String,
-        ForeignKey("repositories.id", ondelete="CASCADE"),
-        nullable=False,
-        index=True,
-    ),
 )
 
 # The sha that each ref had when its last event was stored. The hub finds the changes of a push by

@@ -65,7 +65,7 @@ def test_repositories_come_and_go(hub: RunningHub, type: str) -> None:
 def test_a_repository_moves_with_its_commits(hub: RunningHub, pushed: str) -> None:
     hub.api.move_repo("local/facts", "team/known-facts", repo_type="dataset")
     assert hub.api.dataset_info("team/known-facts").sha == pushed
-    assert hub.api.dataset_info("local/facts").id == "team/known-facts"
+    assert not hub.api.repo_exists("local/facts", repo_type="dataset")
 
 
 def test_settings_are_kept(hub: RunningHub, pushed: str) -> None:

@@ -91,25 +91,6 @@ def training_on(commit: str) -> JobSpec:
     return JobSpec(command=("true",), pipeline="facts", revisions=range)
 
 
-def test_a_dataset_that_was_moved_is_loud_and_no_new_one_takes_its_name(
-    hub: RunningHub, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PIPELINE_RECEIVER__PORT", receiver.url.rpartition(":")[2].split("/")[0])
-    tokens = load_tokens(Home.find().tokens_file)
-    subscribe(load_settings(), Home.find(), tokens)
-    hub.api.move_repo("local/facts", "team/facts", repo_type="dataset")
-    subscribe(load_settings(), Home.find(), tokens)
-    assert [each.id for each in hub.api.list_datasets()] == ["team/facts"]
-    [webhook] = hub.api.list_webhooks()
-    assert [watched.name for watched in webhook.watched] == ["team/facts"]
-    [(message, step)] = [each for each in wrong() if "was moved to" in each[0]]
-    assert message == (
-        "the dataset local/facts was moved to team/facts, so pushes to team/facts start no jobs"
-    )
-    assert step.startswith('write dataset = "team/facts" under [[pipelines]] in pipeline.toml')
-    assert message in pipeline("status") and step in pipeline("status")
-
-
 def test_an_own_webhook_that_delivers_to_another_address_is_loud(hub: RunningHub) -> None:
     home, settings = Home.find(), load_settings()
     tokens = load_tokens(home.tokens_file)

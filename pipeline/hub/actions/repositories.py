@@ -16,7 +16,6 @@ from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.refs import remember
 from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.tokens.auth import Signature
-from pipeline.hub.webhooks.store import follow_move
 
 
 def create(
@@ -61,9 +60,6 @@ def move(
         with log.database.write() as connection:
             moved = repositories.move(connection, repository, to, on_error=on_error)
             log.record(connection, repository, action="move", moved_to=moved)
-            # Do this after the event is recorded, because the event must go to the webhooks that
-            # watch the old name.
-            follow_move(connection, repository.name, moved.name)
         on_error.pop_all()
     repositories.end_move(moved)
 

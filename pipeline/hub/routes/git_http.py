@@ -25,7 +25,6 @@ from pipeline.hub.discussions.store import open_refs
 from pipeline.hub.errors import (
     BadRequest,
     DiskFull,
-    RepositoryMoved,
     RepositoryNotFound,
     RequestError,
     TooLarge,
@@ -130,11 +129,6 @@ class GitHttp:
                         await backend.serve(variables, body, receive, send)
         except _Disconnected:
             logger.info("a client went away in the middle of %s", scope["path"])
-        except RepositoryMoved as moved:
-            query = scope["query_string"].decode("latin-1")
-            prefix = f"/{moved.type}s" if moved.type != "model" else ""
-            location = f"{prefix}/{moved.id}/{request.route}?{query}"
-            await _send_error(send, moved, location=location)
         except RequestError as error:
             await _send_error(send, error)
         except (OSError, OperationalError) as error:
@@ -146,11 +140,6 @@ class GitHttp:
         named = f"{request.type} {request.owner or self._settings.owner}/{request.name}"
         try:
             repository = self._find(request)
-        except RepositoryMoved as moved:
-            with self._database.read() as connection:
-                present = self._repositories.find_by_id(connection, moved.repository_id)
-            check_sees(identity, named, present)
-            raise
         except RepositoryNotFound:
             if identity.is_limited:
                 raise out_of_reach(identity, named) from None
@@ -161,15 +150,7 @@ class GitHttp:
     def _find(self, request: GitRequest) -> Repository:
         owner = request.owner or self._settings.owner
         with self._database.read() as connection:
-            try:
-                return self._repositories.find_as_git(connection, request.type, owner, request.name)
-            except RepositoryMoved as moved:
-                # Git follows a redirect only at its first request (info/refs). If git had to repeat
-                # this request with a token, its next request goes to the old name again. So the hub
-                # redirects only info/refs, and answers later requests under the old name.
-                if request.route == "info/refs":
-                    raise
-                return self._repositories.find_by_id(connection, moved.repository_id)
+            return self._repositories.find_as_git(connection, request.type, owner, request.name)
 
     def _environment(
         self, request: GitRequest, scope: Scope, num_bytes: int, repository: Repository
@@ -273,7 +254,7 @@ def _asks_for_refs(body: IO[bytes]) -> bool:
     return os.pread(body.fileno(), len(_LS_REFS), 0) == _LS_REFS
 
 
-async def _send_error(send: Send, error: RequestError, *, location: str | None = None) -> None:
+async def _send_error(send: Send, error: RequestError) -> None:
     """Answers in plain text: git prints each line of it after "remote: "."""
     text = f"{error}\n".encode()
     headers = [
@@ -282,8 +263,5 @@ async def _send_error(send: Send, error: RequestError, *, location: str | None =
     ]
     if isinstance(error, Unauthorized):
         headers.append((b"www-authenticate", b'Basic realm="hub"'))
-    if location is not None:
-        headers.append((b"location", location.encode()))
-    status = error.status if location is None else 307
-    await backend.send_start(send, status, headers)
+    await backend.send_start(send, error.status, headers)
     await backend.send_end(send, text)

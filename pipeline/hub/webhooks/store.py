@@ -60,10 +60,13 @@ class HubWatchedItem(WatchedItem):
     def covers(self, repository: RepositoryName) -> bool:
         """Whether events of `repository` match this item. Names are compared without case, as
         everywhere on the hub."""
-        name = self.name.lower()
         if self.type in ("org", "user"):
-            return name == repository.owner.lower()
-        return (self.type, name) == (repository.type, repository.id.lower())
+            return self.name.lower() == repository.owner.lower()
+        return self.is_for(repository)
+
+    def is_for(self, repository: RepositoryName) -> bool:
+        """Whether this item names the repository itself."""
+        return (self.type, self.name.lower()) == (repository.type, repository.id.lower())
 
     def with_owner(self, owner: str) -> "HubWatchedItem":
         """The same item, but a repository's name without an owner gets `owner`."""
@@ -296,20 +299,6 @@ def update_webhook(
     if changes:
         connection.execute(update(table).where(table.c.id == id).values(changes))
     return get_webhook(connection, id)
-
-
-def follow_move(connection: Connection, old: RepositoryName, new: RepositoryName) -> None:
-    """Changes the name `old` to `new` in every webhook that watches this repository."""
-    for webhook in list_webhooks(connection):
-        watched: list[dict[str, str]] = []
-        for item in webhook.watched:
-            is_it = item.type not in ("org", "user") and item.covers(old)
-            told = {"type": item.type, "name": new.id if is_it else item.name}
-            watched += [] if told in watched else [told]
-        if watched != [item.model_dump() for item in webhook.watched]:
-            connection.execute(
-                update(table).where(table.c.id == webhook.id).values(watched=watched)
-            )
 
 
 def delete_webhook(connection: Connection, id: str) -> None:
