@@ -21,7 +21,6 @@ from pipeline.hub.database import check_schema
 from pipeline.hub.errors import HubError
 from pipeline.job_store import jobs_schema
 from pipeline.journal import WAYS_ON, next_step
-from pipeline.moved_datasets import moved_message, moved_next_step
 from pipeline.other_hubs import check_other_hubs
 from pipeline.paths import settings_file
 from pipeline.probes import port_fault
@@ -256,9 +255,7 @@ def check_webhooks(facts: Facts) -> Iterator[Finding]:
 
 def _check_own_webhook(facts: Facts, ours: WebhookRecord | None) -> Iterator[Finding]:
     url = facts.settings.receiver_url + ROUTE
-    datasets, moved = facts.settings.datasets_on_hub, facts.moved_datasets
-    for dataset, present in moved.items():
-        yield wrong("webhook", moved_message(dataset, present), moved_next_step(present))
+    datasets = facts.settings.datasets_on_hub
     if not datasets:
         return  # then `up` creates no webhook
     if ours is None:
@@ -270,7 +267,7 @@ def _check_own_webhook(facts: Facts, ours: WebhookRecord | None) -> Iterator[Fin
     elif ours.status == "disabled":
         stopped = f"{ours.id}, which delivers to {url}, is disabled, so pushes start no jobs"
         yield wrong("webhook", stopped, f"pipeline webhooks enable {ours.id}")
-    elif missing := set(unwatched_datasets(datasets, ours.watched)) - set(moved):
+    elif missing := set(unwatched_datasets(datasets, ours.watched)):
         unwatched = f"{ours.id} does not watch {', '.join(sorted(missing))}"
         yield wrong("webhook", unwatched, RESTART)
     else:

@@ -14,7 +14,6 @@ from pipeline.errors import PipelineError
 from pipeline.going_back import went_back
 from pipeline.job_store import reading_jobs
 from pipeline.journal import advice_after_refusal, describe
-from pipeline.moved_datasets import moved_datasets
 from pipeline.newest_commit import newest_commit
 from pipeline.paths import Home
 from pipeline.probes import health, server_state
@@ -115,12 +114,6 @@ class Facts:
         if (tokens := self.answering_hub) is None:
             return ()
         return tuple(list_webhooks(endpoint=self.settings.hub_url, token=tokens.hub))
-
-    @cached_property
-    def moved_datasets(self) -> dict[str, str]:
-        """Followed name → present name."""
-        tokens = self.answering_hub
-        return {} if tokens is None else moved_datasets(self.settings, tokens)
 
     @cached_property
     def jobs(self) -> dict[str, list[Job]]:

@@ -1,5 +1,5 @@
 """Checks a push and writes remarks for the person who pushed, for example: no pipeline follows the
-branch, a pipeline follows a former name of the dataset, a file is not read, or a row cannot be
+branch, a file is not read, or a row cannot be
 read. Git and the Hugging Face clients show these remarks, so the person sees a mistake without
 looking into the job's log."""
 
@@ -17,7 +17,6 @@ from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.repositories.objects import read_blobs
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repository
-from pipeline.moved_datasets import moved_message, moved_next_step
 from pipeline.pointers import Pointer, may_be_pointer
 from pipeline.retrain.data_files import CARD, DataFiles, is_needed, sort_files, why_no_data
 from pipeline.retrain.dataset import read_dataset
@@ -53,19 +52,17 @@ class PushRemarks:
     def __call__(
         self,
         repository: Repository,
-        former: Sequence[str],
         bases: Mapping[str, str],
         changes: Sequence[RefChange],
     ) -> list[str]:
         """The remarks on a push that made these changes, one line each. Empty if there is nothing
         to remark, or if the push could not be checked.
 
-        `former` has the names, in lower case, that the repository had before it was moved. `bases`
-        has the open pull requests: ref → the ref of the branch that it is for.
+        `bases` has the open pull requests: ref → the ref of the branch that it is for.
         """
         try:
             # Several pipelines may give the same remark.
-            return list(dict.fromkeys(self._lines(repository, former, bases, changes)))
+            return list(dict.fromkeys(self._lines(repository, bases, changes)))
         except Exception as error:
             # Only log the error, whatever it is. If this method raised it, the client would be told
             # that the hub refused the push, although the push is already stored.
@@ -81,7 +78,6 @@ class PushRemarks:
     def _lines(
         self,
         repository: Repository,
-        former: Sequence[str],
         bases: Mapping[str, str],
         changes: Sequence[RefChange],
     ) -> Iterator[str]:
@@ -92,10 +88,6 @@ class PushRemarks:
         followers = [
             (one, ref) for one, ref in self._pipelines if one.dataset.lower() == present.lower()
         ]
-        for pipeline, _ in self._pipelines:
-            if pipeline.dataset.lower() in former:
-                message = moved_message(pipeline.dataset, present)
-                yield f"{pipeline.name}: {message}: {moved_next_step(present)}."
         for change in changes:
             if change.new_sha is None or not followers:
                 continue

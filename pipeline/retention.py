@@ -105,8 +105,8 @@ def remembered_days(settings: Settings) -> float:
     it. Otherwise the receiver would take the repeated delivery for a new one.
     """
     schedule = sum(settings.hub.delivery_schedule_seconds) * (1 + settings.hub.delivery_jitter)
-    refused = settings.hub.refused_give_up_seconds
-    tried_days = (schedule + refused) / 86400
     return max(
-        KEEP_JOBS_DAYS, settings.jobs.keep_days, settings.hub.keep_deliveries_days + tried_days
+        KEEP_JOBS_DAYS,
+        settings.jobs.keep_days,
+        settings.hub.keep_deliveries_days + schedule / 86400,
     )

@@ -6,7 +6,6 @@ from contextlib import suppress
 from http import HTTPStatus
 
 from jobs.folder import write_atomically
-from pipeline.moved_datasets import moved_datasets
 from pipeline.paths import Home
 from pipeline.settings import Settings
 from pipeline.tokens import Tokens
@@ -43,8 +42,7 @@ def own_webhook_id(
 
 def subscribe(settings: Settings, home: Home, tokens: Tokens) -> None:
     """Create each followed dataset and the webhook, if they do not exist yet. If the webhook
-    exists, correct it. If no pipeline follows a dataset on this hub, delete the webhook. The
-    webhook watches a moved dataset under its present name.
+    exists, correct it. If no pipeline follows a dataset on this hub, delete the webhook.
 
     If the webhook exists, this function always sets the webhook's address and secret again. The
     secret that the hub has stored may be wrong, and this function cannot check this secret, because
@@ -53,10 +51,7 @@ def subscribe(settings: Settings, home: Home, tokens: Tokens) -> None:
     events that waited because of a wrong address or secret. A webhook that a person disabled stays
     disabled.
     """
-    moved = moved_datasets(settings, tokens)
-    # Do not create a dataset with the old name of a moved dataset. The hub would then no longer
-    # redirect the old name to the new name, and old clones would push into the wrong dataset.
-    datasets = tuple(moved.get(each, each) for each in settings.datasets_on_hub)
+    datasets = settings.datasets_on_hub
     for dataset in datasets:
         _create(dataset, settings, tokens)
 

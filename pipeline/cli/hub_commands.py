@@ -160,7 +160,7 @@ def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
             with database.read() as connection:
                 found = repositories.find(connection, name)
                 refs = open_refs(connection, found)
-                names = repositories.names(connection, found)
+                names = [found.name.id.lower()]
             return {**act(found, sha, refs), "names": names}
     except HubInUse:
         path = f"purge/{name.type}/{name.id}/{sha}"

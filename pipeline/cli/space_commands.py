@@ -1,11 +1,6 @@
-"""`pipeline receiver deploy` and `pipeline receiver app`: put a receiver into a Space, and run the
-app of a Space on this machine."""
+"""`pipeline receiver deploy`: puts a receiver into a Space."""
 
 import os
-import sys
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -35,7 +30,6 @@ SecretFileOption = Annotated[
 
 def add_to(app: typer.Typer) -> None:
     app.command()(deploy)
-    app.command("app")(run)
 
 
 def deploy(
@@ -94,7 +88,6 @@ def deploy(
     print(f"The secret {space_deploy.SECRET} {verb} set.")
     if endpoint is None:
         print("The stack's own hub does not run the apps of Spaces.")
-        print(f"To run the app on this machine: pipeline receiver app {space}")
         return
     for route in deployed.routes:
         url = f"{space_deploy.public_address(space)}{route}"
@@ -103,78 +96,6 @@ def deploy(
             f"  pipeline webhooks create --endpoint {endpoint} --url {url} "
             f"--watch dataset:OWNER/NAME --domain repo --secret {shown}"
         )
-
-
-def run(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="FOLDER|OWNER/NAME", help="A folder with app.py, or a Space on a hub."
-        ),
-    ],
-    secret_file: SecretFileOption = None,
-    endpoint: SpaceEndpointOption = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="The port to listen on.")] = 7860,
-) -> None:
-    """Run the app of a Space on this machine, with the environment variables of a Space.
-
-    The app listens on 127.0.0.1 and opens no tunnel. For a Space on the stack's own hub, the app
-    gets the secrets and variables of the Space. For a Space on another hub (--endpoint), give the
-    secrets in a --secret-file, because no hub sends a secret to a client. For a FOLDER without
-    --secret-file, the app gets WEBHOOK_SECRET from this shell.
-    """
-    from pipeline import space_run
-
-    with _files(target, endpoint) as (space, folder):
-        file = space_run.app_file(folder)
-        stored = {} if Path(target).is_dir() or endpoint is not None else _stored_variables(target)
-        given = {} if secret_file is None else secrets_in(secret_file, "--secret-file")
-        if Path(target).is_dir() and secret_file is None and "WEBHOOK_SECRET" in os.environ:
-            given["WEBHOOK_SECRET"] = os.environ["WEBHOOK_SECRET"]
-        variables = space_run.environment(space, port, {**stored, **given}, os.environ)
-        if endpoint is not None or not Path(target).is_dir():
-            variables.setdefault("HF_ENDPOINT", _access(endpoint)[0])
-        code = space_run.run_app(
-            file,
-            variables,
-            port,
-            lambda: print(f"{space} runs at http://{space_run.HOST}:{port}/", flush=True),
-        )
-    sys.exit(code)
-
-
-@contextmanager
-def _files(target: str, endpoint: str | None) -> Iterator[tuple[str, Path]]:
-    """Yields the name of the Space, and a folder with its files. If `target` is a folder of the
-    user, the name of the Space is `local/<name of the folder>`."""
-    if Path(target).is_dir():
-        yield f"local/{Path(target).resolve().name}", Path(target)
-        return
-    _check_name(target)
-    from pipeline.space_deploy import download
-
-    url, token = _access(endpoint)
-    with tempfile.TemporaryDirectory(prefix="space-") as temporary:
-        yield target, download(target, Path(temporary), endpoint=url, token=token)
-
-
-def _stored_variables(space: str) -> Mapping[str, str]:
-    """The secrets and variables of a Space on the stack's own hub. This function reads them from
-    the hub's database, because the hub never sends a secret to a client."""
-    from pipeline.hub.errors import HubError
-    from pipeline.hub.repositories.names import repository_name
-    from pipeline.hub.spaces import environment_of
-    from pipeline.hub.state_folder import database_path
-    from pipeline.hub.webhooks.store import SecretCipher
-    from pipeline.tokens import load_tokens
-
-    home = Home.find()
-    cipher = SecretCipher(load_tokens(home.tokens_file).key.encode())
-    try:
-        name = repository_name("space", *space.split("/"))
-        return environment_of(database_path(home.hub_dir), name, cipher)
-    except HubError as error:
-        raise PipelineError(str(error)) from None
 
 
 def _access(endpoint: str | None) -> tuple[str, str | None]:

@@ -133,19 +133,11 @@ def down() -> None:
 
 
 def _where_to_push(settings: "Settings", home: Home) -> Iterator[str]:
-    from pipeline.moved_datasets import moved_datasets, moved_message, moved_next_step
-    from pipeline.tokens import load_tokens
-
-    moved = moved_datasets(settings, load_tokens(home.tokens_file))
     for pipeline in settings.pipelines:
         if not settings.is_on_own_hub(pipeline):
             hub = settings.other_hub(pipeline)
             where = pipeline.dataset if hub is None else f"{hub}/datasets/{pipeline.dataset}"
             yield f"{pipeline.name}: push to {where}"
-            continue
-        if (present := moved.get(pipeline.dataset)) is not None:
-            message = moved_message(pipeline.dataset, present)
-            yield f"{pipeline.name}: {message}: {moved_next_step(present)}"
             continue
         remote = f"{settings.hub_url}/datasets/{pipeline.dataset}"
         yield f'{pipeline.name}: push to {remote} (after: eval "$(pipeline env)")'

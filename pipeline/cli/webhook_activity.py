@@ -64,12 +64,11 @@ def deliveries(
                 f"{one['scope']} {one['action']} {one['repository']}",
                 str(one["attempt"]),
                 "" if one["milliseconds"] is None else f"{one['milliseconds']:.0f}",
-                one["next_attempt_at"] or "",
                 _answer(one),
             )
             for one in found
         ]
-        headings = ("delivery", "status", "event", "attempts", "ms", "next attempt", "answer")
+        headings = ("delivery", "status", "event", "attempts", "ms", "answer")
         empty = "No delivery." if status is None else f"No {status} delivery."
         print_table(headings, rows, empty=empty)
 

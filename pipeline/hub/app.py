@@ -149,9 +149,8 @@ def create_app(
 
             def remarks(repository: Repository, changes: Sequence[RefChange]) -> Sequence[str]:
                 with database.read() as connection:
-                    former = repositories.former_ids(connection, repository)
                     bases = open_bases(connection, repository)
-                return remarks_on(repository, former, bases, changes)
+                return remarks_on(repository, bases, changes)
 
             app.state.hub = signed.state.hub = Hub(
                 settings=settings,

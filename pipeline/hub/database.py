@@ -1,4 +1,4 @@
-"""Opens the hub's SQLite file, and changes an older schema into the present one."""
+"""Opens the hub's SQLite file, and makes its tables."""
 
 import sqlite3
 import threading
@@ -13,8 +13,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from pipeline.hub.errors import HubError
 
-SCHEMA_REVISION = "0006"
-KNOWN_REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006")
+SCHEMA_REVISION = "1"
 
 
 class Database:
@@ -58,8 +57,8 @@ def _immediate(engine: Engine) -> Iterator[Connection]:
 
 
 def open_database(path: Path) -> Database:
-    """Opens the file, or makes a new one, and brings its schema up to date. Raises HubError if a
-    newer hub wrote the file or if it is not a database of a hub. The file then stays as it is."""
+    """Opens the file, or makes a new one. Raises HubError if a hub of another version wrote the
+    file or if it is not a database of a hub. The file then stays as it is."""
     found = check_schema(path)
     engine = _engine(path, synchronous="FULL")
     if found != SCHEMA_REVISION:
@@ -92,10 +91,10 @@ def check_schema(path: Path) -> str | None:
     """The revision of the file's schema, or None for a new file. Raises HubError as `open_database`
     does. Changes nothing."""
     found = _schema_revision(path)
-    if found is not None and found not in KNOWN_REVISIONS:
+    if found not in (None, SCHEMA_REVISION):
         raise HubError(
-            f"{path} has schema {found!r}, and this hub knows {', '.join(KNOWN_REVISIONS)}: "
-            "a newer release wrote it. Start that release, or choose another folder."
+            f"{path} has schema {found!r}, and this hub knows only {SCHEMA_REVISION!r}: another "
+            "version of hotpush wrote it. Start that version, or choose another folder."
         )
     return found
 

@@ -2,7 +2,6 @@
 
     HubError                     the hub cannot start or go on; shown at the terminal
     ├── HubInUse                 another process uses the state folder
-    ├── DamagedRefs              git cannot read the files of some refs
     ├── TooSlow                  git was ended because it needed too long
     └── RequestError             becomes the answer to a request, never a traceback
         ├── BadRequest           400
@@ -10,7 +9,6 @@
         │   └── TokenMissing     401, code RepoNotFound, if the request names a repository
         ├── Forbidden            403
         ├── RepositoryNotFound   404, code RepoNotFound
-        │   └── RepositoryMoved  307, a redirect to the present name
         ├── RevisionNotFound     404, code RevisionNotFound
         ├── EntryNotFound        404, code EntryNotFound, with the sha of the commit
         ├── WebhookNotFound      404
@@ -30,7 +28,7 @@
 The codes are those that `huggingface_hub.utils.hf_raise_for_status` turns into exceptions.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from pipeline.errors import PipelineError
 
@@ -45,15 +43,6 @@ class HubInUse(HubError):
 
 class TooSlow(HubError):
     """Git was ended, because it needed more time than the caller gave it."""
-
-
-class DamagedRefs(HubError):
-    """Git cannot read the files of some refs of a repository. `refs` has the names of these
-    refs."""
-
-    def __init__(self, message: str, *, refs: Collection[str]) -> None:
-        super().__init__(message)
-        self.refs = refs
 
 
 class RequestError(HubError):
@@ -89,24 +78,6 @@ class Forbidden(RequestError):
 class RepositoryNotFound(RequestError):
     status = 404
     code = "RepoNotFound"
-
-
-class RepositoryMoved(RepositoryNotFound):
-    """The repository has another name now. Most routes answer this with a redirect."""
-
-    def __init__(
-        self, message: str, *, repository_id: str, type: str, owner: str, name: str
-    ) -> None:
-        super().__init__(message)
-        self.repository_id = repository_id
-        self.type = type
-        self.owner = owner
-        self.name = name
-
-    @property
-    def id(self) -> str:
-        """The present name, `owner/name`."""
-        return f"{self.owner}/{self.name}"
 
 
 class RevisionNotFound(RequestError):

@@ -89,13 +89,17 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": message}, status_code=status, headers=headers)
 
 
-async def on_failed_disk(_: Request, error: Exception) -> Response:
-    """Answers 507 if the disk is full. Raises any other error of a file or the database again, and
-    `on_crash` answers it."""
+def disk_full(error: Exception) -> DiskFull:
+    """The error for the client if the disk is full. Raises any other error of a file or the
+    database again."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_full or (isinstance(error, OperationalError) and "is full" in str(error.orig)):
-        return error_response(DiskFull("The hub's disk is full: make room, and try again."))
+        return DiskFull("The hub's disk is full: make room, and try again.")
     raise error
+
+
+async def on_failed_disk(_: Request, error: Exception) -> Response:
+    return error_response(disk_full(error))
 
 
 async def on_crash(_: Request, error: Exception) -> Response:

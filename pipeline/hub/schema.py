@@ -23,28 +23,12 @@ repositories = Table(
     metadata,
     Column("id", String, primary_key=True),
     Column("type", String, nullable=False),
-    Column("owner", String, nullable=False),
-    Column("name", String, nullable=False),
+    # Names are compared without case, also for uniqueness.
+    Column("owner", String(collation="NOCASE"), nullable=False),
+    Column("name", String(collation="NOCASE"), nullable=False),
     Column("private", Boolean, nullable=False),
     Column("created_at", Float, nullable=False),
     UniqueConstraint("type", "owner", "name"),
-)
-
-# The names that moved repositories had before. They are in lower case, because names are compared
-# without case.
-former_names = Table(
-    "former_names",
-    metadata,
-    Column("type", String, primary_key=True),
-    Column("owner", String, primary_key=True),
-    Column("name", String, primary_key=True),
-    Column(
-        "repository_id",
-        String,
-        ForeignKey("repositories.id", ondelete="CASCADE"),
-        nullable=False,
-        index=True,
-    ),
 )
 
 # The sha that each ref had when its last event was stored. The hub finds the changes of a push by
@@ -162,16 +146,11 @@ webhooks = Table(
     Column("encrypted_secret", LargeBinary),
     Column("disabled", Boolean, nullable=False),
     Column("created_at", Float, nullable=False),
-    # The number of failed attempts since the last successful attempt, and the time of the first of
-    # them.
-    Column("num_failures", Integer, nullable=False, server_default="0"),
+    # The time of the first failed attempt since the last successful one.
     Column("failing_since", Float),
     Column("suspended_at", Float),
-    # A probe is an attempt that shows whether the receiver of a suspended webhook works again.
-    # `num_probes` is the number of failed probes since the suspension. `probe_at` is the time of
-    # the next probe, or for an enabled webhook the end of a pause that its receiver asked for.
-    Column("num_probes", Integer, nullable=False, server_default="0"),
-    Column("probe_at", Float),
+    # The head of the queue is sent at this time; at once if it is null.
+    Column("retry_at", Float),
 )
 
 deliveries = Table(
@@ -185,7 +164,6 @@ deliveries = Table(
     Column("attempt", Integer, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("queued_at", Float, nullable=False),
-    Column("next_attempt_at", Float),
     Column("last_attempt_at", Float),
     Column("response_status", Integer),
     Column("response_head", String),

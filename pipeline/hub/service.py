@@ -9,7 +9,7 @@ from functools import partial
 from starlette.requests import Request
 
 from pipeline.hub.database import Database
-from pipeline.hub.errors import RepositoryMoved, RepositoryNotFound
+from pipeline.hub.errors import RepositoryNotFound
 from pipeline.hub.events.log import EventLog
 from pipeline.hub.large_files.signatures import AccessTokens, SignedUrls
 from pipeline.hub.metrics import HubMetrics
@@ -21,12 +21,9 @@ from pipeline.hub.tokens.auth import Identity, check_sees, out_of_reach
 from pipeline.hub.webhooks.job_copies import JobLauncher
 from pipeline.hub.webhooks.store import SecretCipher
 
-Remarks = Callable[
-    [Repository, Sequence[str], Mapping[str, str], Sequence[RefChange]], Sequence[str]
-]
-"""Makes the lines that git prints after a push. The arguments are the repository, the former names
-(`owner/name`, in lower case) that still lead to the repository, the open pull requests (ref → the
-ref of the branch that it is for), and the changes of the repository's refs."""
+Remarks = Callable[[Repository, Mapping[str, str], Sequence[RefChange]], Sequence[str]]
+"""Makes the lines that git prints after a push. The arguments are the repository, the
+open pull requests (ref → the ref of the branch that it is for), and the changes of the refs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +55,10 @@ class Hub:
             return self.repositories.find(connection, name)
 
     def is_there(self, name: RepositoryName) -> bool:
-        """Whether a repository has this name or had it before it was moved."""
         try:
             return bool(self.find(name))
-        except RepositoryNotFound as error:
-            return isinstance(error, RepositoryMoved)
+        except RepositoryNotFound:
+            return False
 
     def find_as_git(self, type: RepositoryType, owner: str, name: str) -> Repository:
         """Raises RepositoryNotFound."""
@@ -85,9 +81,6 @@ class Hub:
         """
         try:
             repository = self.find(name)
-        except RepositoryMoved as moved:
-            check_sees(identity, name, self.find_by_id(moved.repository_id))
-            raise
         except RepositoryNotFound:
             if identity.is_limited:
                 raise out_of_reach(identity, name) from None

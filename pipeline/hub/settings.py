@@ -25,35 +25,23 @@ class HubSettings(BaseModel):
     """Whether anybody who reaches this address may read public repositories without a token. A
     request to a private repository always needs a token."""
     delivery_schedule_seconds: tuple[float, ...] = Field(
-        default=(0, 5, 30, 120, 600, 1800, 7200, 18000, 36000, 36000), min_length=1
+        default=(0, 5, 30, 120, 600, 1800, *[3600] * 24), min_length=1
     )
-    """The wait before each attempt, including the first. A delivery is dead when its last attempt
-    has failed."""
+    """The wait before each attempt of a delivery, including the first. Later deliveries of the
+    webhook wait too. A delivery is dead when its last attempt has failed, after about a day; then
+    the next one follows."""
     delivery_jitter: float = Field(default=0.2, ge=0, lt=1)
     """Each wait is lengthened or shortened by up to this share, so that retries spread out."""
     delivery_timeout_seconds: float = Field(default=15, gt=0)
     """The time limit of an attempt, from the look-up of the host until the beginning of the answer
     is read."""
-    suspend_after_failures: int = Field(default=3, ge=1)
-    """A webhook is suspended when this many different deliveries have failed and none has succeeded
-    for `suspend_after_seconds`. A delivery counts once, however often it was tried."""
     suspend_after_seconds: float = Field(default=300, ge=0)
-    """How long all attempts of a webhook must have failed before the webhook is suspended. The
-    deliveries of a suspended webhook wait and use up no attempt. From time to time the hub sends
-    one of them as a probe, to see whether the receiver works again."""
-    probe_min_seconds: float = Field(default=60, gt=0)
-    """How long a suspended webhook waits before its first probe. The wait doubles after each probe
-    that fails."""
-    probe_max_seconds: float = Field(default=3600, gt=0)
-    """The longest wait before a probe."""
+    """A webhook counts as suspended when all its attempts have failed for this time."""
     refused_min_seconds: float = Field(default=0.5, gt=0)
     """A receiver on this machine that refuses connections is probably still starting. The hub tries
-    again after this wait, which doubles each time. A refused connection uses up no attempt."""
+    again after this wait, which grows each time. A refused connection uses up no attempt."""
     refused_max_seconds: float = Field(default=5, gt=0)
     """The longest wait after a refused connection."""
-    refused_give_up_seconds: float = Field(default=48 * 3600, gt=0)
-    """A delivery is dead if the receiver still refuses connections this long after the event, or
-    after a person replayed the delivery."""
     deliver_job_commits: bool = False
     """Whether webhooks also get a push whose new commits all come from jobs. If this is true, a job
     that commits to the dataset that it follows starts another job, and so on without end."""

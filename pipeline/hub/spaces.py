@@ -1,19 +1,15 @@
 """Stores the settings of a Space: its secrets and its variables, which together are the environment
 variables of its app. Secrets are encrypted, and no route shows their values."""
 
-import sqlite3
 import time
-from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from sqlalchemy import delete, select
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection
 
-from pipeline.hub.errors import BadRequest, HubError, SpaceSettingNotFound
-from pipeline.hub.repositories.names import RepositoryName
+from pipeline.hub.errors import BadRequest, SpaceSettingNotFound
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.schema import space_settings as table
 from pipeline.hub.webhooks.store import SecretCipher
@@ -85,25 +81,3 @@ def delete_setting(connection: Connection, space: Repository, kind: Kind, key: s
             f"The {space.name} has no {kind} {key}: list its {kind}s to find the right name."
         )
     connection.execute(delete(table).where(table.c.repository_id == space.id, table.c.key == key))
-
-
-def environment_of(path: Path, name: RepositoryName, cipher: SecretCipher) -> dict[str, str]:
-    """The secrets and variables of a Space, by their names. Reads the database file `path` of a
-    hub, which may run in another process. Empty if there is no such Space. Raises HubError."""
-    try:
-        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
-            rows = connection.execute(
-                "SELECT key, value, encrypted_value FROM space_settings JOIN repositories"
-                " ON repositories.id = repository_id"
-                " WHERE type = ? AND lower(owner) = lower(?) AND lower(name) = lower(?)",
-                (name.type, name.owner, name.name),
-            ).fetchall()
-    except sqlite3.Error as error:
-        raise HubError(
-            f"The settings of the {name} cannot be read from {path}: {error}. Check that this file "
-            "is the database of the hub."
-        ) from error
-    return {
-        key: value if sealed is None else cipher.unseal(sealed, f"secret {key} of {name}")
-        for key, value, sealed in rows
-    }

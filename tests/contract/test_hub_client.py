@@ -18,9 +18,10 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from sqlalchemy.exc import OperationalError
 
 from pipeline.hub.errors import HubError
-from pipeline.hub.routes import tokens
+from pipeline.hub.routes import git_http, tokens
 from tests.hub_fixtures import Receiver, RunningHub, commit_file, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]
@@ -64,7 +65,7 @@ def test_repositories_come_and_go(hub: RunningHub, type: str) -> None:
 def test_a_repository_moves_with_its_commits(hub: RunningHub, pushed: str) -> None:
     hub.api.move_repo("local/facts", "team/known-facts", repo_type="dataset")
     assert hub.api.dataset_info("team/known-facts").sha == pushed
-    assert hub.api.dataset_info("local/facts").id == "team/known-facts"
+    assert not hub.api.repo_exists("local/facts", repo_type="dataset")
 
 
 def test_settings_are_kept(hub: RunningHub, pushed: str) -> None:
@@ -180,6 +181,19 @@ def test_refs_are_listed_made_and_deleted_as_events(
         "refs/heads/review/one",
         "refs/tags/v1",
     ]
+
+
+@pytest.mark.parametrize("branch", ["a{b", "{", "a}b{c", "x/{y}"])
+def test_a_branch_may_have_braces_in_its_name(
+    hub: RunningHub, pushed: str, branch: str, tmp_path: Path
+) -> None:
+    on = {"repo_id": "local/facts", "repo_type": "dataset", "revision": branch}
+    hub.api.create_branch("local/facts", branch=branch, repo_type="dataset")
+    assert hub.api.dataset_info("local/facts", revision=branch).sha == pushed
+    assert hub.api.list_repo_files(**on) == ["README.md", "some data/train.jsonl"]
+    hub.api.upload_file(path_or_fileobj=b"1", path_in_repo="a{1}.txt", **on)
+    file = hub.api.hf_hub_download(filename="a{1}.txt", cache_dir=tmp_path, **on)
+    assert Path(file).read_text() == "1"
 
 
 @pytest.mark.parametrize("count", [2_500, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -341,6 +355,20 @@ def test_the_request_after_a_failure_of_the_hub_is_answered(
             assert (failed.status_code, failed.headers["connection"]) == (500, "close")
             assert "its log says where" in failed.json()["error"]
             assert client.get("/api/whoami-v2").status_code == 200
+
+
+def test_a_push_that_the_database_has_no_room_for_is_answered_507(
+    hub: RunningHub, worktree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OperationalError("INSERT", None, sqlite3.OperationalError("database or disk is full"))
+
+    commit_file(hub, worktree, "a.txt", "1")
+    with monkeypatch.context() as patch:
+        patch.setattr(git_http, "record_ref_changes", full)
+        told = hub.git("push", "origin", "main", cwd=worktree, check=False)
+        assert "HTTP 507" in told
+    hub.git("push", "origin", "main", cwd=worktree)
 
 
 def test_health_needs_no_token_and_metrics_count(hub: RunningHub, pushed: str) -> None:

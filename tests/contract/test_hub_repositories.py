@@ -1,13 +1,11 @@
 """Repositories as the Hub's client finds, lists, moves and describes them."""
 
-import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -147,89 +145,27 @@ def test_names_are_compared_without_case(hub: RunningHub, tmp_path: Path) -> Non
     )
 
 
-def test_names_of_an_older_hub_that_differ_in_case_are_both_found(
-    hub: RunningHub, tmp_path: Path
-) -> None:
-    shas = [pushed(hub, f"Ada/case{n}", tmp_path / f"{n}", a_txt=str(n)) for n in range(2)]
-    with closing(sqlite3.connect(hub.root / "hub.sqlite")) as database, database:
-        database.execute("UPDATE repositories SET name = 'Case0' WHERE name = 'case1'")
-    folder = hub.root / "repos/datasets/Ada"
-    (folder / "case1.git").rename(folder / "Case0.git")
-    found = [hub.api.dataset_info(f"Ada/{name}") for name in ("case0", "Case0", "CASE0")]
-    assert [(one.id, one.sha) for one in found] == [
-        ("Ada/case0", shas[0]),
-        ("Ada/Case0", shas[1]),
-        ("Ada/case0", shas[0]),  # the one that was created first
-    ]
-
-
-def test_an_old_name_leads_to_the_new_one_until_it_is_taken(
-    hub: RunningHub, tmp_path: Path
-) -> None:
-    api = hub.api
-    sha = pushed(hub, "Ada/old", tmp_path / "old", rows_txt="1")
-    api.move_repo("Ada/old", "Team/middle", **DATASET)
-    api.move_repo("Team/middle", "Team/new", **DATASET)
-    for path in (
-        "/api/datasets/Ada/old",
-        "/api/datasets/old/tree/main?recursive=true",
-        "/api/datasets/TEAM/middle/refs",
-        "/datasets/Ada/old/resolve/main/rows.txt",
-        "/datasets/old/info/refs?service=git-upload-pack",
-    ):
-        answer = hub.request("GET", path)
-        assert answer.status_code == 307, path
-        target = answer.headers["location"]
-        assert "Team/new" in target and target.partition("?")[2] == path.partition("?")[2]
-        assert hub.request("GET", target).status_code == 200
-    # A URL of `git lfs` may leave out the type. A model may have the new name too.
-    api.create_repo("Team/new")
-    batch = "/info/lfs/objects/batch"
-    answer = hub.request("POST", f"/Ada/old.git{batch}", json={"operation": "download"})
-    assert answer.headers["location"] == f"/datasets/Team/new{batch}"
-    api.delete_repo("Team/new")
-    assert api.dataset_info("Ada/old").id == "Team/new"
-    assert api.list_repo_files("Ada/old", **DATASET) == ["rows.txt"]
-    assert api.get_paths_info("Ada/old", ["rows.txt"], **DATASET)[0].path == "rows.txt"
-    file = api.hf_hub_download("old", "rows.txt", cache_dir=tmp_path / "cache", **DATASET)
-    assert Path(file).read_text() == "1"
-    api.create_tag("Ada/old", tag="v1", **DATASET)
-    hub.git("clone", "-q", f"{hub.url}/datasets/Ada/old", "copy", cwd=tmp_path)
-    newest = commit_file(hub, tmp_path / "copy", "rows.txt", "2")
-    hub.git("push", "-q", cwd=tmp_path / "copy")
-    assert api.dataset_info("Team/new").sha == newest != sha
-    with pytest.raises(RepositoryNotFoundError, match="has moved to Team/new"):
-        api.delete_repo("Ada/old", **DATASET)
-
-    pushed(hub, "Ada/old", tmp_path / "taken", other_txt="1")
-    assert api.list_repo_files("Ada/old", **DATASET) == ["other.txt"]
-    assert api.dataset_info("Team/middle").id == "Team/new"
-    api.move_repo("Team/new", "Team/middle", **DATASET)
-    assert api.dataset_info("Team/new").id == "Team/middle"
-    api.delete_repo("Team/middle", **DATASET)
-    assert not api.repo_exists("Team/new", **DATASET)
-
-
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
     with recording_receiver() as receiver:
         yield receiver
 
 
-def test_what_a_webhook_watches_follows_a_move(hub: RunningHub, receiver: Receiver) -> None:
+def test_who_moves_a_repository_is_told_which_webhooks_stay_behind(hub: RunningHub) -> None:
     api = hub.api
     api.create_repo("Ada/watched", **DATASET)
-    watched = [{"type": "dataset", "name": "ada/WATCHED"}, {"type": "model", "name": "Ada/x"}]
-    webhook = api.create_webhook(url=receiver.url, watched=watched)
-    api.move_repo("Ada/watched", "Team/followed", **DATASET)
-    assert [(one.type, one.name) for one in api.get_webhook(webhook.id).watched] == [
-        ("dataset", "Team/followed"),
-        ("model", "Ada/x"),
+    ids = [
+        api.create_webhook(url="http://127.0.0.1:9/", watched=[{"type": type, "name": name}]).id
+        for type, name in [("dataset", "ada/WATCHED"), ("model", "Ada/watched"), ("user", "Ada")]
     ]
-    api.create_tag("Team/followed", tag="v1", **DATASET)
-    told = [(one.json["event"]["action"], one.json["repo"]["name"]) for one in receiver.wait_for(2)]
-    assert told == [("move", "Ada/watched"), ("update", "Team/followed")]
-    api.delete_webhook(webhook.id)
+    body = {"fromRepo": "Ada/watched", "toRepo": "Team/left", "type": "dataset"}
+    told = hub.request("POST", "/api/repos/move", json=body).headers["X-HF-Warning"]
+    assert 'needs dataset = "Team/left"' in told
+    assert ids[0] in told and ids[1] not in told and ids[2] not in told
+    assert [one.name for one in api.get_webhook(ids[0]).watched] == ["ada/WATCHED"]
+    assert not api.repo_exists("Ada/watched", **DATASET)
+    for id in ids:
+        api.delete_webhook(id)
 
 
 def test_a_webhook_that_watches_an_organization_is_told(

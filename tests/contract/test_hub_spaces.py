@@ -9,8 +9,6 @@ import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
-from pipeline.hub.repositories.names import RepositoryName
-from pipeline.hub.spaces import environment_of
 from pipeline.hub.webhooks.store import SecretCipher
 from tests.hub_fixtures import SECRET_KEY, RunningHub, recording_receiver, running_hub
 
@@ -31,8 +29,13 @@ def space(hub: RunningHub) -> Iterator[HfApi]:
 
 
 def stored(hub: RunningHub) -> dict[str, str]:
-    name = RepositoryName(type="space", owner="ada", name="receiver")
-    return environment_of(hub.root / "hub.sqlite", name, SecretCipher(SECRET_KEY))
+    cipher = SecretCipher(SECRET_KEY)
+    with closing(sqlite3.connect(hub.root / "hub.sqlite")) as connection:
+        rows = connection.execute("SELECT key, value, encrypted_value FROM space_settings")
+        return {
+            key: value if sealed is None else cipher.unseal(sealed, key)
+            for key, value, sealed in rows
+        }
 
 
 def test_secrets_are_listed_without_their_values(hub: RunningHub, space: HfApi) -> None:

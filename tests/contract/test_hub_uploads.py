@@ -194,17 +194,6 @@ def test_create_commit(repo: Repo) -> None:
     assert (repo.read("old/a.bin"), repo.read("old/a.txt")) == (LARGE + b"a", b"a")
 
 
-def test_a_file_is_copied_to_a_repository_under_its_former_name(repo: Repo) -> None:
-    other = Repo(repo.hub, f"{repo.id.removeprefix('local/')}-source", repo.scratch)
-    other.api.upload_file(path_or_fileobj=LARGE, path_in_repo="far.bin", **other.on)
-    moved = f"{repo.id}-moved"
-    repo.api.move_repo(repo.id, moved, repo_type="dataset")
-    copy = CommitOperationCopy("far.bin", "far.bin", src_repo_id=other.id, src_repo_type="dataset")
-    repo.api.create_commit(operations=[copy], commit_message="Copy", **repo.on)
-    repo.api.move_repo(moved, repo.id, repo_type="dataset")
-    assert repo.read("far.bin") == LARGE
-
-
 def test_delete(repo: Repo) -> None:
     folder = files(repo.scratch / "in", a_txt=b"a", b_txt=b"b", sub__c_bin=LARGE, sub__d=b"d")
     repo.api.upload_folder(folder_path=folder, **repo.on)

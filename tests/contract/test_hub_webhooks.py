@@ -229,7 +229,7 @@ def test_after_the_last_attempt_a_delivery_is_dead_until_replayed(
     hub.git("push", "-q", "origin", "main", cwd=worktree)
     path = f"/api/settings/webhooks/{webhook}/deliveries"
     [dead] = wait_until(lambda: hub.request("GET", f"{path}?status=dead").json())
-    assert (dead["attempt"], dead["response_status"], dead["next_attempt_at"]) == (4, 503, None)
+    assert (dead["attempt"], dead["response_status"]) == (4, 503)
     assert hub.request("GET", f"{path}?status=pending").json() == []
 
     replayed = hub.request("POST", f"{path}/{dead['id']}/replay")

@@ -6,17 +6,22 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pipeline.hub.actions.repositories import create
+from pipeline.hub.commits import fast_import
 from pipeline.hub.database import open_database
 from pipeline.hub.events.log import EventLog, record_ref_changes
 from pipeline.hub.events.reconcile import reconcile
 from pipeline.hub.git.process import git
 from pipeline.hub.metrics import HubMetrics
+from pipeline.hub.repositories import store
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.schema import events
+from pipeline.hub.tokens.auth import Identity, signature
 from tests.hub_fixtures import RunningHub, commit_file
 
 pytest_plugins = ["tests.hub_plugin"]
@@ -49,7 +54,8 @@ class Folder:
 
     def create(self, name: RepositoryName) -> Repository:
         with self.database.write() as connection, ExitStack() as undo:
-            created = self.repositories.create(connection, name, private=True, on_error=undo)
+            prepared = self.repositories.prepare(name, on_error=undo)
+            created = self.repositories.create(connection, prepared, private=True, on_error=undo)
             undo.pop_all()
         return created
 
@@ -117,6 +123,23 @@ def test_a_move_and_a_create_make_no_event_of_a_ref(folder: Folder) -> None:
 
     asyncio.run(race())
     assert folder.changes() == before
+
+
+def test_git_makes_a_repository_while_others_may_write(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+
+    def watched(place: Path, *arguments: str, **options: Any) -> bytes:
+        assert not folder.database._turn.locked()
+        called.append(arguments[0])
+        return git(place, *arguments, **options)
+
+    monkeypatch.setattr(store, "git", watched)
+    monkeypatch.setattr(fast_import, "git", watched)
+    author = signature(Identity(user="Ada", role="write", token_name="hub"))
+    create(folder.log, folder.repositories, OLD, private=True, author=author)
+    assert "init" in called and "update-ref" in called
 
 
 @contextlib.contextmanager

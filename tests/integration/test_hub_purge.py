@@ -449,30 +449,6 @@ def test_what_would_be_pulled_from_under_a_job_is_refused(place: Place) -> None:
     assert place.holds_the_secret() == []
 
 
-@pytest.mark.parametrize("is_up", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_purge_finds_what_jobs_of_a_former_name_have_left(place: Place, is_up: bool) -> None:
-    place.leave_traces()
-    with place.hub() as hub:
-        place.push_away(hub)
-        hub.api.move_repo("local/facts", "local/Moved", repo_type="dataset")
-        hub.git(
-            "remote", "set-url", "origin", f"{hub.url}/datasets/local/Moved", cwd=place.worktree
-        )
-        # The job was started under the former name, as pipeline.toml spells it.
-        with open_job_store(load_settings(), place.home) as store:
-            range = RevisionRange(repo="Local/Facts", ref="refs/heads/main", new_sha=place.good)
-            runs = store.submit(JobSpec(command=("true",), pipeline="facts", revisions=range)).job
-            assert store.claim("me", 60) is not None
-            assert f"{runs.id} (RUNNING) may still read" in refused(place.bad, name="local/moved")
-            store.finish(runs.id, "me", None)
-        if is_up:
-            purged(place.bad, name="LOCAL/moved")
-    if not is_up:
-        purged(place.bad, name="LOCAL/moved")
-    place.folder = place.folder.with_name("Moved.git")
-    assert place.holds_the_secret() == []
-
-
 def test_a_purge_of_a_model_leaves_the_dataset_of_the_same_name_alone(place: Place) -> None:
     place.leave_traces()
     traces = [path for path in place.home.snapshots_dir.rglob("*") if path.is_file()]

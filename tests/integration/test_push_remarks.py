@@ -159,18 +159,6 @@ def test_names_are_compared_without_case(hub: RunningHub, tmp_path: Path) -> Non
     assert told == ["No pipeline follows the branch 'other'; pipelines follow main."]
 
 
-def test_a_push_to_a_dataset_that_was_moved_is_told_the_new_name(
-    hub: RunningHub, tmp_path: Path
-) -> None:
-    hub.git("init", "-q", cwd=tmp_path)
-    hub.git("remote", "add", "origin", hub.create_dataset("local/Old"), cwd=tmp_path)
-    assert push(hub, tmp_path, {"rows.jsonl": GOOD}) == []
-    hub.api.move_repo("local/Old", "team/new", repo_type="dataset")
-    [told] = push(hub, tmp_path, {"more.jsonl": GOOD})
-    assert told.startswith("moved: the dataset local/old was moved to team/new, so pushes")
-    assert 'write dataset = "team/new" under [[pipelines]]' in told
-
-
 def test_a_pull_request_is_told_too(hub: RunningHub, clone: Path) -> None:
     body = (
         b'{"key": "header", "value": {"summary": "x"}}\n'

@@ -1,27 +1,20 @@
-"""`pipeline receiver deploy` and `pipeline receiver app`, with a hub that stores the Space."""
+"""`pipeline receiver deploy`, with a hub that stores the Space."""
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from huggingface_hub import metadata_load
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from pipeline import space_run
-from pipeline.errors import PipelineError
 from pipeline.tokens import Tokens, load_tokens
 from tests.hub_fixtures import RunningHub, running_hub
-from tests.ports import free_port
-from tests.receiver_payloads import dataset_update
 from tests.receiver_scripts import ROOT
 
 APP = """
@@ -87,27 +80,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield Stack(hub=hub, tokens=tokens, env=env)
 
 
-@contextmanager
-def app_of(
-    stack: Stack, *arguments: str, **more: str
-) -> Iterator[tuple[str, list[str], "subprocess.Popen[str]"]]:
-    """The local URL, what was printed, and the process."""
-    port = free_port()
-    with stack.start("app", *arguments, "--port", str(port), **more) as process:
-        try:
-            assert process.stdout is not None
-            printed = []
-            for line in process.stdout:
-                printed.append(line.rstrip())
-                if " runs at " in line:
-                    break
-            url = f"http://127.0.0.1:{port}"
-            assert printed[-1:] and printed[-1].endswith(f" runs at {url}/"), printed
-            yield url, printed, process
-        finally:
-            process.kill()
-
-
 def test_deploy_makes_the_space_and_a_second_time_changes_nothing(
     stack: Stack, tmp_path: Path
 ) -> None:
@@ -160,102 +132,17 @@ def test_a_folder_is_deployed_without_what_must_stay_here(stack: Stack, tmp_path
     assert "receiver/server.py" in changed["files"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_app_runs_here_as_in_a_space(
-    stack: Stack, tmp_path: Path, number: signal.Signals
-) -> None:
-    (tmp_path / "app.py").write_text(APP)
-    stack.run("deploy", "ada/hello", str(tmp_path))
-    with app_of(stack, "ada/hello", WEBHOOK_SECRET="of-the-shell") as (url, printed, process):
-        assert "  - POST https://ada-hello.hf.space/webhooks/say_hello" in printed
-        secret = {"X-Webhook-Secret": stack.tokens.webhook}
-        answer = httpx.post(f"{url}/webhooks/say_hello", json=dataset_update(), headers=secret)
-        assert answer.json()["hello"] == "acme/answers"
-        # Its own copy of the package, as in a Space, where no other is installed.
-        assert answer.json()["package"].endswith("/space/receiver/__init__.py")
-        for wrong in ({}, {"X-Webhook-Secret": "of-the-shell"}):
-            answer = httpx.post(f"{url}/webhooks/say_hello", json=dataset_update(), headers=wrong)
-            assert answer.status_code in (401, 403)
-        process.send_signal(number)
-        assert process.wait(30) == 0
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(url)
-
-
-def test_a_signal_that_comes_while_the_app_is_started_stops_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Signalled(subprocess.Popen[bytes]):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    (tmp_path / "app.py").write_text("import sys, time\ntime.sleep(5)\nsys.exit(3)\n")
-    monkeypatch.setattr(subprocess, "Popen", Signalled)
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
-        code = space_run.run_app(tmp_path / "app.py", os.environ, free_port(), lambda: None)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert code == 0
-
-
-def test_an_app_that_ignores_the_signal_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    port = free_port()
-    (tmp_path / "app.py").write_text(
-        "import pathlib, signal, socket, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"with socket.create_server(('127.0.0.1', {port})):\n"
-        "    time.sleep(30)\n"
-        "pathlib.Path('has-ended-by-itself').touch()\n"
-    )
-    monkeypatch.setattr(space_run, "KILL_AFTER_SECONDS", 0.2)
-    code = space_run.run_app(
-        tmp_path / "app.py", os.environ, port, lambda: os.kill(os.getpid(), signal.SIGTERM)
-    )
-    assert code == 0
-    assert not (tmp_path / "has-ended-by-itself").exists()
-
-
-def test_a_folder_runs_with_the_secret_of_a_file(stack: Stack, tmp_path: Path) -> None:
-    (tmp_path / "app.py").write_text(APP)
-    (tmp_path / "secrets").write_text("WEBHOOK_SECRET=s3cret\n")
-    with app_of(stack, str(tmp_path), "--secret-file", str(tmp_path / "secrets")) as (url, _, _):
-        secret = {"X-Webhook-Secret": "s3cret"}
-        answer = httpx.post(f"{url}/webhooks/say_hello", json=dataset_update(), headers=secret)
-        assert answer.json()["package"] == str(ROOT / "receiver" / "__init__.py")
-
-
-@pytest.mark.parametrize("yaml", ["a: [", "only a text"])
-def test_front_matter_that_cannot_be_read_is_named(tmp_path: Path, yaml: str) -> None:
-    (tmp_path / "README.md").write_text(f"---\n{yaml}\n---\n")
-    with pytest.raises(PipelineError, match=r"the front matter of .*README\.md cannot be read"):
-        space_run.app_file(tmp_path)
-
-
 def test_what_is_missing_is_said(stack: Stack, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "there is no app.py in" in stack.run("app", str(empty), code=1)
     assert "there is no app.py in" in stack.run("deploy", "ada/x", str(empty), code=1)
     assert "write OWNER/NAME" in stack.run("deploy", "nothing", code=1)
-    assert "there is no Space ada/none" in stack.run("app", "ada/none", code=1)
     (empty / "app.py").write_text("def")
     assert "is not a Python script" in stack.run("deploy", "ada/x", str(empty), code=1)
     (empty / "secrets").write_text("OTHER=1\n")
     printed = stack.run("deploy", "ada/x", "--secret-file", str(empty / "secrets"), code=1)
     assert "has no line WEBHOOK_SECRET=VALUE" in printed
     (empty / "app.py").write_text(APP)
-    port = ("--port", str(free_port()))
-    assert "there is no secret for /webhooks/say_hello" in stack.run(
-        "app", str(empty), *port, code=1
-    )
-    taken = ("--port", str(stack.hub.settings.port))
-    assert "is in use; choose another one with --port" in stack.run(
-        "app", str(empty), *taken, code=1
-    )
     elsewhere = ("--endpoint", stack.hub.url)
     printed = stack.run("deploy", "ada/x", *elsewhere, code=1, HF_TOKEN="hf_wrong")
     assert "answered 401" in printed and "may write there" in printed

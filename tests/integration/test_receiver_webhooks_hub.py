@@ -25,8 +25,7 @@ def hub(tmp_path: Path, store: JobStore) -> Iterator[RunningHub]:
     with running_hub(
         tmp_path / "hub",
         jobs_store=store,
-        delivery_schedule_seconds=(0,) * 20,
-        suspend_after_failures=1,
+        delivery_schedule_seconds=(0, *[60] * 20),
         suspend_after_seconds=0,
     ) as hub:
         yield hub

@@ -38,11 +38,10 @@ PIPELINE = '[[pipelines]]\nname = "facts"\ndataset = "local/facts"\n'
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningHub]:
     """The hub of a stack that this process stands for."""
     failing: dict[str, Any] = {
-        "delivery_schedule_seconds": (0,),
-        "suspend_after_failures": 1,
+        "delivery_schedule_seconds": (0, 60),
         "suspend_after_seconds": 0,
     }
-    with running_hub(tmp_path / "hub", **failing, probe_min_seconds=60) as hub:
+    with running_hub(tmp_path / "hub", **failing) as hub:
         settings, home = tmp_path / "pipeline.toml", Home(tmp_path / ".pipeline")
         settings.write_text(PIPELINE)
         home.root.mkdir()
@@ -89,25 +88,6 @@ def push(hub: RunningHub, worktree: Path) -> str:
 def training_on(commit: str) -> JobSpec:
     range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=commit)
     return JobSpec(command=("true",), pipeline="facts", revisions=range)
-
-
-def test_a_dataset_that_was_moved_is_loud_and_no_new_one_takes_its_name(
-    hub: RunningHub, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PIPELINE_RECEIVER__PORT", receiver.url.rpartition(":")[2].split("/")[0])
-    tokens = load_tokens(Home.find().tokens_file)
-    subscribe(load_settings(), Home.find(), tokens)
-    hub.api.move_repo("local/facts", "team/facts", repo_type="dataset")
-    subscribe(load_settings(), Home.find(), tokens)
-    assert [each.id for each in hub.api.list_datasets()] == ["team/facts"]
-    [webhook] = hub.api.list_webhooks()
-    assert [watched.name for watched in webhook.watched] == ["team/facts"]
-    [(message, step)] = [each for each in wrong() if "was moved to" in each[0]]
-    assert message == (
-        "the dataset local/facts was moved to team/facts, so pushes to team/facts start no jobs"
-    )
-    assert step.startswith('write dataset = "team/facts" under [[pipelines]] in pipeline.toml')
-    assert message in pipeline("status") and step in pipeline("status")
 
 
 def test_an_own_webhook_that_delivers_to_another_address_is_loud(hub: RunningHub) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from sqlalchemy import select, update
+from sqlalchemy import select
 
 from pipeline.hub.database import open_database
 from pipeline.hub.events.log import EventLog
@@ -20,7 +20,7 @@ from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.schema import deliveries, webhooks
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks import outbox, suspension
+from pipeline.hub.webhooks import outbox
 from pipeline.hub.webhooks.activity import replay_delivery
 from pipeline.hub.webhooks.outbox import Attempt
 from pipeline.hub.webhooks.states import DELIVERY_MOVES, WEBHOOK_MOVES, Move, WebhookEvent
@@ -34,9 +34,7 @@ from pipeline.hub.webhooks.store import (
 from tests.hub_fixtures import SECRET_KEY
 
 NAME = RepositoryName(type="dataset", owner="local", name="facts")
-SETTINGS = HubSettings(
-    delivery_schedule_seconds=(0, 0), suspend_after_failures=2, suspend_after_seconds=0
-)
+SETTINGS = HubSettings(delivery_schedule_seconds=(0, 0), suspend_after_seconds=0)
 ENDS: dict[str, dict[str, Any]] = {
     "taken": {"response_status": 200},
     "failed": {"response_status": 500},
@@ -94,24 +92,14 @@ class HubMachine(RuleBasedStateMachine):
         with self.database.write_relaxed() as connection:
             self.log.record(connection, self.repository, action="create")
 
-    @rule()
-    def refuse_for_two_days(self) -> None:
-        """What is refused then is given up, and the webhook is suspended at once."""
-        self.happen()
-        queued_at = time.time() - SETTINGS.refused_give_up_seconds - 1
-        with self.database.write_relaxed() as connection:
-            connection.execute(update(deliveries).values(queued_at=queued_at))
-        self.send("refused")
-
     @rule(end=st.sampled_from(sorted(ENDS)))
     def send(self, end: str) -> None:
         with self.database.write_relaxed() as connection:
             webhook = get_webhook(connection, self.id)
-            due = outbox.next_due(connection, webhook)
+            due = outbox.head(connection, webhook)
             if due is not None:
                 attempt = Attempt(started_at=time.time(), milliseconds=1, **ENDS[end])
-                status = outbox.settle(connection, due, attempt, SETTINGS)
-                suspension.after_attempt(connection, webhook, attempt, status, SETTINGS)
+                outbox.settle(connection, due, webhook, attempt, SETTINGS)
 
     @rule(data=st.data(), force=st.booleans())
     def replay(self, data: st.DataObject, force: bool) -> None:
@@ -124,7 +112,7 @@ class HubMachine(RuleBasedStateMachine):
     @rule(event=st.sampled_from(["enabled", "disabled", "changed"]))
     def decide(self, event: WebhookEvent) -> None:
         with self.database.write_relaxed() as connection:
-            suspension.resume(connection, get_webhook(connection, self.id), event)
+            outbox.restart(connection, get_webhook(connection, self.id), event)
 
     def moved(self) -> set[tuple[str, str | None, str]]:
         with self.database.read() as connection:
@@ -154,15 +142,22 @@ def test_every_change_of_a_state_is_a_move_of_the_tables() -> None:
 def test_every_move_of_the_tables_can_be_made() -> None:
     hub = HubMachine()
     try:
-        hub.refuse_for_two_days()
+        hub.happen()
+        hub.happen()
+        hub.send("failed")
         hub.send("taken")
-        for first in ("enabled", "disabled"):  # what ends the suspension
-            hub.refuse_for_two_days()
+        for first in ("enabled", "changed", "disabled"):  # what ends the suspension
+            hub.send("refused")
             hub.decide(first)
         hub.decide("enabled")
+        hub.send("gone")
+        hub.decide("enabled")
         hub.send("failed")
+        hub.send("gone")
+        hub.decide("enabled")
         hub.decide("disabled")
         hub.decide("enabled")
+        hub.send("failed")
         with hub.database.write_relaxed() as connection:
             for id in connection.scalars(select(deliveries.c.id)).all():
                 replay_delivery(connection, hub.id, id)

@@ -29,14 +29,11 @@ SETTINGS = """\
 [stack]
 hang_seconds = 8
 
-# So that within a few rounds webhooks are suspended and probed, and deliveries are given up. A hang
+# So that within a few rounds webhooks are suspended, and deliveries are given up. A hang
 # and a full disk are shorter than the schedule.
 [hub]
 delivery_schedule_seconds = [0, 0.5, 1, 2, 4, 8, 16]
-suspend_after_failures = 2
 suspend_after_seconds = 1
-probe_min_seconds = 0.5
-probe_max_seconds = 2
 
 [jobs]
 retry_seconds = 3

@@ -1,20 +1,20 @@
 """The migrations lead to the schema that the code uses. Also: what a failed removal leaves."""
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import create_engine
 
-from pipeline.hub.database import KNOWN_REVISIONS, SCHEMA_REVISION, open_database
+from pipeline.hub.database import SCHEMA_REVISION, open_database
+from pipeline.hub.errors import HubError
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.schema import metadata
-from pipeline.hub.webhooks.store import list_webhooks
 
 
 def test_a_new_database_has_the_tables_of_the_code(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_the_revisions_of_the_code_are_those_of_the_migrations() -> None:
     config.set_main_option("script_location", "pipeline.hub:migrations")
     scripts = ScriptDirectory.from_config(config)
     assert scripts.get_current_head() == SCHEMA_REVISION
-    assert {script.revision for script in scripts.walk_revisions()} == set(KNOWN_REVISIONS)
+    assert [script.revision for script in scripts.walk_revisions()] == [SCHEMA_REVISION]
 
 
 def test_commits_are_on_disk_where_events_are_stored(tmp_path: Path) -> None:
@@ -42,15 +42,18 @@ def test_commits_are_on_disk_where_events_are_stored(tmp_path: Path) -> None:
     database.close()
 
 
-def test_a_database_of_the_first_release_keeps_what_it_had(tmp_path: Path) -> None:
+@pytest.mark.parametrize("revision", ["0001", "0006", "9999"])
+def test_a_database_of_another_version_is_refused_and_not_touched(
+    tmp_path: Path, revision: str
+) -> None:
     path = tmp_path / "hub.sqlite"
-    open_at(path, "0001", "INSERT INTO webhooks VALUES ('w', 'http://x/', '[]', '[]', NULL, 0, 1)")
-    database = open_database(path)
-    with database.read() as connection:
-        [webhook] = list_webhooks(connection)
-        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
-    assert (webhook.url, webhook.status, webhook.num_failures) == ("http://x/", "enabled", 0)
-    database.close()
+    open_database(path).close()
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE alembic_version SET version_num = ?", (revision,))
+    before = path.read_bytes()
+    with pytest.raises(HubError, match="another version of hotpush wrote it"):
+        open_database(path)
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -67,15 +70,3 @@ def test_a_removal_that_fails_says_why_and_leaves_the_folder_as_it_was(
     with pytest.raises(OSError, match="the disk is full"), repositories.removal(facts):
         raise OSError("the disk is full")
     assert folder.exists() == is_there
-
-
-def open_at(path: Path, revision: str, statement: str) -> None:
-    """Makes a database as the release with that schema left it."""
-    config = Config()
-    config.set_main_option("script_location", "pipeline.hub:migrations")
-    engine = create_engine(f"sqlite:///{path}")
-    with engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, revision)
-        connection.exec_driver_sql(statement)
-    engine.dispose()

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -18,10 +19,10 @@ from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks import outbox, suspension
+from pipeline.hub.webhooks import outbox
 from pipeline.hub.webhooks.activity import OutboxDelivery, list_deliveries, replay_delivery
 from pipeline.hub.webhooks.deliveries import Deliverer
-from pipeline.hub.webhooks.outbox import Attempt, Due
+from pipeline.hub.webhooks.outbox import Attempt
 from pipeline.hub.webhooks.posting import MAX_RETRY_AFTER_SECONDS, _retry_after_seconds
 from pipeline.hub.webhooks.store import (
     CreateWebhook,
@@ -36,32 +37,19 @@ from receiver.settings import ReceiverSettings
 DAY = 86400.0
 
 
-def due(attempt: int) -> Due:
-    now = time.time()
-    return Due(id="d1", payload="{}", attempt=attempt, queued_at=now, next_attempt_at=now)
+SCHEDULE = (5, 30, 120, 600, 1800, *[3600] * 24)
 
 
-def waits(attempt: int, failed: Attempt) -> list[float]:
-    """The wait after the `attempt`-th attempt failed, many times over."""
-    now = time.time()
-    plans = [outbox._plan(due(attempt - 1), failed, attempt, HubSettings()) for _ in range(500)]
-    assert {event for event, _ in plans} == {"failed"}
-    return [at - now for _, at in plans if at is not None]
+def waits(made: int, failed: Attempt) -> list[float]:
+    """The wait after the `made`-th attempt failed, many times over."""
+    return [outbox._wait_seconds(failed, made, 0, False, HubSettings()) for _ in range(500)]
 
 
-@pytest.mark.parametrize(
-    ("attempt", "seconds"),
-    list(enumerate((5, 30, 120, 600, 1800, 7200, 18000, 36000, 36000), start=1)),
-)
-def test_each_wait_is_the_schedules_with_a_fifth_more_or_less(attempt: int, seconds: int) -> None:
-    found = waits(attempt, Attempt(started_at=0, milliseconds=1, response_status=500))
+@pytest.mark.parametrize(("made", "seconds"), list(enumerate(SCHEDULE, start=1)))
+def test_each_wait_is_the_schedules_with_a_fifth_more_or_less(made: int, seconds: int) -> None:
+    found = waits(made, Attempt(started_at=0, milliseconds=1, response_status=500))
     assert 0.8 * seconds <= min(found) < 0.85 * seconds
     assert 1.15 * seconds < max(found) <= 1.2 * seconds + 1
-
-
-def test_after_the_tenth_attempt_it_is_dead() -> None:
-    failed = Attempt(started_at=0, milliseconds=1, error="no answer within 15 s")
-    assert outbox._plan(due(9), failed, 10, HubSettings()) == ("given up", None)
 
 
 def test_a_receiver_may_ask_for_a_longer_wait_and_not_for_a_shorter_one() -> None:
@@ -129,19 +117,18 @@ class Kept:
         with self.database.write() as connection:
             connection.execute(update(schema.deliveries).values(**columns))
 
-    def next_due(self) -> outbox.Due | None:
+    def webhook(self) -> StoredWebhook:
         with self.database.read() as connection:
-            return outbox.next_due(connection, get_webhook(connection, self._id))
+            return get_webhook(connection, self._id)
 
     def send(self, attempt: Attempt, **settings: object) -> StoredWebhook:
-        """The webhook after what it gets next was sent, and that ended so."""
+        """The webhook after the head of its queue was sent, and that ended so."""
         told = HubSettings.model_validate(settings)
         with self.database.write() as connection:
             webhook = get_webhook(connection, self._id)
-            due = outbox.next_due(connection, webhook)
+            due = outbox.head(connection, webhook)
             assert due is not None
-            status = outbox.settle(connection, due, attempt, told)
-            suspension.after_attempt(connection, webhook, attempt, status, told)
+            outbox.settle(connection, due, webhook, attempt, told)
             return get_webhook(connection, self._id)
 
     def deliveries(self) -> list[OutboxDelivery]:
@@ -149,11 +136,8 @@ class Kept:
         with self.database.read() as connection:
             return list(list_deliveries(connection, None, status=None, limit=99))
 
-    def is_pruned(self, *, suspended: bool = False, **columns: object) -> bool:
+    def is_pruned(self, **columns: object) -> bool:
         self.change(**columns)
-        if suspended:
-            with self.database.write() as connection:
-                connection.execute(update(schema.webhooks).values(suspended_at=1.0))
         outbox.prune(self.database, keep_days=30)
         return not self.deliveries()
 
@@ -172,34 +156,29 @@ def asks_for(seconds: float) -> Attempt:
 
 
 def test_a_pause_that_a_receiver_asks_for_is_one_from_what_is_still_to_come_too(kept: Kept) -> None:
-    for _ in range(11):
-        kept.record()
     webhook = kept.send(asks_for(3600))
     kept.record()
-    assert (webhook.status, webhook.num_failures) == ("enabled", 1)
-    pauses = [(one.next_attempt_at or 0) - time.time() for one in kept.deliveries()]
-    assert len(pauses) == 13
-    assert 3500 < min(pauses) <= max(pauses) <= 3600
-
-
-def test_a_suspended_receiver_that_asks_for_a_pause_is_not_tried_before(kept: Kept) -> None:
-    for seconds, at_least in ((3600, 3600), (1800, 1800), (10, 240)):
-        webhook = kept.send(asks_for(seconds), suspend_after_failures=1, suspend_after_seconds=0)
-        assert webhook.status == "suspended" and webhook.probe_at is not None
-        assert webhook.probe_at - time.time() == pytest.approx(at_least, abs=30)
+    assert webhook.status == "enabled" and webhook.retry_at is not None
+    assert 3500 < webhook.retry_at - time.time() <= 3600
+    with kept.database.read() as connection:
+        head = outbox.head(connection, kept.webhook())
+    assert head is not None and head.next_attempt_at == webhook.retry_at
 
 
 REFUSED = Attempt(started_at=time.time(), milliseconds=1, error="refused", refused=True)
 
 
-def test_a_receiver_that_refused_for_two_days_is_given_up(kept: Kept) -> None:
-    assert kept.send(REFUSED).status == "enabled"
+def test_refused_connections_use_up_no_attempt_and_are_tried_less_often(kept: Kept) -> None:
+    waits = []
+    for seconds in (0, 1, 3, 10, 200_000):
+        attempt = replace(REFUSED, started_at=1e9 + seconds)
+        webhook = kept.send(attempt, suspend_after_seconds=10)
+        assert webhook.retry_at is not None
+        waits.append(webhook.retry_at - time.time())
+    assert waits == pytest.approx([0.5, 1, 3, 5, 5], abs=0.3)
+    assert webhook.status == "suspended"
     [delivery] = kept.deliveries()
     assert (delivery.status, delivery.attempt) == ("pending", 0)
-    kept.change(queued_at=time.time() - 2 * DAY - 1)
-    assert kept.send(REFUSED).status == "suspended"
-    [delivery] = kept.deliveries()
-    assert (delivery.status, delivery.attempt, delivery.next_attempt_at) == ("dead", 0, None)
 
 
 TAKEN = Attempt(started_at=time.time(), milliseconds=1, response_status=200)
@@ -221,7 +200,7 @@ def failed(seconds: float) -> Attempt:
 def test_a_replay_during_the_last_attempt_makes_it_pending(
     kept: Kept, caplog: pytest.LogCaptureFixture, attempt: Attempt, result: str, said: str
 ) -> None:
-    settings = HubSettings(delivery_schedule_seconds=(0,), refused_give_up_seconds=3600)
+    settings = HubSettings(delivery_schedule_seconds=(0,))
     metrics, cipher = HubMetrics(), SecretCipher(Fernet.generate_key())
     deliverer = Deliverer(kept.database, settings, cipher, metrics, None)
     kept.change(queued_at=time.time() - DAY)
@@ -241,44 +220,44 @@ def test_a_replay_during_the_last_attempt_makes_it_pending(
         assert get_webhook(connection, webhook.id).status == "enabled"
 
 
-def test_a_poison_event_dies_alone(kept: Kept) -> None:
-    for number in range(10):
-        assert kept.send(failed(number * 3600)).status == "enabled"
-    kept.record()
-    assert kept.send(TAKEN).status == "enabled"
-    assert [one.status for one in kept.deliveries()] == ["delivered", "dead"]
-
-
-def test_failures_of_one_moment_suspend_nothing(kept: Kept) -> None:
-    for _ in range(9):
-        kept.record()
-    for number in range(10):
-        assert kept.send(failed(number / 10)).status == "enabled"
-    assert {one.attempt for one in kept.deliveries()} == {1}
-    assert kept.send(failed(299)).status == "enabled"
-    assert kept.send(failed(300)).status == "suspended"
-
-
-def test_one_delivery_after_another_suspends(kept: Kept) -> None:
-    for number in range(3):
-        assert kept.send(failed(number * 600)).status == "enabled", "it is one delivery"
-    for expected in ("enabled", "suspended"):
-        kept.record()
-        assert kept.send(failed(3600)).status == expected
-
-
-def test_probes_take_turns_from_the_newest_on_and_none_is_dead(kept: Kept) -> None:
-    unwell = {"suspend_after_failures": 1, "suspend_after_seconds": 0}
-    assert kept.send(failed(0), **unwell, delivery_schedule_seconds=[0]).status == "suspended"
-    assert kept.next_due() is None
+def test_the_head_dies_alone_and_the_next_follows(kept: Kept) -> None:
     for _ in range(2):
         kept.record()
-    newest, older, dead = kept.deliveries()
-    assert kept.send(failed(2), **unwell).num_probes == 1
-    assert kept.deliveries()[0].last_attempt_at == 1e9 + 2
-    assert kept.send(TAKEN, **unwell).status == "enabled"
-    states = {one.id: (one.status, one.attempt) for one in kept.deliveries()}
-    assert states == {newest.id: ("pending", 0), older.id: ("delivered", 1), dead.id: ("dead", 1)}
+    for number in range(3):
+        webhook = kept.send(failed(number), delivery_schedule_seconds=[0, 60, 60])
+    assert [one.status for one in kept.deliveries()] == ["pending", "pending", "dead"]
+    assert [one.attempt for one in kept.deliveries()] == [0, 0, 3]
+    assert webhook.retry_at is not None and webhook.retry_at <= time.time()
+    assert kept.send(TAKEN).retry_at is None
+    assert [one.status for one in kept.deliveries()] == ["pending", "delivered", "dead"]
+
+
+def test_a_suspension_goes_by_time_and_its_probe_is_the_head(kept: Kept) -> None:
+    """Deliveries 1 to 4 arrive in this order, however many wait and however they fail."""
+    for _ in range(3):
+        kept.record()
+    order = [one.id for one in reversed(kept.deliveries())]
+    assert kept.send(failed(0)).status == "enabled"
+    assert kept.send(failed(299)).status == "enabled"
+    assert kept.send(failed(300)).status == "suspended"
+    taken = []
+    for _ in range(4):
+        with kept.database.read() as connection:
+            head = outbox.head(connection, kept.webhook())
+        assert head is not None
+        taken.append(head.id)
+        assert kept.send(TAKEN).status == "enabled"
+    assert taken == order
+
+
+def test_a_replay_goes_before_what_is_newer(kept: Kept) -> None:
+    kept.send(TAKEN)
+    [first] = kept.deliveries()
+    kept.record()
+    with kept.database.write() as connection:
+        replay_delivery(connection, first.webhook_id, first.id)
+        head = outbox.head(connection, get_webhook(connection, first.webhook_id))
+    assert head is not None and head.id == first.id
 
 
 OLD, RECENT = time.time() - 31 * DAY, time.time() - 29 * DAY
@@ -326,8 +305,3 @@ def test_many_go_a_few_at_a_time_and_their_events_with_them(kept: Kept) -> None:
     with kept.database.read() as connection:
         assert connection.scalar(select(func.count()).select_from(schema.events)) == 1
     assert [one.status for one in kept.deliveries()] == ["pending"]
-
-
-def test_what_died_while_its_webhook_is_suspended_stays(kept: Kept) -> None:
-    old = {"created_at": OLD, "queued_at": OLD, "last_attempt_at": OLD}
-    assert not kept.is_pruned(suspended=True, status="dead", **old)

@@ -9,8 +9,8 @@ from pipeline.hub.commits.body import CommitBody
 from pipeline.hub.commits.changes import planned_changes
 from pipeline.hub.commits.checks import check_changes
 from pipeline.hub.commits.fast_import import NewCommit, first_commit, imported_commit, make_commit
-from pipeline.hub.contents.history import resolve_revision
-from pipeline.hub.discussions.store import MAX_TITLE
+from pipeline.hub.contents.history import read_commit, resolve_revision
+from pipeline.hub.discussions.store import MAX_TITLE, OPEN, list_discussions
 from pipeline.hub.errors import RevisionNotFound
 from pipeline.hub.events.log import EventLog, record_ref_changes
 from pipeline.hub.git.process import PULL_REQUEST_PREFIX
@@ -60,6 +60,9 @@ def commit_to_pull_request(
     new = _new_commit(repository, start, body, identity)
     check_changes(new.changes, repository, start)
     with imported_commit(repository, start, new) as (_, sha, _):
+        earlier = _opened_before(log, repository, identity, base, sha)
+        if earlier is not None:
+            return earlier
         opened = open_pull_request(
             log,
             repository,
@@ -72,6 +75,23 @@ def commit_to_pull_request(
         )
     change = RefChange(ref=opened.ref, old_sha=start, new_sha=sha)
     return MadeCommit(sha=sha, changes=[change], pull_request=opened.num)
+
+
+def _opened_before(
+    log: EventLog, repository: Repository, identity: Identity, base: str, sha: str
+) -> MadeCommit | None:
+    """The pull request that an earlier try of the same request has opened. A client that lost the
+    answer sends the request again. The commits then differ only in their time."""
+    with log.database.read() as connection:
+        mine = list_discussions(
+            connection, repository, pull_requests=True, statuses=OPEN, author=identity.user
+        )
+    heads, wanted = read_refs(repository), read_commit(repository, sha)
+    for each in mine:
+        head = heads.get(each.ref)
+        if each.base == base and head is not None and read_commit(repository, head) == wanted:
+            return MadeCommit(sha=head, changes=(), pull_request=each.num)
+    return None
 
 
 def find_branch(

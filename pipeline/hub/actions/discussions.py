@@ -17,10 +17,7 @@ from pipeline.hub.discussions.store import (
     add_comment,
     add_discussion,
     change_status,
-    change_title,
-    edit_comment,
     find_discussion,
-    hide_comment,
     next_num,
 )
 from pipeline.hub.errors import BadRequest, Conflict, DiscussionNotFound
@@ -96,38 +93,6 @@ def add(
         comment = add_comment(connection, found, author=identity.user, text=text)
         log.record_comment(connection, repository, found, comment, action="create")
     return comment
-
-
-def edit(
-    log: EventLog,
-    repository: Repository,
-    identity: Identity,
-    num: int,
-    *,
-    id: str,
-    text: str | None,
-) -> DiscussionEvent:
-    """Changes the comment `id` to `text`, or hides the comment if `text` is None."""
-    who = identity.user
-    with log.database.write() as connection:
-        found = find_discussion(connection, repository, num)
-        comment = (
-            hide_comment(connection, found, id, author=who)
-            if text is None
-            else edit_comment(connection, found, id, author=who, text=text)
-        )
-        log.record_comment(connection, repository, found, comment, action="update")
-    return comment
-
-
-def rename(
-    log: EventLog, repository: Repository, identity: Identity, num: int, *, title: str
-) -> DiscussionEvent:
-    with log.database.write() as connection:
-        found = find_discussion(connection, repository, num)
-        event = change_title(connection, found, author=identity.user, title=title)
-        _record_update(connection, log, repository, num)
-    return event
 
 
 def set_status(

@@ -16,7 +16,6 @@ from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.refs import remember
 from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.tokens.auth import Signature
-from pipeline.hub.webhooks.store import follow_move
 
 
 def create(
@@ -32,11 +31,16 @@ def create(
     Nobody sees it before `prepare` has stored its settings. Raises Conflict if the name is taken.
     """
     with ExitStack() as on_error:
+        # Git works before the transaction, because no push can be stored during it.
+        prepared = repositories.prepare(name, on_error=on_error)
+        first = [] if author is None else [first_commit(prepared, author)]
         with log.database.write() as connection:
-            repository = repositories.create(connection, name, private=private, on_error=on_error)
+            repository = repositories.create(
+                connection, prepared, private=private, on_error=on_error
+            )
             prepare(connection, repository)
-            if author is not None:
-                remember(connection, repository, [first_commit(repository, author)])
+            if first:
+                remember(connection, repository, first)
             log.record(connection, repository, action="create")
         on_error.pop_all()
     return repository
@@ -56,9 +60,6 @@ def move(
         with log.database.write() as connection:
             moved = repositories.move(connection, repository, to, on_error=on_error)
             log.record(connection, repository, action="move", moved_to=moved)
-            # Do this after the event is recorded, because the event must go to the webhooks that
-            # watch the old name.
-            follow_move(connection, repository.name, moved.name)
         on_error.pop_all()
     repositories.end_move(moved)
 

@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pipeline.hub.contents.history import candidates, no_revision, resolve_revision
+from pipeline.hub.contents.history import no_revision, resolve_revision
 from pipeline.hub.errors import DamagedRepository, EntryNotFound
 from pipeline.hub.git.process import git, git_environment
+from pipeline.hub.repositories.names import SHA
 from pipeline.hub.repositories.objects import look_up, read_pointers
 from pipeline.hub.repositories.store import Repository
 from pipeline.pointers import Pointer, may_be_pointer
@@ -62,18 +63,15 @@ def find_file(repository: Repository, revision: str, path: str) -> tuple[str, En
             if odd.type == "file":
                 return sha, odd
         raise _no_file(repository, revision, path, sha)
-    # One git process finds both the commit and the file, because this is the most frequent request.
-    names = candidates(revision)
-    found = look_up(
-        repository, [f"{name}{what}" for name in names for what in ("^{commit}", f":{path}")]
-    )
-    for commit, file in zip(found[::2], found[1::2], strict=True):
-        if commit is None:
-            continue
-        if file is None or file[1] != "blob":
-            raise _no_file(repository, revision, path, commit[0])
-        return commit[0], Entry(type="file", path=path, oid=file[0], size_bytes=file[2])
-    raise no_revision(repository, revision)
+    # Ask for the path by the commit's sha, because `<branch>:<path>` means something else to git if
+    # the branch has a brace in its name.
+    sha = revision if SHA.fullmatch(revision) else resolve_revision(repository, revision)
+    commit, file = look_up(repository, [f"{sha}^{{commit}}", f"{sha}:{path}"])
+    if commit is None:
+        raise no_revision(repository, revision)
+    if file is None or file[1] != "blob":
+        raise _no_file(repository, revision, path, commit[0])
+    return commit[0], Entry(type="file", path=path, oid=file[0], size_bytes=file[2])
 
 
 def list_tree(

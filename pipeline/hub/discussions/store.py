@@ -26,7 +26,6 @@ Json = dict[str, object]
 
 OPEN: tuple[Status, ...] = ("draft", "open")
 CLOSED: tuple[Status, ...] = ("closed", "merged")
-HIDDEN = "This comment has been hidden"
 MAX_TITLE = 200
 MAX_TEXT = 64 * 1024
 MAX_BYTES = 8 * 1024 * 1024
@@ -164,43 +163,6 @@ def add_comment(
     return _add(connection, discussion, "comment", author, {"hidden": False, "history": [version]})
 
 
-def edit_comment(
-    connection: Connection, discussion: Discussion, id: str, *, author: str, text: str
-) -> DiscussionEvent:
-    """Adds a new version of the comment. Raises DiscussionNotFound, BadRequest, and Conflict if the
-    comment is hidden or the discussion is full."""
-    comment = _find_comment(connection, discussion, id)
-    if comment.data["hidden"]:
-        raise Conflict(f"Comment {id} is hidden, so it cannot be edited: write another comment.")
-    history = comment.data["history"]
-    assert isinstance(history, list)
-    _check_room(connection, discussion)
-    return _replace(
-        connection, comment, {"hidden": False, "history": [*history, _version(author, text)]}
-    )
-
-
-def hide_comment(
-    connection: Connection, discussion: Discussion, id: str, *, author: str
-) -> DiscussionEvent:
-    """Hides a comment. All versions of its text are deleted. Raises DiscussionNotFound."""
-    comment = _find_comment(connection, discussion, id)
-    return _replace(
-        connection,
-        comment,
-        {"hidden": True, "hiddenBy": author, "history": [_version(author, HIDDEN)]},
-    )
-
-
-def change_title(
-    connection: Connection, discussion: Discussion, *, author: str, title: str
-) -> DiscussionEvent:
-    checked = _checked_title(title)
-    connection.execute(update(table).where(table.c.id == discussion.id).values(title=checked))
-    data = {"from": discussion.title, "to": checked}
-    return _add(connection, discussion, "title-change", author, data)
-
-
 def change_status(
     connection: Connection,
     discussion: Discussion,
@@ -262,19 +224,6 @@ def _check_room(connection: Connection, discussion: Discussion) -> None:
         raise Conflict(f"Discussion {discussion.num} is full: open another discussion.")
 
 
-def _find_comment(connection: Connection, discussion: Discussion, id: str) -> DiscussionEvent:
-    of_discussion = events.c.discussion_id == discussion.id
-    row = connection.execute(
-        select(events).where(of_discussion, events.c.id == id, events.c.type == "comment")
-    ).one_or_none()
-    if row is None:
-        raise DiscussionNotFound(
-            f"Discussion {discussion.num} has no comment {id!r}: read the discussion for the ids "
-            "of its comments."
-        )
-    return _event(row)
-
-
 def _add(
     connection: Connection,
     discussion: Discussion,
@@ -296,15 +245,6 @@ def _add(
         )
     )
     return event
-
-
-def _replace(
-    connection: Connection, event: DiscussionEvent, data: Mapping[str, object]
-) -> DiscussionEvent:
-    connection.execute(update(events).where(events.c.id == event.id).values(data=data))
-    return DiscussionEvent(
-        id=event.id, type=event.type, author=event.author, created_at=event.created_at, data=data
-    )
 
 
 def _discussion(row: Row[tuple[object, ...]]) -> Discussion:

@@ -18,7 +18,7 @@ from jobs.environment import COMMITTER_DOMAIN
 from pipeline.hub import schema
 from pipeline.hub.database import Database
 from pipeline.hub.discussions.store import Discussion, DiscussionEvent
-from pipeline.hub.errors import DamagedRefs, HubError
+from pipeline.hub.errors import HubError
 from pipeline.hub.events.payloads import compose
 from pipeline.hub.git.process import git, lines_of
 from pipeline.hub.metrics import HubMetrics
@@ -30,7 +30,6 @@ from pipeline.hub.repositories.refs import (
     read_refs,
     ref_changes,
     remember,
-    repair_refs,
     retain_unreachable,
 )
 from pipeline.hub.repositories.store import Repository
@@ -205,7 +204,6 @@ class EventLog:
                 webhook_id=webhook.id,
                 event_seq=event_seq,
                 payload=payload,
-                not_before=webhook.probe_at or 0,
             )
 
     def ping(self, connection: Connection, webhook: StoredWebhook, about: Repository) -> str:
@@ -225,15 +223,11 @@ class EventLog:
 
 def record_ref_changes(repository: Repository, log: EventLog) -> list[RefChange]:
     """Stores one event with all refs that changed since the last event, and returns these changes.
-    Keeps the commits that were removed from their refs. Repairs a ref that git cannot read.
+    Keeps the commits that were removed from their refs.
 
     The caller holds the repository's lock. When this returns, the event is on disk.
     """
-    try:
-        refs = read_refs(repository)
-    except DamagedRefs as error:
-        repair_refs(repository, log.database, error.refs)
-        refs = read_refs(repository)
+    refs = read_refs(repository)
     retain_unreachable(repository, log.database, refs)
     return log.record_refs(repository, refs)
 

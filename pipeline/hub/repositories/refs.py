@@ -7,17 +7,15 @@ by its sha.
 """
 
 import logging
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from sqlalchemy import Connection, bindparam, delete, insert, select
 
 from pipeline.hub import schema
 from pipeline.hub.database import Database
-from pipeline.hub.errors import DamagedRefs, DiskFull, HubError
+from pipeline.hub.errors import DiskFull, HubError
 from pipeline.hub.git.process import KEEP_PREFIX, SEEN_PREFIXES, git, lines_of
 from pipeline.hub.repositories.names import DEFAULT_BRANCH
 from pipeline.hub.repositories.store import Repository
@@ -39,7 +37,7 @@ class RefChange:
 def read_refs(repository: Repository) -> Mapping[str, str]:
     """The sha of each branch, tag and pull request, by the ref's full name (`refs/heads/main`).
 
-    Raises DamagedRefs if git cannot read a ref. Git leaves this ref out of its list, so the hub
+    Raises HubError if git cannot read a ref. Git leaves this ref out of its list, so the hub
     would otherwise record that it was deleted.
     """
     complaints: list[str] = []
@@ -50,10 +48,9 @@ def read_refs(repository: Repository) -> Mapping[str, str]:
     )
     damaged = [found[1] for line in complaints if (found := _DAMAGED.search(line))]
     if damaged:
-        raise DamagedRefs(
+        raise HubError(
             f"Git cannot read {', '.join(damaged)} of the {repository.name}: restore the files "
-            "of these refs from a backup.",
-            refs=damaged,
+            "of these refs from a backup."
         )
     pairs = (line.split(" ", 1) for line in lines_of(lines))
     return {ref: sha for sha, ref in pairs}
@@ -74,39 +71,6 @@ def peeled_refs(repository: Repository, prefix: str) -> list[tuple[str, str]]:
         if (peeled_type or type) not in ("blob", "tree"):
             found.append((ref.removeprefix(prefix), peeled or sha))
     return found
-
-
-def repair_refs(repository: Repository, database: Database, damaged: Collection[str]) -> None:
-    """Sets each damaged ref to the commit that it had at its last event. A ref that had no event
-    stays as it is. Raises HubError if the repository does not have the commit."""
-    with database.read() as connection:
-        known = known_refs(connection, repository)
-    for ref in damaged:
-        if ref not in known:
-            continue
-        git(repository.folder, "cat-file", "-e", known[ref])
-        _replace(repository.folder / ref, f"{known[ref]}\n")
-        logger.error(
-            "git could not read %s of %s: the hub has set it to %s, its commit at the last event",
-            *(ref, repository.name, known[ref]),
-        )
-
-
-def _replace(file: Path, content: str) -> None:
-    """Writes the file of a ref, because git refuses to change a ref that it cannot read. Like git,
-    this writes a lock file and then renames it. So the ref has a file at every moment, and a kill
-    does not leave a ref that looks deleted."""
-    lock = file.with_name(f"{file.name}.lock")
-    try:
-        with lock.open("x") as draft:
-            draft.write(content)
-            draft.flush()
-            os.fsync(draft.fileno())
-        lock.rename(file)
-    except OSError as error:
-        raise HubError(
-            f"The ref in {file} cannot be repaired ({error}): restore this file from a backup."
-        ) from error
 
 
 def known_refs(connection: Connection, repository: Repository) -> dict[str, str]:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from sqlalchemy import Connection, Row, and_, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, and_, delete, insert, select, update
 from sqlalchemy.sql.elements import ColumnElement
 
 from pipeline.hub.database import Database
-from pipeline.hub.errors import BadRequest, Conflict, RepositoryMoved, RepositoryNotFound
+from pipeline.hub.errors import BadRequest, Conflict, RepositoryNotFound
 from pipeline.hub.git.cleanup import clear_repository, end_processes
 from pipeline.hub.git.process import git
 from pipeline.hub.large_files.store import LargeFiles
@@ -29,7 +29,6 @@ from pipeline.hub.repositories.names import (
     repository_name,
     requested_name,
 )
-from pipeline.hub.schema import former_names
 from pipeline.hub.schema import repositories as table
 
 logger = logging.getLogger(__name__)
@@ -120,29 +119,10 @@ class Repositories:
         return self._repos / f"{name.type}s" / name.owner / f"{name.name}.git"
 
     def find(self, connection: Connection, name: RepositoryName) -> Repository:
-        """The repository of this name. Names are compared without case. An older release of the hub
-        may have created names that differ only in case. In this case the exact name is preferred,
-        and any other spelling finds the oldest of these repositories.
-
-        Raises RepositoryMoved for a former name, and RepositoryNotFound.
-        """
+        """The repository of this name, in upper or lower case. Raises RepositoryNotFound."""
         row = connection.execute(select(table).where(_is(name))).one_or_none()
-        if row is None:
-            oldest = select(table).where(_is_in_any_case(name)).order_by(table.c.created_at)
-            row = connection.execute(oldest).first()
         if row is not None:
             return self._from_row(row)
-        former = connection.execute(select(table).join(former_names).where(_was(name))).first()
-        if former is not None:
-            present = self._from_row(former)
-            now = present.name
-            raise RepositoryMoved(
-                f"The {name} has moved to {now.id}: use this name.",
-                repository_id=present.id,
-                type=now.type,
-                owner=now.owner,
-                name=now.name,
-            )
         raise RepositoryNotFound(
             f"There is no {name} here: check the name, or create the repository with "
             f"`hf repos create {name.id} --type {name.type}`."
@@ -152,23 +132,17 @@ class Repositories:
         self, connection: Connection, type: RepositoryType, owner: str, name: str
     ) -> Repository:
         """As `find`, for the URLs of git: `/owner/name` means a dataset if there is no such model.
-        Raises RepositoryMoved and RepositoryNotFound."""
-        try:
+        Raises RepositoryNotFound."""
+        with suppress(RepositoryNotFound):
             return self.find(connection, requested_name(type, owner, name))
-        except RepositoryMoved:
-            raise
-        except RepositoryNotFound:
-            if type != "model":
-                raise
-        try:
-            return self.find(connection, requested_name("dataset", owner, name))
-        except RepositoryMoved:
-            raise
-        except RepositoryNotFound:
-            raise RepositoryNotFound(
-                f"There is no model and no dataset {owner}/{name} here: check the name, or create "
-                f"a dataset with `hf repos create {owner}/{name} --type dataset`."
-            ) from None
+        if type == "model":
+            with suppress(RepositoryNotFound):
+                return self.find(connection, requested_name("dataset", owner, name))
+        raise RepositoryNotFound(
+            f"There is no {'model and no dataset' if type == 'model' else type} {owner}/{name} "
+            f"here: check the name, or create a dataset with `hf repos create {owner}/{name} "
+            "--type dataset`."
+        )
 
     def find_by_id(self, connection: Connection, id: str) -> Repository:
         """The repository of this id, whatever its name is now. Raises RepositoryNotFound."""
@@ -179,41 +153,38 @@ class Repositories:
             )
         return self._from_row(row)
 
-    def former_ids(self, connection: Connection, repository: Repository) -> list[str]:
-        """The former names of the repository that still lead to it: `owner/name` in lower case."""
-        owned = former_names.c.repository_id == repository.id
-        return [
-            f"{row.owner}/{row.name}"
-            for row in connection.execute(select(former_names).where(owned))
-        ]
-
-    def names(self, connection: Connection, repository: Repository) -> list[str]:
-        """The present name of the repository and its former names: `owner/name` in lower case."""
-        return [repository.name.id.lower(), *self.former_ids(connection, repository)]
-
     def all(self, connection: Connection) -> list[Repository]:
         return [self._from_row(row) for row in connection.execute(select(table))]
+
+    def prepare(self, name: RepositoryName, *, on_error: ExitStack) -> Repository:
+        """Makes the folder of an empty repository aside, where nobody sees it. It takes no lock.
+        Adds to `on_error` a callback that removes the folder."""
+        aside = self.incoming / f"{secrets.token_hex(12)}.git"
+        on_error.callback(shutil.rmtree, aside, ignore_errors=True)
+        git(aside, "init", "--quiet", "--bare", "--template=")
+        (aside / "HEAD").write_text(f"ref: {DEFAULT_BRANCH}\n")
+        (aside / "config").write_text(_CONFIG)
+        return Repository(
+            id=aside.stem, name=name, private=True, created_at=time.time(), folder=aside
+        )
 
     def create(
         self,
         connection: Connection,
-        name: RepositoryName,
+        prepared: Repository,
         *,
         private: bool,
         on_error: ExitStack,
     ) -> Repository:
-        """Makes an empty repository. Raises Conflict if the name is taken.
+        """Gives a prepared repository its name. Raises Conflict if the name is taken.
 
         Adds to `on_error` a callback that removes the folder. The caller closes `on_error` if its
         transaction fails.
         """
+        name = prepared.name
         self._check_free(connection, name)
-        aside = self.incoming / f"{secrets.token_hex(12)}.git"
-        git(aside, "init", "--quiet", "--bare", "--template=")
-        (aside / "HEAD").write_text(f"ref: {DEFAULT_BRANCH}\n")
-        (aside / "config").write_text(_CONFIG)
         self.folder(name).parent.mkdir(parents=True, exist_ok=True)
-        aside.rename(self.folder(name))
+        prepared.folder.rename(self.folder(name))
         on_error.callback(shutil.rmtree, self.folder(name), ignore_errors=True)
         return self.adopt(connection, name, private=private)
 
@@ -227,7 +198,6 @@ class Repositories:
             "private": private,
             "created_at": time.time(),
         }
-        connection.execute(delete(former_names).where(_was(name)))
         connection.execute(insert(table).values(values))
         return self.find(connection, name)
 
@@ -264,21 +234,8 @@ class Repositories:
         """Gives the repository the name `to`. Raises Conflict if this name is taken. Adds to
         `on_error` a callback that moves the folder back. After the transaction, the caller calls
         `end_move`. If the hub is killed before that, its next start calls `finish_moves`.
-
-        The old name still leads to the repository, until another repository gets it.
         """
         self._check_free(connection, to, but=repository)
-        for former in (repository.name, to):
-            connection.execute(delete(former_names).where(_was(former)))
-        if repository.name.id.lower() != to.id.lower():
-            connection.execute(
-                insert(former_names).values(
-                    type=to.type,
-                    owner=repository.name.owner.lower(),
-                    name=repository.name.name.lower(),
-                    repository_id=repository.id,
-                )
-            )
         connection.execute(
             update(table).where(table.c.id == repository.id).values(owner=to.owner, name=to.name)
         )
@@ -313,7 +270,7 @@ class Repositories:
     def _check_free(
         self, connection: Connection, name: RepositoryName, but: Repository | None = None
     ) -> None:
-        taken = connection.execute(select(table).where(_is_in_any_case(name))).all()
+        taken = connection.execute(select(table).where(_is(name))).all()
         for row in taken:
             if but is None or row.id != but.id:
                 raise Conflict(
@@ -360,19 +317,3 @@ class Repositories:
 
 def _is(name: RepositoryName) -> ColumnElement[bool]:
     return and_(table.c.type == name.type, table.c.owner == name.owner, table.c.name == name.name)
-
-
-def _is_in_any_case(name: RepositoryName) -> ColumnElement[bool]:
-    return and_(
-        table.c.type == name.type,
-        func.lower(table.c.owner) == name.owner.lower(),
-        func.lower(table.c.name) == name.name.lower(),
-    )
-
-
-def _was(name: RepositoryName) -> ColumnElement[bool]:
-    return and_(
-        former_names.c.type == name.type,
-        former_names.c.owner == name.owner.lower(),
-        former_names.c.name == name.name.lower(),
-    )

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Scope
 
-from pipeline.hub.errors import Forbidden, RepositoryMoved, RepositoryNotFound, Unauthorized
+from pipeline.hub.errors import Forbidden, RepositoryNotFound, Unauthorized
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes.paths import api_path, file_path_of, type_of
@@ -102,13 +102,9 @@ def _check_reach(hub: Hub, identity: Identity, scope: Scope, verbs: Collection[s
 
 
 def _find(hub: Hub, identity: Identity, named: RepositoryName, *, as_git: bool) -> Repository:
-    """The repository that the name leads to. For a former name this is the repository that was
-    moved, because the token must reach it before the route answers with a redirect."""
     try:
         if as_git:
             return hub.find_as_git(named.type, named.owner, named.name)
         return hub.find(named)
-    except RepositoryMoved as moved:
-        return hub.find_by_id(moved.repository_id)
     except RepositoryNotFound:
         raise out_of_reach(identity, named) from None

@@ -16,7 +16,7 @@ from pipeline.hub.http_json import iso_time, query_int
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.service import Hub, hub_of
-from pipeline.hub.webhooks import suspension
+from pipeline.hub.webhooks import outbox
 from pipeline.hub.webhooks.activity import (
     OutboxDelivery,
     get_delivery,
@@ -113,7 +113,7 @@ def replay(hub: Hub, webhook_id: str | None, delivery_id: str, *, force: bool) -
         webhook = get_webhook(connection, id)
         _check_enabled(webhook)
         delivery = replay_delivery(connection, id, delivery_id, force=force)
-        suspension.probe_now(connection, webhook)
+        outbox.retry_now(connection, webhook)
     hub.log.wake()
     return delivery
 
@@ -127,7 +127,7 @@ async def send_test(request: Request) -> Response:
             webhook = get_webhook(connection, request.path_params["id"])
             _check_enabled(webhook)
             id = hub.log.ping(connection, webhook, _subject(connection, hub, webhook))
-            suspension.probe_now(connection, webhook)
+            outbox.retry_now(connection, webhook)
             return get_delivery(connection, webhook.id, id)
 
     delivery = await run_in_threadpool(act)
@@ -159,7 +159,7 @@ def _subject(connection: Connection, hub: Hub, webhook: StoredWebhook) -> Reposi
 
 
 def as_json(delivery: OutboxDelivery) -> dict[str, object]:
-    times = ("created_at", "next_attempt_at", "last_attempt_at")
+    times = ("created_at", "last_attempt_at")
     facts: dict[str, object] = asdict(delivery)
     # The fields of the first ref are also given at the top level, because most pushes move only one
     # ref.

@@ -56,10 +56,6 @@ class NewComment(_Body):
     comment: str
 
 
-class NewTitle(_Body):
-    title: str
-
-
 class NewStatus(_Body):
     status: Literal["open", "closed"]
     comment: str | None = None
@@ -67,10 +63,6 @@ class NewStatus(_Body):
 
 class Merge(_Body):
     comment: str | None = None
-
-
-class Edit(_Body):
-    content: str
 
 
 async def read(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
@@ -136,8 +128,7 @@ async def _list(request: Request, hub: Hub, name: RepositoryName) -> Response:
 
 
 async def change(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
-    """POST to `discussions` (opens a discussion), `discussions/<num>/{comment,title,status,merge}`,
-    and `discussions/<num>/comment/<id>/{edit,hide}`."""
+    """POST to `discussions` (opens a discussion) and `discussions/<num>/{comment,status,merge}`."""
     identity = identity_of(request)
     identity.require_write("a discussion")
     if not rest:
@@ -156,14 +147,6 @@ async def _change_of(
         case [_, "comment"]:
             comment = await read_json(request, NewComment)
             return "newMessage", partial(acts.add, text=comment.comment)
-        case [_, "comment", id, "edit"]:
-            edited = await read_json(request, Edit)
-            return "updatedComment", partial(acts.edit, id=id, text=edited.content)
-        case [_, "comment", id, "hide"]:
-            return "updatedComment", partial(acts.edit, id=id, text=None)
-        case [_, "title"]:
-            title = await read_json(request, NewTitle)
-            return "newTitle", partial(acts.rename, title=title.title)
         case [_, "status"]:
             new = await read_json(request, NewStatus)
             act = partial(acts.set_status, status=new.status, comment=new.comment)

@@ -11,9 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pipeline.hub import http_json, unsupported
-from pipeline.hub.errors import RepositoryMoved
-from pipeline.hub.repositories.names import RepositoryName, repository_name, segments
+from pipeline.hub import unsupported
+from pipeline.hub.repositories.names import RepositoryName, segments
 from pipeline.hub.routes import (
     activity,
     commits,
@@ -30,7 +29,7 @@ from pipeline.hub.routes import (
     webhooks,
     xet,
 )
-from pipeline.hub.routes.paths import RepositoryPath, api_path, file_path_of, type_of
+from pipeline.hub.routes.paths import api_path, file_path_of, type_of
 from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.tokens import auth
 
@@ -94,10 +93,7 @@ async def api(request: Request) -> Response:
         api_path, request.scope["raw_path"], VERBS, hub.settings.owner, hub.is_there
     )
     verb, *arguments = path.rest or ("",)
-    try:
-        return await _call(request, hub, path.name, verb, arguments)
-    except RepositoryMoved as moved:
-        return _redirect(request, path, moved)
+    return await _call(request, hub, path.name, verb, arguments)
 
 
 async def _call(
@@ -136,25 +132,9 @@ async def files(request: Request) -> Response:
     if path is None:
         raise HTTPException(404)
     verb, *arguments = path.rest or ("",)
-    try:
-        if verb in ("resolve", "raw") and arguments and request.method in ("GET", "HEAD"):
-            read = contents.resolve if verb == "resolve" else contents.raw
-            return await read(request, hub, path.name, arguments[0], arguments[1:])
-        if verb == "info" and arguments[:1] == ["lfs"]:
-            return await lfs.answer(request, hub, path.name, arguments[1:])
-    except RepositoryMoved as moved:
-        return _redirect(request, path, moved)
+    if verb in ("resolve", "raw") and arguments and request.method in ("GET", "HEAD"):
+        read = contents.resolve if verb == "resolve" else contents.raw
+        return await read(request, hub, path.name, arguments[0], arguments[1:])
+    if verb == "info" and arguments[:1] == ["lfs"]:
+        return await lfs.answer(request, hub, path.name, arguments[1:])
     raise HTTPException(404)
-
-
-def _redirect(request: Request, path: RepositoryPath, moved: RepositoryMoved) -> Response:
-    """Redirects to the same path at the repository's present name. Status 307 makes the client
-    repeat the request with its method and body."""
-    query = request.scope["query_string"].decode("latin-1")
-    name = repository_name(moved.type, moved.owner, moved.name)
-    location = path.at(name) + (f"?{query}" if query else "")
-    answer = http_json.error_response(moved)
-    answer.status_code = 307
-    # The location has no host, so that it is right whichever host name the client uses.
-    answer.headers["Location"] = location
-    return answer

@@ -17,6 +17,7 @@ from functools import partial
 from tempfile import TemporaryFile
 from typing import IO, Literal
 
+from sqlalchemy.exc import OperationalError
 from starlette.types import Receive, Scope, Send
 
 from pipeline.hub.database import Database
@@ -24,7 +25,6 @@ from pipeline.hub.discussions.store import open_refs
 from pipeline.hub.errors import (
     BadRequest,
     DiskFull,
-    RepositoryMoved,
     RepositoryNotFound,
     RequestError,
     TooLarge,
@@ -33,7 +33,7 @@ from pipeline.hub.errors import (
 from pipeline.hub.events.log import EventLog, record_ref_changes
 from pipeline.hub.git import backend
 from pipeline.hub.git.cleanup import clear_repository
-from pipeline.hub.git.process import PLACE
+from pipeline.hub.http_json import disk_full
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.names import RepositoryType
 from pipeline.hub.repositories.refs import RefChange
@@ -116,28 +116,23 @@ class GitHttp:
             repository = await asyncio.to_thread(self._admit, request, identity)
             with TemporaryFile(dir=self._repositories.incoming) as body:
                 await self._receive_body(receive, body)
-                size = body.tell()
-                open_refs = await asyncio.to_thread(self._open_refs, repository)
-                environment = backend.cgi_environment(
-                    request.route, repository.folder, scope, size, open_refs
-                )
+                environment = partial(self._environment, request, scope, body.tell())
                 body.seek(0)
-                if request.route == "info/refs" or _asks_for_refs(body):
-                    await self._list_refs(environment, body, send)
-                elif request.route == "git-receive-pack":
+                if request.route == "git-receive-pack":
                     await self._push(request, identity, environment, body, send)
+                    return
+                variables = await asyncio.to_thread(environment, repository)
+                if request.route == "info/refs" or _asks_for_refs(body):
+                    await self._list_refs(variables, body, send)
                 else:
                     async with self._clone_slots:
-                        await backend.serve(environment, body, receive, send)
+                        await backend.serve(variables, body, receive, send)
         except _Disconnected:
             logger.info("a client went away in the middle of %s", scope["path"])
-        except RepositoryMoved as moved:
-            query = scope["query_string"].decode("latin-1")
-            prefix = f"/{moved.type}s" if moved.type != "model" else ""
-            location = f"{prefix}/{moved.id}/{request.route}?{query}"
-            await _send_error(send, moved, location=location)
         except RequestError as error:
             await _send_error(send, error)
+        except (OSError, OperationalError) as error:
+            await _send_error(send, disk_full(error))
 
     def _admit(self, request: GitRequest, identity: Identity) -> Repository:
         """The repository that the request names. If the token does not reach it, this raises the
@@ -145,11 +140,6 @@ class GitHttp:
         named = f"{request.type} {request.owner or self._settings.owner}/{request.name}"
         try:
             repository = self._find(request)
-        except RepositoryMoved as moved:
-            with self._database.read() as connection:
-                present = self._repositories.find_by_id(connection, moved.repository_id)
-            check_sees(identity, named, present)
-            raise
         except RepositoryNotFound:
             if identity.is_limited:
                 raise out_of_reach(identity, named) from None
@@ -160,19 +150,14 @@ class GitHttp:
     def _find(self, request: GitRequest) -> Repository:
         owner = request.owner or self._settings.owner
         with self._database.read() as connection:
-            try:
-                return self._repositories.find_as_git(connection, request.type, owner, request.name)
-            except RepositoryMoved as moved:
-                # Git follows a redirect only at its first request (info/refs). If git had to repeat
-                # this request with a token, its next request goes to the old name again. So the hub
-                # redirects only info/refs, and answers later requests under the old name.
-                if request.route == "info/refs":
-                    raise
-                return self._repositories.find_by_id(connection, moved.repository_id)
+            return self._repositories.find_as_git(connection, request.type, owner, request.name)
 
-    def _open_refs(self, repository: Repository) -> list[str]:
+    def _environment(
+        self, request: GitRequest, scope: Scope, num_bytes: int, repository: Repository
+    ) -> dict[str, str]:
         with self._database.read() as connection:
-            return open_refs(connection, repository)
+            refs = open_refs(connection, repository)
+        return backend.cgi_environment(request.route, repository.folder, scope, num_bytes, refs)
 
     async def _receive_body(self, receive: Receive, body: IO[bytes]) -> None:
         size, waiting = 0, bytearray()
@@ -211,18 +196,20 @@ class GitHttp:
         self,
         request: GitRequest,
         identity: Identity,
-        environment: dict[str, str],
+        environment: Callable[[Repository], dict[str, str]],
         body: IO[bytes],
         send: Send,
     ) -> None:
         # Find the repository again under its lock. While the body came in, the repository may have
-        # been removed or moved. The token may not reach the repository that has its name now.
+        # been removed or moved. The token may not reach the repository that has its name now. And
+        # the environment names the open pull requests: one of them may have been merged, and would
+        # not have the commits of this push.
         async with self._repositories.locked(partial(self._admit, request, identity)) as repository:
-            environment[PLACE] = str(repository.folder)
+            variables = await asyncio.to_thread(environment, repository)
             # Git runs to its end even if the client goes away, because it may have moved refs
             # already.
             async with self._push_slots:
-                status, headers, answer = await self._receive_pack(repository, environment, body)
+                status, headers, answer = await self._receive_pack(repository, variables, body)
         await backend.send_start(send, status, headers)
         await backend.send_end(send, answer)
 
@@ -267,7 +254,7 @@ def _asks_for_refs(body: IO[bytes]) -> bool:
     return os.pread(body.fileno(), len(_LS_REFS), 0) == _LS_REFS
 
 
-async def _send_error(send: Send, error: RequestError, *, location: str | None = None) -> None:
+async def _send_error(send: Send, error: RequestError) -> None:
     """Answers in plain text: git prints each line of it after "remote: "."""
     text = f"{error}\n".encode()
     headers = [
@@ -276,8 +263,5 @@ async def _send_error(send: Send, error: RequestError, *, location: str | None =
     ]
     if isinstance(error, Unauthorized):
         headers.append((b"www-authenticate", b'Basic realm="hub"'))
-    if location is not None:
-        headers.append((b"location", location.encode()))
-    status = error.status if location is None else 307
-    await backend.send_start(send, status, headers)
+    await backend.send_start(send, error.status, headers)
     await backend.send_end(send, text)

@@ -19,7 +19,6 @@ from pipeline.hub.errors import (
     BadRequest,
     Forbidden,
     NotSupported,
-    RepositoryMoved,
     RequestError,
     Unauthorized,
 )
@@ -74,8 +73,6 @@ async def answer(request: Request, hub: Hub, name: RepositoryName, rest: Sequenc
                     "push without a lock."
                 )
         raise HTTPException(404)
-    except RepositoryMoved:
-        raise
     except RequestError as error:
         return _refusal(error)
 
@@ -152,14 +149,10 @@ async def duplicate(
 
 
 def _target(hub: Hub, target: Target, identity: Identity) -> Repository:
-    """The repository that gets the files. A former name leads to it without a redirect, because the
-    request's path names the source."""
+    """The repository that gets the files."""
     owner, slash, short = target.name.partition("/")
     parts = (owner, short) if slash else (hub.settings.owner, owner)
-    try:
-        return hub.find_reached(requested_name(target.type, *parts), identity)
-    except RepositoryMoved as moved:
-        return hub.find_by_id(moved.repository_id)
+    return hub.find_reached(requested_name(target.type, *parts), identity)
 
 
 class _Offer:

@@ -48,7 +48,7 @@ async def gc(request: Request) -> Response:
 
 async def plan(request: Request) -> Response:
     """What a purge of a commit would remove. A purge removes a commit that was pushed by mistake.
-    The answer also has the `names` of the repository (`Repositories.names`). It is 409 if the
+    The answer also has the `names` of the repository. It is 409 if the
     history of a branch, a tag or an open pull request still has the commit."""
     return await _locked(request, plan_purge)
 
@@ -68,7 +68,7 @@ async def _locked(
     def run(repository: Repository) -> dict[str, object]:
         with hub.database.read() as connection:
             refs = open_refs(connection, repository)
-            names = hub.repositories.names(connection, repository)
+            names = [repository.name.id.lower()]
         return {**act(repository, path["sha"], refs), "names": names}
 
     async with hub.locked(name, identity_of(request)) as repository:

@@ -44,16 +44,6 @@ class RepositoryPath:
     name: RepositoryName
     rest: tuple[str, ...]
     """The decoded segments after the name. The first one is the verb."""
-    prefix: bytes
-    """The path before the name, as the client sent it."""
-    suffix: bytes
-    """The path after the name, as the client sent it."""
-
-    def at(self, name: RepositoryName) -> str:
-        """The path with `name` in place of the repository's name, for a redirect. A path that names
-        no type, such as a URL of `git lfs`, gets the type too."""
-        named = name.path if self.prefix == b"/" else name.id
-        return (self.prefix + named.encode() + self.suffix).decode("latin-1")
 
 
 def api_path(
@@ -61,7 +51,6 @@ def api_path(
 ) -> RepositoryPath:
     """Parses `/api/<type>s/[<owner>/]<name>[/<verb>/…]`. `owner` is the hub's owner, for a path
     without an owner. Raises RepositoryNotFound for a path that names no repository."""
-    raw = raw_path.strip(b"/").split(b"/")
     parts = segments(raw_path)
     type = type_of(parts[1])
     if type is None or len(parts) < 3:
@@ -75,13 +64,12 @@ def api_path(
             return True
         return verb in verbs and (len(parts) > 4 or verb in _BARE_VERBS)
 
-    return _parsed(raw, parts, 2, type, ends_the_name, owner, is_there)
+    return _parsed(parts, 2, type, ends_the_name, owner, is_there)
 
 
 def file_path_of(raw_path: bytes, owner: str, is_there: IsThere) -> RepositoryPath | None:
     """Parses `/[<type>s/][<owner>/]<name>/<verb>/…`. Returns None if the path has none of the
     `FILE_VERBS`."""
-    raw = raw_path.strip(b"/").split(b"/")
     parts = segments(raw_path)
     type = type_of(parts[0])
     start = 0 if type is None else 1
@@ -91,7 +79,7 @@ def file_path_of(raw_path: bytes, owner: str, is_there: IsThere) -> RepositoryPa
     def ends_the_name(verb: str) -> bool:
         return verb in FILE_VERBS
 
-    return _parsed(raw, parts, start, type or "model", ends_the_name, owner, is_there)
+    return _parsed(parts, start, type or "model", ends_the_name, owner, is_there)
 
 
 def type_of(plural: str) -> RepositoryType | None:
@@ -99,7 +87,6 @@ def type_of(plural: str) -> RepositoryType | None:
 
 
 def _parsed(
-    raw: list[bytes],
     parts: list[str],
     start: int,
     type: RepositoryType,
@@ -120,10 +107,7 @@ def _parsed(
     end = start + num_segments
     if parts[end : end + 1] == ["info"]:  # `git lfs` sends requests to `<name>.git/info/lfs`
         named[-1] = named[-1].removesuffix(".git")
-    suffix = b"/".join(raw[end:])
     return RepositoryPath(
         name=requested_name(type, *(named if num_segments == 2 else (owner, *named))),
         rest=tuple(parts[end:]),
-        prefix=b"/" + b"".join(part + b"/" for part in raw[:start]),
-        suffix=b"/" + suffix if suffix else b"",
     )

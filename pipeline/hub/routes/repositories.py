@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from pipeline.hub.actions import repositories as acts
 from pipeline.hub.errors import BadRequest, Conflict
-from pipeline.hub.http_json import hub_url, read_json
+from pipeline.hub.http_json import client_warning, hub_url, read_json
 from pipeline.hub.repositories.names import (
     RESERVED_OWNERS,
     RepositoryName,
@@ -25,6 +25,7 @@ from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes.spaces import SETTINGS, NewSetting, put_settings
 from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.tokens.auth import identity_of, require_a_person, signature
+from pipeline.hub.webhooks.store import list_webhooks
 
 Answer = TypeVar("Answer")
 
@@ -123,7 +124,24 @@ async def move(request: Request) -> Response:
     target = _new_name(hub, body.type, *_halves(body.toRepo))
     async with hub.locked(source, identity_of(request)) as repository:
         await _changing(hub, partial(acts.move, hub.log, hub.repositories, repository, target))
-    return JSONResponse({"url": f"{hub_url(request)}/{target.path}"})
+        told = await run_in_threadpool(_left_behind, hub, repository.name, target)
+    headers = client_warning(f"moved {repository.name.id}", told)
+    return JSONResponse({"url": f"{hub_url(request)}/{target.path}"}, headers=headers)
+
+
+def _left_behind(hub: Hub, old: RepositoryName, new: RepositoryName) -> list[str]:
+    """What a person has to change after a move, because webhooks watch the old name."""
+    with hub.database.read() as connection:
+        webhooks = list_webhooks(connection)
+    ids = [each.id for each in webhooks if any(item.is_for(old) for item in each.watched)]
+    if not ids:
+        return []
+    return [
+        f"{', '.join(ids)}: these webhooks watch {old.id}, and get no events of {new.id}; a "
+        f'pipeline that follows it needs dataset = "{new.id}" in pipeline.toml, then: pipeline '
+        f"down && pipeline up --detach; for another webhook: pipeline webhooks update ID --watch "
+        f"{new.type}:{new.id}"
+    ]
 
 
 async def change_settings(request: Request, hub: Hub, name: RepositoryName) -> Response:

@@ -18,7 +18,7 @@ from pipeline.hub.http_json import client_warning, read_json
 from pipeline.hub.repositories.names import REPOSITORY_TYPES, RepositoryName
 from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.tokens.auth import Identity, identity_of
-from pipeline.hub.webhooks import suspension
+from pipeline.hub.webhooks import outbox
 from pipeline.hub.webhooks.states import WebhookEvent
 from pipeline.hub.webhooks.store import (
     CreateWebhook,
@@ -118,7 +118,7 @@ async def change(request: Request) -> Response:
             before = get_webhook(connection, id)
             after = update_webhook(connection, id, new, hub.cipher)
             if after.target_and_proof != before.target_and_proof:
-                suspension.resume(connection, after, "changed")
+                outbox.restart(connection, after, "changed")
             return _described(hub, connection, get_webhook(connection, id))
 
     changed = await run_in_threadpool(act)
@@ -163,7 +163,7 @@ async def _resume(request: Request, event: WebhookEvent) -> Response:
     def act() -> WebhookJson:
         with hub.database.write() as connection:
             id = request.path_params["id"]
-            suspension.resume(connection, get_webhook(connection, id), event)
+            outbox.restart(connection, get_webhook(connection, id), event)
             return _described(hub, connection, get_webhook(connection, id))
 
     return JSONResponse({"webhook": await run_in_threadpool(act)})

@@ -27,7 +27,6 @@ class OutboxDelivery:
     updated_refs: tuple[RefChange, ...]
     created_at: float
     attempt: int
-    next_attempt_at: float | None
     last_attempt_at: float | None
     response_status: int | None
     response_head: str | None
@@ -80,14 +79,13 @@ def webhook_of(connection: Connection, delivery_id: str) -> str:
 def replay_delivery(
     connection: Connection, webhook_id: str, delivery_id: str, *, force: bool = False
 ) -> OutboxDelivery:
-    """Makes a delivery due again, counts its attempts from zero, and returns it.
+    """Puts a delivery into the queue again, counts its attempts from zero, and returns it.
 
     The delivery keeps its id. So a receiver that has already handled it only repeats its first
     answer. With `force`, this makes a new delivery with a new id, which the receiver handles again.
     The `replay_of` of the new delivery is the old id.
     """
     old = get_delivery(connection, webhook_id, delivery_id)
-    now = time.time()
     if force:
         event_seq = select(table.c.event_seq).where(table.c.id == delivery_id).scalar_subquery()
         id = outbox.put(
@@ -103,8 +101,7 @@ def replay_delivery(
         "replayed",
         table.c.id == delivery_id,
         attempt=0,
-        queued_at=now,
-        next_attempt_at=now,
+        queued_at=time.time(),
     )
     return get_delivery(connection, webhook_id, delivery_id)
 
@@ -125,7 +122,6 @@ def _from_row(row: Row[tuple[object, ...]]) -> OutboxDelivery:
         updated_refs=tuple(RefChange(**change) for change in values[events.c.updated_refs]),
         created_at=values[table.c.created_at],
         attempt=values[table.c.attempt],
-        next_attempt_at=values[table.c.next_attempt_at],
         last_attempt_at=values[table.c.last_attempt_at],
         response_status=values[table.c.response_status],
         response_head=values[table.c.response_head],

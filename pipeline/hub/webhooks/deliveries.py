@@ -1,9 +1,7 @@
 """Sends the deliveries that `outbox.py` stores. Each webhook has its own worker, so a slow receiver
 delays only its own deliveries.
 
-A worker sends one delivery at a time, the oldest event first. So a receiver sees the commits of a
-ref in their order, as long as no delivery fails. While a failed delivery waits for its next
-attempt, the worker sends newer deliveries.
+A worker sends one delivery at a time: the head of the webhook's queue.
 """
 
 import asyncio
@@ -12,28 +10,26 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from pipeline.hub.database import Database
-from pipeline.hub.errors import HubError, WebhookNotFound
+from pipeline.hub.errors import HubError
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks import outbox, suspension
+from pipeline.hub.webhooks import outbox
 from pipeline.hub.webhooks.job_copies import JobLauncher
-from pipeline.hub.webhooks.outbox import Attempt, Due
+from pipeline.hub.webhooks.outbox import Attempt, Due, StatusChange
 from pipeline.hub.webhooks.posting import Poster
-from pipeline.hub.webhooks.store import SecretCipher, StoredWebhook, get_webhook
+from pipeline.hub.webhooks.store import SecretCipher, StoredWebhook, find_webhook
 
 logger = logging.getLogger(__name__)
 
 BROKEN_OFF_SECONDS = 1.0
 
-_STATUS_CHANGE_LOGS = {
-    "suspended": "webhook %s to %s is SUSPENDED, because its deliveries failed. Its deliveries "
-    "wait. From time to time the hub tries one. The first success ends the suspension; "
-    "`pipeline webhooks enable` ends it at once.",
-    "resumed": "webhook %s to %s answers again: its suspension is over, and the deliveries that "
+_STATUS_CHANGE_LOGS: dict[StatusChange, str] = {
+    "failing": "webhook %s to %s is SUSPENDED, because its oldest delivery fails again and again, "
+    "and the others wait. `pipeline webhooks enable` tries it at once.",
+    "answered": "webhook %s to %s answers again: its suspension is over, and the deliveries that "
     "waited are sent now.",
     "gone": "webhook %s to %s is DISABLED, because the receiver answered 410 (gone). "
     "`pipeline webhooks enable` enables it again.",
@@ -151,7 +147,6 @@ class Deliverer:
                 await asyncio.sleep(BROKEN_OFF_SECONDS)
 
     async def _deliver_all(self, poster: Poster, webhook_id: str, more: asyncio.Event) -> None:
-        refused_wait = self._settings.refused_min_seconds
         while True:
             more.clear()
             found = await self._persist(self._next, webhook_id)
@@ -164,36 +159,23 @@ class Deliverer:
                 return
             due, webhook = found
             if (wait := due.next_attempt_at - time.time()) > 0:
-                # Wake up early for a new event or a replay, which may be due before this delivery.
+                # Wake up early: a person may have enabled the webhook or replayed a delivery.
                 await _wait(more, wait)
                 continue
             attempt = await self._attempt(poster, due, webhook)
             await self._persist(self._settle, due, webhook, attempt)
-            if attempt.refused and not due.is_probe:
-                await asyncio.sleep(refused_wait)
-                refused_wait = min(2 * refused_wait, self._settings.refused_max_seconds)
-            else:
-                refused_wait = self._settings.refused_min_seconds
 
     def _next(self, webhook_id: str) -> tuple[Due, StoredWebhook] | None:
         with self._database.read() as connection:
-            webhook = _as_it_is(connection, webhook_id)
-            due = None if webhook is None else outbox.next_due(connection, webhook)
+            webhook = find_webhook(connection, webhook_id)
+            due = None if webhook is None else outbox.head(connection, webhook)
             return None if webhook is None or due is None else (due, webhook)
 
     def _settle(self, due: Due, webhook: StoredWebhook, attempt: Attempt) -> None:
         # A power cut may lose this relaxed write. The hub then sends the delivery again, and the
         # receiver recognises its id.
         with self._database.write_relaxed() as connection:
-            status = outbox.settle(connection, due, attempt, self._settings)
-            change = None
-            current = _as_it_is(connection, webhook.id)
-            # If a person enabled the webhook or changed its URL during the attempt, a failure of
-            # this attempt says nothing about the webhook in its present state.
-            if current is not None and (attempt.succeeded or current.stands_as(webhook)):
-                change = suspension.after_attempt(
-                    connection, current, attempt, status, self._settings
-                )
+            status, change = outbox.settle(connection, due, webhook, attempt, self._settings)
         # Not by the status alone: a delivery that was taken is pending if a person replayed it
         # during the attempt.
         if attempt.succeeded:
@@ -212,14 +194,14 @@ class Deliverer:
                 *(due.id, webhook.target),
                 extra={"delivery_id": due.id},
             )
-        elif not attempt.refused or (status == "dead" and not due.is_probe):
+        elif not attempt.refused:
             logger.warning(
                 "delivery %s to %s: %s (attempt %d, %s)",
                 due.id,
                 webhook.target,
                 attempt.error or f"answered {attempt.response_status}",
                 due.attempt + 1,
-                "given up" if status == "dead" and not due.is_probe else "will be tried again",
+                "given up" if status == "dead" else "will be tried again",
                 extra={"delivery_id": due.id},
             )
 
@@ -252,11 +234,3 @@ async def _wait(event: asyncio.Event, seconds: float) -> None:
             await event.wait()
     except TimeoutError:
         pass
-
-
-def _as_it_is(connection: Connection, webhook_id: str) -> StoredWebhook | None:
-    """The webhook as it is stored now. None if it was deleted."""
-    try:
-        return get_webhook(connection, webhook_id)
-    except WebhookNotFound:
-        return None

@@ -1,12 +1,16 @@
-"""Stores the deliveries, finds the one to send next, and removes old ones. `deliveries.py` sends
+"""Stores the deliveries: one queue for each webhook, the oldest event first. `deliveries.py` sends
 them.
 
-A delivery is `pending` until a 2xx answer makes it `delivered`, or until the hub gives up and makes
-it `dead`. The database does not say which delivery is being sent. So if the hub is killed during an
-attempt, it sends the delivery again after its restart. A receiver gets each delivery at least once.
+A delivery is `pending` until a 2xx answer makes it `delivered`, or until its last attempt has
+failed, which makes it `dead`. Only the head of a queue is sent: its event is the oldest that is
+pending. While the head waits for its next attempt, all later deliveries wait too, so a receiver
+sees the events in their order.
 
-An attempt for a suspended webhook is a probe. If a probe fails, the state of the delivery and its
-number of attempts do not change.
+If a webhook's receiver has failed for some time, the webhook is `suspended`. This is only what
+people are told: the head is tried as before, and its first success ends the suspension.
+
+The database does not say which delivery is being sent. So if the hub is killed during an attempt,
+it sends the delivery again after its restart. A receiver gets each delivery at least once.
 """
 
 import random
@@ -14,21 +18,9 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from sqlalchemy import (
-    Connection,
-    Row,
-    ScalarSelect,
-    and_,
-    delete,
-    exists,
-    func,
-    insert,
-    or_,
-    select,
-    text,
-    update,
-)
+from sqlalchemy import Connection, ScalarSelect, and_, delete, exists, insert, select, text
 from sqlalchemy.sql.elements import ColumnElement
 
 from pipeline.hub.database import Database
@@ -39,9 +31,11 @@ from pipeline.hub.webhooks.states import (
     DELIVERY_MOVES,
     DeliveryEvent,
     DeliveryStatus,
+    WebhookEvent,
     move_deliveries,
+    move_webhook,
 )
-from pipeline.hub.webhooks.store import StoredWebhook
+from pipeline.hub.webhooks.store import StoredWebhook, change_webhook, find_webhook
 
 HEAD_CHARACTERS = 1000
 """How many characters of a receiver's answer are stored."""
@@ -55,17 +49,15 @@ PENDING = text("deliveries.status = 'pending'")
 
 @dataclass(frozen=True, kw_only=True)
 class Due:
-    """The delivery that a webhook gets next, and when. Times are in seconds since the epoch."""
+    """The head of a webhook's queue, and when it is sent. Times are in seconds since the epoch."""
 
     id: str
     payload: str
     attempt: int
-    """The number of attempts so far. Failed probes, and attempts whose connection was refused, do
-    not count."""
+    """The number of attempts so far. Attempts whose connection was refused do not count."""
     queued_at: float
     next_attempt_at: float
     replay_of: str | None = None
-    is_probe: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,125 +79,122 @@ class Attempt:
         return self.response_status is not None and 200 <= self.response_status < 300
 
 
+StatusChange = Literal["failing", "answered", "gone"]
+
+GONE = 410
+"""With this status, a receiver says that it wants no more deliveries:
+https://www.standardwebhooks.com"""
+
+
 def webhooks_to_serve(connection: Connection) -> list[str]:
-    """The ids of the webhooks that may have a delivery to send, now or later."""
+    """The ids of the webhooks that have a delivery to send, now or later."""
     pending = exists().where(table.c.webhook_id == webhooks.c.id, PENDING)
-    # A suspended webhook without a pending delivery may still have a dead one that can be its probe
-    # (`died_unheard`).
-    waiting = or_(pending, webhooks.c.suspended_at.is_not(None))
-    rows = connection.execute(select(webhooks.c.id).where(webhooks.c.disabled.is_(False), waiting))
+    rows = connection.execute(select(webhooks.c.id).where(webhooks.c.disabled.is_(False), pending))
     return [row.id for row in rows]
 
 
-def next_due(connection: Connection, webhook: StoredWebhook) -> Due | None:
-    """The delivery that the webhook gets next, or None if there is none.
-
-    If several deliveries are due now, this is the one of the oldest event. If none is due, this is
-    the one that is due next. A suspended webhook gets one delivery after the other as a probe:
-    first the newest that was never tried, then the one whose last attempt is the oldest. So if the
-    receiver always fails at one delivery, this delivery does not hold up the others. For a
-    disabled webhook, this is None.
-    """
+def head(connection: Connection, webhook: StoredWebhook) -> Due | None:
+    """The head of the webhook's queue. None if the queue is empty or the webhook is disabled."""
     if webhook.disabled:
         return None
-    of_webhook = select(table).where(table.c.webhook_id == webhook.id).limit(1)
-    if webhook.suspended_at is not None:
-        waiting = or_(table.c.status == "pending", died_unheard(webhook))
-        order = (table.c.last_attempt_at.nulls_first(), table.c.event_seq.desc())
-        row = connection.execute(of_webhook.where(waiting).order_by(*order)).one_or_none()
-        return None if row is None else _due(row, probe_at=webhook.probe_at)
-    pending = of_webhook.where(PENDING)
-    due = pending.where(table.c.next_attempt_at <= time.time()).order_by(table.c.event_seq)
-    row = connection.execute(due).one_or_none()
+    queue = select(table).where(table.c.webhook_id == webhook.id, PENDING)
+    first = queue.order_by(table.c.event_seq, table.c.created_at).limit(1)
+    row = connection.execute(first).one_or_none()
     if row is None:
-        row = connection.execute(pending.order_by(table.c.next_attempt_at)).one_or_none()
-    return None if row is None else _due(row)
-
-
-def died_unheard(webhook: StoredWebhook) -> ColumnElement[bool]:
-    """The condition for deliveries of a suspended webhook that died because their connections were
-    refused: no receiver got them, and their number of attempts is 0.
-
-    The hub sends them when the suspension ends. It does not send a delivery that died after its
-    last attempt.
-    """
-    return and_(
-        table.c.status == "dead",
-        table.c.attempt == 0,
-        table.c.last_attempt_at >= webhook.failing_since,
-    )
-
-
-def num_failing(connection: Connection, webhook: StoredWebhook, since: float) -> int:
-    """The number of deliveries of the webhook that were tried at or after the time `since` and are
-    not delivered."""
-    failing = select(func.count()).where(
-        table.c.webhook_id == webhook.id,
-        table.c.last_attempt_at >= since,
-        table.c.status != "delivered",
-    )
-    return connection.execute(failing).scalar_one()
-
-
-def _due(row: Row[tuple[object, ...]], probe_at: float | None = None) -> Due:
+        return None
     return Due(
         id=row.id,
         payload=row.payload,
         attempt=row.attempt,
         queued_at=row.queued_at,
-        next_attempt_at=row.next_attempt_at if probe_at is None else probe_at,
+        next_attempt_at=webhook.retry_at or 0,
         replay_of=row.replay_of,
-        is_probe=probe_at is not None,
     )
 
 
 def settle(
-    connection: Connection, due: Due, attempt: Attempt, settings: HubSettings
-) -> DeliveryStatus:
-    """Stores how an attempt ended and plans the next one. Returns the state of the delivery: `dead`
-    if it was deleted with its webhook during the attempt, because it is not sent again."""
-    # If a person replayed the delivery during the attempt, it has another `queued_at` and starts
-    # from the beginning. Then the end of this attempt does not change the delivery.
-    this = table.c.id == due.id, table.c.queued_at == due.queued_at
-    ended: dict[str, object] = {
-        "last_attempt_at": attempt.started_at,
-        "response_status": attempt.response_status,
-        "response_head": attempt.response_head,
-        "error": attempt.error,
-        "milliseconds": attempt.milliseconds,
-    }
-    if due.is_probe and not attempt.succeeded:
-        connection.execute(update(table).where(*this).values(ended))
-    else:
-        made = due.attempt if attempt.refused else due.attempt + 1
-        event, next_attempt_at = _plan(due, attempt, made, settings)
-        if attempt.refused and event == "given up":
-            made = 0  # `died_unheard` finds the delivery by this number
-        move_deliveries(
-            connection, event, *this, **ended, attempt=made, next_attempt_at=next_attempt_at
-        )
-    stored: DeliveryStatus | None = connection.scalar(
-        select(table.c.status).where(table.c.id == due.id)
-    )
-    return stored or "dead"
+    connection: Connection,
+    due: Due,
+    webhook: StoredWebhook,
+    attempt: Attempt,
+    settings: HubSettings,
+) -> tuple[DeliveryStatus, StatusChange | None]:
+    """Stores how an attempt ended, and plans the next one. `webhook` is the webhook as it was
+    before the attempt.
 
-
-def _plan(
-    due: Due, attempt: Attempt, made: int, settings: HubSettings
-) -> tuple[DeliveryEvent, float | None]:
-    now = time.time()
+    Returns the state of the delivery (`dead` if it was deleted with its webhook during the attempt,
+    because it is not sent again), and what the attempt has changed in the state of the webhook.
+    """
+    made = due.attempt + (not attempt.refused)
+    is_last = not attempt.refused and made >= len(settings.delivery_schedule_seconds)
+    event: DeliveryEvent = "failed"
     if attempt.succeeded:
-        return "taken", None
+        event = "taken"
+    elif is_last and attempt.response_status != GONE:
+        event = "given up"
+    move_deliveries(
+        connection,
+        event,
+        # If a person replayed the delivery during the attempt, it has another `queued_at` and
+        # starts from the beginning. Then the end of this attempt does not change the delivery.
+        *(table.c.id == due.id, table.c.queued_at == due.queued_at),
+        attempt=made,
+        last_attempt_at=attempt.started_at,
+        response_status=attempt.response_status,
+        response_head=attempt.response_head,
+        error=attempt.error,
+        milliseconds=attempt.milliseconds,
+    )
+    stored: DeliveryStatus = connection.scalar(
+        select(table.c.status).where(table.c.id == due.id)
+    ) or ("dead")
+    current = find_webhook(connection, webhook.id)
+    # If a person enabled the webhook, changed its URL or replayed a delivery during the attempt, a
+    # failure of this attempt says nothing about the webhook in its present state.
+    if current is None or not (attempt.succeeded or current.stands_as(webhook)):
+        return stored, None
+    if attempt.succeeded:
+        restart(connection, current, "answered")
+        return stored, "answered" if current.suspended_at is not None else None
+    if attempt.response_status == GONE:
+        restart(connection, current, "gone")
+        return stored, "gone"
+    since = current.failing_since or attempt.started_at
+    wait = _wait_seconds(attempt, made, attempt.started_at - since, is_last, settings)
+    change_webhook(connection, current, failing_since=since, retry_at=time.time() + wait)
+    is_due = attempt.started_at - since >= settings.suspend_after_seconds
+    if not is_due or current.suspended_at is not None:
+        return stored, None
+    move_webhook(connection, current.id, current.status, "failing")
+    return stored, "failing"
+
+
+def _wait_seconds(
+    attempt: Attempt, made: int, failing_seconds: float, is_last: bool, settings: HubSettings
+) -> float:
+    """How long the queue waits after a failed attempt. After the last attempt of the head, the next
+    delivery follows at once."""
     if attempt.refused:
-        # A refused connection uses up no attempt, so the delivery dies only when it is too old.
-        given_up = now - due.queued_at > settings.refused_give_up_seconds
-        return ("given up", None) if given_up else ("failed", now)
-    schedule = settings.delivery_schedule_seconds
-    if made >= len(schedule):
-        return "given up", None
+        # The receiver is probably starting. Wait as long as it has refused, so the wait doubles.
+        shortest, longest = settings.refused_min_seconds, settings.refused_max_seconds
+        return min(max(failing_seconds, shortest), longest)
+    asked = attempt.retry_after_seconds or 0
+    if is_last:
+        return asked
     jitter = random.uniform(1 - settings.delivery_jitter, 1 + settings.delivery_jitter)
-    wait = max(schedule[made] * jitter, attempt.retry_after_seconds or 0)
-    return "failed", now + wait
+    return max(settings.delivery_schedule_seconds[made] * jitter, asked)
+
+
+def restart(connection: Connection, webhook: StoredWebhook, event: WebhookEvent) -> None:
+    """Moves the webhook to the state that follows `event`, and forgets its failures. The head of
+    its queue is due now."""
+    move_webhook(connection, webhook.id, webhook.status, event)
+    change_webhook(connection, webhook, failing_since=None, retry_at=None)
+
+
+def retry_now(connection: Connection, webhook: StoredWebhook) -> None:
+    """Makes the head due now, because a person replays a delivery or sends a test."""
+    change_webhook(connection, webhook, retry_at=None)
 
 
 def put(
@@ -215,10 +204,8 @@ def put(
     event_seq: int | ScalarSelect[int],
     payload: str,
     replay_of: str | None = None,
-    not_before: float = 0,
 ) -> str:
-    """Adds a delivery and returns its id. It is due now, or at `not_before` (seconds since the
-    epoch) if that is later."""
+    """Adds a delivery to the webhook's queue, and returns its id."""
     id, now = str(uuid.uuid4()), time.time()
     connection.execute(
         insert(table).values(
@@ -230,7 +217,6 @@ def put(
             attempt=0,
             created_at=now,
             queued_at=now,
-            next_attempt_at=max(now, not_before),
             replay_of=replay_of,
         )
     )
@@ -240,11 +226,7 @@ def put(
 def prune(database: Database, *, keep_days: float) -> None:
     """Removes deliveries that became delivered or dead more than `keep_days` days ago. Then removes
     events that are older than this and have no delivery. Reads the old rows without a lock and
-    deletes a few at a time, so that no push waits long.
-
-    Keeps the dead deliveries of a suspended webhook, because the hub sends some of them when the
-    suspension ends.
-    """
+    deletes a few at a time, so that no push waits long."""
     before = time.time() - 86400 * keep_days
     _remove(database, table.c.id, _is_over(before))
     told = exists().where(table.c.event_seq == events.c.seq)
@@ -252,15 +234,11 @@ def prune(database: Database, *, keep_days: float) -> None:
 
 
 def _is_over(before: float) -> ColumnElement[bool]:
-    suspended = select(webhooks.c.id).where(webhooks.c.suspended_at.is_not(None))
     return and_(
         table.c.last_attempt_at < before,
         table.c.created_at < before,
         table.c.queued_at < before,
-        or_(
-            table.c.status == "delivered",
-            and_(table.c.status == "dead", table.c.webhook_id.not_in(suspended)),
-        ),
+        table.c.status != "pending",
     )
 
 

@@ -18,7 +18,7 @@ from pipeline.hub.schema import deliveries, webhooks
 from receiver.webhooks import WebhookStatus
 
 DeliveryStatus = Literal["pending", "delivered", "dead"]
-DeliveryEvent = Literal["queued", "taken", "failed", "given up", "heard again", "replayed"]
+DeliveryEvent = Literal["queued", "taken", "failed", "given up", "replayed"]
 WebhookEvent = Literal["created", "failing", "answered", "changed", "enabled", "disabled", "gone"]
 State = TypeVar("State", bound=str)
 
@@ -32,16 +32,11 @@ class Move(Generic[State]):
 
 DELIVERY_MOVES: Mapping[DeliveryEvent, Move[DeliveryStatus]] = {
     "queued": Move(target="pending"),
-    "taken": Move(sources=frozenset({"pending", "dead"}), target="delivered"),
+    "taken": Move(sources=frozenset({"pending"}), target="delivered"),
     "failed": Move(sources=frozenset({"pending"}), target="pending"),
     "given up": Move(sources=frozenset({"pending"}), target="dead"),
-    "heard again": Move(sources=frozenset({"dead"}), target="pending"),
     "replayed": Move(sources=frozenset({"pending", "delivered", "dead"}), target="pending"),
 }
-"""When a suspension ends, "heard again" happens to the deliveries that died because their
-connections were refused (`outbox.died_unheard`). A dead delivery can be "taken" only as a probe:
-an attempt that shows whether the receiver of a suspended webhook works again. A probe that fails
-changes no state."""
 
 WEBHOOK_MOVES: Mapping[WebhookEvent, Move[WebhookStatus]] = {
     "created": Move(target="enabled"),

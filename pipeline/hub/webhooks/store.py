@@ -60,10 +60,13 @@ class HubWatchedItem(WatchedItem):
     def covers(self, repository: RepositoryName) -> bool:
         """Whether events of `repository` match this item. Names are compared without case, as
         everywhere on the hub."""
-        name = self.name.lower()
         if self.type in ("org", "user"):
-            return name == repository.owner.lower()
-        return (self.type, name) == (repository.type, repository.id.lower())
+            return self.name.lower() == repository.owner.lower()
+        return self.is_for(repository)
+
+    def is_for(self, repository: RepositoryName) -> bool:
+        """Whether this item names the repository itself."""
+        return (self.type, self.name.lower()) == (repository.type, repository.id.lower())
 
     def with_owner(self, owner: str) -> "HubWatchedItem":
         """The same item, but a repository's name without an owner gets `owner`."""
@@ -112,16 +115,11 @@ class StoredWebhook:
     encrypted_secret: bytes | None
     encrypted_secrets: bytes | None
     disabled: bool
-    num_failures: int
-    """The number of failed attempts since the last successful one."""
     failing_since: float | None
-    """The time of the first of these failed attempts. None if there is none."""
+    """The time of the first failed attempt since the last successful one. None if there is none."""
     suspended_at: float | None
-    num_probes: int
-    probe_at: float | None
-    """For a suspended webhook, the time of its next probe: an attempt that shows whether the
-    receiver works again. For an enabled webhook whose receiver asked for a pause, the end of the
-    pause. Else None."""
+    retry_at: float | None
+    """The head of the queue is sent at this time; at once if this is None."""
 
     @property
     def status(self) -> WebhookStatus:
@@ -143,7 +141,7 @@ class StoredWebhook:
         earlier copy of its row."""
         return self.target_and_proof == before.target_and_proof and all(
             getattr(self, name) == getattr(before, name)
-            for name in ("disabled", "suspended_at", "failing_since")
+            for name in ("disabled", "failing_since", "retry_at")
         )
 
     @property
@@ -222,11 +220,6 @@ def jobs_of_webhooks(path: Path) -> set[str]:
         return set()
     try:
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
-            columns = {row[1] for row in connection.execute("PRAGMA table_info(webhooks)")}
-            if columns and "job_id" not in columns:
-                # The hub has not upgraded its database yet. Webhooks of the older release start
-                # no jobs.
-                return set()
             rows = connection.execute("SELECT job_id FROM webhooks WHERE job_id IS NOT NULL")
             return {job_id for (job_id,) in rows}
     except sqlite3.Error as error:
@@ -237,12 +230,21 @@ def jobs_of_webhooks(path: Path) -> set[str]:
 
 
 def get_webhook(connection: Connection, id: str) -> StoredWebhook:
-    row = connection.execute(select(table).where(table.c.id == id)).one_or_none()
-    if row is None:
+    webhook = find_webhook(connection, id)
+    if webhook is None:
         raise WebhookNotFound(
             f"There is no webhook {id!r} here: list the webhooks with `hf webhooks ls`."
         )
-    return _from_row(row)
+    return webhook
+
+
+def find_webhook(connection: Connection, id: str) -> StoredWebhook | None:
+    row = connection.execute(select(table).where(table.c.id == id)).one_or_none()
+    return None if row is None else _from_row(row)
+
+
+def change_webhook(connection: Connection, webhook: StoredWebhook, **values: object) -> None:
+    connection.execute(update(table).where(table.c.id == webhook.id).values(values))
 
 
 def create_webhook(
@@ -299,20 +301,6 @@ def update_webhook(
     return get_webhook(connection, id)
 
 
-def follow_move(connection: Connection, old: RepositoryName, new: RepositoryName) -> None:
-    """Changes the name `old` to `new` in every webhook that watches this repository."""
-    for webhook in list_webhooks(connection):
-        watched: list[dict[str, str]] = []
-        for item in webhook.watched:
-            is_it = item.type not in ("org", "user") and item.covers(old)
-            told = {"type": item.type, "name": new.id if is_it else item.name}
-            watched += [] if told in watched else [told]
-        if watched != [item.model_dump() for item in webhook.watched]:
-            connection.execute(
-                update(table).where(table.c.id == webhook.id).values(watched=watched)
-            )
-
-
 def delete_webhook(connection: Connection, id: str) -> None:
     get_webhook(connection, id)
     connection.execute(delete(table).where(table.c.id == id))
@@ -328,9 +316,7 @@ def _from_row(row: Row[tuple[object, ...]]) -> StoredWebhook:
         encrypted_secret=row.encrypted_secret,
         encrypted_secrets=row.encrypted_secrets,
         disabled=row.disabled,
-        num_failures=row.num_failures,
         failing_since=row.failing_since,
         suspended_at=row.suspended_at,
-        num_probes=row.num_probes,
-        probe_at=row.probe_at,
+        retry_at=row.retry_at,
     )
