@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from jobs.errors import JobError
 from jobs.launchers.process import is_alive
 from jobs.migrations import HEAD as JOBS_SCHEMA
-from pipeline.doctor_deliveries import check_dead_letters, check_deliveries
+from pipeline.doctor_deliveries import check_deliveries
 from pipeline.doctor_jobs import (
     check_base_models,
     check_last_jobs,
@@ -339,7 +339,6 @@ CHECKS: tuple[Check, ...] = (
     _check_webhooks,
     check_webhooks_at_other_hubs,
     check_deliveries,
-    check_dead_letters,
     check_last_jobs,
     check_newest_commits,
     check_repositories,

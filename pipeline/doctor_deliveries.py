@@ -1,5 +1,5 @@
-"""The checks of `pipeline doctor` for deliveries that the hub or the receiver has given up. Also
-finds out whether a delivery of a commit started a job (`got_job`)."""
+"""The checks of `pipeline doctor` for deliveries that the hub has given up. Also finds
+out whether a delivery of a commit started a job (`got_job`)."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -7,10 +7,7 @@ from contextlib import closing
 
 from pipeline.findings import Finding, ok, wrong
 from pipeline.paths import Home
-from pipeline.services import deliveries_path
 from pipeline.settings import Settings
-from receiver.dead_letters import list_dead_letters
-from receiver.errors import ReceiverError
 
 
 def check_deliveries(home: Home, settings: Settings) -> Iterator[Finding]:
@@ -37,28 +34,6 @@ def check_deliveries(home: Home, settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield ok("deliveries", f"{counts.get('pending', 0)} pending, none given up")
-
-
-def check_dead_letters(home: Home, settings: Settings) -> Iterator[Finding]:
-    file = deliveries_path(settings, home)
-    if not file.exists():
-        return
-    try:
-        letters = list_dead_letters(file)
-    except ReceiverError as error:
-        yield wrong("dead letters", str(error), "do what the message says")
-        return
-    if letters:
-        handlers = ", ".join(sorted({letter.path for letter in letters}))
-        yield wrong(
-            "dead letters",
-            f"the receiver has {len(letters)}: deliveries that it has given up, because the "
-            f"handler failed again and again ({handlers})",
-            "to see why: pipeline receiver dead; to handle them again: pipeline receiver replay "
-            "--all",
-        )
-    else:
-        yield ok("dead letters", "none")
 
 
 def got_job(home: Home, commit: str) -> bool:

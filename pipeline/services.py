@@ -4,12 +4,10 @@ on its own port."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import httpx
 
 from pipeline.errors import PipelineError
-from pipeline.paths import Home
 from pipeline.probes import port_fault
 from pipeline.settings import Settings
 
@@ -126,11 +124,3 @@ def check_port(service: Service) -> None:
             f"free the port, or set another port for the {_describe(service)}: "
             f"{service.port_setting}"
         )
-
-
-def deliveries_path(settings: Settings, home: Home) -> Path:
-    """The file in which the stack's receiver stores the deliveries for its durable handlers. If a
-    durable handler fails, the receiver calls this handler again with the stored delivery."""
-    if "deliveries_path" in settings.receiver.model_fields_set:
-        return settings.receiver.deliveries_path
-    return home.root / "receiver.db"

@@ -25,8 +25,6 @@ def as_utc(at: float) -> str:
 
 
 def _outcome(status: int) -> str:
-    if status == 202:
-        return "stored"
     if status < 300:
         return "handled"
     if status in (401, 403):

@@ -66,22 +66,20 @@ def receiver(
     from pipeline.other_hubs import credentials_of_other_hubs
     from pipeline.retrain.settings import is_git_url
     from pipeline.rules import retrain_rules
-    from pipeline.services import deliveries_path
     from pipeline.settings import load_settings
     from pipeline.tokens import load_tokens, secret_in_shell
     from receiver.monitoring import add_live_route, measure
-    from receiver.moved_webhooks import HubCredentials
     from receiver.retrain import retrain_handler
     from receiver.senders import PushSender
     from receiver.server import WebhooksServer
     from receiver.settings import ReceiverSettings
+    from receiver.tunnel import HubCredentials
 
     home, settings = Home.find(), load_settings()
     log_to_stderr(settings.logs, "receiver")
     tokens = load_tokens(home.tokens_file)
     receiver_settings = {
         **settings.receiver.model_dump(exclude_unset=True),
-        "deliveries_path": deliveries_path(settings, home),
         **_without_none(tunnel=tunnel, public_url=public_url),
     }
     # When the receiver's public URL changes, the receiver writes the new URL into its webhooks on
@@ -99,6 +97,7 @@ def receiver(
                 *hub_of_shell,
                 *credentials_of_other_hubs(settings, tokens),
             ],
+            state_dir=home.root,
             secret_in_shell=secret_in_shell(home.tokens_file),
         )
         measure(server.app)

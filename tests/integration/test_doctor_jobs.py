@@ -26,7 +26,6 @@ from pipeline.paths import Home
 from pipeline.runner_metrics import RunnerMetrics
 from pipeline.settings import load_settings
 from pipeline.stack_record import Child, StackRecord
-from receiver.delivery_log import DeliveryLog, HandlerResult, NewDelivery
 from tests.ports import free_port
 from tests.serving_fixtures import echo_release
 
@@ -213,24 +212,3 @@ def test_dead_deliveries_are_told_with_the_time_of_the_settings(
         "1 were given up: every attempt failed, or connections were refused for 1.5 hours"
     )
     assert "pipeline webhooks replay" in step
-
-
-def test_dead_letters_of_durable_handlers(home: Home) -> None:
-    def found() -> list[tuple[str, str]]:
-        return wrong(doctor_deliveries.check_dead_letters(home, load_settings()))
-
-    assert found() == [], "no receiver has stored a delivery"
-    file = home.root / "receiver.db"
-    with closing(DeliveryLog(file)) as log:
-        for path, id in (("/webhooks/a", "d1"), ("/webhooks/b", "d2"), ("/webhooks/b", "d3")):
-            log.add([NewDelivery(path=path, id=id, headers={}, body=b"{}")], now=1.0)
-        assert found() == []
-        for id in ("d2", "d3"):
-            died = HandlerResult(path="/webhooks/b", id=id, died_at=2.0, failure="no")
-            log.store_results([died])
-    [(message, step)] = found()
-    assert "the receiver has 2" in message and "(/webhooks/b)" in message
-    assert "pipeline receiver replay --all" in step
-    file.write_bytes(b"no database")
-    [(message, _)] = found()
-    assert str(file) in message

@@ -27,16 +27,15 @@ WIDTHS = (1280, 768, 360)
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> Iterator[str]:
-    settings = ReceiverSettings(port=0, deliveries_path=tmp_path / "receiver.db")
-    server = WebhooksServer(webhook_secret="s3cret", settings=settings)
+def url() -> Iterator[str]:
+    server = WebhooksServer(webhook_secret="s3cret", settings=ReceiverSettings(port=0))
 
     @server.add_webhook("/retrain")
     def retrain(payload: WebhookPayload) -> None:
         if payload.repo.name == "acme/broken":
             raise RuntimeError
 
-    @server.add_webhook("/rebuild-the-index-of-everything-that-was-ever-written", durable=True)
+    @server.add_webhook("/rebuild-the-index-of-everything-that-was-ever-written")
     def index(payload: WebhookPayload) -> None: ...
 
     server.add_webhook("/pushes", proof="github", webhook_secret="x")(retrain)
