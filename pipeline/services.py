@@ -1,6 +1,6 @@
-"""Lists the services of a stack: the hub, the completion servers, the runner and the receiver. Each
-service is a process that runs a `pipeline` command. Each service except the runner answers requests
-on its own port."""
+"""Lists the services of a stack: the hub, the completion servers, the gateway if there are several
+of them, the runner and the receiver. Each service is a process that runs a `pipeline` command. Each
+service except the runner answers requests on its own port."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -69,9 +69,16 @@ def services_of(settings: Settings) -> tuple[Service, ...]:
         )
         for pipeline in settings.pipelines
     )
+    gateway = Service(
+        name="gateway",
+        arguments=("gateway",),
+        url=settings.gateway_url,
+        port_setting=_port_setting("serving"),
+    )
     services = (
         hub_service(settings),
         *servers,
+        *((gateway,) if gateway.url else ()),
         replace(RUNNER, metrics_port=settings.jobs.metrics_port or None),
         Service(
             name="receiver",

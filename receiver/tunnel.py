@@ -297,8 +297,8 @@ def _ssh_command(tunnel: str, address: str, former_url: str | None) -> tuple[lis
         )
     # With port 0, the ssh server chooses the public port, and ssh prints this port.
     port = urlsplit(former_url).port if former_url is not None else 0
-    options = ("BatchMode=yes", "ControlPath=none", "ConnectTimeout=10")
-    options += ("ExitOnForwardFailure=yes", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+    options = ["BatchMode=yes", "ControlPath=none", "ConnectTimeout=10"]
+    options += ["ExitOnForwardFailure=yes", "ServerAliveInterval=5", "ServerAliveCountMax=3"]
     arguments = ["ssh", "-v", "-N", "-T"]
     for option in options:
         arguments += ["-o", option]

@@ -1,5 +1,5 @@
-"""`pipeline hub`, `pipeline receiver` and `pipeline serve`: each command runs one service of the
-stack."""
+"""`pipeline hub`, `pipeline receiver`, `pipeline serve` and `pipeline gateway`: each command runs
+one service of the stack."""
 
 import os
 from functools import partial
@@ -180,6 +180,28 @@ def serve(
         folder=folder,
     )
     serve_app(app, serving)
+
+
+def gateway(host: HostOption = None, port: PortOption = None) -> None:
+    """Run the gateway: one address, on port 8000 by default, for the servers of several pipelines.
+    The field `model` of a request chooses the pipeline."""
+    from pipeline.gateway import create_app
+    from pipeline.logs import log_to_stderr
+    from pipeline.settings import load_settings
+    from receiver import listen
+    from serving.http.server import Server, http_config
+    from serving.server import SHUTDOWN_SECONDS, bind
+
+    settings = load_settings()
+    log_to_stderr(settings.logs, "gateway")
+    serving = settings.serving.model_copy(update=_without_none(host=host, port=port))
+    servers = {each.name: settings.server_url(each) for each in settings.pipelines}
+    if not servers:
+        raise PipelineError("no pipeline is configured, so there is nothing to answer for")
+    app = create_app(servers, max_body_bytes=serving.max_body_bytes)
+    listening = bind(serving)
+    print(f"gateway on {listen.url_of(listening, serving.host)}", flush=True)
+    listen.serve(Server(http_config(app, shutdown_seconds=SHUTDOWN_SECONDS)), listening)
 
 
 def _engine(settings: "ServingSettings", *, busy_lock_file: Path) -> "Engine":

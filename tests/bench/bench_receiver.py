@@ -101,9 +101,7 @@ def measure(size: Size) -> Result:
     ratio = statistics.median(ours.per_second / peer.per_second for ours, peer in rounds)
     return Result(
         figures=(
-            at_least(
-                "storing nothing / huggingface_hub's, 16 clients", ratio, PEER_RATIO, "x"
-            ),
+            at_least("storing nothing / huggingface_hub's, 16 clients", ratio, PEER_RATIO, "x"),
             at_least("as many per second as huggingface_hub's", ratio, EQUAL_RATIO, "x"),
             at_most("a job of each event: p99 at 100 events/s", p99["retrain"], P99_MS, "ms"),
             *(reported(LABELS[name], rates[name], "events/s") for name in urls),

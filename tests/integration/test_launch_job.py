@@ -97,7 +97,7 @@ def test_a_store_that_is_not_there_is_an_error_that_the_sender_sees(
         launch_job(["true"], dataset_update())
     assert list(tmp_path.iterdir()) == [], "no store that no runner would look into"
     monkeypatch.setenv("PIPELINE_JOBS__DATABASE_URL", str(tmp_path / "jobs.db"))
-    with pytest.raises(NoJobStore, match="jobs.db"):
+    with pytest.raises(NoJobStore, match=r"jobs\.db"):
         launch_job(["true"], dataset_update())
     JobStore.open(tmp_path / "jobs.db").close()
     for chosen in ({}, {"store": tmp_path / "jobs.db"}, {"store": f"sqlite:///{tmp_path}/jobs.db"}):
@@ -145,9 +145,9 @@ def test_a_delivery_that_is_repeated_after_a_kill_has_one_job(
         with contextlib.suppress(httpx.TransportError), httpx.Client() as client:
             for number in range(10_000):
                 id = {"Webhook-Id": f"d{number}"}
-                answered[f"d{number}"] = client.post(
-                    url, json=dataset_update(), headers=id
-                ).json()["job"]
+                answered[f"d{number}"] = client.post(url, json=dataset_update(), headers=id).json()[
+                    "job"
+                ]
                 if number == 10:
                     killer.start()
         killer.join()

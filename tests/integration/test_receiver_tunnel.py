@@ -250,9 +250,7 @@ def test_a_link_is_renewed_before_it_ends(
     ours = create_webhook(url=f"{url}/webhooks/hello", watched=["user:local"], **at)
     [first] = commands_with(f"{tmp_path}/starts")
 
-    wait_until(
-        lambda: get_webhook(ours.id, **at).url == "https://n2.relay.example/webhooks/hello"
-    )
+    wait_until(lambda: get_webhook(ours.id, **at).url == "https://n2.relay.example/webhooks/hello")
     assert time.time() - began > 3
     assert first not in commands_with(f"{tmp_path}/starts")
 

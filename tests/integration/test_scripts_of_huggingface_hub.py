@@ -19,8 +19,8 @@ IMPORTS = {
     "ours": "from receiver import WebhookPayload, WebhooksServer, webhook_endpoint",
 }
 
-# What the tests of huggingface_hub use: a page of gradio, handlers of all kinds, and a client inside
-# the process.
+# What the tests of huggingface_hub use: a page of gradio, handlers of all kinds, and a client
+# inside the process.
 LIKE_ITS_OWN_TESTS = """
 import io, contextlib, json, os, sys
 import gradio, httpx

@@ -58,9 +58,36 @@ def test_each_port_is_told_with_where_it_is_set(
         "hub": "PIPELINE_HUB__PORT=…, or `port` under [hub]",
         "serve-a": "PIPELINE_SERVING__PORT=…, or `port` under [serving]",
         "serve-b": "`port` of b under [[pipelines]]",
+        "gateway": "PIPELINE_SERVING__PORT=…, or `port` under [serving]",
         "runner": None,
         "receiver": "PIPELINE_RECEIVER__PORT=…, or `port` under [receiver]",
     }
+
+
+def test_several_pipelines_have_one_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pipeline.toml"
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(file))
+    one, two = (f'[[pipelines]]\nname = "{name}"\ndataset = "o/d"\n' for name in "ab")
+
+    def urls(text: str) -> dict[str, str | None]:
+        file.write_text(text)
+        services = services_of(load_settings())
+        return {
+            each.name: each.url
+            for each in services
+            if "serve" in each.name or each.name == "gateway"
+        }
+
+    assert urls(one) == {"serve": "http://127.0.0.1:8000"}, "no hop"
+    assert urls(one + two) == {
+        "serve-a": "http://127.0.0.1:8001",
+        "serve-b": "http://127.0.0.1:8002",
+        "gateway": "http://127.0.0.1:8000",
+    }
+    with pytest.raises(PipelineError, match="port 8000 is set for both"):
+        urls(one + two + "port = 8000\n")
 
 
 @pytest.mark.parametrize(
