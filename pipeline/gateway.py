@@ -7,9 +7,10 @@ checks API keys and hosts: the gateway also passes these headers on.
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 import httpx
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from serving.http.bodies import LARGE_JSON_BYTES, LimitedBodies
+from serving.http.bodies import LimitedBodies
 from serving.request_errors import RequestError
 
 ASK_SECONDS = 5.0
@@ -54,10 +55,10 @@ def create_app(servers: Mapping[str, str], *, max_body_bytes: int) -> Starlette:
         routes=[
             Route("/live", gateway.live),
             Route("/health", gateway.health),
-            Route("/ping", gateway.ping, methods=["GET", "POST"]),
+            Route("/ping", gateway.health, methods=["GET", "POST"]),
             Route("/metrics", gateway.metrics),
             Route("/v1/models", gateway.models),
-            Route("/v1/models/{model:path}", gateway.model),
+            Route("/v1/models/{model:path}", gateway.forward),
             Route("/{path:path}", gateway.forward, methods=methods),
         ],
         middleware=[Middleware(LimitedBodies, max_body_bytes=max_body_bytes)],
@@ -92,9 +93,6 @@ class _Gateway:
         status = "ok" if num_ready == len(said) else "partly" if num_ready else "waiting"
         return JSONResponse({"status": status, "pipelines": said}, 200 if num_ready else 503)
 
-    async def ping(self, request: Request) -> Response:
-        return Response(status_code=(await self.health(request)).status_code)
-
     async def metrics(self, request: Request) -> Response:
         """The metrics of all servers, each with the label `pipeline`."""
         merged: dict[str, Metric] = {}
@@ -108,7 +106,7 @@ class _Gateway:
                     for sample in family.samples
                 ]
         registry = CollectorRegistry()
-        registry.register(_Collected(merged.values()))
+        registry.register(_Collected(merged))
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
@@ -117,22 +115,14 @@ class _Gateway:
         data = [model for answer in answers if answer for model in answer.json()["data"]]
         return JSONResponse({"object": "list", "data": data})
 
-    async def model(self, request: Request) -> Response:
-        return _Forwarded(
-            self.client, await self._server_of(request, request.path_params["model"]), request, b""
-        )
-
     async def forward(self, request: Request) -> Response:
         body = await request.body()
+        model = request.path_params.get("model")
         if request.method == "POST":
-            if len(body) > LARGE_JSON_BYTES:
-                model = await asyncio.to_thread(_model_of, body)
-            else:
-                model = _model_of(body)
-            server = await self._server_of(request, model)
-        else:  # such as `/docs` and `/version`, which all servers answer alike
-            server = next(iter(self._servers.values()))
-        return _Forwarded(self.client, server, request, body)
+            model = await asyncio.to_thread(_model_of, body)
+        elif model is None:  # such as `/docs` and `/version`, which all servers answer alike
+            model = next(iter(self._servers))
+        return _Forwarded(self.client, await self._server_of(request, model), request, body)
 
     async def _server_of(self, request: Request, model: str | None) -> str:
         """The URL of the server for `model`, the name of a pipeline or the id of a served release.
@@ -165,10 +155,10 @@ class _Gateway:
         """The answer of each server to `GET path`; None if the server cannot be reached. Raises
         RequestError if the servers refuse this client."""
 
+        names = (b"authorization", b"host")
+        headers = [each for each in request.headers.raw if each[0] in names]
+
         async def ask(server: str) -> httpx.Response | None:
-            headers = [
-                each for each in _passed_on(request.headers.raw) if each[0] != b"content-length"
-            ]
             asked = httpx.Request("GET", f"{server}{path}", headers=headers)
             try:
                 async with asyncio.timeout(ASK_SECONDS):
@@ -204,27 +194,24 @@ class _Forwarded(Response):
         self._asked = httpx.Request(request.method, target, headers=headers, content=body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = asyncio.create_task(self._exchange(scope, receive, send))
-        gone = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait((exchange, gone), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            # If the client has gone, this ends the request to the server.
-            gone.cancel()
-            if not exchange.done():
-                exchange.cancel()
-            await asyncio.wait((exchange, gone))
-        if not exchange.cancelled():
-            exchange.result()
+        async with anyio.create_task_group() as group:
+
+            async def end_when_client_leaves() -> None:
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                group.cancel_scope.cancel()
+
+            group.start_soon(end_when_client_leaves)
+            await self._exchange(scope, receive, send)
+            group.cancel_scope.cancel()
 
     async def _exchange(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with AsyncExitStack() as stack:
-            try:
-                answer = await self._client.send(self._asked, stream=True)
-            except httpx.TransportError:
-                await _unreachable([self._server]).response()(scope, receive, send)
-                return
-            stack.push_async_callback(answer.aclose)
+        try:
+            answer = await self._client.send(self._asked, stream=True)
+        except httpx.TransportError:
+            await _unreachable([self._server]).response()(scope, receive, send)
+            return
+        try:
             headers = [
                 each for each in _passed_on(answer.headers.raw) if each[0] not in _OF_EACH_SERVER
             ]
@@ -233,19 +220,17 @@ class _Forwarded(Response):
             async for chunk in answer.aiter_raw():
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
+        finally:
+            with anyio.CancelScope(shield=True):
+                await answer.aclose()
 
 
 class _Collected(Collector):
-    def __init__(self, families: Iterable[Metric]) -> None:
+    def __init__(self, families: Mapping[str, Metric]) -> None:
         self._families = families
 
     def collect(self) -> Iterable[Metric]:
-        return self._families
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        return self._families.values()
 
 
 def _passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -5,7 +5,6 @@ import asyncio
 import hashlib
 import json
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,36 +28,12 @@ from serving.http.bodies import BodiesInFlight
 
 _ID_HEADERS = ("webhook-id", "svix-id", "idempotency-key", "x-gitea-delivery", "x-github-delivery")
 
-NUM_KEPT = 20
-
 CallHandler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Received:
-    at: float
-    """Seconds since the epoch."""
-    path: str
-    delivery_id: str | None
-    """The sender's id of the delivery, cut to 64 characters; None if the sender sent no id."""
-    status: int
-    """The HTTP status of the answer."""
-    milliseconds: float
-    """The time from the arrival of the request to the answer."""
-
-
-class History:
-    """The last `NUM_KEPT` requests, newest first, without their bodies. The landing page shows
-    them."""
-
-    def __init__(self) -> None:
-        self._received: deque[Received] = deque(maxlen=NUM_KEPT)
-
-    def add(self, received: Received) -> None:
-        self._received.appendleft(received)
-
-    def latest(self) -> tuple[Received, ...]:
-        return tuple(self._received)
+OnAnswer = Callable[[str, int, float], None]
+"""Called after each request to a handler, with the path of the handler, the HTTP status of the
+answer, and the seconds from the arrival of the request to its answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +52,14 @@ class RequestGuard:
     """Limits the memory that all bodies take together. All handlers share this limit."""
     cache: IdempotencyCache | None
     """The answers to earlier deliveries. None if the handler itself recognises repeats."""
-    history: History
+    on_answer: Callable[[], OnAnswer]
+    """Returns the function to call after each request."""
 
     async def handle(self, request: Request, call_handler: CallHandler) -> Response:
         """The answer to the sender. It is the handler's answer to this delivery or, for a repeated
         delivery, the answer that `cache` has kept. The guard itself answers if the request is
         refused, or if the event is ignored or is only a test."""
-        at, began, status = time.time(), time.perf_counter(), 500
+        began, status = time.perf_counter(), 500
         sent_id = sent_delivery_id(request.headers)
         try:
             with self.bodies.body() as count:
@@ -104,15 +80,7 @@ class RequestGuard:
             status = refusal.status_code
             raise
         finally:
-            self.history.add(
-                Received(
-                    at=at,
-                    path=self.path,
-                    delivery_id=None if sent_id is None else sent_id[:64],
-                    status=status,
-                    milliseconds=(time.perf_counter() - began) * 1e3,
-                )
-            )
+            self.on_answer()(self.path, status, time.perf_counter() - began)
 
     async def _check_and_call(
         self,

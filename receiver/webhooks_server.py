@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -19,7 +19,7 @@ from receiver import listen
 from receiver.entrance import Entrance
 from receiver.errors import OpenToEveryone
 from receiver.greeting import greeting
-from receiver.guard import History, RequestGuard, guarded_route
+from receiver.guard import OnAnswer, RequestGuard, guarded_route
 from receiver.handlers import (
     REFUSALS,
     RegisteredWebhook,
@@ -41,9 +41,6 @@ from serving.http.bodies import BodiesInFlight
 from serving.http.cross_site import host_name
 from serving.http.server import Server, http_config
 
-if TYPE_CHECKING:
-    from receiver.ui import Ui
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -51,9 +48,9 @@ class WebhooksServer:
     """Receives webhooks: `POST /webhooks/<name>` for each registered handler, and a page at `/`.
 
     Args:
-        ui: A user interface that replaces the landing page: an ASGI application, the path of a
-            folder with an `index.html`, or a `gradio.Blocks`. This interface answers every path for
-            which the server itself has no route.
+        ui: A user interface that replaces the landing page: an ASGI application or a
+            `gradio.Blocks`. This interface answers every path for which the server itself has no
+            route.
         webhook_secret: The secret that a sender must know, or a list of secrets while a new secret
             replaces an old one. Default: the environment variable `WEBHOOK_SECRET`. If a handler
             has no secret, and other machines could reach the server, `launch` raises
@@ -70,7 +67,7 @@ class WebhooksServer:
 
     def __init__(
         self,
-        ui: "Ui | None" = None,
+        ui: Any = None,
         webhook_secret: str | Sequence[str] | None = None,
         *,
         settings: ReceiverSettings | None = None,
@@ -83,7 +80,7 @@ class WebhooksServer:
         self._secret_in_shell = secret_in_shell
         self._webhook_secret = webhook_secret or os.environ.get("WEBHOOK_SECRET")
         self._secrets = as_secrets(self._webhook_secret)
-        self._history = History()
+        self.on_answer: OnAnswer = lambda path, status, seconds: None
         self._bodies = BodiesInFlight(self.settings.max_body_bytes)
         self._idempotency = IdempotencyCache(self.settings.remembered_deliveries)
         self._host: str | None = None
@@ -337,7 +334,7 @@ class WebhooksServer:
             body_timeout_seconds=self.settings.body_timeout_seconds,
             bodies=self._bodies,
             cache=None if webhook.knows_repeats else self._idempotency,
-            history=self._history,
+            on_answer=lambda: self.on_answer,
         )
         self.app.router.add_api_route(
             webhook.path,
@@ -353,8 +350,4 @@ class WebhooksServer:
         # is `root_path`.
         here = request.base_url.replace(path=request.scope.get("root_path", ""))
         url = self._public_url() or str(here)
-        return HTMLResponse(
-            landing_page(
-                url.rstrip("/"), list(self.registered_webhooks.values()), self._history.latest()
-            )
-        )
+        return HTMLResponse(landing_page(url.rstrip("/"), list(self.registered_webhooks.values())))

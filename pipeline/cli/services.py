@@ -100,7 +100,7 @@ def receiver(
             state_dir=home.root,
             secret_in_shell=secret_in_shell(home.tokens_file),
         )
-        measure(server.app)
+        measure(server)
         add_live_route(server.app, store)
         retrain = retrain_handler(store, retrain_rules(settings, home))
         server.add_webhook("/retrain", knows_repeats=True)(retrain)

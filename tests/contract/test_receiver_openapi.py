@@ -51,7 +51,7 @@ def proven(request: PreparedRequest) -> PreparedRequest:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     server = WebhooksServer(webhook_secret="s3cret", settings=ReceiverSettings(port=0))
-    measure(server.app)
+    measure(server)
 
     @server.add_webhook
     async def simple(payload: WebhookPayload) -> str:

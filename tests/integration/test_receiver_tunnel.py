@@ -140,7 +140,7 @@ def test_a_tunnel_shows_the_routes_of_handlers_only(
 ) -> None:
     """This one is told the receiver's own port beforehand, so the host tells its requests."""
     server = server_in(tmp_path, tunnel_url_pattern=r"https://\w+\.relay\.example")
-    measure(server.app)
+    measure(server)
     closing.append(server)
     url = server.launch(prevent_thread_lock=True, share=relay)
     page = re.search(r"Open (\S+)/ to see", capsys.readouterr().out)

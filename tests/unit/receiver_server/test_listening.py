@@ -184,7 +184,7 @@ def measured(public_url: str) -> WebhooksServer:
     settings = ReceiverSettings(public_url=public_url)
     server = WebhooksServer(webhook_secret="s3cret", settings=settings)
     server.add_webhook("/proven")(lambda payload: "called")
-    measure(server.app)
+    measure(server)
     return server
 
 
