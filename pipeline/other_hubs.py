@@ -11,13 +11,11 @@ from urllib.parse import urlsplit
 from pipeline.facts import Facts, Finding, ok, wrong
 from pipeline.paths import Home
 from pipeline.retrain.own_token import own_token
-from pipeline.services import deliveries_path
 from pipeline.settings import Settings
 from pipeline.subscriptions import ROUTE, unwatched_datasets
 from pipeline.tokens import Tokens, secret_in_shell
 from receiver.errors import ReceiverError
-from receiver.moved_webhooks import HubCredentials
-from receiver.share import remembered_urls
+from receiver.tunnel import HubCredentials, remembered_urls
 from receiver.webhooks import (
     WatchedItem,
     WebhookRecord,
@@ -162,15 +160,14 @@ def _find_webhook(hub: str, token: str, url: str) -> WebhookRecord | None:
 def _receiver_seen_from(hub: str, settings: Settings, home: Home) -> str | None:
     """The URL at which this hub can reach the receiver. None if the receiver has no such URL, or if
     the receiver's tunnel has no URL yet."""
-    changes = {"deliveries_path": deliveries_path(settings, home)}
-    receiver = settings.receiver.model_copy(update=changes)
+    receiver = settings.receiver
     if receiver.public_url is not None:
         return receiver.public_url.rstrip("/")
     if receiver.tunnel is not None:
         # The receiver writes the URL of its tunnel to this file before it answers any request, so
         # the file exists when the stack is up.
         try:
-            urls = json.loads(remembered_urls(receiver, receiver.port).read_text())
+            urls = json.loads(remembered_urls(home.root, receiver.port).read_text())
         except (OSError, ValueError):
             return None
         return str(urls[0]) if urls else None

@@ -1,15 +1,13 @@
-"""Lists the services of a stack: the hub, the completion servers, the runner and the receiver. Each
-service is a process that runs a `pipeline` command. Each service except the runner answers requests
-on its own port."""
+"""Lists the services of a stack: the hub, the completion servers, the gateway if there are several
+of them, the runner and the receiver. Each service is a process that runs a `pipeline` command. Each
+service except the runner answers requests on its own port."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import httpx
 
 from pipeline.errors import PipelineError
-from pipeline.paths import Home
 from pipeline.probes import port_fault
 from pipeline.settings import Settings
 
@@ -71,9 +69,16 @@ def services_of(settings: Settings) -> tuple[Service, ...]:
         )
         for pipeline in settings.pipelines
     )
+    gateway = Service(
+        name="gateway",
+        arguments=("gateway",),
+        url=settings.gateway_url,
+        port_setting=_port_setting("serving"),
+    )
     services = (
         hub_service(settings),
         *servers,
+        *((gateway,) if gateway.url else ()),
         replace(RUNNER, metrics_port=settings.jobs.metrics_port or None),
         Service(
             name="receiver",
@@ -126,11 +131,3 @@ def check_port(service: Service) -> None:
             f"free the port, or set another port for the {_describe(service)}: "
             f"{service.port_setting}"
         )
-
-
-def deliveries_path(settings: Settings, home: Home) -> Path:
-    """The file in which the stack's receiver stores the deliveries for its durable handlers. If a
-    durable handler fails, the receiver calls this handler again with the stored delivery."""
-    if "deliveries_path" in settings.receiver.model_fields_set:
-        return settings.receiver.deliveries_path
-    return home.root / "receiver.db"

@@ -83,8 +83,9 @@ class PipelineSettings(BaseModel):
     own hub. If this is another hub, it gets your own token: `HF_TOKEN` of the shell that started
     the stack, or the token of `hf auth login`."""
     port: int | None = Field(default=None, ge=1, le=65535)
-    """The port of this pipeline's server. By default, the first pipeline has the port that `port`
-    under [serving] sets, the second pipeline has the next port, and so on."""
+    """The port of this pipeline's server. By default, the only pipeline has the port that `port`
+    under [serving] sets. With several pipelines, the gateway has this port and answers for all of
+    them; the server of the first pipeline has the next port, and so on."""
     debounce_seconds: float = Field(default=1.0, ge=0)
     """The job of a push starts when no further commit has arrived for this many seconds."""
     max_wait_seconds: float = Field(default=30.0, ge=0)
@@ -251,7 +252,16 @@ class Settings(BaseSettings):
         if pipeline.port is not None:
             return pipeline.port
         names = [other.name for other in self.pipelines]
-        return self.serving.port + names.index(pipeline.name)
+        first = self.serving.port + (1 if self.gateway_url else 0)
+        return first + names.index(pipeline.name)
+
+    @property
+    def gateway_url(self) -> str | None:
+        """The address that answers for every pipeline. None if there are fewer than two pipelines:
+        the server of the only pipeline has this address itself."""
+        if len(self.pipelines) < 2:
+            return None
+        return http_url(self.serving.host, self.serving.port)
 
     @property
     def hub_url(self) -> str:

@@ -108,6 +108,7 @@ def at_running_stack(settings: Settings, home: Home) -> Settings:
     children = record.children if record is not None else ()
     changes: dict[str, object] = {}
     served = {}
+    serving: dict[str, object] = {}
     for child in children:
         if child.metrics_port is not None:
             changes["jobs"] = settings.jobs.model_copy(update={"metrics_port": child.metrics_port})
@@ -119,9 +120,12 @@ def at_running_stack(settings: Settings, home: Home) -> Settings:
             changes["hub"] = settings.hub.model_copy(update=address)
         elif child.name == "receiver":
             changes["receiver"] = settings.receiver.model_copy(update=address)
+        elif child.name == "gateway":
+            serving |= address
         elif child.pipeline is not None:
             served[child.pipeline] = address["port"]
-            changes["serving"] = settings.serving.model_copy(update={"host": url.host})
+            serving["host"] = url.host
+    changes["serving"] = settings.serving.model_copy(update=serving)
     changes["pipelines"] = tuple(
         pipeline.model_copy(update={"port": served[pipeline.name]})
         if pipeline.name in served

@@ -1,7 +1,7 @@
 """Receives webhooks. A *delivery* is one request that a hub or another sender posts to the URL of a
 webhook. The receiver checks the delivery's *proof* (a secret or a signature), calls the *handler*
-(a function of the user), and answers the sender. For a *durable* handler, the receiver works in
-another order: it stores the delivery on disk, answers the sender, and then calls the handler.
+(a function of the user), and answers the sender. A handler that must not lose a delivery launches a
+job (`launch_job`).
 
 This package can be used alone, as a library: `from receiver import WebhookPayload,
 webhook_endpoint`.
@@ -10,9 +10,9 @@ webhook_endpoint`.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from receiver.server import WebhookPayload, WebhooksServer, webhook_endpoint
+    from receiver.server import WebhookPayload, WebhooksServer, launch_job, webhook_endpoint
 
-__all__ = ["WebhookPayload", "WebhooksServer", "webhook_endpoint"]
+__all__ = ["WebhookPayload", "WebhooksServer", "launch_job", "webhook_endpoint"]
 
 
 def __getattr__(name: str) -> Any:

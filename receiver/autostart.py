@@ -109,6 +109,8 @@ else:
 
     def _before_exit_handlers(start: Callable[[], object]) -> Callable[[], None]:
         is_wanted = True
+        main = sys.modules["__main__"]
+        file = main.__file__
 
         def cancel() -> None:
             nonlocal is_wanted
@@ -118,6 +120,7 @@ else:
             ended_in_error = hasattr(sys, "last_value")
             if not is_wanted or ended_in_error:
                 return
+            main.__file__ = file  # Python has removed it, but handlers may use it
             try:
                 start()
             except ReceiverError as error:

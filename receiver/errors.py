@@ -5,10 +5,9 @@ is its secret or its signature.
 ReceiverError            the base class; the message is for a person
 ├── ProofMissing         answered 401
 ├── ProofWrong           answered 403
-├── FromElsewhere        answered 403
 ├── BodyTooLarge         answered 413
 ├── NotAnEvent           answered 422
-├── WorkerNotRunning     answered 503
+├── NoJobStore           answered 500
 ├── OpenToEveryone       the server is not started, or the handler is not added
 ├── AddressUnavailable   the server is not started
 ├── TunnelFailed         the server is not started
@@ -19,8 +18,7 @@ ReceiverError            the base class; the message is for a person
 
 
 class ReceiverError(Exception):
-    """The receiver refuses a request, cannot start, or cannot use a file, a hub or a tunnel. Or
-    somebody asked for a dead letter that does not exist (`receiver/dead_letters.py`)."""
+    """The receiver refuses a request, cannot start, or cannot use a file, a hub or a tunnel."""
 
     status_code = 500
     """The HTTP status of the answer, if this error refuses a request."""
@@ -38,14 +36,6 @@ class ProofWrong(ReceiverError):
     status_code = 403
 
 
-class FromElsewhere(ReceiverError):
-    """The request came over loopback, and its header `Host` is not a name of this receiver; or a
-    page of another site has caused the request. A request to a handler with a secret is never
-    refused for this reason."""
-
-    status_code = 403
-
-
 class BodyTooLarge(ReceiverError):
     """The body has more bytes than `ReceiverSettings.max_body_bytes`."""
 
@@ -59,13 +49,8 @@ class NotAnEvent(ReceiverError):
     status_code = 422
 
 
-class WorkerNotRunning(ReceiverError):
-    """The server does not accept a delivery for a durable handler, because it could not call the
-    handler. A handler is *durable* if each of its deliveries is stored before the handler is
-    called. The server calls such handlers only while the context `WebhooksServer.lifespan` is
-    open, and this context is not open."""
-
-    status_code = 503
+class NoJobStore(ReceiverError):
+    """`launch_job` finds no store to which it could submit the job."""
 
 
 class OpenToEveryone(ReceiverError):

@@ -3,14 +3,13 @@
 from collections.abc import Iterable, Sequence
 
 from receiver.landing import as_utc
-from receiver.tunnel import PublicUrl
 
 
 def greeting(
     url: str,
     paths: Iterable[str],
     unproven: Sequence[str],
-    public: PublicUrl | None,
+    ends_at: float | None,
     *,
     page: str,
 ) -> str:
@@ -20,7 +19,7 @@ def greeting(
         url: The URL at which senders reach the server, without a slash at the end.
         paths: The paths of all handlers.
         unproven: The paths of the handlers without a secret.
-        public: The public URL of the tunnel, and the time when it expires. None without a tunnel.
+        ends_at: When the public URL of the tunnel expires. None without a tunnel.
         page: The URL of the landing page, without a slash at the end.
     """
     lines = ["", "Webhooks are correctly setup and ready to use:"]
@@ -32,9 +31,9 @@ def greeting(
             "To add a secret, set `WEBHOOK_SECRET` as environment variable or pass it at"
             " initialization: `WebhooksServer(webhook_secret='my_secret', ...)`",
         ]
-    if public is not None:
+    if ends_at is not None:
         lines.append(
-            f"The public URL expires at {as_utc(public.ends_at)}; the tunnel is renewed before that"
+            f"The public URL expires at {as_utc(ends_at)}; the tunnel is renewed before that"
             " time. If the URL changes, the webhooks that post to the old URL are changed to the"
             " new URL."
         )

@@ -4,10 +4,8 @@ signature and the event. Only requests that pass all checks reach the handler.""
 import asyncio
 import hashlib
 import json
-import logging
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,56 +13,27 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from pydantic import ValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
-from receiver.durable import DurableDeliveries
-from receiver.errors import BodyTooLarge, FromElsewhere, ReceiverError, WorkerNotRunning
+from receiver.errors import BodyTooLarge, ReceiverError
 from receiver.idempotency import IdempotencyCache
-from receiver.own_names import refuse_other_host
-from receiver.payload import WebhookPayload, unknown_value
+from receiver.launching import HANDLED
+from receiver.payload import unknown_value
 from receiver.senders import NotAPush, read_event
 from receiver.verify import Proof, is_svix
 from serving.http.bodies import BodiesInFlight
-from serving.http.cross_site import other_site
-
-_logger = logging.getLogger(__name__)
 
 _ID_HEADERS = ("webhook-id", "svix-id", "idempotency-key", "x-gitea-delivery", "x-github-delivery")
-
-NUM_KEPT = 20
 
 CallHandler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Received:
-    at: float
-    """Seconds since the epoch."""
-    path: str
-    delivery_id: str | None
-    """The sender's id of the delivery, cut to 64 characters; None if the sender sent no id."""
-    status: int
-    """The HTTP status of the answer."""
-    milliseconds: float
-    """The time from the arrival of the request to the answer."""
-
-
-class History:
-    """The last `NUM_KEPT` requests, newest first, without their bodies. The landing page shows
-    them."""
-
-    def __init__(self) -> None:
-        self._received: deque[Received] = deque(maxlen=NUM_KEPT)
-
-    def add(self, received: Received) -> None:
-        self._received.appendleft(received)
-
-    def latest(self) -> tuple[Received, ...]:
-        return tuple(self._received)
+OnAnswer = Callable[[str, int, float], None]
+"""Called after each request to a handler, with the path of the handler, the HTTP status of the
+answer, and the seconds from the arrival of the request to its answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,26 +48,18 @@ class RequestGuard:
     proof: Proof
     max_body_bytes: int
     body_timeout_seconds: float
-    own_names: Callable[[], Collection[str]]
-    """Returns the host names of this receiver. Names of loopback, such as localhost, may be left
-    out, because they are always accepted."""
     bodies: BodiesInFlight
     """Limits the memory that all bodies take together. All handlers share this limit."""
     cache: IdempotencyCache | None
-    """The answers to earlier deliveries. None if the handler itself recognises repeated deliveries.
-    If `durable` is set, this cache is not used, because the delivery log
-    (`receiver/delivery_log.py`) shows whether a delivery is repeated."""
-    history: History
-    durable: DurableDeliveries | None
-    """Stores each delivery before the handler is called (the handler is then *durable*). None if
-    the handler is called at once, while the sender waits for the answer."""
+    """The answers to earlier deliveries. None if the handler itself recognises repeats."""
+    on_answer: Callable[[], OnAnswer]
+    """Returns the function to call after each request."""
 
     async def handle(self, request: Request, call_handler: CallHandler) -> Response:
         """The answer to the sender. It is the handler's answer to this delivery or, for a repeated
         delivery, the answer that `cache` has kept. The guard itself answers if the request is
-        refused, if the event is ignored or is only a test, or if the delivery is stored for a later
-        call."""
-        at, began, status = time.time(), time.perf_counter(), 500
+        refused, or if the event is ignored or is only a test."""
+        began, status = time.perf_counter(), 500
         sent_id = sent_delivery_id(request.headers)
         try:
             with self.bodies.body() as count:
@@ -119,15 +80,7 @@ class RequestGuard:
             status = refusal.status_code
             raise
         finally:
-            self.history.add(
-                Received(
-                    at=at,
-                    path=self.path,
-                    delivery_id=None if sent_id is None else sent_id[:64],
-                    status=status,
-                    milliseconds=(time.perf_counter() - began) * 1e3,
-                )
-            )
+            self.on_answer()(self.path, status, time.perf_counter() - began)
 
     async def _check_and_call(
         self,
@@ -139,7 +92,6 @@ class RequestGuard:
         try:
             # Check the headers before the body is read, so that a stranger cannot fill the memory
             # with bodies.
-            self._check_where_from(request)
             check_body = self.proof.check_headers(request.headers, request.query_params)
             async with asyncio.timeout(self.body_timeout_seconds):
                 body = await self._read(request, count)
@@ -155,46 +107,11 @@ class RequestGuard:
             return JSONResponse(event.answer)
 
         request.state.delivery_id = sent_id or hashlib.sha256(body).hexdigest()
-        if self.durable is not None:
-            return await self._store(self.durable, request, event)
+        HANDLED.set((self.path, request.state.delivery_id))
         proven = _with_body(request, event)
         if sent_id is None or self.cache is None:
             return await call_handler(proven)
         return await self.cache.once((self.path, sent_id), lambda: call_handler(proven))
-
-    def _check_where_from(self, request: Request) -> None:
-        if self.proof.secrets:
-            # No check is needed here. A page of another site does not know the secret, so its
-            # request has no valid proof, and the check of the proof refuses the request.
-            return
-        if (site := other_site(request.headers)) is not None:
-            raise FromElsewhere(
-                f"A browser sent this request on behalf of {site}. A handler without a secret"
-                " refuses requests of other sites: set `WEBHOOK_SECRET`, or pass `webhook_secret=`."
-            )
-        refuse_other_host(request.headers, request.scope.get("server"), self.own_names())
-
-    async def _store(
-        self, durable: DurableDeliveries, request: Request, event: bytes
-    ) -> JSONResponse:
-        try:
-            repo = WebhookPayload.model_validate_json(event).repo
-        except ValidationError as error:
-            # Refuse the event now, because the sender still waits for the answer. If the event were
-            # stored, every call of the handler would fail.
-            raise RequestValidationError(
-                [{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors()]
-            ) from error
-        id: str = request.state.delivery_id
-        try:
-            headers = {**request.headers, **_headers_of(event)}
-            is_new = await durable.accept(
-                self.path, id, headers, event, repository=f"{repo.type}/{repo.name}"
-            )
-        except WorkerNotRunning as refusal:
-            _logger.error("%s: %s", self.path, refusal)
-            return JSONResponse({"error": str(refusal)}, status_code=refusal.status_code)
-        return JSONResponse({"delivery": id, "is_new": is_new}, status_code=202)
 
     async def _read(self, request: Request, count: Callable[[int], None]) -> bytes:
         announced = request.headers.get("content-length", "")
@@ -240,16 +157,11 @@ def sent_delivery_id(headers: Mapping[str, str]) -> str | None:
 
 def _with_body(request: Request, body: bytes) -> Request:
     headers = MutableHeaders(scope={"headers": list(request.scope["headers"])})
-    headers.update(_headers_of(body))
+    # The sender may have sent a form, or JSON with another content type.
+    headers.update({"content-type": "application/json", "content-length": str(len(body))})
     return _CheckedRequest(
         {**request.scope, "headers": headers.raw}, _replay(body, request.receive)
     )
-
-
-def _headers_of(body: bytes) -> dict[str, str]:
-    """The headers that describe `body` as JSON. They replace the sender's headers of the same
-    names, because the sender may have sent a form, or JSON with another content type."""
-    return {"content-type": "application/json", "content-length": str(len(body))}
 
 
 class _CheckedRequest(Request):

@@ -14,12 +14,6 @@ from starlette.exceptions import HTTPException
 from receiver.payload import WebhookPayload
 from receiver.verify import Proof
 
-ANSWERS_TO_DURABLE: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The delivery is not stored, and the handler is not called: the event is not"
-        " a push, or has a value that this receiver does not know."
-    },
-}
 REFUSALS: dict[int | str, dict[str, Any]] = {
     401: {"description": "The secret or the signature is missing."},
     403: {
@@ -29,10 +23,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     408: {"description": "The body did not arrive in time."},
     413: {"description": "The body is too large."},
     422: {"description": "The body is not an event that the handler takes."},
-    503: {
-        "description": "Too many large bodies arrive at once, or the server does not call its"
-        " durable handlers."
-    },
+    503: {"description": "Too many large bodies arrive at once."},
 }
 
 
@@ -45,11 +36,9 @@ class RegisteredWebhook:
     proof: Proof
     secret_in_shell: str
     """The placeholder for the secret in the shell command that the landing page shows."""
-    is_durable: bool
-    """Whether deliveries are stored before the handler is called."""
     knows_repeats: bool
-    """Whether the handler itself recognises repeated deliveries. If True, and the handler is not
-    durable, the server calls the handler for repeated deliveries too."""
+    """Whether the handler itself recognises repeated deliveries. If True, the server calls the
+    handler for repeated deliveries too."""
 
 
 def as_secrets(given: str | Sequence[str] | None) -> tuple[str, ...]:

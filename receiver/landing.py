@@ -1,5 +1,5 @@
-"""The landing page. It lists the handlers with their URLs, shows how to create a webhook for each
-handler, and lists the latest deliveries."""
+"""The landing page. It lists the handlers with their URLs, and shows how to create a webhook for
+each handler."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -8,30 +8,17 @@ from importlib.resources import files
 
 from jinja2 import Environment, Template
 
-from receiver.guard import Received
 from receiver.handlers import RegisteredWebhook
 
 
-def landing_page(
-    url: str, webhooks: Sequence[RegisteredWebhook], received: Sequence[Received]
-) -> str:
+def landing_page(url: str, webhooks: Sequence[RegisteredWebhook]) -> str:
     """The page as HTML. `url` is the server's URL without a slash at the end."""
-    return _template().render(url=url, webhooks=webhooks, received=received)
+    return _template().render(url=url, webhooks=webhooks)
 
 
 def as_utc(at: float) -> str:
     """Seconds since the epoch as a date and time in UTC."""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def _outcome(status: int) -> str:
-    if status == 202:
-        return "stored"
-    if status < 300:
-        return "handled"
-    if status in (401, 403):
-        return "without proof"
-    return "refused" if status < 500 else "failed"
 
 
 _SENDERS = {"github": "GitHub", "gitea": "Gitea", "gitlab": "GitLab"}
@@ -45,5 +32,5 @@ def _sender(scheme: str) -> str:
 def _template() -> Template:
     source = files("receiver").joinpath("landing.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"utc": as_utc, "outcome": _outcome, "sender": _sender}
+    environment.filters |= {"sender": _sender}
     return environment.from_string(source)

@@ -1,24 +1,20 @@
 """Two routes with which other programs watch a receiver: `/metrics` for Prometheus, and `/live` for
 `pipeline up`."""
 
-import time
-from collections.abc import Sequence
-
 from fastapi import FastAPI, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from starlette.routing import BaseRoute
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jobs.errors import StoreError
 from jobs.store import JobStore
+from receiver.webhooks_server import WebhooksServer
 
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 15)
 
 
-def measure(app: FastAPI) -> None:
-    """Count the requests to `/webhooks/…`, measure how long their answers take, and add the route
-    `/metrics`. Call this function before the app serves requests."""
+def measure(server: WebhooksServer) -> None:
+    """Count the requests to the handlers, measure how long their answers take, and add the route
+    `/metrics`."""
     registry = CollectorRegistry()
     requests = Counter(
         "receiver_requests",
@@ -34,11 +30,15 @@ def measure(app: FastAPI) -> None:
         registry=registry,
     )
 
-    @app.get("/metrics", response_class=PlainTextResponse)
+    def count(path: str, status: int, duration: float) -> None:
+        requests.labels(path, status).inc()
+        seconds.labels(path).observe(duration)
+
+    server.on_answer = count
+
+    @server.app.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
-
-    app.add_middleware(_Measured, routes=app.routes, requests=requests, seconds=seconds)
 
 
 def add_live_route(app: FastAPI, store: JobStore) -> None:
@@ -57,37 +57,3 @@ def add_live_route(app: FastAPI, store: JobStore) -> None:
         except StoreError as error:
             return {"status": "ok", "database": str(error)}
         return {"status": "ok"}
-
-
-class _Measured:
-    def __init__(
-        self, app: ASGIApp, routes: Sequence[BaseRoute], requests: Counter, seconds: Histogram
-    ) -> None:
-        self._app = app
-        self._routes = routes
-        self._requests = requests
-        self._seconds = seconds
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith("/webhooks/"):
-            await self._app(scope, receive, send)
-            return
-        began, status = time.perf_counter(), 500
-
-        async def count(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, count)
-        finally:
-            # Count all unknown paths under the name `other`. In Prometheus, each path has its own
-            # time series. So if unknown paths were counted one by one, a stranger could create any
-            # number of series. Look for the path among the routes, because the status is no help: a
-            # 403 is the answer to some unknown paths, but also to a refused request to a handler.
-            is_known = any(getattr(route, "path", None) == scope["path"] for route in self._routes)
-            path = scope["path"] if is_known else "other"
-            self._requests.labels(path, status).inc()
-            self._seconds.labels(path).observe(time.perf_counter() - began)

@@ -53,7 +53,7 @@ def read_event(scheme: ProofScheme, headers: Mapping[str, str], body: bytes) -> 
         return NotAPush({"ignored": f"the {scheme} event {name!r} is not a push"})
     body = _without_form(headers, body)
     try:
-        push = (_GitLabPush if scheme == "gitlab" else _Push).model_validate_json(body)
+        push = (_GitLabPush if scheme == "gitlab" else _GitHubPush).model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
@@ -102,6 +102,35 @@ _EVENT_HEADERS: dict[PushSender, tuple[str, tuple[str, ...]]] = {
 }
 
 
+class _Push(BaseModel):
+    """The fields that all senders send."""
+
+    ref: str
+    before: str
+    after: str
+
+    def repo(self, sender: PushSender) -> Repo:
+        """The repository, without its head."""
+        raise NotImplementedError
+
+    @property
+    def default_branch(self) -> str | None:
+        raise NotImplementedError
+
+    def to_payload(self, sender: PushSender) -> WebhookPayload:
+        update = UpdatedRef(
+            ref=self.ref, oldSha=_sha_or_none(self.before), newSha=_sha_or_none(self.after)
+        )
+        is_default = self.ref == f"refs/heads/{self.default_branch}"
+        head = update.newSha if is_default else None
+        return WebhookPayload(
+            event=Event(action="update", scope="repo.content"),
+            repo=self.repo(sender).model_copy(update={"headSha": head}),
+            webhook=WebhookReference(id=sender, version=3),
+            updatedRefs=(update,),
+        )
+
+
 class _Owner(BaseModel):
     login: str
 
@@ -116,31 +145,27 @@ class _Repository(BaseModel):
     owner: _Owner
 
 
-class _Push(BaseModel):
+class _GitHubPush(_Push):
     """A push event of GitHub. Gitea sends the same fields.
 
     https://docs.github.com/webhooks/webhook-events-and-payloads#push
     """
 
-    ref: str
-    before: str
-    after: str
     repository: _Repository
 
-    def to_payload(self, sender: PushSender) -> WebhookPayload:
+    @property
+    def default_branch(self) -> str:
+        return self.repository.default_branch
+
+    def repo(self, sender: PushSender) -> Repo:
         repository = self.repository
-        return _payload(
-            sender,
-            ref=UpdatedRef(
-                ref=self.ref, oldSha=_sha_or_none(self.before), newSha=_sha_or_none(self.after)
-            ),
-            repo_id=repository.id,
+        return Repo(
+            type="dataset",
             name=repository.full_name,
-            owner=repository.owner.login,
+            id=f"{sender}:{repository.id}",
             private=repository.private,
-            web_url=repository.html_url,
-            clone_url=repository.clone_url,
-            default_branch=repository.default_branch,
+            owner=ObjectId(id=repository.owner.login),
+            url=Url(web=repository.html_url, api=repository.clone_url),
         )
 
 
@@ -152,62 +177,29 @@ class _Project(BaseModel):
     default_branch: str | None = None
 
 
-class _GitLabPush(BaseModel):
+class _GitLabPush(_Push):
     """A push event of GitLab.
 
     https://docs.gitlab.com/user/project/integrations/webhook_events/#push-events
     """
 
-    ref: str
-    before: str
-    after: str
     project_id: int
     project: _Project
 
-    def to_payload(self, sender: PushSender) -> WebhookPayload:
+    @property
+    def default_branch(self) -> str | None:
+        return self.project.default_branch
+
+    def repo(self, sender: PushSender) -> Repo:
         project = self.project
-        return _payload(
-            sender,
-            ref=UpdatedRef(
-                ref=self.ref, oldSha=_sha_or_none(self.before), newSha=_sha_or_none(self.after)
-            ),
-            repo_id=self.project_id,
-            name=project.path_with_namespace,
-            owner=project.path_with_namespace.rpartition("/")[0],
-            private=project.visibility_level < 20,  # 20 means public
-            web_url=project.web_url,
-            clone_url=project.git_http_url,
-            default_branch=project.default_branch,
-        )
-
-
-def _payload(
-    sender: PushSender,
-    *,
-    ref: UpdatedRef,
-    repo_id: int,
-    name: str,
-    owner: str,
-    private: bool,
-    web_url: str,
-    clone_url: str,
-    default_branch: str | None,
-) -> WebhookPayload:
-    is_default = ref.ref == f"refs/heads/{default_branch}"
-    return WebhookPayload(
-        event=Event(action="update", scope="repo.content"),
-        repo=Repo(
+        return Repo(
             type="dataset",
-            name=name,
-            id=f"{sender}:{repo_id}",
-            private=private,
-            owner=ObjectId(id=owner),
-            url=Url(web=web_url, api=clone_url),
-            headSha=ref.newSha if is_default else None,
-        ),
-        webhook=WebhookReference(id=sender, version=3),
-        updatedRefs=(ref,),
-    )
+            name=project.path_with_namespace,
+            id=f"{sender}:{self.project_id}",
+            private=project.visibility_level < 20,  # 20 means public
+            owner=ObjectId(id=project.path_with_namespace.rpartition("/")[0]),
+            url=Url(web=project.web_url, api=project.git_http_url),
+        )
 
 
 def _sha_or_none(sha: str) -> str | None:

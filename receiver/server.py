@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 from receiver import autostart
+from receiver.launching import launch_job
 from receiver.payload import WebhookPayload
 from receiver.verify import ProofScheme
 from receiver.webhooks_server import WebhooksServer
 
-__all__ = ["WebhookPayload", "WebhooksServer", "webhook_endpoint"]
+__all__ = ["WebhookPayload", "WebhooksServer", "launch_job", "webhook_endpoint"]
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
@@ -37,7 +38,6 @@ def webhook_endpoint(
     *,
     webhook_secret: str | Sequence[str] | None = None,
     proof: ProofScheme | None = None,
-    durable: bool = False,
 ) -> Callable[[Callable[P, R]], Endpoint[P, R]]: ...
 
 
@@ -46,7 +46,6 @@ def webhook_endpoint(
     *,
     webhook_secret: str | Sequence[str] | None = None,
     proof: ProofScheme | None = None,
-    durable: bool = False,
 ) -> Any:
     """Register the decorated function on the server that all functions of a script share. The
     parameters have the same meaning as in `WebhooksServer.add_webhook`.
@@ -66,9 +65,7 @@ def webhook_endpoint(
             for route, earlier in list(server.registered_webhooks.items()):
                 if _is_redefined(earlier.handler, handler):
                     server.remove_webhook(route)
-        server.add_webhook(path, webhook_secret=webhook_secret, proof=proof, durable=durable)(
-            handler
-        )
+        server.add_webhook(path, webhook_secret=webhook_secret, proof=proof)(handler)
         if _is_of_the_script(handler):
             _autostart_at_end_of_script()
 

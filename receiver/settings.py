@@ -53,16 +53,12 @@ class ReceiverSettings(BaseModel):
     body_timeout_seconds: float = Field(default=15.0, gt=0)
     """If the body of a request has not completely arrived after this time, the request is answered
     with status 408."""
-    deliveries_path: Path = Path(".pipeline/receiver.db")
-    """The database file that stores deliveries until a handler with `durable=True` has handled
-    them. If `pipeline up` starts the receiver, the default is `receiver.db` in the state folder,
-    and a relative path starts at the folder of pipeline.toml."""
     shutdown_seconds: int = Field(default=10, ge=0)
     """How long the server waits for running handlers when it stops."""
     remembered_deliveries: int = Field(default=10_000, ge=0)
     """How many answers are kept in memory. As long as an answer is kept, a repeated delivery gets
-    this answer again. For durable handlers and for the handler that starts retrainings, no answers
-    are kept, because a database recognises repeated deliveries to these handlers."""
+    this answer again. For the handler that starts retrainings, no answers are kept, because the job
+    store recognises repeated deliveries."""
 
 
 def settings_of_the_environment() -> ReceiverSettings:
@@ -80,3 +76,9 @@ def settings_of_the_environment() -> ReceiverSettings:
         raise AddressUnavailable(
             f"GRADIO_SERVER_PORT={given['port']} is not a port from 0 to 65535."
         ) from None
+
+
+def state_dir() -> Path:
+    """The state folder of the stack: `$PIPELINE_HOME`, or `./.pipeline` if this variable is not
+    set."""
+    return Path(os.environ.get("PIPELINE_HOME", ".pipeline"))

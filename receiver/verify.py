@@ -65,10 +65,6 @@ class Proof:
             headers = {_SECRET_HEADER: query["secret"]}
         return _CHECKS[self.scheme](self.secrets, headers) if self.secrets else _accept
 
-    def check(self, headers: Mapping[str, str], body: bytes) -> None:
-        """Do the whole check. Raises `ProofMissing` or `ProofWrong`."""
-        self.check_headers(headers)(body)
-
 
 def _accept(_body: bytes) -> None:
     pass

@@ -14,16 +14,14 @@ and `token` (default: the token that `huggingface_hub` finds). Every function ma
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from receiver.errors import NotAllowed, WebhookApiError, WebhookNotFound
 
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
+HUGGING_FACE = "https://huggingface.co"
 
 WatchedType = Literal["bucket", "dataset", "model", "org", "space", "user"]
 Domain = Literal["discussion", "repo"]
@@ -103,39 +101,28 @@ def create_webhook(
     hub uses its default. The deliveries to `url` carry `secret`, which proves that the hub sent
     them. Each copy of the job gets `secrets` as environment variables.
     """
-    _check_target(url, job_id, secrets)
     if url is None and job_id is None:
         raise ValueError("Missing argument for webhook: `url` or `job_id`.")
-    items = _items(watched)
-    if not items:
+    if not watched:
         raise ValueError("A webhook needs something to watch: set `watched` to at least one item.")
-    with _as_webhook_errors():
-        created = _api(endpoint, token).create_webhook(
-            url=url,
-            job_id=job_id,
-            watched=_as_dicts(items),
-            domains=None if domains is None else list(domains),
-            secret=secret,
-            secrets=None if secrets is None else dict(secrets),
-        )
-    found = get_webhook(created.id, endpoint=endpoint, token=token)
-    return found.model_copy(update={"secret": created.secret or secret})
+    body = _body(url, job_id, watched, domains or get_args(Domain), secret, secrets)
+    answer = _call("POST", "", endpoint, token, body)
+    return _webhook(answer).model_copy(update={"secret": secret})
 
 
 def list_webhooks(
     *, endpoint: str | None = None, token: str | None = None
 ) -> tuple[WebhookRecord, ...]:
-    answer = _read("", endpoint, token)
+    answer = _call("GET", "", endpoint, token)
     if not isinstance(answer, list):
         raise WebhookApiError("The hub's answer is not a list of webhooks.")
-    return tuple(_webhook(data) for data in answer)
+    return tuple(_webhook({"webhook": data}) for data in answer)
 
 
 def get_webhook(
     webhook_id: str, *, endpoint: str | None = None, token: str | None = None
 ) -> WebhookRecord:
-    answer = _read(f"/{webhook_id}", endpoint, token, webhook_id)
-    return _webhook(answer.get("webhook") if isinstance(answer, Mapping) else None)
+    return _webhook(_call("GET", webhook_id, endpoint, token))
 
 
 def update_webhook(
@@ -151,123 +138,97 @@ def update_webhook(
     token: str | None = None,
 ) -> WebhookRecord:
     """Change the properties that are given. A property does not change if its argument is None."""
-    _check_target(url, job_id, secrets)
-    # If `watched` is None, send the present list. For None, huggingface_hub would send an empty
-    # list, and a hub might then remove all watched items.
-    items = (
-        get_webhook(webhook_id, endpoint=endpoint, token=token).watched
-        if watched is None
-        else _items(watched)
-    )
-    return _changed(
-        lambda api: api.update_webhook(
-            webhook_id,
-            url=url,
-            job_id=job_id,
-            watched=_as_dicts(items),
-            domains=None if domains is None else list(domains),
-            secret=secret,
-            secrets=None if secrets is None else dict(secrets),
-        ),
-        webhook_id,
-        endpoint,
-        token,
-    )
+    if watched is None:
+        # A body without the list, or with an empty list, might remove all watched items.
+        watched = get_webhook(webhook_id, endpoint=endpoint, token=token).watched
+    body = _body(url, job_id, watched, domains, secret, secrets)
+    return _webhook(_call("POST", webhook_id, endpoint, token, body))
 
 
 def enable_webhook(
     webhook_id: str, *, endpoint: str | None = None, token: str | None = None
 ) -> WebhookRecord:
     """Enable a webhook that is disabled or suspended."""
-    return _changed(lambda api: api.enable_webhook(webhook_id), webhook_id, endpoint, token)
+    return _webhook(_call("POST", webhook_id, endpoint, token, action="/enable"))
 
 
 def disable_webhook(
     webhook_id: str, *, endpoint: str | None = None, token: str | None = None
 ) -> WebhookRecord:
     """Stop the deliveries of the webhook until it is enabled again."""
-    return _changed(lambda api: api.disable_webhook(webhook_id), webhook_id, endpoint, token)
+    return _webhook(_call("POST", webhook_id, endpoint, token, action="/disable"))
 
 
 def delete_webhook(
     webhook_id: str, *, endpoint: str | None = None, token: str | None = None
 ) -> None:
     """Delete the webhook. This cannot be undone."""
-    with _as_webhook_errors(webhook_id):
-        _api(endpoint, token).delete_webhook(webhook_id)
+    _call("DELETE", webhook_id, endpoint, token)
 
 
-def _changed(
-    change: Callable[["HfApi"], object], webhook_id: str, endpoint: str | None, token: str | None
-) -> WebhookRecord:
-    with _as_webhook_errors(webhook_id):
-        change(_api(endpoint, token))
-    return get_webhook(webhook_id, endpoint=endpoint, token=token)
-
-
-def _api(endpoint: str | None, token: str | None) -> "HfApi":
-    from huggingface_hub import HfApi
-
-    # Read HF_ENDPOINT at each call: huggingface_hub reads it only once, when it is imported.
-    return HfApi(endpoint=endpoint or os.environ.get("HF_ENDPOINT"), token=token)
-
-
-def _read(path: str, endpoint: str | None, token: str | None, webhook_id: str | None = None) -> Any:
-    """The JSON of the hub's answer to `GET /api/settings/webhooks<path>`. This function makes the
-    request itself, because the records of huggingface_hub have no field for a webhook's status."""
-    from huggingface_hub import get_session
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
-
-    with _as_webhook_errors(webhook_id):
-        response = get_session().get(
-            f"{_api(endpoint, token).endpoint}/api/settings/webhooks{path}",
-            headers=build_hf_headers(token=token),
-        )
-        hf_raise_for_status(response)
-        return response.json()
-
-
-def _webhook(data: Any) -> WebhookRecord:
-    if not isinstance(data, Mapping):
-        raise WebhookApiError("The hub's answer is not a webhook.")
-    status = data.get("status") or ("disabled" if data.get("disabled") else "enabled")
-    try:
-        return WebhookRecord.model_validate({**data, "status": status, "secret": None})
-    except ValidationError as error:
-        raise WebhookApiError(f"The hub's answer is not a webhook: {error}") from error
-
-
-def _check_target(url: str | None, job_id: str | None, secrets: Mapping[str, str] | None) -> None:
+def _body(
+    url: str | None,
+    job_id: str | None,
+    watched: Watched,
+    domains: Sequence[Domain] | None,
+    secret: str | None,
+    secrets: Mapping[str, str] | None,
+) -> dict[str, Any]:
     if url is not None and job_id is not None:
         raise ValueError("Set `url` or `job_id` but not both.")
     if secrets is not None and job_id is None:
         raise ValueError("`secrets` can only be set together with `job_id`.")
-
-
-def _items(watched: Watched) -> tuple[WatchedItem, ...]:
-    return tuple(
+    items = [
         WatchedItem.parse(item) if isinstance(item, str) else WatchedItem.model_validate(item)
         for item in watched
-    )
+    ]
+    fields = {
+        "watched": [item.model_dump() for item in items],
+        "url": url,
+        "jobSourceId": job_id,
+        "domains": None if domains is None else list(domains),
+        "secret": secret,
+        "secrets": None if secrets is None else dict(secrets),
+    }
+    return {name: value for name, value in fields.items() if value is not None}
 
 
-def _as_dicts(items: Sequence[WatchedItem]) -> list[Any]:
-    return [item.model_dump() for item in items]
-
-
-@contextmanager
-def _as_webhook_errors(webhook_id: str | None = None) -> Iterator[None]:
-    import httpx2
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        LocalTokenNotFoundError,
-        OfflineModeIsEnabled,
-    )
-
+def _webhook(answer: Any) -> WebhookRecord:
     try:
-        yield
-    except LocalTokenNotFoundError as error:
-        raise NotAllowed("There is no token: set `HF_TOKEN`, or pass `token`.") from error
+        data = answer["webhook"]
+        status = data.get("status") or ("disabled" if data.get("disabled") else "enabled")
+        return WebhookRecord.model_validate({**data, "status": status, "secret": None})
+    except (AttributeError, KeyError, TypeError, ValidationError) as error:
+        raise WebhookApiError(f"The hub's answer is not a webhook: {error!r}") from error
+
+
+def _call(
+    method: Literal["GET", "POST", "DELETE"],
+    webhook_id: str,
+    endpoint: str | None,
+    token: str | None,
+    body: dict[str, Any] | None = None,
+    *,
+    action: str = "",
+) -> Any:
+    """The JSON of the hub's answer; None if the answer is empty. This function makes the requests
+    of `huggingface_hub` itself, because the records of this library have no status."""
+    import httpx2
+    from huggingface_hub import get_session
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
+
+    # Read HF_ENDPOINT at each call: huggingface_hub reads it only once, when it is imported.
+    hub = (endpoint or os.environ.get("HF_ENDPOINT") or HUGGING_FACE).rstrip("/")
+    try:
+        response = get_session().request(
+            method,
+            f"{hub}/api/settings/webhooks{webhook_id and '/'}{webhook_id}{action}",
+            headers=build_hf_headers(token=token),
+            json=body,
+        )
+        hf_raise_for_status(response)
+        return response.json() if response.content and method != "DELETE" else None
     except HfHubHTTPError as error:
         status = error.response.status_code
         if status in (401, 403):
@@ -276,30 +237,19 @@ def _as_webhook_errors(webhook_id: str | None = None) -> Iterator[None]:
                 f"The hub refused the token ({status}: {reason})."
                 " Set `HF_TOKEN` to a token that may manage webhooks."
             ) from error
-        if status == 404 and webhook_id is not None:
+        if status == 404 and webhook_id:
             raise WebhookNotFound(
                 f"There is no webhook {webhook_id!r}; `pipeline webhooks ls` lists all webhooks."
             ) from error
         raise WebhookApiError(
             f"The hub answered {status}: {error.server_message or str(error)}"
         ) from error
-    except httpx2.HTTPError as error:
-        url = error.request.url
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise WebhookApiError(
-            f"The hub at {url.scheme}://{url.netloc.decode()} cannot be reached ({error})."
-            " Start the hub, or pass another `endpoint`."
+            f"The hub at {hub} cannot be reached ({error}). Start the hub, or correct `HF_ENDPOINT`"
+            " or `endpoint`."
         ) from error
     except OfflineModeIsEnabled as error:  # `HF_HUB_OFFLINE` is set, and the message says so
         raise WebhookApiError(str(error)) from error
-    except httpx2.InvalidURL as error:
-        raise WebhookApiError(
-            f"The hub's URL is not valid ({error})."
-            " Correct `HF_ENDPOINT`, or pass another `endpoint`."
-        ) from error
-    except (AttributeError, KeyError, TypeError) as error:
-        # huggingface_hub reads the fields of the answer without checking that they exist.
-        raise WebhookApiError(f"The hub's answer is not a webhook: {error!r}") from error
     except ValueError as error:
-        # The functions check their arguments before they call the hub. So this error comes from the
-        # hub's answer.
         raise WebhookApiError(f"The hub's answer is not JSON: {error}") from error

@@ -5,26 +5,22 @@ import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp
 
 from receiver import listen
-from receiver.blocks import block_until_interrupted, is_blocks, show_as_running
-from receiver.durable import DurableDeliveries
-from receiver.entrance import TunnelEntrance
+from receiver.entrance import Entrance
 from receiver.errors import OpenToEveryone
 from receiver.greeting import greeting
-from receiver.guard import History, RequestGuard, guarded_route
+from receiver.guard import OnAnswer, RequestGuard, guarded_route
 from receiver.handlers import (
-    ANSWERS_TO_DURABLE,
     REFUSALS,
     RegisteredWebhook,
     annotate,
@@ -37,19 +33,13 @@ from receiver.handlers import (
 from receiver.hosting import is_space, settings_of_this_process
 from receiver.idempotency import IdempotencyCache
 from receiver.landing import landing_page
-from receiver.moved_webhooks import HubCredentials
-from receiver.own_names import OnlyOwnNames
-from receiver.settings import ReceiverSettings
-from receiver.share import FixedUrl, open_tunnel, remembered_urls, tunnel_to_open
-from receiver.tunnel import Tunnel
+from receiver.settings import ReceiverSettings, state_dir
+from receiver.tunnel import HubCredentials, PublicUrl, remembered_urls, tunnel_of
 from receiver.ui import application_of
 from receiver.verify import Proof, ProofScheme
 from serving.http.bodies import BodiesInFlight
-from serving.http.cross_site import host_name, is_loopback_name
+from serving.http.cross_site import host_name
 from serving.http.server import Server, http_config
-
-if TYPE_CHECKING:
-    from receiver.ui import Ui
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,9 +48,9 @@ class WebhooksServer:
     """Receives webhooks: `POST /webhooks/<name>` for each registered handler, and a page at `/`.
 
     Args:
-        ui: A user interface that replaces the landing page: an ASGI application, the path of a
-            folder with an `index.html`, or a `gradio.Blocks`. This interface answers every path for
-            which the server itself has no route.
+        ui: A user interface that replaces the landing page: an ASGI application or a
+            `gradio.Blocks`. This interface answers every path for which the server itself has no
+            route.
         webhook_secret: The secret that a sender must know, or a list of secrets while a new secret
             replaces an old one. Default: the environment variable `WEBHOOK_SECRET`. If a handler
             has no secret, and other machines could reach the server, `launch` raises
@@ -70,16 +60,19 @@ class WebhooksServer:
             is not set gets the value of the Space.
         hubs: The hubs whose webhooks the server updates. When its public URL changes, the server
             finds the webhooks that post to the old URL, and changes their URL to the new one.
+        state_dir: The folder in which the server remembers its public URLs. Default: the state
+            folder of the stack.
         secret_in_shell: The placeholder for the secret in the shell commands on the landing page.
     """
 
     def __init__(
         self,
-        ui: "Ui | None" = None,
+        ui: Any = None,
         webhook_secret: str | Sequence[str] | None = None,
         *,
         settings: ReceiverSettings | None = None,
         hubs: Sequence[HubCredentials] = (HubCredentials(),),
+        state_dir: Path | None = None,
         secret_in_shell: str = '"$WEBHOOK_SECRET"',
     ) -> None:
         self.settings = settings_of_this_process(settings)
@@ -87,30 +80,30 @@ class WebhooksServer:
         self._secret_in_shell = secret_in_shell
         self._webhook_secret = webhook_secret or os.environ.get("WEBHOOK_SECRET")
         self._secrets = as_secrets(self._webhook_secret)
-        self._history = History()
+        self.on_answer: OnAnswer = lambda path, status, seconds: None
         self._bodies = BodiesInFlight(self.settings.max_body_bytes)
         self._idempotency = IdempotencyCache(self.settings.remembered_deliveries)
         self._host: str | None = None
         self._running: tuple[uvicorn.Server, threading.Thread] | None = None
         self._hubs = hubs
-        self._public_access: Tunnel | FixedUrl | None = None
-        self._durable = DurableDeliveries(
-            self.settings.deliveries_path, shutdown_seconds=self.settings.shutdown_seconds
-        )
+        self._state_dir = state_dir
+        self._public: PublicUrl | None = None
+        self._tunnel_port: int | None = None
         self.app = FastAPI(title="Webhooks", redoc_url=None, lifespan=self.lifespan)
         """The ASGI application. If another application mounts this one, the other application must
         enter `lifespan`."""
         self.app.add_middleware(
-            OnlyOwnNames,
-            names=self._own_names,
-            public_name=self._public_name,
+            Entrance,
             handlers=self.registered_webhooks,
+            local_names=self._local_names,
+            public_name=lambda: host_name(self._public_url() or ""),
+            tunnel_port=lambda: self._tunnel_port,
+            has_public_page=is_space(),
         )
         self.app.exception_handler(RequestValidationError)(refuse_unreadable)
         self.app.exception_handler(HTTPException)(refuse)
         self.app.exception_handler(Exception)(answer_handler_error)
         self.app.get("/health")(health)
-        self._blocks: Any = ui if is_blocks(ui) else None
         self._ui = None if ui is None else application_of(ui)
         if self._ui is None:
             self.app.get("/", response_class=HTMLResponse)(self._landing_page)
@@ -126,7 +119,6 @@ class WebhooksServer:
         *,
         webhook_secret: str | Sequence[str] | None = None,
         proof: ProofScheme | None = None,
-        durable: bool = False,
         knows_repeats: bool = False,
     ) -> Callable[[F], F]: ...
 
@@ -136,7 +128,6 @@ class WebhooksServer:
         *,
         webhook_secret: str | Sequence[str] | None = None,
         proof: ProofScheme | None = None,
-        durable: bool = False,
         knows_repeats: bool = False,
     ) -> Any:
         """Register the decorated function as `POST /webhooks/<path>`. The function can still be
@@ -150,23 +141,16 @@ class WebhooksServer:
             path: The name of the route. Default: the function's name.
             webhook_secret: Replaces the server's secret for this function.
             proof: Replaces the setting `proof` for this function.
-            durable: Store each delivery on disk, answer 202, and then call the function. If the
-                call fails, or if the server stops before the call has ended, the function is called
-                again later. After `MAX_ATTEMPTS` failed calls (`receiver/durable.py` defines this
-                number), the delivery is kept as a dead letter. The function must take a
-                `WebhookPayload`.
             knows_repeats: True if the function itself recognises repeated deliveries. The function
                 is then called for repeated deliveries too. If False, the server keeps the answers
                 of successful calls in memory (setting `remembered_deliveries`). If a delivery is
                 repeated while its answer is kept, the sender gets this answer again, and the
-                function is not called. For a durable function, this argument changes nothing.
+                function is not called.
 
         Raises:
             ValueError: The path is already registered, or the secret cannot be used.
             OpenToEveryone: There is no secret, and other machines can already reach the running
                 server.
-            ReceiverError: The function is durable, the server already runs, and the file
-                `deliveries_path` cannot be opened, for example because another process has it open.
         """
         if callable(path):
             return self.add_webhook()(path)
@@ -183,13 +167,10 @@ class WebhooksServer:
                 secret_in_shell=(
                     "SECRET-OF-THIS-HANDLER" if webhook_secret else self._secret_in_shell
                 ),
-                is_durable=durable,
                 knows_repeats=knows_repeats,
             )
             if self._host is not None and not secrets:
-                self._refuse_unproven(
-                    self._host, [route], is_public=self._public_access is not None
-                )
+                self._refuse_unproven(self._host, [route], is_public=self._public is not None)
             self._add_route(webhook)
             self.registered_webhooks[route] = webhook
             return handler
@@ -197,10 +178,8 @@ class WebhooksServer:
         return register
 
     def remove_webhook(self, path: str) -> None:
-        """Remove the route `path`, a key of `registered_webhooks`. If its function is durable, the
-        stored deliveries wait until another durable function is registered for `path`."""
+        """Remove the route `path`, a key of `registered_webhooks`."""
         del self.registered_webhooks[path]
-        self._durable.remove_handler(path)
         routes = self.app.router.routes
         routes[:] = [route for route in routes if getattr(route, "path", None) != path]
         self.app.openapi_schema = None
@@ -231,8 +210,6 @@ class WebhooksServer:
             TunnelFailed: `share` is True, but no tunnel and no `public_url` is configured. Or the
                 tunnel cannot be opened.
             AddressUnavailable: The port is in use, or the host is not an address of this machine.
-            ReceiverError: The file `deliveries_path` cannot be opened, for example because another
-                process has it open.
         """
         self.close()
         host = self.settings.host if server_name is None else server_name
@@ -241,48 +218,34 @@ class WebhooksServer:
             hook.path for hook in self.registered_webhooks.values() if not hook.proof.secrets
         ]
         # A Space already has a public URL, so it needs no tunnel.
-        tunnel = None if is_space() else tunnel_to_open(share, self.settings)
-        remembered = remembered_urls(self.settings, port)
+        tunnel = None if is_space() else tunnel_of(share, self.settings)
         if unproven:
             is_public = tunnel is not None or self.settings.public_url is not None
             self._refuse_unproven(host, unproven, is_public=is_public)
-        self._durable.open()
-        sockets: list[socket.socket] = []
-        app: ASGIApp = self.app
+        sockets = [listen.bind(host, port)]
         try:
-            sockets.append(listen.bind(host, port))
-            if tunnel is not None:
-                app = self._behind_tunnel(tunnel, host, sockets, remembered)
+            self._make_public(tunnel, sockets, port)
         except BaseException:
+            self._close_public_url()
             for one in sockets:
                 one.close()
-            self._durable.close()
             raise
-        page = listen.url_of(sockets[0], host)
-        if is_space():
-            # The page is public in a Space only. The URL of a Space never changes, so webhooks that
-            # post to it never need an update.
-            page = self._public_url() or page
-        elif tunnel is None and self.settings.public_url is not None:
-            self._public_access = FixedUrl(self.settings.public_url, remembered, self._hubs)
-        url = self._public_url() or page
-        public = None if self._public_access is None else self._public_access.public
-        print(greeting(url, self.registered_webhooks, unproven, public, page=page), flush=True)
+        local = listen.url_of(sockets[0], host)
+        url = self._public_url() or local
+        ends_at = None if self._public is None else self._public.ends_at
+        # The page is public in a Space only.
+        page = url if is_space() else local
+        print(greeting(url, self.registered_webhooks, unproven, ends_at, page=page), flush=True)
 
-        server = Server(http_config(app, shutdown_seconds=self.settings.shutdown_seconds))
+        server = Server(http_config(self.app, shutdown_seconds=self.settings.shutdown_seconds))
         self._host = host
-        returns_at_once = prevent_thread_lock or listen.is_inside_event_loop()
-        if returns_at_once or self._blocks is not None:
+        if prevent_thread_lock or listen.is_inside_event_loop():
             self._running = server, listen.serve_in_thread(server, *sockets)
-            if self._blocks is not None:
-                self._show_blocks_as_running(page, url)
-            if not returns_at_once:
-                block_until_interrupted(self._blocks)
             return url
         try:
             listen.serve(server, *sockets)
         finally:
-            self._close_public_access()
+            self._close_public_url()
             self._host = None
         return url
 
@@ -301,7 +264,7 @@ class WebhooksServer:
     def close(self) -> None:
         """Close the tunnel if one is open, and stop the server if it runs in a thread. Handlers
         that still run get `shutdown_seconds` to end. May be called more than once."""
-        self._close_public_access()
+        self._close_public_url()
         if self._running is not None:
             server, thread = self._running
             server.should_exit = True
@@ -311,61 +274,45 @@ class WebhooksServer:
 
     @asynccontextmanager
     async def lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
-        """While this context is open, the server calls its durable handlers. A server that `launch`
-        has started enters this context itself. An application that mounts `app` must enter the
-        context."""
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._durable.worker())
-            if isinstance(self._ui, FastAPI):
-                await stack.enter_async_context(self._ui.router.lifespan_context(self._ui))
+        """The lifespan of `ui`. A server that `launch` has started enters this context itself. An
+        application that mounts `app` must enter the context."""
+        if isinstance(self._ui, FastAPI):
+            async with self._ui.router.lifespan_context(self._ui):
+                yield
+        else:
             yield
 
-    def _show_blocks_as_running(self, page: str, url: str) -> None:
-        show_as_running(
-            self._blocks,
-            app=self.app,
-            local_url=page,
-            share_url=None if url == page else url,
-            close=self.close,
+    def _make_public(self, tunnel: str | None, sockets: list[socket.socket], port: int) -> None:
+        """Open the tunnel, or take the `public_url` of the settings, if there is one of the two. A
+        tunnel gets a socket of its own, which is added to `sockets`."""
+        address = ""
+        if tunnel is not None:
+            sockets.append(listen.bind("127.0.0.1", 0))
+            self._tunnel_port = sockets[-1].getsockname()[1]
+            address = f"127.0.0.1:{self._tunnel_port}"
+        elif is_space() or self.settings.public_url is None:
+            # The URL of a Space never changes, so webhooks that post to it never need an update.
+            return
+        self._public = PublicUrl(
+            self.settings,
+            remembered_urls(self._state_dir or state_dir(), port),
+            self._hubs,
+            tunnel=tunnel,
+            address=address,
         )
-
-    def _behind_tunnel(
-        self, tunnel: str, host: str, sockets: list[socket.socket], remembered: Path
-    ) -> TunnelEntrance:
-        """Open another socket for the tunnel, add it to `sockets`, and open a tunnel that leads to
-        this socket. Returns the application to serve on all sockets."""
-        entrance = listen.bind("127.0.0.1", 0)
-        sockets.append(entrance)
-        port = entrance.getsockname()[1]
-        self._public_access = open_tunnel(
-            tunnel, f"127.0.0.1:{port}", self.settings, remembered, self._hubs
-        )
-        names = {host.lower(), self.settings.host.lower()}
-        return TunnelEntrance(self.app, port=port, names=names, paths=self.registered_webhooks)
-
-    def _own_names(self) -> set[str]:
-        """The host names of this server, in lower case."""
-        return {*self._local_names(), host_name(self._public_url() or "")}
+        self._public.open()
 
     def _local_names(self) -> set[str]:
         return {(self._host or "").lower(), self.settings.host.lower()}
 
-    def _public_name(self) -> str | None:
-        """The host name of the public URL, if only strangers use this name. None if there is no
-        public URL, if its host name is used on this machine too, or in a Space, whose page is
-        public."""
-        name = host_name(self._public_url() or "")
-        is_local = is_space() or name in self._local_names() or is_loopback_name(name)
-        return None if name == "" or is_local else name
-
-    def _close_public_access(self) -> None:
-        if self._public_access is not None:
-            self._public_access.close()
-            self._public_access = None
+    def _close_public_url(self) -> None:
+        if self._public is not None:
+            self._public.close()
+        self._public = self._tunnel_port = None
 
     def _public_url(self) -> str | None:
-        if self._public_access is not None and self._public_access.public is not None:
-            return self._public_access.public.url
+        if self._public is not None and self._public.url is not None:
+            return self._public.url
         return self.settings.public_url and self.settings.public_url.rstrip("/")
 
     @staticmethod
@@ -385,24 +332,15 @@ class WebhooksServer:
             proof=webhook.proof,
             max_body_bytes=self.settings.max_body_bytes,
             body_timeout_seconds=self.settings.body_timeout_seconds,
-            own_names=self._own_names,
             bodies=self._bodies,
             cache=None if webhook.knows_repeats else self._idempotency,
-            history=self._history,
-            durable=self._durable if webhook.is_durable else None,
+            on_answer=lambda: self.on_answer,
         )
-        if webhook.is_durable:
-            # The worker calls the handler for stored deliveries through this application. The
-            # application needs no checks, because the guard has checked every stored delivery.
-            for_stored = FastAPI(openapi_url=None)
-            for_stored.post(webhook.path)(webhook.handler)
-            self._durable.add_handler(webhook.path, for_stored)
         self.app.router.add_api_route(
             webhook.path,
             webhook.handler,
             methods=["POST"],
-            status_code=202 if webhook.is_durable else None,
-            responses=REFUSALS | (ANSWERS_TO_DURABLE if webhook.is_durable else {}),
+            responses=REFUSALS,
             route_class_override=guarded_route(guard),
         )
 
@@ -412,8 +350,4 @@ class WebhooksServer:
         # is `root_path`.
         here = request.base_url.replace(path=request.scope.get("root_path", ""))
         url = self._public_url() or str(here)
-        return HTMLResponse(
-            landing_page(
-                url.rstrip("/"), list(self.registered_webhooks.values()), self._history.latest()
-            )
-        )
+        return HTMLResponse(landing_page(url.rstrip("/"), list(self.registered_webhooks.values())))

@@ -19,7 +19,7 @@ def receiver(folder: Path, port: int) -> None:
     from receiver.server import WebhookPayload, WebhooksServer
     from receiver.settings import ReceiverSettings
 
-    settings = ReceiverSettings(port=port, deliveries_path=folder / "receiver.db")
+    settings = ReceiverSettings(port=port)
     server = WebhooksServer(settings=settings)
 
     @server.add_webhook

@@ -54,6 +54,7 @@ app.add_typer(releases.app, name="releases")
 app.add_typer(hub_commands.app, name="hub")
 app.add_typer(receiver_commands.app, name="receiver")
 app.command()(services.serve)
+app.command()(services.gateway)
 name_stacks(app)
 
 

@@ -14,7 +14,7 @@ ONLY_READ = frozenset(
     {
         *("check", "deliveries", "doctor", "env", "info", "inspect", "logs", "ls", "settings"),
         *("show", "status", "verify", "wait"),
-        *("app", "runner", "serve"),
+        *("gateway", "runner", "serve"),
         *("demo", "init"),
     }
 )

@@ -1,5 +1,5 @@
-"""`pipeline hub`, `pipeline receiver` and `pipeline serve`: each command runs one service of the
-stack."""
+"""`pipeline hub`, `pipeline receiver`, `pipeline serve` and `pipeline gateway`: each command runs
+one service of the stack."""
 
 from functools import partial
 from pathlib import Path
@@ -65,22 +65,20 @@ def receiver(
     from pipeline.other_hubs import credentials_of_other_hubs
     from pipeline.retrain.settings import is_git_url
     from pipeline.rules import retrain_rules
-    from pipeline.services import deliveries_path
     from pipeline.settings import load_settings
     from pipeline.tokens import load_tokens, secret_in_shell
     from receiver.monitoring import add_live_route, measure
-    from receiver.moved_webhooks import HubCredentials
     from receiver.retrain import retrain_handler
     from receiver.senders import PushSender
     from receiver.server import WebhooksServer
     from receiver.settings import ReceiverSettings
+    from receiver.tunnel import HubCredentials
 
     home, settings = Home.find(), load_settings()
     log_to_stderr(settings.logs, "receiver")
     tokens = load_tokens(home.tokens_file)
     receiver_settings = {
         **settings.receiver.model_dump(exclude_unset=True),
-        "deliveries_path": deliveries_path(settings, home),
         **_without_none(tunnel=tunnel, public_url=public_url),
     }
     with open_job_store(settings, home) as store:
@@ -91,9 +89,10 @@ def receiver(
                 HubCredentials(endpoint=settings.hub_url, token=tokens.hub),
                 *credentials_of_other_hubs(settings, tokens),
             ],
+            state_dir=home.root,
             secret_in_shell=secret_in_shell(home.tokens_file),
         )
-        measure(server.app)
+        measure(server)
         add_live_route(server.app, store)
         retrain = retrain_handler(store, retrain_rules(settings, home))
         server.add_webhook("/retrain", knows_repeats=True)(retrain)
@@ -173,6 +172,28 @@ def serve(
         folder=folder,
     )
     serve_app(app, serving)
+
+
+def gateway(host: HostOption = None, port: PortOption = None) -> None:
+    """Run the gateway: one address, on port 8000 by default, for the servers of several pipelines.
+    The field `model` of a request chooses the pipeline."""
+    from pipeline.gateway import create_app
+    from pipeline.logs import log_to_stderr
+    from pipeline.settings import load_settings
+    from receiver import listen
+    from serving.http.server import Server, http_config
+    from serving.server import SHUTDOWN_SECONDS, bind
+
+    settings = load_settings()
+    log_to_stderr(settings.logs, "gateway")
+    serving = settings.serving.model_copy(update=_without_none(host=host, port=port))
+    servers = {each.name: settings.server_url(each) for each in settings.pipelines}
+    if not servers:
+        raise PipelineError("no pipeline is configured, so there is nothing to answer for")
+    app = create_app(servers, max_body_bytes=serving.max_body_bytes)
+    listening = bind(serving)
+    print(f"gateway on {listen.url_of(listening, serving.host)}", flush=True)
+    listen.serve(Server(http_config(app, shutdown_seconds=SHUTDOWN_SECONDS)), listening)
 
 
 def _engine(settings: "ServingSettings", *, busy_lock_file: Path) -> "Engine":

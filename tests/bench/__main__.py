@@ -49,7 +49,7 @@ TABLES = {
         ("training", "training, real tokens per second"),
         ("memory", "peak memory of a training job"),
         ("publish", "publish a release, against one write and fsync of the same bytes"),
-        ("receiver", "receiver with its durable store, 16 clients"),
+        ("receiver", "receiver, 16 clients"),
         ("beside-job", "inter-token time while a job trains on the same machine"),
         ("history", "a commit on a long history, against commit 100"),
         ("outbox", "the hub's deliveries"),

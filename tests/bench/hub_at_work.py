@@ -36,7 +36,7 @@ def push_to_hub(hub: RunningHub, folder: Path, num_rows: int) -> tuple[float, fl
 
     Negative if the job is there before the call returns. Receiver and store are those of a stack.
     """
-    settings = ReceiverSettings(port=0, deliveries_path=folder / "receiver.db")
+    settings = ReceiverSettings(port=0)
     server = WebhooksServer(webhook_secret=SECRET, settings=settings)
     with JobStore.open(folder / "jobs.db") as store:
         rules = [RetrainRule(pipeline="rows", dataset=DATASET)]

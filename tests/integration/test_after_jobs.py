@@ -271,7 +271,7 @@ def test_the_receiver_counts_refused_requests_too() -> None:
     from receiver.settings import ReceiverSettings
 
     server = WebhooksServer(webhook_secret="s", settings=ReceiverSettings(port=0))
-    measure(server.app)
+    measure(server)
 
     @server.add_webhook("/echo")
     async def echo() -> dict[str, bool]:
@@ -281,15 +281,11 @@ def test_the_receiver_counts_refused_requests_too() -> None:
     try:
         assert httpx.post(f"{url}/webhooks/echo", json={}).status_code == 401
         assert httpx.post(f"{url}/webhooks/{'x' * 40}", json={}).status_code == 404
-        elsewhere = {"Host": "evil.example"}
-        foreign = httpx.post(f"{url}/webhooks/{'x' * 40}", json={}, headers=elsewhere)
-        assert foreign.status_code == 403
         text = httpx.get(f"{url}/metrics").text
     finally:
         server.close()
     assert 'receiver_requests_total{path="/webhooks/echo",status="401"} 1.0' in text
-    assert 'path="other",status="404"' in text and "xxx" not in text
-    assert 'path="other",status="403"' in text
+    assert "xxx" not in text, "a stranger makes no series"
 
 
 def test_a_metrics_port_that_is_taken_is_logged_and_outcomes_are_told_without_it(

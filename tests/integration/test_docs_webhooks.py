@@ -15,6 +15,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from jobs.store import JobStore
 from tests.hub_fixtures import RunningHub, running_hub, wait_until
 from tests.ports import free_port
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
@@ -197,9 +198,7 @@ def test_a_server_of_ones_own(tmp_path: Path) -> None:
     ) as process:
         wait_until(lambda: answers(f"http://127.0.0.1:{port}/hooks/health"))
         answer = post(f"http://127.0.0.1:{port}/hooks/webhooks/hello", SECRET)
-        assert answer["is_new"]
-        assert process.stdout is not None
-        assert process.stdout.readline() == "hello acme/answers\n"
+        assert answer == {"message": "hello"}
         process.terminate()
 
 
@@ -220,15 +219,22 @@ def test_a_secret(tmp_path: Path) -> None:
 
 
 @section("Deliveries that must not be lost")
-def test_a_durable_receiver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_that_launches_jobs(tmp_path: Path) -> None:
     [script] = BLOCKS["Deliveries that must not be lost"]
-    monkeypatch.chdir(tmp_path)  # where `.pipeline/receiver.db` is made
-    with running(tmp_path, on_port(script, free_port())) as (url, _, process):
-        for is_new in (True, False):
-            answer = post(f"{url}/webhooks/index", {"Webhook-Id": "d1"})
-            assert answer == {"delivery": "d1", "is_new": is_new}
-        assert process.stdout is not None
-        assert process.stdout.readline() == "indexed acme/answers at attempt 2\n"
+    (tmp_path / "index.py").write_text("import os; print(os.environ['WEBHOOK_PAYLOAD'])")
+    file = tmp_path / "state" / "jobs" / "jobs.sqlite"
+    file.parent.mkdir(parents=True)
+    with JobStore.open(file) as store:
+        ids = set()
+        for _ in range(2):  # also after a restart, which forgets the answers
+            with running(
+                tmp_path, on_port(script, free_port()), PIPELINE_HOME=str(tmp_path / "state")
+            ) as (url, _, _process):
+                ids.add(post(f"{url}/webhooks/index", {"Webhook-Id": "d1"})["job"])
+        [job] = store.list()
+        assert ids == {job.id}
+        assert job.spec.command == (sys.executable, str(tmp_path / "index.py"))
+        assert job.payload is not None and job.payload["repo"]["name"] == "acme/answers"
 
 
 @section("A public URL")

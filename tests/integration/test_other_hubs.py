@@ -19,7 +19,7 @@ from pipeline.settings import PipelineSettings, Settings
 from pipeline.stack_record import StackRecord
 from pipeline.tokens import Tokens, load_tokens
 from receiver.settings import ReceiverSettings
-from receiver.share import remembered_urls
+from receiver.tunnel import remembered_urls
 from tests.hub_fixtures import RunningHub, running_hub
 
 OWN_TOKEN = "hf_of_elsewhere"
@@ -96,8 +96,9 @@ def test_the_public_url_is_what_the_settings_or_the_tunnel_say(
     assert posts_to(public_url="https://x.example/") == ["https://x.example/webhooks/retrain"]
     tunnel = {"tunnel": "ssh://me@relay.example"}
     assert posts_to(**tunnel) == [], "the receiver has not written its URL"
-    own = ReceiverSettings(deliveries_path=home.root / "receiver.db")
-    remembered_urls(own, own.port).write_text('["https://t2.example", "https://t1.example"]')
+    remembered_urls(home.root, ReceiverSettings().port).write_text(
+        '["https://t2.example", "https://t1.example"]'
+    )
     assert posts_to(**tunnel) == ["https://t2.example/webhooks/retrain"]
 
 

@@ -20,23 +20,19 @@ from fastapi.testclient import TestClient
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
-from tests.receiver_payloads import dataset_update
 
 DESK, PHONE = (1280, 1400), (500, 1400)  # a headless window is never narrower than 500
 WIDTHS = (1280, 768, 360)
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> Iterator[str]:
-    settings = ReceiverSettings(port=0, deliveries_path=tmp_path / "receiver.db")
-    server = WebhooksServer(webhook_secret="s3cret", settings=settings)
+def url() -> Iterator[str]:
+    server = WebhooksServer(webhook_secret="s3cret", settings=ReceiverSettings(port=0))
 
     @server.add_webhook("/retrain")
-    def retrain(payload: WebhookPayload) -> None:
-        if payload.repo.name == "acme/broken":
-            raise RuntimeError
+    def retrain(payload: WebhookPayload) -> None: ...
 
-    @server.add_webhook("/rebuild-the-index-of-everything-that-was-ever-written", durable=True)
+    @server.add_webhook("/rebuild-the-index-of-everything-that-was-ever-written")
     def index(payload: WebhookPayload) -> None: ...
 
     server.add_webhook("/pushes", proof="github", webhook_secret="x")(retrain)
@@ -51,14 +47,6 @@ def url(tmp_path: Path) -> Iterator[str]:
     server.app.get("/measure")(lambda: HTMLResponse(f"<body>{page}"))
 
     running = server.launch(prevent_thread_lock=True)
-    headers = {"X-Webhook-Secret": "s3cret"}
-    for number, (name, given) in enumerate(
-        [("acme/answers", headers), ("acme/broken", headers), ("acme/answers", {})]
-    ):
-        id = {"Webhook-Id": f"b56a4c8e9f0d{number}" * 4}
-        httpx.post(
-            f"{running}/webhooks/retrain", json=dataset_update(name=name), headers=given | id
-        )
     yield running
     server.close()
 
@@ -105,9 +93,6 @@ def test_it_reads_well_without_a_style_sheet(url: str) -> None:
         "Secret: set",
         f"pipeline webhooks create \\ --url {url}/webhooks/retrain \\ --watch dataset:OWNER/NAME",
         "choose the content type application/json",
-        "answered 200 , handled",
-        "answered 401 , without proof",
-        "answered 500 , failed",
     ):
         assert expected in text, text
     assert "<script" not in page and "http://" not in page.replace(url, ""), "nothing is loaded"

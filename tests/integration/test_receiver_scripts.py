@@ -169,7 +169,7 @@ def test_gradio_blocks_take_the_place_of_the_landing_page(tmp_path: Path) -> Non
         answer = httpx.post(f"{url}/webhooks/say_hello", json=dataset_update(), headers=secret)
         assert answer.json() == {"message": "hello"}
         assert httpx.post(f"{url}/webhooks/say_hello", json=dataset_update()).status_code == 401
-        # The wait is gradio's `block_thread`, and yet SIGTERM lets a handler finish.
+        # SIGTERM lets a handler finish.
         route = f"{url}/webhooks/slow"
         late = pool.submit(httpx.post, route, json=dataset_update(), headers=secret, timeout=30)
         assert process.stdout is not None

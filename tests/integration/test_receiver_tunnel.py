@@ -18,12 +18,9 @@ import pytest
 
 from receiver.errors import OpenToEveryone, TunnelFailed
 from receiver.monitoring import measure
-from receiver.moved_webhooks import HubCredentials, move_webhooks
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
-from receiver.share import remembered_urls
-from receiver.tunnel import Tunnel
-from receiver.tunnel_command import TunnelCommand
+from receiver.tunnel import HubCredentials, PublicUrl, move_webhooks, remembered_urls
 from receiver.webhooks import create_webhook, get_webhook
 from tests.hub_fixtures import RunningHub, wait_until
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
@@ -50,9 +47,9 @@ time.sleep(600)
 
 
 def server_in(folder: Path, *, hub: RunningHub | None = None, **settings: Any) -> WebhooksServer:
-    told = ReceiverSettings(port=0, deliveries_path=folder / "receiver.db", **settings)
+    told = ReceiverSettings(port=0, **settings)
     hubs = [] if hub is None else [HubCredentials(endpoint=hub.url, token=hub.token)]
-    server = WebhooksServer(webhook_secret="s3cret", settings=told, hubs=hubs)
+    server = WebhooksServer(webhook_secret="s3cret", settings=told, hubs=hubs, state_dir=folder)
 
     @server.add_webhook
     def hello(payload: WebhookPayload) -> str:
@@ -143,7 +140,7 @@ def test_a_tunnel_shows_the_routes_of_handlers_only(
 ) -> None:
     """This one is told the receiver's own port beforehand, so the host tells its requests."""
     server = server_in(tmp_path, tunnel_url_pattern=r"https://\w+\.relay\.example")
-    measure(server.app)
+    measure(server)
     closing.append(server)
     url = server.launch(prevent_thread_lock=True, share=relay)
     page = re.search(r"Open (\S+)/ to see", capsys.readouterr().out)
@@ -220,8 +217,7 @@ def test_one_url_may_be_the_beginning_of_another(hub: RunningHub, tmp_path: Path
 
 
 def test_receivers_of_one_folder_keep_their_own_urls(tmp_path: Path) -> None:
-    settings = ReceiverSettings(deliveries_path=tmp_path / "receiver.db")
-    assert len({remembered_urls(settings, port) for port in (7860, 7861)}) == 2
+    assert len({remembered_urls(tmp_path, port) for port in (7860, 7861)}) == 2
 
 
 def test_a_file_that_cannot_be_written_is_tried_again(hub: RunningHub, tmp_path: Path) -> None:
@@ -253,20 +249,10 @@ def test_a_link_is_renewed_before_it_ends(
     at = {"endpoint": hub.url, "token": hub.token}
     ours = create_webhook(url=f"{url}/webhooks/hello", watched=["user:local"], **at)
     [first] = commands_with(f"{tmp_path}/starts")
-    alive = []
 
-    def is_moved() -> bool:
-        is_alive = first in commands_with(f"{tmp_path}/starts")
-        moved = get_webhook(ours.id, **at).url == "https://n2.relay.example/webhooks/hello"
-        # Asked before: where the webhook has not moved by now, the link had to answer then.
-        if not moved:
-            alive.append(is_alive)
-        return moved
-
-    wait_until(is_moved)
+    wait_until(lambda: get_webhook(ours.id, **at).url == "https://n2.relay.example/webhooks/hello")
     assert time.time() - began > 3
-    assert all(alive), "the former link answers until the webhooks are moved"
-    wait_until(lambda: first not in commands_with(f"{tmp_path}/starts"))
+    assert first not in commands_with(f"{tmp_path}/starts")
 
 
 def test_a_program_that_is_gone_for_a_while_does_not_end_the_tunnel(
@@ -332,8 +318,7 @@ def test_a_tunnel_that_cannot_be(
 
 
 def test_no_public_url_without_a_secret(tmp_path: Path, relay: str) -> None:
-    settings = ReceiverSettings(port=0, deliveries_path=tmp_path / "receiver.db")
-    server = WebhooksServer(settings=settings)
+    server = WebhooksServer(settings=ReceiverSettings(port=0))
     server.add_webhook("/proven", webhook_secret="x")(lambda payload: None)
     server.add_webhook("/open")(lambda payload: None)
     with pytest.raises(OpenToEveryone, match="no secret for /webhooks/open"):
@@ -351,53 +336,42 @@ class Interrupted(threading.Event):
         raise KeyboardInterrupt
 
 
-def test_a_tunnel_whose_opening_was_interrupted_is_closed() -> None:
-    command = TunnelCommand(arguments=("sleep", "600"), url_in=lambda line: None)
-    tunnel = Tunnel(lambda former: command, lifetime_seconds=60, on_url=lambda url: True)
-    tunnel._is_open = Interrupted()
+def tunnel_in(folder: Path, command: str) -> PublicUrl:
+    return PublicUrl(ReceiverSettings(), folder / "urls.json", [], tunnel=command, address="h:1")
+
+
+def test_a_tunnel_whose_opening_was_interrupted_is_closed(tmp_path: Path) -> None:
+    tunnel = tunnel_in(tmp_path, f"sh -c 'sleep 600; true {tmp_path}'")
+    tunnel._has_begun = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         tunnel.open()
-    assert not tunnel._thread.is_alive()
+    assert commands_with(str(tmp_path)) == []
 
 
-def test_a_tunnel_that_is_closed_starts_no_further_link(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is closed while it asks for its former URL."""
-    os.mkfifo(tmp_path / "end")
-    first = f"echo https://a.example; exec cat {shlex.quote(str(tmp_path / 'end'))}"
-    asked: list[str | None] = []
-
-    def command(former: str | None) -> TunnelCommand:
-        asked.append(former)
-        arguments = ("sh", "-c", first) if former is None else ("sleep", "600")
-        return TunnelCommand(arguments=arguments, url_in=lambda line: line or None)
-
-    tunnel = Tunnel(command, lifetime_seconds=60, on_url=lambda url: True)
+def test_a_tunnel_ends_with_what_its_command_has_started(tmp_path: Path) -> None:
+    """A child that keeps the output open, and that does not end at SIGTERM."""
+    child = f"trap '' TERM; while true; do sleep 1; done; true {tmp_path}"
+    starting = f"sh -c {shlex.quote(child)} & echo https://a.example; wait"
+    tunnel = tunnel_in(tmp_path, shlex.join(["sh", "-c", starting]))
     tunnel.open()
-    of_first = list(asked)
-    (tmp_path / "end").write_text("")
-    wait_until(lambda: asked != of_first)
+    assert tunnel.url == "https://a.example"
     tunnel.close()
-    assert asked == [*of_first, "https://a.example"]
-    assert "cannot be opened" not in caplog.text
+    wait_until(lambda: commands_with(str(tmp_path)) == [])
 
 
-def test_a_link_whose_output_no_thread_can_read_is_ended(
+def test_a_command_whose_time_no_thread_can_watch_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
 
     def start_or_fail(thread: threading.Thread) -> None:
-        if thread.name == "tunnel-output":
+        if isinstance(thread, threading.Timer):
             raise RuntimeError("can't start new thread")
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_or_fail)
-    arguments = (sys.executable, "-c", "import time; time.sleep(600)", str(tmp_path))
-    command = TunnelCommand(arguments=arguments, url_in=lambda line: None)
-    tunnel = Tunnel(lambda former: command, lifetime_seconds=60, on_url=lambda url: True)
-    with pytest.raises(TunnelFailed, match="cannot be started: can't start new thread"):
+    tunnel = tunnel_in(tmp_path, f"sh -c 'sleep 600; true {tmp_path}'")
+    with pytest.raises(TunnelFailed, match="can't start new thread"):
         tunnel.open()
     assert commands_with(str(tmp_path)) == []
 
@@ -405,9 +379,7 @@ def test_a_link_whose_output_no_thread_can_read_is_ended(
 def test_a_shared_server_takes_no_open_handler(
     tmp_path: Path, relay: str, closing: list[WebhooksServer]
 ) -> None:
-    server = WebhooksServer(
-        settings=ReceiverSettings(port=0, deliveries_path=tmp_path / "receiver.db"), hubs=[]
-    )
+    server = WebhooksServer(settings=ReceiverSettings(port=0), hubs=[], state_dir=tmp_path)
     closing.append(server)
     server.launch(prevent_thread_lock=True, share=relay)
     with pytest.raises(OpenToEveryone):

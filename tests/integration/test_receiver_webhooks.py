@@ -160,7 +160,7 @@ def test_an_answer_that_is_json_of_something_else(at: dict[str, str]) -> None:
 
 
 def test_a_url_that_is_none() -> None:
-    with pytest.raises(WebhookApiError, match="URL is not valid"):
+    with pytest.raises(WebhookApiError, match="Invalid port"):
         webhooks.list_webhooks(endpoint="http://127.0.0.1:port", token="t")
 
 

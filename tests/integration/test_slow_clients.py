@@ -72,9 +72,7 @@ def hub(folder: Path, limits: Limits | None = LIMITS) -> Iterator[Service]:
 
 @contextlib.contextmanager
 def receiver(folder: Path, limits: Limits | None = LIMITS) -> Iterator[Service]:
-    path = folder / "receiver.db"
-    settings = ReceiverSettings(deliveries_path=path, max_body_bytes=MAX_BODY_BYTES)
-    made = WebhooksServer(settings=settings)
+    made = WebhooksServer(settings=ReceiverSettings(max_body_bytes=MAX_BODY_BYTES))
 
     @made.add_webhook
     async def big(payload: WebhookPayload) -> str:

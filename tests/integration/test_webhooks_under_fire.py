@@ -122,14 +122,14 @@ from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 
 folder, port = Path(sys.argv[1]), int(sys.argv[2])
-settings = ReceiverSettings(port=port, deliveries_path=folder / "receiver.db")
+settings = ReceiverSettings(port=port)
 server = WebhooksServer(webhook_secret="s3cret", settings=settings)
 effects = sqlite3.connect(folder / "effects.db", check_same_thread=False, timeout=30)
 effects.execute("CREATE TABLE IF NOT EXISTS effects (delivery TEXT PRIMARY KEY, sha TEXT)")
 
-@server.add_webhook(durable=True)
+@server.add_webhook
 async def work(payload: WebhookPayload, request):
-    # A handler is called at least once; the delivery's id makes its effect happen once.
+    # The hub delivers at least once; the delivery's id makes its effect happen once.
     for update in payload.updatedRefs or ():
         with effects:
             row = (request.state.delivery_id, update.newSha)

@@ -1,7 +1,7 @@
 """What a delivery costs does not grow with those that were stored before it."""
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -10,7 +10,6 @@ import pytest
 from jobs.job import Delivery, JobRequest
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
-from receiver.delivery_log import DeliveryLog, HandlerResult, NewDelivery
 
 BATCH, HISTORY = 16, 4_000
 
@@ -40,47 +39,6 @@ def cost(num_steps: Callable[[], int], work: Callable[[], object]) -> int:
     before = num_steps()
     work()
     return num_steps() - before
-
-
-@pytest.fixture
-def log(tmp_path: Path, num_steps: Callable[[], int]) -> Iterator[DeliveryLog]:
-    log = DeliveryLog(tmp_path / "receiver.db")
-    yield log
-    log.close()
-
-
-def arrive(log: DeliveryLog, first: int, number: int = BATCH) -> list[bool]:
-    ids = [f"delivery-{first + place}" for place in range(number)]
-    return log.add([NewDelivery(path="/x", id=id, headers={}, body=b"{}") for id in ids], 0.0)
-
-
-def handle(log: DeliveryLog) -> int:
-    """How many were due."""
-    due = log.due(1.0, ["/x", "/y"])
-    log.store_results([HandlerResult(path=each.path, id=each.id, due_at=None) for each in due])
-    return len(due)
-
-
-def test_of_a_durable_handler(log: DeliveryLog, num_steps: Callable[[], int]) -> None:
-    early = cost(num_steps, lambda: arrive(log, 0))
-    for first in range(BATCH, HISTORY, 100):
-        arrive(log, first, 100)
-    late = cost(num_steps, lambda: arrive(log, 2 * HISTORY))
-    assert arrive(log, 2 * HISTORY) == [False] * BATCH
-    assert 0 < late < 1.5 * early
-
-
-def test_of_its_call(log: DeliveryLog, num_steps: Callable[[], int]) -> None:
-    arrive(log, 0)
-    early = cost(num_steps, lambda: handle(log))
-    for first in range(BATCH, HISTORY, 100):
-        arrive(log, first, 100)
-        assert handle(log) == 100
-    arrive(log, 2 * HISTORY)
-    late = cost(num_steps, lambda: handle(log))
-    assert handle(log) == 0
-    assert log.due(1.0, []) == []
-    assert 0 < late < 1.5 * early
 
 
 def test_of_looking_for_old_jobs_among_100_000(

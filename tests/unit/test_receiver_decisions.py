@@ -115,10 +115,10 @@ def assert_is_refused_or_decided(sent: Sent) -> None:
     scheme, headers, body = sent
     proof = Proof(scheme=scheme, secrets=(SIGNING_SECRET,))
     right = {**headers, **proven(scheme, body)}
-    proof.check(right, body)
+    proof.check_headers(right)(body)
     for wrong in (headers, {**right, **WRONG}):
         with pytest.raises((ProofMissing, ProofWrong)):
-            proof.check(wrong, body)
+            proof.check_headers(wrong)(body)
     try:
         event = read_event(scheme, right, body)
     except NotAnEvent:
@@ -152,4 +152,4 @@ def test_no_made_up_signature_holds(body: bytes, header: str) -> None:
         proof = Proof(scheme=scheme, secrets=("s3cret",))  # type: ignore[arg-type]
         if header not in (hmac_hex("s3cret", body), f"sha256={hmac_hex('s3cret', body)}"):
             with pytest.raises(ProofWrong):
-                proof.check({name: header}, body)
+                proof.check_headers({name: header})(body)

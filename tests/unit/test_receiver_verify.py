@@ -22,7 +22,7 @@ def check(
 ) -> str | None:
     """None where the proof holds, else the name of the refusal."""
     try:
-        Proof(scheme=scheme, secrets=secrets or ("s3cret",)).check(headers, body)
+        Proof(scheme=scheme, secrets=secrets or ("s3cret",)).check_headers(headers)(body)
     except (ProofMissing, ProofWrong) as refusal:
         return type(refusal).__name__
     return None
@@ -150,7 +150,7 @@ def test_every_candidate_is_compared_in_constant_time(monkeypatch: pytest.Monkey
 
 
 def test_without_a_secret_everyone_is_let_in() -> None:
-    Proof(scheme="github", secrets=()).check({}, BODY)
+    Proof(scheme="github", secrets=()).check_headers({})(BODY)
 
 
 @pytest.mark.parametrize(

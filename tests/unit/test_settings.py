@@ -12,10 +12,9 @@ from pipeline.cli.main import app
 from pipeline.cli.settings import settings_text
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
-from pipeline.services import deliveries_path
 from pipeline.settings import PipelineSettings, Settings, load_settings
 from pipeline.settings_copy import write_copy
-from receiver.tunnel_command import tunnel_command
+from receiver.tunnel import tunnel_command
 
 FACTS = PipelineSettings(name="facts", dataset="demo/facts")
 
@@ -93,13 +92,6 @@ def test_a_service_reads_the_copy_but_its_paths_start_at_the_file(
         assert load_settings().pipeline("facts").base_folder() == tmp_path / read
 
 
-def test_the_file_of_deliveries_is_beside_the_settings(file: Path, tmp_path: Path) -> None:
-    home = Home(tmp_path / "state")
-    assert deliveries_path(load_settings(), home) == home.root / "receiver.db"
-    file.write_text('[receiver]\ndeliveries_path = "kept/deliveries.db"\n')
-    assert deliveries_path(load_settings(), home) == tmp_path / "kept/deliveries.db"
-
-
 @pytest.mark.parametrize(
     ("given", "read"),
     [
@@ -132,15 +124,14 @@ def test_the_program_of_the_tunnel_is_beside_the_settings(file: Path) -> None:
     program.touch(0o755)
     read = tunnel("bin/open 'a b' http://{address}")
     assert read is not None
-    command = tunnel_command(read, "host:1", url_pattern="x")
-    assert command.arguments == (str(program), "a b", "http://host:1")
+    arguments, _ = tunnel_command(read, "host:1", url_pattern="x")
+    assert arguments == [str(program), "a b", "http://host:1"]
     for text in ("cloudflared tunnel --url http://{address}", "ssh://me@relay/", "  "):
         assert tunnel(text) == text
 
 
 def test_a_home_folder_that_is_not_known_is_a_fault_of_the_settings(file: Path) -> None:
     for text in (
-        '[receiver]\ndeliveries_path = "~nobody-here/x"\n',
         '[receiver]\ntunnel = "~nobody-here/x"\n',
         '[jobs]\ndatabase_url = "~nobody-here/x"\n',
         *(

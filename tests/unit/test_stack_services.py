@@ -19,7 +19,7 @@ from pipeline.paths import Home
 from pipeline.services import Service, check_port, services_of
 from pipeline.settings import load_settings
 from pipeline.stack import Stack
-from pipeline.stack_record import StackRecord
+from pipeline.stack_record import Child, StackRecord, running_settings
 from tests.ports import free_port
 
 
@@ -59,9 +59,66 @@ def test_each_port_is_told_with_where_it_is_set(
         "hub": "PIPELINE_HUB__PORT=…, or `port` under [hub]",
         "serve-a": "PIPELINE_SERVING__PORT=…, or `port` under [serving]",
         "serve-b": "`port` of b under [[pipelines]]",
+        "gateway": "PIPELINE_SERVING__PORT=…, or `port` under [serving]",
         "runner": None,
         "receiver": "PIPELINE_RECEIVER__PORT=…, or `port` under [receiver]",
     }
+
+
+def test_several_pipelines_have_one_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pipeline.toml"
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(file))
+    one, two = (f'[[pipelines]]\nname = "{name}"\ndataset = "o/d"\n' for name in "ab")
+
+    def urls(text: str) -> dict[str, str | None]:
+        file.write_text(text)
+        services = services_of(load_settings())
+        return {
+            each.name: each.url
+            for each in services
+            if "serve" in each.name or each.name == "gateway"
+        }
+
+    assert urls(one) == {"serve": "http://127.0.0.1:8000"}, "no hop"
+    assert urls(one + two) == {
+        "serve-a": "http://127.0.0.1:8001",
+        "serve-b": "http://127.0.0.1:8002",
+        "gateway": "http://127.0.0.1:8000",
+    }
+    with pytest.raises(PipelineError, match="port 8000 is set for both"):
+        urls(one + two + "port = 8000\n")
+
+
+def test_the_addresses_of_a_running_stack_with_a_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stack was started with other ports than this shell knows."""
+    file = tmp_path / "pipeline.toml"
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(file))
+    file.write_text("".join(f'[[pipelines]]\nname = "{n}"\ndataset = "o/d"\n' for n in "ab"))
+    process = identify(os.getpid())
+    assert process is not None
+    ports = {"gateway": 9000, "serve-a": 9001, "serve-b": 9002}
+    running = [
+        Child(
+            name=name,
+            process=process,
+            url=f"http://127.0.0.2:{port}",
+            pipeline=name.partition("-")[2] or None,
+        )
+        for name, port in ports.items()
+    ]
+    for order in (running, running[::-1]):
+        record = StackRecord(process=process, started_at=0, is_ready=True, children=tuple(order))
+        Home(tmp_path).stack_file.write_text(record.model_dump_json())
+        found = running_settings(Home(tmp_path))
+        assert found.gateway_url == "http://127.0.0.2:9000"
+        assert [found.server_url(each) for each in found.pipelines] == [
+            "http://127.0.0.2:9001",
+            "http://127.0.0.2:9002",
+        ]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -73,7 +72,6 @@ def test_a_body_that_is_no_payload(server: WebhooksServer, client: TestClient, b
     assert len(answer.content) < 2000, "the body is not echoed"
 
 
-@pytest.mark.parametrize("durable", [False, True])
 @pytest.mark.parametrize(
     ("payload", "unknown"),
     [
@@ -88,13 +86,10 @@ def test_a_body_that_is_no_payload(server: WebhooksServer, client: TestClient, b
         ),
     ],
 )
-def test_what_only_a_newer_hub_says_is_ignored(
-    tmp_path: Path, payload: dict[str, Any], unknown: str, durable: bool
-) -> None:
-    settings = ReceiverSettings(deliveries_path=tmp_path / "receiver.db")
-    server = WebhooksServer(webhook_secret="s3cret", settings=settings)
+def test_what_only_a_newer_hub_says_is_ignored(payload: dict[str, Any], unknown: str) -> None:
+    server = WebhooksServer(webhook_secret="s3cret")
     calls = []
-    server.add_webhook("/x", durable=durable)(lambda payload: calls.append(payload))
+    server.add_webhook("/x")(lambda payload: calls.append(payload))
     with TestClient(server.app, headers=SECRET) as client:
         answer = client.post("/webhooks/x", json=payload)
     assert answer.status_code == 200
@@ -254,12 +249,10 @@ def test_secrets_come_from_the_environment_or_the_argument(
     assert status(WebhooksServer(), "anything") == 200
 
 
-@pytest.mark.parametrize("durable", [False, True])
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be"])
-def test_json_is_utf_8(tmp_path: Path, durable: bool, encoding: str) -> None:
-    settings = ReceiverSettings(deliveries_path=tmp_path / "receiver.db")
-    server = WebhooksServer(webhook_secret="s3cret", settings=settings)
-    server.add_webhook("/x", durable=durable)(lambda payload: None)
+def test_json_is_utf_8(encoding: str) -> None:
+    server = WebhooksServer(webhook_secret="s3cret")
+    server.add_webhook("/x")(lambda payload: None)
     body = json.dumps(dataset_update()).encode(encoding)
     with TestClient(server.app, headers=SECRET) as client:
         assert client.post("/webhooks/x", content=body).status_code == 422

@@ -1,0 +1,258 @@
+"""The gateway: one address for the completion servers of several pipelines.
+
+The field `model` of a request chooses the pipeline. The gateway passes the request on to the server
+of this pipeline, and the answer back, piece by piece as it arrives. It changes neither. The server
+checks API keys and hosts: the gateway also passes these headers on.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import httpx
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from pydantic_core import from_json
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from serving.http.bodies import LimitedBodies
+from serving.request_errors import RequestError
+
+ASK_SECONDS = 5.0
+"""How long the gateway waits for the answer of a server to its own questions, such as `/health`."""
+_OF_ONE_CONNECTION = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"upgrade"))
+"""Headers that are about one connection, and so are not passed on."""
+_OF_EACH_SERVER = frozenset((b"date", b"server"))
+"""Headers that the gateway's own HTTP server adds to each answer."""
+
+
+def create_app(servers: Mapping[str, str], *, max_body_bytes: int) -> Starlette:
+    """`servers`: the name of each pipeline, and the URL of its server."""
+    gateway = _Gateway(servers)
+
+    async def on_error(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if not isinstance(error, RequestError):  # a body that is too large
+            error = RequestError(error.status_code, error.detail, headers=error.headers)
+        return error.response()
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> Any:
+        async with gateway.client:
+            yield
+
+    methods = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+    return Starlette(
+        routes=[
+            Route("/live", gateway.live),
+            Route("/health", gateway.health),
+            Route("/ping", gateway.health, methods=["GET", "POST"]),
+            Route("/metrics", gateway.metrics),
+            Route("/v1/models", gateway.models),
+            Route("/v1/models/{model:path}", gateway.forward),
+            Route("/{path:path}", gateway.forward, methods=methods),
+        ],
+        middleware=[Middleware(LimitedBodies, max_body_bytes=max_body_bytes)],
+        exception_handlers={HTTPException: on_error},
+        lifespan=lifespan,
+    )
+
+
+class _Gateway:
+    def __init__(self, servers: Mapping[str, str]) -> None:
+        self._servers = servers
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        # Only a connection must be quick: during a swap, an answer may take long to begin.
+        timeout = httpx.Timeout(None, connect=ASK_SECONDS)
+        self.client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+
+    async def live(self, _request: Request) -> Response:
+        """Whether the gateway works, whatever the servers do. `pipeline up` asks this."""
+        return JSONResponse({"status": "ok"})
+
+    async def health(self, request: Request) -> Response:
+        """Clients should send requests here if a pipeline has a release. The answer has what the
+        server of each pipeline says."""
+        answers = await self._ask_all(request, "/health")
+        said = {
+            name: {"status": "down"} if answer is None else answer.json()
+            for name, answer in answers.items()
+        }
+        num_ready = sum(
+            1 for answer in answers.values() if answer is not None and answer.is_success
+        )
+        status = "ok" if num_ready == len(said) else "partly" if num_ready else "waiting"
+        return JSONResponse({"status": status, "pipelines": said}, 200 if num_ready else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """The metrics of all servers, each with the label `pipeline`."""
+        merged: dict[str, Metric] = {}
+        for name, answer in (await self._ask_all(request, "/metrics")).items():
+            for family in text_string_to_metric_families(answer.text if answer else ""):
+                known = merged.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                known.samples += [
+                    sample._replace(labels={**sample.labels, "pipeline": name})
+                    for sample in family.samples
+                ]
+        registry = CollectorRegistry()
+        registry.register(_Collected(merged))
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
+
+    async def models(self, request: Request) -> Response:
+        """The models of all servers that answer."""
+        answers = (await self._ask_all(request, "/v1/models")).values()
+        data = [model for answer in answers if answer for model in answer.json()["data"]]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def forward(self, request: Request) -> Response:
+        body = await request.body()
+        model = request.path_params.get("model")
+        if request.method == "POST":
+            model = await asyncio.to_thread(_model_of, body)
+        elif model is None:  # such as `/docs` and `/version`, which all servers answer alike
+            model = next(iter(self._servers))
+        return _Forwarded(self.client, await self._server_of(request, model), request, body)
+
+    async def _server_of(self, request: Request, model: str | None) -> str:
+        """The URL of the server for `model`, the name of a pipeline or the id of a served release.
+        Raises RequestError if there is none."""
+        if model is not None and model in self._servers:
+            return self._servers[model]
+        # A client that may not send requests here gets the server's refusal, and no names.
+        answers = await self._ask_all(request, "/v1/models")
+        names = ", ".join(self._servers)
+        if model is None:
+            raise RequestError(
+                400,
+                f"several pipelines answer here, so `model` must name one of them: {names}",
+                param="model",
+                code="model_missing",
+            )
+        for name, answer in answers.items():
+            if answer and any(served["release"] == model for served in answer.json()["data"]):
+                return self._servers[name]
+        if None in answers.values():
+            raise _unreachable([name for name, answer in answers.items() if answer is None])
+        raise RequestError(
+            404,
+            f"The model {model[:200]!r} does not exist; here are: {names}",
+            param="model",
+            code="model_not_found",
+        )
+
+    async def _ask_all(self, request: Request, path: str) -> dict[str, httpx.Response | None]:
+        """The answer of each server to `GET path`; None if the server cannot be reached. Raises
+        RequestError if the servers refuse this client."""
+
+        names = (b"authorization", b"host")
+        headers = [each for each in request.headers.raw if each[0] in names]
+
+        async def ask(server: str) -> httpx.Response | None:
+            asked = httpx.Request("GET", f"{server}{path}", headers=headers)
+            try:
+                async with asyncio.timeout(ASK_SECONDS):
+                    return await self.client.send(asked)
+            except (httpx.TransportError, TimeoutError):
+                return None
+
+        answers = await asyncio.gather(*map(ask, self._servers.values()))
+        for answer in answers:
+            if answer is not None and answer.status_code in (401, 403):
+                refusal = answer.json()["error"]
+                raise RequestError(
+                    answer.status_code,
+                    refusal["message"],
+                    type=refusal["type"],
+                    code=refusal["code"],
+                )
+        return dict(zip(self._servers, answers, strict=True))
+
+
+class _Forwarded(Response):
+    """Sends the request to a server, and the server's answer to the client."""
+
+    def __init__(
+        self, client: httpx.AsyncClient, server: str, request: Request, body: bytes
+    ) -> None:
+        self._client = client
+        self._server = server
+        path = request.scope.get("raw_path") or request.url.path.encode()
+        query = request.scope["query_string"]
+        target = f"{server}{path.decode()}" + (f"?{query.decode()}" if query else "")
+        headers = _passed_on(request.headers.raw)
+        self._asked = httpx.Request(request.method, target, headers=headers, content=body)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with anyio.create_task_group() as group:
+
+            async def end_when_client_leaves() -> None:
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                group.cancel_scope.cancel()
+
+            group.start_soon(end_when_client_leaves)
+            await self._exchange(scope, receive, send)
+            group.cancel_scope.cancel()
+
+    async def _exchange(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            answer = await self._client.send(self._asked, stream=True)
+        except httpx.TransportError:
+            await _unreachable([self._server]).response()(scope, receive, send)
+            return
+        try:
+            headers = [
+                each for each in _passed_on(answer.headers.raw) if each[0] not in _OF_EACH_SERVER
+            ]
+            start: Message = {"type": "http.response.start", "status": answer.status_code}
+            await send({**start, "headers": headers})
+            async for chunk in answer.aiter_raw():
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            with anyio.CancelScope(shield=True):
+                await answer.aclose()
+
+
+class _Collected(Collector):
+    def __init__(self, families: Mapping[str, Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families.values()
+
+
+def _passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    lower = ((name.lower(), value) for name, value in headers)
+    return [each for each in lower if each[0] not in _OF_ONE_CONNECTION]
+
+
+def _model_of(body: bytes) -> str | None:
+    """The field `model` of the body; None if there is none. Raises RequestError."""
+    try:
+        content = from_json(body)
+    except ValueError as error:
+        raise RequestError(400, f"The body is not JSON: {error}") from None
+    model = content.get("model") if isinstance(content, dict) else None
+    return model if isinstance(model, str) else None
+
+
+def _unreachable(servers: Iterable[str]) -> RequestError:
+    return RequestError(
+        503,
+        f"no answer from {', '.join(servers)}; `pipeline status` shows whether it is up",
+        type="server_error",
+        code="unreachable",
+        headers={"Retry-After": "1"},
+    )

@@ -1,0 +1,160 @@
+"""`launch_job`: what a handler returns is on disk, once for each delivery."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from jobs.runner import Runner
+from jobs.settings import JobsSettings
+from jobs.store import JobStore
+from pipeline.paths import Home
+from receiver import launch_job
+from receiver.errors import NoJobStore
+from receiver.server import WebhookPayload, WebhooksServer
+from tests.jobs_fixtures import until
+from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
+from tests.receiver_payloads import dataset_update
+
+ROOT = Path(__file__).resolve().parents[2]
+PRINTS = (sys.executable, "-c", "import os; print(os.environ['WEBHOOK_PAYLOAD'])")
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobStore]:
+    """The store of the stack whose state folder is $PIPELINE_HOME."""
+    monkeypatch.setenv("PIPELINE_HOME", str(tmp_path / "state"))
+    file = Home.find().jobs_database
+    file.parent.mkdir(parents=True)
+    with JobStore.open(file) as store:
+        yield store
+
+
+def test_one_job_for_each_delivery_and_command(store: JobStore) -> None:
+    def server() -> WebhooksServer:
+        """Of another process: it knows no answer of the one before."""
+        made = WebhooksServer()
+
+        @made.add_webhook
+        def plain(payload: WebhookPayload) -> list[str]:
+            return [launch_job(["true", word], payload) for word in ("a", "b")]
+
+        @made.add_webhook("/async")
+        async def asynchronous(payload: WebhookPayload) -> list[str]:
+            return [launch_job(["true", "a"], payload)]
+
+        return made
+
+    def post(path: str, **headers: str) -> list[str]:
+        with TestClient(server().app, base_url="http://localhost") as client:
+            ids: list[str] = client.post(path, json=dataset_update(), headers=headers).json()
+            return ids
+
+    first = post("/webhooks/plain", **{"Webhook-Id": "d1"})
+    assert len(set(first)) == 2, "two commands, two jobs"
+    assert post("/webhooks/plain", **{"Webhook-Id": "d1"}) == first
+    other = post("/webhooks/plain", **{"Webhook-Id": "d2"})
+    assert not set(other) & set(first)
+    assert post("/webhooks/async", **{"Webhook-Id": "d1"}) != first[:1], "another handler"
+    # A sender that sends no id: the body tells a repeat.
+    assert post("/webhooks/async") == post("/webhooks/async")
+    assert len(store.list()) == 6
+
+
+def test_outside_of_a_handler_each_call_is_a_job_that_runs(store: JobStore, tmp_path: Path) -> None:
+    payload = dataset_update()
+    ids = [launch_job(PRINTS, payload), launch_job(PRINTS, WebhookPayload(**payload))]
+    assert len(set(ids)) == 2
+    stop = threading.Event()
+    runner = Runner(store, tmp_path / "jobs", JobsSettings(preload=()), dict(os.environ))
+    thread = threading.Thread(target=runner.run, args=(stop,))
+    thread.start()
+    try:
+        until(lambda: all(store.get(id).state == "COMPLETED" for id in ids))
+    finally:
+        stop.set()
+        thread.join(30)
+    for id in ids:
+        log = tmp_path / "jobs" / id / "log.txt"
+        repo = json.loads(log.read_text().splitlines()[-1])["repo"]
+        assert (repo["name"], repo["headSha"]) == ("acme/answers", payload["repo"]["headSha"])
+
+
+def test_a_store_that_is_not_there_is_an_error_that_the_sender_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPELINE_HOME", str(tmp_path / "nothing"))
+    with pytest.raises(NoJobStore, match=rf"{tmp_path}/nothing/jobs/jobs.sqlite.*pipeline up"):
+        launch_job(["true"], dataset_update())
+    assert list(tmp_path.iterdir()) == [], "no store that no runner would look into"
+    monkeypatch.setenv("PIPELINE_JOBS__DATABASE_URL", str(tmp_path / "jobs.db"))
+    with pytest.raises(NoJobStore, match=r"jobs\.db"):
+        launch_job(["true"], dataset_update())
+    JobStore.open(tmp_path / "jobs.db").close()
+    for chosen in ({}, {"store": tmp_path / "jobs.db"}, {"store": f"sqlite:///{tmp_path}/jobs.db"}):
+        launch_job(["true"], dataset_update(), **chosen)
+    with JobStore.open(tmp_path / "jobs.db") as store:
+        assert len(store.list()) == 3
+
+
+SCRIPT = """
+from receiver.server import WebhookPayload, launch_job, webhook_endpoint
+
+@webhook_endpoint
+def work(payload: WebhookPayload):
+    return {"job": launch_job(["true"], payload)}
+
+work.launch(server_port=0)
+"""
+
+
+@contextlib.contextmanager
+def started(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as process:
+        assert process.stdout is not None
+        try:
+            url = next(
+                line.split()[1].rstrip("/") for line in process.stdout if line.startswith("Open ")
+            )
+            yield f"{url}/webhooks/work", process
+        finally:
+            process.kill()
+
+
+def test_a_delivery_that_is_repeated_after_a_kill_has_one_job(
+    store: JobStore, tmp_path: Path
+) -> None:
+    answered: dict[str, str] = {}
+    with started(tmp_path) as (url, process):
+        killer = threading.Timer(0.03, process.send_signal, [signal.SIGKILL])
+        with contextlib.suppress(httpx.TransportError), httpx.Client() as client:
+            for number in range(10_000):
+                id = {"Webhook-Id": f"d{number}"}
+                answered[f"d{number}"] = client.post(url, json=dataset_update(), headers=id).json()[
+                    "job"
+                ]
+                if number == 10:
+                    killer.start()
+        killer.join()
+    stored = len(store.list(limit=20_000))
+    assert len(answered) <= stored <= len(answered) + 1, "only the last one had no answer"
+    with started(tmp_path) as (url, _), httpx.Client() as client:
+        for sent, job in (*answered.items(), (f"d{len(answered)}", None)):
+            again = client.post(url, json=dataset_update(), headers={"Webhook-Id": sent}).json()
+            assert job in (again["job"], None)
+    assert len(store.list(limit=20_000)) == len(answered) + 1
