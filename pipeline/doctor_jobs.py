@@ -169,14 +169,10 @@ def check_newest_commits(home: Home, settings: Settings) -> Iterator[Finding]:
 
 
 def _names(store: JobReader, pipeline: PipelineSettings, commit: str) -> bool:
-    """Whether a job of the pipeline, in any state, trains on `commit`. `of_commit` finds only jobs
-    that a push started. A person may have submitted a job for the commit, so this function also
-    looks at the newest jobs of the pipeline."""
-    by_push = any(job.spec.pipeline == pipeline.name for job in store.of_commit(commit))
-    return by_push or any(
-        job.spec.revisions is not None and job.spec.revisions.new_sha == commit
-        for job in store.list(pipeline=pipeline.name, limit=100)
-    )
+    """Whether a job of the pipeline, in any state, is for `commit`, or waits to train on the
+    head."""
+    pending = store.list(pipeline=pipeline.name, state="SCHEDULING")
+    return any(job.spec.pipeline == pipeline.name for job in [*store.of_commit(commit), *pending])
 
 
 def _served_revision(home: Home, pipeline: PipelineSettings) -> str | None:

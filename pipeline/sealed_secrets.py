@@ -8,7 +8,7 @@ from contextlib import closing
 
 from cryptography.fernet import Fernet, InvalidToken
 
-from jobs.errors import JobError, OlderSchema
+from jobs.errors import JobError
 from pipeline.findings import Finding, ok, wrong
 from pipeline.hub.database import SCHEMA_REVISION, check_schema
 from pipeline.hub.errors import HubError
@@ -78,9 +78,6 @@ def _lost_job_secrets(home: Home, settings: Settings, fernet: Fernet) -> Iterato
     try:
         with reading_jobs(settings, home) as store:
             waiting = [] if store is None else [*store.list(state="SCHEDULING")]
-    except OlderSchema:
-        yield _not_checked("jobs", "the job database")
-        return
     except JobError as error:
         yield _not_read("jobs", "the job database", error)
         return

@@ -34,17 +34,10 @@ def retrain_handler(
     pipelines follow the ref, the answer also has `"jobs"`, a list of the ids of all their jobs. If
     an event needs no job, the answer is `{"ignored": reason}`.
 
-    If a sender repeats a delivery, the rules that are configured now decide again whether the
-    delivery needs a job. If it does, the answer names, for each pipeline, the first of these jobs
-    that exists:
-
-    1. The job that is recorded for the delivery, unless this job failed or was cancelled.
-    2. The newest of the later jobs of the pipeline. Jobs that failed, were cancelled, or were
-       submitted by hand do not count.
-    3. The job to which the delivery leads when it is handled like a new one.
-
-    If no job is recorded, because the delivery was ignored when it first arrived, only item 3
-    applies.
+    A job trains on the head of the ref when it starts, and not on the commit of the event. So it
+    does not matter in which order deliveries arrive, or whether some are lost. If a sender repeats
+    a delivery, the answer names the job that is recorded for it. But if this job failed or was
+    cancelled, the delivery is handled like a new one.
 
     Raises:
         ValueError: Two rules name the same pipeline.
@@ -95,8 +88,8 @@ class _Event:
     decision: tuple[JobSpec, ...] | str
     """The specs of the jobs to submit, or the reason why the event needs no job."""
 
-    def delivery(self, source: str) -> Delivery:
-        return Delivery(source=source, id=self.delivery_id, body=self.body)
+    def delivery(self, source: str, commit: str | None = None) -> Delivery:
+        return Delivery(source=source, id=self.delivery_id, body=self.body, commit=commit)
 
     def requests(self) -> list[JobRequest]:
         """One request per job; empty if the event needs no job. The source of each delivery
@@ -108,7 +101,10 @@ class _Event:
             JobRequest(
                 spec=spec,
                 payload=self.payload,
-                delivery=self.delivery(f"{self.webhook}/{spec.pipeline}"),
+                delivery=self.delivery(
+                    f"{self.webhook}/{spec.pipeline}",
+                    None if spec.revisions is None else spec.revisions.new_sha,
+                ),
             )
             for spec in specs
         ]

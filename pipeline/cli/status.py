@@ -136,6 +136,7 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
         "pipelines": [],
     }
     with reading_jobs(settings, home) as store:
+        paused = store.paused() if store is not None else {}
         for pipeline in settings.pipelines:
             folder = home.releases_dir / pipeline.name
             jobs = store.list(pipeline=pipeline.name, limit=20) if store is not None else []
@@ -154,6 +155,7 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
                     "head_changes_no_row": any(
                         job.outcome is not None
                         and job.outcome.result == "unchanged"
+                        and job.outcome.stage != "claim"
                         and job.spec.revisions is not None
                         and job.spec.revisions.new_sha == head
                         for job in jobs
@@ -171,6 +173,7 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
                         (line for job, line in zip(jobs, lines, strict=True) if job.has_ended),
                         None,
                     ),
+                    "paused_since": paused.get(pipeline.name),
                     "refused": advice_after_refusal(jobs),
                 }
             )

@@ -40,9 +40,10 @@ class GitDataset:
         self._revisions_dir = cache_dir / "revisions"
         self._large_files = LargeFiles(url, cache_dir / "lfs")
 
-    def head(self, ref: str) -> str:
-        """The commit that `ref` points to. Raises SnapshotError."""
-        listed = self._run("ls-remote", "--exit-code", "--", self.dataset, ref)
+    def head(self, ref: str, seconds: float = FETCH_SECONDS) -> str:
+        """The commit that `ref` points to, asked for at most `seconds`. Raises SnapshotError."""
+        ask = ("ls-remote", "--exit-code", "--", self.dataset, ref)
+        listed = self._run(*ask, seconds=seconds)
         if listed.returncode != 0:
             raise self._failed(ref, listed.stderr or "there is no such ref")
         return listed.stdout.split()[0]
@@ -134,7 +135,9 @@ class GitDataset:
     ) -> subprocess.CompletedProcess[str]:
         return self._run(f"--git-dir={self._repository}", *arguments, index=index)
 
-    def _run(self, *arguments: str, index: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def _run(
+        self, *arguments: str, index: Path | None = None, seconds: float = FETCH_SECONDS
+    ) -> subprocess.CompletedProcess[str]:
         """Run git, and return how it ended. Raises HubAway if the server cannot be reached, and
         SnapshotError if the disk is full or git is missing."""
         env = git_environment()
@@ -147,7 +150,7 @@ class GitDataset:
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
-                timeout=FETCH_SECONDS,
+                timeout=seconds,
                 check=False,
             )
         except FileNotFoundError as error:
@@ -155,7 +158,7 @@ class GitDataset:
                 "git is not installed, but a dataset with a git URL needs it; install git"
             ) from error
         except subprocess.TimeoutExpired as error:
-            reason = f"git took longer than {FETCH_SECONDS:.0f} s"
+            reason = f"git took longer than {seconds:.0f} s"
             raise self._failed("it", reason, HubAway) from error
         if done.returncode != 0:
             for line in done.stderr.splitlines():

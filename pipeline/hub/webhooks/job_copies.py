@@ -63,8 +63,13 @@ class JobLauncher:
             return {"pong": True}
         # The store recognises a repeated delivery by its id. A forced replay has a new id, so it
         # starts another job.
-        delivery = Delivery(source=f"webhook/{webhook.id}", id=due.id, body=due.payload)
         copy = self._copy(source, due, webhook, cipher)
+        delivery = Delivery(
+            source=f"webhook/{webhook.id}",
+            id=due.id,
+            body=due.payload,
+            commit=None if copy.revisions is None else copy.revisions.new_sha,
+        )
         return {"job": self._store.submit(copy, payload=payload, delivery=delivery).job.id}
 
     def _copy(
@@ -73,9 +78,6 @@ class JobLauncher:
         return source.model_copy(
             update={
                 "sealed_env": self._sealed_env(source, webhook, cipher),
-                # With the dedupe key of the source, the store would find an earlier job and not
-                # make a new one.
-                "dedupe_key": None,
                 "revisions": _revisions(source, due),
                 "labels": {**source.labels, "webhook": webhook.id, "copy-of": webhook.job_id or ""},
             }
@@ -109,6 +111,5 @@ def _revisions(source: JobSpec, due: Due) -> RevisionRange | None:
                 ref=update.ref,
                 old_sha=update.oldSha,
                 new_sha=update.newSha,
-                delivery_ids=(due.id,),
             )
     return None
