@@ -120,8 +120,6 @@ class Delivery:
     id: str
     body: str
     """The payload as JSON. It is stored for people who examine the delivery; no code reads it."""
-    commit: str | None = None
-    """The commit that the delivery announced; None if it announced none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ def job_from_row(
         id=job_id_of(row.number),
         state=row.state,
         spec=with_revisions(
-            JobSpec.model_validate_json(row.spec), delivery_ids=tuple(delivery_ids)
+            JobSpec.model_validate_json(row.spec), delivery_ids=tuple(dict.fromkeys(delivery_ids))
         ),
         payload=None if row.payload is None else json.loads(row.payload),
         outcome=None if row.outcome is None else JobOutcome.model_validate_json(row.outcome),

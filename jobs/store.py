@@ -109,8 +109,9 @@ class JobStore(JobReader):
            command and the settings of `spec`, and return it.
         3. Create a pending job, and return it.
 
-        The commits in the range of a push job do not count: it gets its commit, which is the head
-        of the ref, when a runner takes it (`claim`). So the order of deliveries does not matter.
+        The commit in the range of a push job's `spec` is the one that the delivery announced. The
+        job does not train on it: the job gets its commit, which is the head of the ref, when a
+        runner takes it (`claim`). So the order of deliveries does not matter.
 
         For a submission by hand (`by_hand`), only rules 1 and 3 apply. Raises PendingJob if the
         pipeline already has a pending job that was submitted by hand.

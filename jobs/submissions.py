@@ -48,7 +48,7 @@ def submit_all(
     for delivery, reason in ignored:
         if _key(delivery) not in answers:
             answers[_key(delivery)] = None
-            new[_key(delivery)] = _row(delivery, now, ignored_reason=reason)
+            new[_key(delivery)] = _row(delivery, now) | {"ignored_reason": reason}
     submissions = []
     for request in requests:
         key = None if request.delivery is None else _key(request.delivery)
@@ -62,7 +62,12 @@ def submit_all(
         if key is not None and request.delivery is not None:
             answers[key] = number = number_of(submission.job.id)
             if key not in known:
-                new[key] = _row(request.delivery, now, job_number=number)
+                revisions = request.spec.revisions
+                announced = None if revisions is None else revisions.new_sha
+                new[key] = _row(request.delivery, now) | {
+                    "job_number": number,
+                    "announced": announced,
+                }
     batch.write()
     if new:
         arrived = connection.scalar(select(func.max(DELIVERIES.c.arrival))) or 0
@@ -85,16 +90,15 @@ def _key(delivery: Delivery) -> DeliveryKey:
     return delivery.source, delivery.id
 
 
-def _row(delivery: Delivery, now: float, **answer: Any) -> dict[str, Any]:
+def _row(delivery: Delivery, now: float) -> dict[str, Any]:
     return {
         "source": delivery.source,
         "id": delivery.id,
         "body": delivery.body,
-        "announced": delivery.commit,
+        "announced": None,
         "received_at": now,
         "job_number": None,
         "ignored_reason": None,
-        **answer,
     }
 
 

@@ -88,8 +88,8 @@ class _Event:
     decision: tuple[JobSpec, ...] | str
     """The specs of the jobs to submit, or the reason why the event needs no job."""
 
-    def delivery(self, source: str, commit: str | None = None) -> Delivery:
-        return Delivery(source=source, id=self.delivery_id, body=self.body, commit=commit)
+    def delivery(self, source: str) -> Delivery:
+        return Delivery(source=source, id=self.delivery_id, body=self.body)
 
     def requests(self) -> list[JobRequest]:
         """One request per job; empty if the event needs no job. The source of each delivery
@@ -101,10 +101,7 @@ class _Event:
             JobRequest(
                 spec=spec,
                 payload=self.payload,
-                delivery=self.delivery(
-                    f"{self.webhook}/{spec.pipeline}",
-                    None if spec.revisions is None else spec.revisions.new_sha,
-                ),
+                delivery=self.delivery(f"{self.webhook}/{spec.pipeline}"),
             )
             for spec in specs
         ]

@@ -1,7 +1,5 @@
 """Which events call for a job, and the exact reason where one does not."""
 
-import hashlib
-import json
 from typing import Any
 
 import pytest
@@ -106,27 +104,6 @@ def test_a_reason_is_short_and_printable() -> None:
     reason = decided(dataset_update(name="\x00\u202e" + "x" * 1_000_000))
     assert reason.isprintable()
     assert len(reason) < 300
-
-
-def test_the_dedupe_key_is_the_commit_and_how_it_is_trained_on() -> None:
-    def key(payload: dict[str, Any], **rule: Any) -> str:
-        (spec,) = decided(payload, RULE.model_copy(update=rule))
-        return str(spec.dedupe_key)
-
-    first = key(dataset_update(), settings={"seed": 1, "mode": "auto"})
-    assert first == key(
-        dataset_update(ref_update(old=None)), settings={"mode": "auto", "seed": 1}
-    ), "where it came from does not matter, nor the order of settings"
-    assert first != key(dataset_update(), settings={"seed": 2, "mode": "auto"})
-    assert first != key(dataset_update(ref_update(new="c" * 40)), settings={"seed": 1})
-    assert first != key(dataset_update(), settings={"seed": 1, "mode": "auto"}, command=("mine",))
-
-
-def test_the_dedupe_key_of_the_built_in_training_stays() -> None:
-    """Otherwise, a repeat of the last push before an upgrade or a move of Python trains again."""
-    [spec] = decided(dataset_update())
-    recipe = json.dumps([RULE.dataset, RULE.ref, NEW, RULE.settings])
-    assert spec.dedupe_key == hashlib.sha256(recipe.encode()).hexdigest()
 
 
 @pytest.mark.parametrize(

@@ -63,13 +63,8 @@ class JobLauncher:
             return {"pong": True}
         # The store recognises a repeated delivery by its id. A forced replay has a new id, so it
         # starts another job.
+        delivery = Delivery(source=f"webhook/{webhook.id}", id=due.id, body=due.payload)
         copy = self._copy(source, due, webhook, cipher)
-        delivery = Delivery(
-            source=f"webhook/{webhook.id}",
-            id=due.id,
-            body=due.payload,
-            commit=None if copy.revisions is None else copy.revisions.new_sha,
-        )
         return {"job": self._store.submit(copy, payload=payload, delivery=delivery).job.id}
 
     def _copy(
