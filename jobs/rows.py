@@ -153,15 +153,15 @@ def previous_head(connection: Connection, job: Job) -> str | None:
 
 
 def job_that_trained(connection: Connection, job: Job, head: Head) -> Job | None:
-    """The job of the pipeline that ended last, if it has trained `head` in the same way as `job`
+    """The newest ended job of the pipeline, if it has trained `head` in the same way as `job`
     would: with the same settings and the same command. Otherwise None.
 
     Older jobs do not count. Suppose that somebody pushes the commits A, B and again A. The third
     push needs a training, because the weights have learned B since the first.
     """
     query = select(JOBS).where(JOBS.c.pipeline == job.spec.pipeline, JOBS.c.ended_at.is_not(None))
-    newest = query.order_by(JOBS.c.ended_at.desc(), JOBS.c.number.desc()).limit(1)
-    row = connection.execute(newest).one_or_none()
+    # Do not order by `ended_at`: the clock may have been set back.
+    row = connection.execute(query.order_by(JOBS.c.number.desc()).limit(1)).one_or_none()
     if row is None or (row.state, row.head) != ("COMPLETED", head.sha):
         return None
     last = job_from_row(row)

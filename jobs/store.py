@@ -152,7 +152,7 @@ class JobStore(JobReader):
         - The head cannot be read now (HeadAway). The job stays pending for HEAD_RETRY_SECONDS, and
           this method returns None.
         - The ref has no head (NoHead). The job has failed.
-        - The pipeline's last job has already trained this head in the same way
+        - The pipeline's newest ended job has trained this head in the same way
           (`job_that_trained`). The job has ended as `unchanged`.
 
         Returns None if no pending job is due, or if every due job waits for the running job of its
