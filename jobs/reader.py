@@ -100,12 +100,23 @@ class JobReader:
             return select_jobs(connection, query)
 
     def waited_since(self, job: Job) -> float:
-        """When the oldest delivery of the job was received. If the job has no deliveries, for
-        example because a person submitted it, returns the time when the job was created."""
+        """When the oldest delivery was received whose commits the job covers: the job's own
+        deliveries and, for a push job, those of the jobs that have failed since the pipeline's last
+        completed one. If there is no delivery, for example because a person submitted the job,
+        returns the time when the job was created."""
+        number, columns = number_of(job.id), JOBS.c
+        is_before = (columns.pipeline == job.spec.pipeline) & columns.by_hand.is_(False)
+        is_before &= columns.number < number
+        done = select(func.max(columns.number)).where(is_before, columns.state == "COMPLETED")
+        failed = select(columns.number).where(is_before, columns.state == "ERROR")
         oldest = select(func.min(DELIVERIES.c.received_at))
         with reading(self._engine) as connection:
+            numbers = [number]
+            if not job.by_hand:
+                since = connection.scalar(done) or 0
+                numbers += connection.scalars(failed.where(columns.number > since))
             received_at: float | None = connection.scalar(
-                oldest.where(DELIVERIES.c.job_number == number_of(job.id))
+                oldest.where(DELIVERIES.c.job_number.in_(numbers))
             )
         return job.created_at if received_at is None else received_at
 
