@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from jobs.errors import HeadAway, NoHead, PendingJob
-from jobs.folder import OUTCOME
+from jobs.folder import OUTCOME, SPEC
 from jobs.job import Head, Job
 from jobs.launcher import Launch, Status
 from jobs.outcome import JobOutcome
@@ -25,15 +25,20 @@ from tests.jobs_fixtures import Clock, new_database, postgres_server
 
 __all__ = ["postgres_server"]
 
-NUM_EXAMPLES = int(os.environ.get("NEWEST_COMMIT_EXAMPLES", "15"))
+NUM_EXAMPLES = int(os.environ.get("NEWEST_COMMIT_EXAMPLES", "25"))
 RESULTS = ("promoted", "promoted", "rejected", "failed", "passes", "killed")
 RUNNERS = st.integers(0, 1)
+
+
+class Killed(BaseException):
+    """The runner was killed."""
 
 
 class Processes:
     """The launcher of a machine: processes that end when the test says so, and outlive runners."""
 
     def __init__(self) -> None:
+        self.kills_runner = False
         self.launches: dict[str, Launch] = {}
         self.ended: dict[str, Status] = {}
 
@@ -45,10 +50,13 @@ class Processes:
                 if known.job_id == launch.job_id:
                     self.ended.setdefault(other, Status(phase="vanished"))
             self.launches[handle] = launch
+        if self.kills_runner:
+            raise Killed
         return handle
 
     def poll(self, handle: str) -> Status:
-        return self.ended.get(handle, Status(phase="running"))
+        is_known = handle in self.launches
+        return self.ended.get(handle, Status(phase="running" if is_known else "vanished"))
 
     def stop(self, handle: str, *, force: bool) -> None:
         self.ended.setdefault(handle, Status(phase="exited", exit_code=-15))
@@ -79,13 +87,14 @@ class NewestCommit(RuleBasedStateMachine):
         self.served: list[str] = []
         """The commits of the releases, the served one last."""
         self.is_rolled_back = False
-        self.processes = Processes()
-        self.runners: list[Runner] = [self.new_runner() for _ in range(2)]
+        self.machines = [Processes(), Processes()]
+        self.runners = [self.new_runner(number) for number in range(2)]
 
-    def new_runner(self) -> Runner:
+    def new_runner(self, number: int) -> Runner:
         lease = JobsSettings(lease_seconds=10, heartbeat_seconds=1e-9, retry_seconds=1e-9)
         store = JobStore.open(self.url, clock=self.clock)
-        return Runner(store, Path(self.folder.name), lease, {}, find_head=self.find_head)
+        jobs_dir = Path(self.folder.name, str(number))
+        return Runner(store, jobs_dir, lease, {}, find_head=self.find_head)
 
     def find_head(self, job: Job) -> Head:
         if self.is_away:
@@ -103,29 +112,32 @@ class NewestCommit(RuleBasedStateMachine):
 
     # The hub
 
-    @rule()
-    def push(self) -> None:
+    @rule(arrives=st.booleans())
+    def push(self, arrives: bool) -> None:
         self.num_commits += 1
-        self.move_head(f"c{self.num_commits}")
+        self.move_head(f"c{self.num_commits}", arrives)
 
-    @rule(data=st.data())
-    def force_push(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), arrives=st.booleans())
+    def force_push(self, data: st.DataObject, arrives: bool) -> None:
         if self.history:
-            self.move_head(data.draw(st.sampled_from(self.history)))
+            self.move_head(data.draw(st.sampled_from(self.history)), arrives)
 
-    def move_head(self, commit: str) -> None:
+    def move_head(self, commit: str, arrives: bool) -> None:
         self.is_deleted = False
         self.history.append(commit)
         self.under_way[f"d{len(self.history)}"] = commit
+        if arrives:
+            self.submit(f"d{len(self.history)}", commit)
 
     @rule(data=st.data(), is_lost=st.integers(0, 3).map(lambda drawn: drawn == 0))
     def deliver(self, data: st.DataObject, is_lost: bool) -> None:
         """In any order."""
         if self.under_way:
             id = data.draw(st.sampled_from(sorted(self.under_way)))
-            commit = self.under_way.pop(id)
-            if not is_lost:
-                self.submit(id, commit)
+            if is_lost:
+                del self.under_way[id]
+            else:
+                self.submit(id, self.under_way[id])
 
     @rule(data=st.data())
     def deliver_again(self, data: st.DataObject) -> None:
@@ -134,6 +146,7 @@ class NewestCommit(RuleBasedStateMachine):
             self.submit(id, self.arrived[id])
 
     def submit(self, id: str, commit: str) -> None:
+        self.under_way.pop(id, None)
         self.arrived[id] = commit
         self.store.submit(
             self.spec(commit), delivery=Delivery(source="hub", id=id, body="{}"), payload={}
@@ -178,12 +191,32 @@ class NewestCommit(RuleBasedStateMachine):
 
     @rule(number=RUNNERS)
     def step(self, number: int) -> None:
-        self.runners[number]._step(self.processes, is_stopping=False)
+        self.runners[number]._step(self.machines[number], is_stopping=False)
+
+    @rule(number=RUNNERS, result=st.sampled_from(RESULTS))
+    def train(self, number: int, result: str) -> None:
+        self.step(number)
+        for machine, handle in self.running():
+            self.end(machine, handle, result)
+        self.step(number)
+
+    @rule(number=RUNNERS)
+    def take_over(self, number: int) -> None:
+        self.clock.now += 11
+        self.step(number)
 
     @rule(number=RUNNERS)
     def kill_runner(self, number: int) -> None:
         self.runners[number]._store.close()
-        self.runners[number] = self.new_runner()
+        self.runners[number] = self.new_runner(number)
+
+    @rule(number=RUNNERS)
+    def kill_runner_while_it_starts_a_process(self, number: int) -> None:
+        self.machines[number].kills_runner = True
+        with contextlib.suppress(Killed):
+            self.step(number)
+        self.machines[number].kills_runner = False
+        self.kill_runner(number)
 
     @rule(seconds=st.sampled_from([1.0, 6.0, 30.0]))
     def wait(self, seconds: float) -> None:
@@ -192,46 +225,42 @@ class NewestCommit(RuleBasedStateMachine):
     @rule(data=st.data(), result=st.sampled_from(RESULTS))
     def end_process(self, data: st.DataObject, result: str) -> None:
         if running := self.running():
-            self.end(data.draw(st.sampled_from(running)), result)
+            self.end(*data.draw(st.sampled_from(running)), result)
 
-    def running(self) -> list[str]:
-        return sorted(self.processes.launches.keys() - self.processes.ended.keys())
+    def running(self) -> list[tuple[int, str]]:
+        """The processes that run: number of the machine, handle."""
+        return [
+            (number, handle)
+            for number, machine in enumerate(self.machines)
+            for handle in sorted(machine.launches.keys() - machine.ended.keys())
+        ]
 
-    def end(self, handle: str, result: str) -> None:
-        launch = self.processes.launches[handle]
+    def has_valid_token(self, launch: Launch) -> bool:
         job = self.store.get(launch.job_id)
-        is_current = job.state == "RUNNING" and job.attempt == launch.attempt
-        revisions = JobSpec.model_validate_json(
-            (launch.job_dir / "spec.json").read_bytes()
-        ).revisions
-        assert revisions is not None and revisions.new_sha is not None
+        return job.state == "RUNNING" and job.attempt == launch.attempt
+
+    def end(self, number: int, handle: str, result: str) -> None:
+        launch = self.machines[number].launches[handle]
+        spec = JobSpec.model_validate_json((launch.job_dir / SPEC).read_bytes())
+        assert spec.revisions is not None and spec.revisions.new_sha is not None
+        head = spec.revisions.new_sha
         if result == "killed":
-            self.processes.ended[handle] = Status(phase="vanished")
+            self.machines[number].ended[handle] = Status(phase="vanished")
             return
-        if result == "promoted" and is_current:  # the token of an earlier attempt is refused
-            self.served.append(revisions.new_sha)
+        if result == "promoted" and self.has_valid_token(launch):
+            self.served.append(head)
             self.is_rolled_back = False
-        outcome = JobOutcome.model_validate(
-            {
-                "result": "failed" if result == "passes" else result,
-                "may_pass": result == "passes",
-                "dataset_revision": revisions.new_sha,
-            }
-        )
-        if is_current:
-            (launch.job_dir / OUTCOME).write_text(outcome.model_dump_json())
-        self.processes.ended[handle] = Status(phase="exited", exit_code=0)
+        facts = {"dataset_revision": head, "may_pass": result == "passes"}
+        outcome = {**facts, "result": "failed" if result == "passes" else result}
+        if self.has_valid_token(launch):
+            text = JobOutcome.model_validate(outcome).model_dump_json()
+            (launch.job_dir / OUTCOME).write_text(text)
+        self.machines[number].ended[handle] = Status(phase="exited", exit_code=0)
 
     @invariant()
     def at_most_one_process_has_a_valid_token(self) -> None:
-        jobs = {job.id: job for job in self.store.list(state="RUNNING")}
-        valid = [
-            handle
-            for handle in self.running()
-            if (job := jobs.get(self.processes.launches[handle].job_id)) is not None
-            and job.attempt == self.processes.launches[handle].attempt
-        ]
-        assert len(valid) <= 1
+        running = [self.machines[number].launches[handle] for number, handle in self.running()]
+        assert sum(map(self.has_valid_token, running)) <= 1
 
     def settle(self) -> None:
         """Everything comes back and nothing more happens."""
@@ -244,25 +273,31 @@ class NewestCommit(RuleBasedStateMachine):
             self.run_by_hand()
         for _ in range(60):
             self.clock.now += 30
-            for runner in self.runners:
-                runner._step(self.processes, is_stopping=False)
-            for handle in self.running():
-                self.end(handle, "promoted")
+            for number in range(2):
+                self.step(number)
+            for number, handle in self.running():
+                self.end(number, handle, "promoted")
             if not self.store.has_open_jobs():
                 break
         assert not self.store.has_open_jobs()
         ended = [job for job in self.store.list() if job.ended_at is not None and job.attempt > 0]
+        ended.sort(key=lambda job: (job.ended_at or 0, job.id))
         if not ended or not self.history:
             return
-        last = max(ended, key=lambda job: (job.ended_at or 0, job.id))
-        assert last.outcome is not None
-        result, head = last.outcome.result, self.history[-1]
-        if result in ("failed", "cancelled"):
-            return  # its outcome says so, and the delivery can be repeated
-        assert last.spec.revisions is not None and last.spec.revisions.new_sha == head
-        assert last.outcome.dataset_revision == head
-        if result == "promoted" and not self.is_rolled_back:
-            assert self.served[-1] == head
+        head = self.history[-1]
+        for job in (ended[-1], [job for job in ended if not repeats(job)][-1]):
+            assert job.outcome is not None and job.spec.revisions is not None
+            if job.outcome.result in ("failed", "cancelled"):
+                return  # its outcome says so, and the delivery can be repeated
+            assert job.spec.revisions.new_sha == job.outcome.dataset_revision == head
+            if job.outcome.result == "promoted" and not self.is_rolled_back:
+                assert self.served[-1] == head
+
+
+def repeats(job: Job) -> bool:
+    """Whether the job ended at once, because an earlier one had trained on the same head."""
+    assert job.outcome is not None
+    return (job.outcome.stage, job.outcome.result) == ("claim", "unchanged")
 
 
 def check(urls: Iterator[str], num_examples: int) -> None:
