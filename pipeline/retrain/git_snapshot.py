@@ -40,8 +40,9 @@ class GitDataset:
         self._revisions_dir = cache_dir / "revisions"
         self._large_files = LargeFiles(url, cache_dir / "lfs")
 
-    def head(self, ref: str, seconds: float = FETCH_SECONDS) -> str:
-        """The commit that `ref` points to, asked for at most `seconds`. Raises SnapshotError."""
+    def head(self, ref: str, seconds: float | None = None) -> str:
+        """The commit that `ref` points to. Waits at most `seconds` for the answer; None means
+        FETCH_SECONDS. Raises SnapshotError."""
         ask = ("ls-remote", "--exit-code", "--", self.dataset, ref)
         listed = self._run(*ask, seconds=seconds)
         if listed.returncode != 0:
@@ -136,10 +137,11 @@ class GitDataset:
         return self._run(f"--git-dir={self._repository}", *arguments, index=index)
 
     def _run(
-        self, *arguments: str, index: Path | None = None, seconds: float = FETCH_SECONDS
+        self, *arguments: str, index: Path | None = None, seconds: float | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run git, and return how it ended. Raises HubAway if the server cannot be reached, and
         SnapshotError if the disk is full or git is missing."""
+        seconds = FETCH_SECONDS if seconds is None else seconds
         env = git_environment()
         if index is not None:
             env["GIT_INDEX_FILE"] = str(index)

@@ -150,3 +150,17 @@ def test_a_dataset_may_be_a_git_url(dataset: str, is_watched: bool) -> None:
 def test_a_rule_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         RetrainRule.model_validate({"pipeline": "p", "dataset": "acme/answers"} | wrong)
+
+
+@pytest.mark.parametrize("path", ["", "/team", "/team/b"])
+def test_the_longest_endpoint_that_fits_is_the_hub(path: str) -> None:
+    """One endpoint may be the beginning of another."""
+    endpoints = {each: f"https://hub.example{each}" for each in ("", "/team", "/team/b")}
+    rules = [
+        RetrainRule(pipeline=f"of {each}", dataset="acme/answers", endpoint=endpoint)
+        for each, endpoint in endpoints.items()
+    ]
+    payload = dataset_update()
+    web = f"{endpoints[path]}/datasets/acme/answers"
+    sent = payload | {"repo": payload["repo"] | {"url": {"web": web}}}
+    assert [spec.pipeline for spec in decided(sent, *rules)] == [f"of {path}"]
