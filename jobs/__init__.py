@@ -14,10 +14,9 @@ These terms have one meaning in all modules:
   (If the runner was stopped, an outcome `failed` or `cancelled` does not count, because the stop
   probably caused it.) But if somebody killed a plain command, the attempt is not lost: the job has
   failed.
-- A job *answers for* the commits and deliveries that led to it: the outcome of the job is also the
-  outcome of these commits and deliveries.
-- While a push job is *pending* (not started yet), it *absorbs* later pushes: it answers for their
-  commits too, so that one training learns the rows of all these pushes.
+- A push job trains on the *head* of its ref (the newest commit). A delivery only says that the
+  pipeline is behind: it is linked to the pipeline's *pending* push job (one that has not started
+  yet), which is created if there is none. The head is read when a runner takes the job.
 - A *runner* takes jobs from the store and runs them. It *leases* each job: for some seconds, no
   other runner may take the job. The runner sends *heartbeats* to the store, and each heartbeat
   extends the lease. If a runner dies, its leases run out, and another runner *adopts* its jobs.

@@ -5,12 +5,13 @@ JobError                   the base class; the message is for a person
 ├── PendingJob             the pipeline already has a pending job that was submitted by hand
 ├── LeaseLost              this runner no longer has the lease, so it must leave the job alone
 ├── IllegalTransition      the job's state does not allow this change
+├── HeadAway               the head of a job's ref cannot be read now; try again later
+├── NoHead                 a job's ref has no head, so there is nothing to train on
 ├── DamagedRecord          a file in a job's folder is not the record that hotpush writes there
 ├── LaunchError            a command could not be started, or no job can run in the jobs folder
 │   └── SealBroken         the encrypted variables of the job cannot be decrypted
 └── StoreError             the database cannot be used
-    ├── NewerSchema        a newer version of hotpush wrote the database
-    └── OlderSchema        an older version of hotpush wrote the database; upgrade the database
+    └── OtherSchema        another version of hotpush wrote the database
 
 The docstring of the package `jobs` explains terms such as pending and lease.
 """
@@ -53,6 +54,14 @@ class IllegalTransition(JobError):
         super().__init__(f"Job {job_id} is {state} and cannot become {wanted}.")
 
 
+class HeadAway(JobError):
+    """The head of a job's ref cannot be read now, for example because the hub does not answer."""
+
+
+class NoHead(JobError):
+    """The ref of a job has no head: it was deleted, or the dataset is gone or cannot be read."""
+
+
 class DamagedRecord(JobError):
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(
@@ -75,10 +84,5 @@ class StoreError(JobError):
     """The database of jobs cannot be read or written."""
 
 
-class NewerSchema(StoreError):
-    """The database has a schema that this version of hotpush does not know. Nothing was changed."""
-
-
-class OlderSchema(StoreError):
-    """The database has the schema of an older version of hotpush. Nothing was changed. Programs
-    that only read the database do not upgrade it, but `pipeline up` does."""
+class OtherSchema(StoreError):
+    """Another version of hotpush wrote the database. Nothing was changed."""

@@ -1,8 +1,8 @@
 """`Job` and the transitions between its states. `JobRequest` and `Submission` are the input and the
-result of submitting a job. The docstring of the package `jobs` explains terms such as absorb,
-lease, lost and push job."""
+result of submitting a job. The docstring of the package `jobs` explains terms such as lease, lost
+and push job."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,9 +20,8 @@ TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
 }
 """State → the states that may follow it. A job is pending while its state is SCHEDULING.
 
-Between two attempts, a job stays RUNNING. It must not become pending again, because a pending job
-absorbs later pushes. A job that has started cannot absorb pushes, because it has already read its
-spec.
+Between two attempts, a job stays RUNNING. It must not become pending again: a pending job trains
+on the head of its ref, but the head of a job that has started is already chosen.
 """
 
 OPEN_STATES = tuple(state for state, following in TRANSITIONS.items() if following)
@@ -39,15 +38,15 @@ class Job:
     state: JobState
     spec: JobSpec
     payload: dict[str, Any] | None
-    """The payload of the webhook's delivery. If a person submitted the job, this is the payload
-    that the person gave. If the person gave none but named a pipeline, it is the payload that a hub
-    would send if somebody pushed the commit that the job is for. None if the job has no payload."""
+    """The payload that a hub would send if somebody pushed the commit that the job is for. Before
+    the job has this commit, it is the payload of the last delivery. If a person gave a payload, it
+    is that payload. None if the job has no payload."""
     outcome: JobOutcome | None
     """How the job ended. None while the job has not ended, and for a job whose command exited with
     0 and wrote no outcome."""
     created_at: float
     run_after: float
-    """When a pending job may start. Each commit that the job absorbs may postpone the start. If an
+    """When a pending job may start. Each delivery may postpone the start. If an
     attempt was lost or failed for a temporary cause, this is when the next attempt may start."""
     started_at: float | None
     """The time from which the job's time limit is counted. At first, this is when a runner took the
@@ -75,8 +74,11 @@ class Job:
     cancel_requested: bool
     """Whether somebody asked to cancel the job while it was running."""
     by_hand: bool
-    """Whether a person submitted the job. Such a job absorbs no push. It may be pending at the same
-    time as a push job of the same pipeline."""
+    """Whether a person submitted the job. Such a job gets no deliveries. It may be pending at the
+    same time as a push job of the same pipeline."""
+    waits_for: str | None
+    """Why a pending job is not started although it is due: its pipeline is paused, or the head of
+    its ref cannot be read. None otherwise."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -87,6 +89,25 @@ class Job:
     @property
     def has_ended(self) -> bool:
         return not TRANSITIONS[self.state]
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the job is for the head of a ref, and this head was not read yet."""
+        return self.spec.revisions is not None and self.spec.revisions.new_sha is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The newest commit of a job's ref."""
+
+    sha: str
+    payload: dict[str, Any]
+    """The payload that a hub would send for a push of this commit."""
+
+
+FindHead = Callable[[Job], Head]
+"""Reads the head of the job's ref. The job's spec already has the right `old_sha`. Raises HeadAway
+or NoHead. It must return within some seconds, because the runner sends no heartbeat meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +139,8 @@ class Submission:
     is_new: bool
     """Whether the submission created `job`."""
     how: Literal["created", "merged", "duplicate"]
-    """`merged`: the pipeline's pending job absorbed the submission. `duplicate`: `job` already
-    answers for the delivery; or `job` and the submission have the same dedupe key
-    (`JobSpec.dedupe_key`); or the job of a repeated delivery failed or was cancelled, and `job` is
-    a later job of the pipeline, which answers for the delivery from now on."""
+    """`merged`: the delivery was linked to the pipeline's pending job. `duplicate`: `job` already
+    had the delivery."""
 
 
 def final_state(outcome: JobOutcome | None) -> JobState:
@@ -139,7 +158,7 @@ def final_state(outcome: JobOutcome | None) -> JobState:
 
 
 def delivery_ids(job: Job) -> tuple[str, ...]:
-    """The ids of the deliveries that the job answers for, in the order of their arrival."""
+    """The ids of the deliveries that led to the job, in the order of their arrival."""
     return () if job.spec.revisions is None else job.spec.revisions.delivery_ids
 
 

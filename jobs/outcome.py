@@ -29,7 +29,7 @@ class JobOutcome(BaseModel):
     result: OutcomeResult
     stage: str | None = None
     """The stage in which the job ended: a stage of the retraining, such as `train`, or one of the
-    runner's own stages `launch`, `timeout` and `lost`. None if no stage is known."""
+    runner's own stages `claim`, `launch`, `timeout` and `lost`. None if no stage is known."""
     reason: str | None = None
     """Why the job ended in this way, for a person. None if there is nothing to explain."""
     exit_code: int | None = None
@@ -50,6 +50,6 @@ class JobOutcome(BaseModel):
     know this release."""
     may_pass: bool = False
     """Whether the failure has a temporary cause, such as a full disk. The job then gets another
-    attempt, unless this was its last attempt or a newer job takes over its commits."""
+    attempt, unless this was its last attempt or a newer push job is pending."""
     counts: Counts | None = None
     """How many rows the new weights learned and kept. None if the job ended before it counted."""

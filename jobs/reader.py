@@ -11,11 +11,12 @@ from jobs.job import OPEN_STATES, Job, JobState
 from jobs.rows import (
     fetch_job,
     is_claimable,
+    is_paused,
     job_id_of,
     number_of,
     select_jobs,
 )
-from jobs.schema import JOB_DELIVERIES, JOBS, ChangeDetector, file_of, reading
+from jobs.schema import CHANGES, DELIVERIES, JOBS, PAUSES, file_of, reading
 
 
 class JobReader:
@@ -29,14 +30,13 @@ class JobReader:
     def __init__(self, engine: Engine, clock: Callable[[], float] | None = None) -> None:
         self._engine = engine
         self._clock = clock
-        self._changes = ChangeDetector(engine)
+        self._seen: object = None
         self._file = file_of(engine)
         """The SQLite file (see `file_of`) whose tables are known to have the current schema. If
-        another file has replaced it, `JobStore.follow_file` creates or upgrades the tables of that
-        file. None for Postgres."""
+        another file has replaced it, `JobStore.follow_file` creates the tables of that file. None
+        for Postgres."""
 
     def close(self) -> None:
-        self._changes.close()
         self._engine.dispose()
 
     def __enter__(self) -> Self:
@@ -50,37 +50,23 @@ class JobReader:
         with reading(self._engine) as connection:
             return fetch_job(connection, number_of(job_id))
 
-    def when_ended(self, *, among: int, since: str | None = None) -> dict[str, float]:
-        """When jobs ended: job id → time, earliest time first. Leaves out jobs that have not ended.
-
-        Looks at the last `among` job ids, including the ids of deleted jobs. If `since` (a job's
-        id) is given, also looks at the job `since` and at every newer job."""
+    def unhandled(self) -> Sequence[Job]:
+        """The ended jobs for which `JobStore.handled` was not called, earliest end first."""
+        query = select(JOBS).where(JOBS.c.ended_at.is_not(None), JOBS.c.handled_at.is_(None))
         with reading(self._engine) as connection:
-            first = (connection.scalar(select(func.max(JOBS.c.number))) or 0) - among + 1
-            if since is not None:
-                first = min(first, number_of(since))
-            query = (
-                select(JOBS.c.number, JOBS.c.ended_at)
-                .where(JOBS.c.number >= first, JOBS.c.ended_at.is_not(None))
-                .order_by(JOBS.c.ended_at, JOBS.c.number)
-            )
-            return {job_id_of(number): ended for number, ended in connection.execute(query)}
+            return select_jobs(connection, query.order_by(JOBS.c.ended_at, JOBS.c.number))
 
-    def first_unended(self) -> str:
-        """The id of the oldest job that has not ended. If all jobs have ended, an id that is higher
-        than the id of every job."""
-        unended = JOBS.c.state.in_(OPEN_STATES)
+    def paused(self) -> dict[str, float]:
+        """The paused pipelines: name → when the pause began."""
         with reading(self._engine) as connection:
-            first = connection.scalar(select(func.min(JOBS.c.number)).where(unended))
-            if first is None:
-                first = (connection.scalar(select(func.max(JOBS.c.number))) or 0) + 1
-        return job_id_of(first)
+            return {row.pipeline: row.since for row in connection.execute(select(PAUSES))}
 
     def has_open_jobs(self) -> bool:
-        """Whether any job has not ended."""
-        unended = select(JOBS.c.number).where(JOBS.c.state.in_(OPEN_STATES)).limit(1)
+        """Whether any job has not ended. Pending jobs of paused pipelines do not count."""
+        unended = select(JOBS.c.number).where(JOBS.c.state.in_(OPEN_STATES))
+        waits = (JOBS.c.state == "SCHEDULING") & JOBS.c.pipeline.is_not(None) & is_paused()
         with reading(self._engine) as connection:
-            return connection.scalar(unended) is not None
+            return connection.scalar(unended.where(~waits).limit(1)) is not None
 
     def ids_ended_before(self, moment: float) -> list[str]:
         """The ids of the jobs that ended before `moment`, in the order of their creation."""
@@ -104,32 +90,40 @@ class JobReader:
             return select_jobs(connection, query)
 
     def of_commit(self, new_sha: str) -> Sequence[Job]:
-        """The jobs for a push whose newest commit is `new_sha`, newest job first.
-
-        There may be several jobs: several pipelines may follow the dataset, and another job may
-        have taken over the commits of a failed job.
-        """
-        numbers = select(JOB_DELIVERIES.c.job_number).where(JOB_DELIVERIES.c.new_sha == new_sha)
-        query = select(JOBS).where(JOBS.c.number.in_(numbers)).order_by(JOBS.c.number.desc())
+        """The jobs of this commit, newest job first: those that a delivery of this commit led to,
+        and those that have trained on exactly this commit. Several pipelines may follow the
+        dataset."""
+        linked = select(DELIVERIES.c.job_number).where(DELIVERIES.c.announced == new_sha)
+        is_of_commit = JOBS.c.number.in_(linked) | (JOBS.c.head == new_sha)
+        query = select(JOBS).where(is_of_commit).order_by(JOBS.c.number.desc())
         with reading(self._engine) as connection:
             return select_jobs(connection, query)
 
     def waited_since(self, job: Job) -> float:
-        """When the oldest delivery of the job was received. Deliveries that the job took over from
-        a failed job count too. If the job has no deliveries, for example because a person submitted
-        it, returns the time when the job was created."""
+        """When the oldest delivery was received whose commits the job covers: the job's own
+        deliveries and, for a push job, those of the jobs that have failed since the pipeline's last
+        completed one. If there is no delivery, for example because a person submitted the job,
+        returns the time when the job was created."""
+        number, columns = number_of(job.id), JOBS.c
+        is_before = (columns.pipeline == job.spec.pipeline) & columns.by_hand.is_(False)
+        is_before &= columns.number < number
+        done = select(func.max(columns.number)).where(is_before, columns.state == "COMPLETED")
+        failed = select(columns.number).where(is_before, columns.state == "ERROR")
+        oldest = select(func.min(DELIVERIES.c.received_at))
         with reading(self._engine) as connection:
+            numbers = [number]
+            if not job.by_hand:
+                since = connection.scalar(done) or 0
+                numbers += connection.scalars(failed.where(columns.number > since))
             received_at: float | None = connection.scalar(
-                select(func.min(JOB_DELIVERIES.c.received_at)).where(
-                    JOB_DELIVERIES.c.job_number == number_of(job.id)
-                )
+                oldest.where(DELIVERIES.c.job_number.in_(numbers))
             )
         return job.created_at if received_at is None else received_at
 
     def seconds_to_next(self) -> float | None:
         """The number of seconds until `JobStore.claim` can return a job; 0 if a job is due now.
         None if no job is pending, or if every pending job must wait until the running job of its
-        pipeline has ended."""
+        pipeline, or a pause, has ended."""
         with reading(self._engine) as connection:
             due = connection.scalar(select(func.min(JOBS.c.run_after)).where(is_claimable()))
             return None if due is None else max(0.0, due - self._now(connection))
@@ -140,7 +134,12 @@ class JobReader:
 
         This method is cheap enough to call many times a second. Only one thread may call it.
         """
-        return self._changes.changed()
+        # A transaction that began earlier may commit later. So compare a number that every writer
+        # changes, and no number of the database's own.
+        with reading(self._engine) as connection:
+            seen = file_of(self._engine), connection.scalar(select(CHANGES.c.number))
+        changed, self._seen = seen != self._seen, seen
+        return changed
 
     def now(self) -> float:
         """The present time by the store's clock, in seconds since the epoch."""

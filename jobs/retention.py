@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Engine, delete, select
 
 from jobs.job import TRANSITIONS
 from jobs.rows import job_id_of
-from jobs.schema import DELIVERIES, JOB_DELIVERIES, JOBS, reading, writing
+from jobs.schema import DELIVERIES, JOBS, reading, writing
 
 Item = TypeVar("Item")
 
@@ -32,8 +32,7 @@ def forget_jobs(
         ]
     for numbers in _batches(deleted):
         with writing(engine) as connection:
-            for table in (DELIVERIES, JOB_DELIVERIES):
-                connection.execute(delete(table).where(table.c.job_number.in_(numbers)))
+            connection.execute(delete(DELIVERIES).where(DELIVERIES.c.job_number.in_(numbers)))
             connection.execute(delete(JOBS).where(JOBS.c.number.in_(numbers)))
     return [job_id_of(number) for number in deleted]
 

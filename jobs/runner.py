@@ -4,7 +4,7 @@ launches the command, extends the lease by heartbeats, and records the outcome.
 A lease gives a job to one runner for some seconds, so several runners may share one store. If a
 runner dies, its leases run out, and another runner *adopts* (takes over) its jobs. If the processes
 of these jobs still run, the new runner watches these processes. A runner that has lost the lease of
-a job no longer touches the job.
+a job no longer touches the job, but it kills the processes of its own outdated attempts.
 """
 
 import logging
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from jobs.errors import DamagedRecord, JobNotFound, LaunchError, LeaseLost, StoreError
-from jobs.job import Job, delivery_ids, failure, log_fields
+from jobs.job import FindHead, Job, delivery_ids, failure, log_fields
 from jobs.launcher import Launcher, Status
 from jobs.launchers.local import LocalLauncher
 from jobs.launching import start_attempt
@@ -82,6 +82,7 @@ class Runner:
             runner's own process.
         of_attempt: Returns the variables that only the current attempt of a job gets, such as its
             tokens.
+        find_head: Reads the head of a ref for `JobStore.claim`.
         launcher: Starts the commands. Default: a `LocalLauncher`.
         secret_key: The Fernet key that encrypted the secrets in specs. Without this key, a job with
             secrets fails to start.
@@ -98,6 +99,7 @@ class Runner:
         environment: Mapping[str, str],
         *,
         of_attempt: Callable[[Job], Mapping[str, str]] = lambda job: {},
+        find_head: FindHead | None = None,
         launcher: Launcher | None = None,
         secret_key: bytes | None = None,
         alive_file: Path | None = None,
@@ -108,10 +110,14 @@ class Runner:
         self._settings = settings
         self._environment = dict(environment)
         self._of_attempt = of_attempt
+        self._find_head = find_head
         self._launcher = launcher
         self._alive_file = alive_file
         self._next_touch = 0.0
         self._leased: dict[str, _LeasedJob] = {}
+        self._outdated: set[str] = set()
+        """The handles of attempts that this runner has started and that are no longer the current
+        attempts of their jobs. The runner kills their processes."""
         self._has_unseen_changes = False
         """Whether the store may have changed since the last step that did not fail."""
         self._has_new_file = False
@@ -213,9 +219,11 @@ class Runner:
                     self._give_up(leased, launcher, error)
             except LeaseLost as error:
                 logger.warning("%s", error)
-                del self._leased[leased.job.id]
+                self._leave(leased)
             except JobNotFound:
                 self._forget(leased, launcher)
+        for handle in list(self._outdated):
+            self._kill_outdated(handle, launcher)
         self._has_unseen_changes = False
 
     # Getting jobs
@@ -244,9 +252,12 @@ class Runner:
         if not changed and now < self._next_claim:
             return
         while self._has_room:
-            job = self._store.claim(self.owner, self._settings.lease_seconds)
+            job = self._store.claim(self.owner, self._settings.lease_seconds, self._find_head)
             if job is None:
                 break
+            if job.has_ended:
+                _log_end(job)
+                continue
             logger.info(
                 "Job %s starts, for deliveries %s.",
                 job.id,
@@ -332,7 +343,7 @@ class Runner:
         last attempt, and `changed` says whether the store may have changed.
 
         If the job was cancelled, this method ends the job and returns False. It does the same if a
-        newer job takes over the job's commits.
+        newer push job is pending.
         """
         job = leased.job
         if job.cancel_requested:
@@ -474,6 +485,29 @@ class Runner:
             if not is_known:
                 self._forget(leased, launcher)
 
+    def _leave(self, leased: _LeasedJob) -> None:
+        """Leave a job alone whose lease is lost. If the job has ended or has a newer attempt, the
+        processes of this runner's attempt are outdated. Otherwise another runner watches them."""
+        if leased.handle is not None:
+            try:
+                job = self._store.get(leased.job.id)
+                is_outdated = job.has_ended or job.attempt > leased.job.attempt
+            except JobNotFound:
+                is_outdated = True
+            if is_outdated:
+                self._outdated.add(leased.handle)
+        del self._leased[leased.job.id]
+
+    def _kill_outdated(self, handle: str, launcher: Launcher) -> None:
+        # The process may not exist yet, so kill until the launcher says that it is gone.
+        try:
+            if launcher.poll(handle).phase in ("starting", "running"):
+                launcher.stop(handle, force=True)
+                return
+        except (DamagedRecord, OSError) as error:
+            logger.warning("Processes of %s may still run: %s", handle, error)
+        self._outdated.discard(handle)
+
     def _forget(self, leased: _LeasedJob, launcher: Launcher) -> None:
         """Kill the processes of a job that the store no longer has as a job of this runner, and
         forget the job. Other jobs go on."""
@@ -500,15 +534,19 @@ class Runner:
         if not job.has_ended:
             leased.job, leased.handle = job, None
             return
-        logger.info(
-            "Job %s is %s%s", job.id, job.state, _describe_end(job.outcome), extra=log_fields(job)
-        )
+        _log_end(job)
         del self._leased[job.id]
         self._next_claim = 0.0  # claim at once, because a job may have waited for the end of `job`
 
     def _release(self, leased: _LeasedJob) -> None:
         self._store.release(leased.job.id, self.owner, waited_seconds=leased.waited_seconds)
         del self._leased[leased.job.id]
+
+
+def _log_end(job: Job) -> None:
+    logger.info(
+        "Job %s is %s%s", job.id, job.state, _describe_end(job.outcome), extra=log_fields(job)
+    )
 
 
 def _describe_end(outcome: JobOutcome | None) -> str:

@@ -30,11 +30,10 @@ from sqlalchemy import (
     Text,
     create_engine,
     event,
-    false,
     make_url,
     text,
+    update,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import (
     ArgumentError,
     DisconnectionError,
@@ -51,9 +50,12 @@ BUSY_SECONDS = 10
 """How long a SQLite connection waits for another connection's lock."""
 
 
+def _where(condition: str) -> dict[str, Any]:
+    return {f"{dialect}_where": text(condition) for dialect in ("sqlite", "postgresql")}
+
+
 def _unique_in_state(name: str, state: str, *columns: str) -> Index:
-    where = text(f"state = '{state}'")
-    return Index(name, *columns, unique=True, sqlite_where=where, postgresql_where=where)
+    return Index(name, *columns, unique=True, **_where(f"state = '{state}'"))
 
 
 JOBS = Table(
@@ -61,7 +63,8 @@ JOBS = Table(
     METADATA,
     Column("number", Integer, primary_key=True, autoincrement=True),
     Column("pipeline", String),
-    Column("dedupe_key", String),
+    # The commit that the job trains on, once it is known.
+    Column("head", String),
     Column("state", String, nullable=False),
     Column("spec", Text, nullable=False),
     Column("payload", Text),
@@ -76,12 +79,16 @@ JOBS = Table(
     Column("lease_until", Float),
     Column("handle", Text),
     Column("cancel_requested", Boolean, nullable=False),
-    Column("by_hand", Boolean, nullable=False, server_default=false()),
+    Column("by_hand", Boolean, nullable=False),
+    Column("waits_for", Text),
+    # When the handlers of `pipeline/outcomes.py` got the outcome.
+    Column("handled_at", Float),
     _unique_in_state("one_pending_job_per_pipeline", "SCHEDULING", "pipeline", "by_hand"),
     _unique_in_state("one_running_job_per_pipeline", "RUNNING", "pipeline"),
     Index("jobs_by_pipeline", "pipeline", "number"),
     Index("jobs_by_state", "state", "run_after"),
-    Index("jobs_by_dedupe_key", "dedupe_key"),
+    Index("jobs_by_head", "head"),
+    Index("jobs_to_handle", "ended_at", **_where("ended_at IS NOT NULL AND handled_at IS NULL")),
     # With AUTOINCREMENT, SQLite never uses the number of a deleted job again. Otherwise a new job
     # could get this number, and with it the folder of the deleted job, which may still exist.
     sqlite_autoincrement=True,
@@ -92,37 +99,32 @@ DELIVERIES = Table(
     METADATA,
     Column("source", String, primary_key=True),
     Column("id", String, primary_key=True),
+    # The number of the delivery in the order of arrival.
+    Column("arrival", Integer, nullable=False),
     Column("body", Text, nullable=False),
+    # The commit that the delivery announced.
+    Column("announced", String),
     Column("received_at", Float, nullable=False),
     Column("job_number", Integer),
     Column("ignored_reason", Text),
     CheckConstraint(
         "(job_number IS NULL) <> (ignored_reason IS NULL)", name="delivery_has_one_answer"
     ),
-    Index("deliveries_by_job", "job_number"),
+    Index("deliveries_by_job", "job_number", "arrival"),
+    Index("deliveries_by_arrival", "arrival"),
+    Index("deliveries_by_commit", "announced"),
 )
 
-JOB_DELIVERIES = Table(
-    "job_deliveries",
+PAUSES = Table(
+    "pauses",
     METADATA,
-    Column("job_number", Integer, primary_key=True),
-    Column("delivery_id", String, primary_key=True),
-    # The number of the delivery in the order of arrival. The deliveries of all jobs are counted
-    # together.
-    Column("arrival", Integer, nullable=False),
-    Column("received_at", Float, nullable=False),
-    # The commit that the delivery announced. NULL in most rows that are older than this column
-    # (schema 0003).
-    Column("new_sha", String),
-    Index("job_deliveries_by_arrival", "arrival"),
-    Index("job_deliveries_by_commit", "new_sha"),
+    Column("pipeline", String, primary_key=True),
+    Column("since", Float, nullable=False),
 )
-"""The deliveries of each job. A job also has the deliveries that it took over from a failed job.
+"""The paused pipelines: no push job of these pipelines is started."""
 
-The deliveries have their own table, because a job may have thousands of them. If they were part of
-the job's row, the store would have to write this long row again for each push that is added to the
-job.
-"""
+CHANGES = Table("changes", METADATA, Column("number", Integer, primary_key=True))
+"""One row: how many transactions have written. `JobReader.changed` compares this number."""
 
 _WRITERS_LOCK = 0x686F7470757368  # the key of our advisory lock on Postgres; an arbitrary number
 
@@ -252,6 +254,14 @@ def _begin_sqlite(connection: Connection) -> None:
 
 @contextmanager
 def writing(engine: Engine) -> Iterator[Connection]:
+    """A transaction as in `locked`, which other processes notice by `JobReader.changed`."""
+    with locked(engine) as connection:
+        connection.execute(update(CHANGES).values(number=CHANGES.c.number + 1))
+        yield connection
+
+
+@contextmanager
+def locked(engine: Engine) -> Iterator[Connection]:
     """A transaction that writes. Only one such transaction runs at a time: on SQLite because of
     BEGIN IMMEDIATE, and on Postgres because of an advisory lock. Keep the transaction short,
     because all other writers wait for it. Raises StoreError if the database fails.
@@ -276,67 +286,6 @@ def reading(engine: Engine) -> Iterator[Connection]:
             connection = connection.execution_options(isolation_level="REPEATABLE READ")
         with connection.begin():
             yield connection
-
-
-def insert_missing(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
-    """An INSERT statement that skips rows whose key is already in the table."""
-    if connection.dialect.name == "postgresql":
-        return postgresql.insert(table).on_conflict_do_nothing()
-    return sqlite.insert(table).on_conflict_do_nothing()
-
-
-class ChangeDetector:
-    """Detects whether anybody has written to the database since the last call of `changed`. Only
-    one thread may use a detector.
-
-    The detector has its own connection to the database. Each call of `changed` reads a number, and
-    compares it with the number that the last call has read. On SQLite, the number is `PRAGMA
-    data_version`, which changes when any other connection commits. On Postgres, the number is
-    `pg_snapshot_xmax`, which grows at the end of each transaction that has written something.
-    Transactions in other databases of the server count too, so `changed` may return True although
-    this database has not changed.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._connection: Any = None
-        self._file: object = None
-        self._seen: object = None
-        if engine.dialect.name == "sqlite":
-            self._query = "PRAGMA data_version"
-        else:
-            self._query = "SELECT pg_snapshot_xmax(pg_current_snapshot())::text"
-
-    def changed(self) -> bool:
-        """Whether anybody may have written since the last call. True at the first call. Raises
-        StoreError if the database fails."""
-        try:
-            with _as_store_error(self._engine):
-                if self._file != (file := file_of(self._engine)):
-                    self.close()
-                    self._file = file
-                if self._connection is None:
-                    proxy = self._engine.raw_connection()
-                    proxy.detach()
-                    self._connection = proxy.dbapi_connection
-                    if self._engine.dialect.name == "postgresql":
-                        # Without autocommit, the first query would begin a transaction that never
-                        # ends.
-                        self._connection.autocommit = True
-                seen: object = self._connection.execute(self._query).fetchone()
-        except StoreError:
-            self.close()
-            raise
-        changed, self._seen = seen != self._seen, seen
-        return changed
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-            # Forget the number, because on SQLite each connection has its own `data_version`. The
-            # next connection may return the same number although somebody has written since then.
-            self._seen = None
 
 
 @contextmanager

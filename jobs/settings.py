@@ -13,9 +13,10 @@ class JobsSettings(BaseModel):
     """`postgresql+psycopg://…`, or the path of a SQLite file. In pipeline.toml, a relative path
     starts at the folder of pipeline.toml. If unset, jobs are kept in a SQLite file in the state
     folder."""
-    max_running: int = Field(default=1, ge=1)
-    """How many jobs may run at the same time. A pipeline never runs two jobs at once. So with only
-    one pipeline, a number above 1 matters only for jobs that belong to no pipeline."""
+    max_running: int = Field(default_factory=lambda: max(1, len(_usable_cores()) // 4), ge=1)
+    """How many jobs may run at the same time. If unset, one for every four cores that the runner
+    may use, but at least one. A pipeline never runs two jobs at once. So with only one pipeline, a
+    number above 1 matters only for jobs that belong to no pipeline."""
     preload: tuple[str, ...] | None = None
     """Modules that one process imports in advance. On Linux, commands of the form `python -m …`,
     with the Python that runs hotpush, are forked from this process, so they do not import these

@@ -29,13 +29,12 @@ class Resources(_Record):
 
 
 class RevisionRange(_Record):
-    """The commits of one ref that led to a job: the commits after `old_sha`, up to and including
-    `new_sha`. The job *answers for* these commits: its outcome is also their outcome.
+    """The commits of one ref that a job is for: the commits after `old_sha`, up to and including
+    `new_sha`.
 
-    `old_sha` records where the range begins. `absorb`, which joins two ranges, needs it to find
-    which of them is newer. A retraining does not start from `old_sha`: it compares the rows at
-    `new_sha` with the rows that the parent release was trained on. The parent release is the
-    release from which the job continues, normally the served release.
+    `old_sha` says only where the commits come from. A retraining does not start from `old_sha`: it
+    compares the rows at `new_sha` with the rows that the parent release was trained on. The parent
+    release is the release from which the job continues, normally the served release.
     """
 
     repo: str
@@ -43,32 +42,12 @@ class RevisionRange(_Record):
     ref: str
     """The full name of the ref, such as `refs/heads/main`."""
     old_sha: str | None = None
-    """The commit before the range. None if the ref was new, or if the job was submitted by hand."""
-    new_sha: str
-    """The last commit of the range."""
+    """The commit of the pipeline's last job before this one. None if there was no such job."""
+    new_sha: str | None = None
+    """The commit to train on. None means the head of the ref: the store reads the head when a
+    runner takes the job, and writes it here."""
     delivery_ids: tuple[str, ...] = ()
-    """The ids of all deliveries that the job answers for, oldest first."""
-
-    def follows(self, other: "RevisionRange") -> bool:
-        """Whether this range begins where `other` ends."""
-        return self.old_sha is not None and self.old_sha == other.new_sha
-
-    def absorb(self, arrived: "RevisionRange", *, may_be_older: bool = True) -> "RevisionRange":
-        """One range that covers this range and `arrived`. The result has only the delivery ids of
-        this range; `jobs/submissions.py` records the delivery ids of `arrived` in the store.
-
-        `arrived` came later, so its commits normally count as newer. But deliveries may overtake
-        each other. So if `arrived` ends where this range begins, the commits of `arrived` count as
-        older. This rule has two exceptions:
-
-        - With `may_be_older=False`, the commits of `arrived` always count as newer.
-        - If this range is `A..B` and `arrived` is `B..A`, somebody has pushed the ref back to the
-          earlier commit A. The commits of `arrived` then count as newer.
-        """
-        first, last = self, arrived
-        if may_be_older and self.follows(arrived) and not arrived.follows(self):
-            first, last = arrived, self
-        return self.model_copy(update={"old_sha": first.old_sha, "new_sha": last.new_sha})
+    """The ids of all deliveries that led to the job, oldest first."""
 
 
 class JobSpec(_Record):
@@ -88,12 +67,6 @@ class JobSpec(_Record):
     them."""
     revisions: RevisionRange | None = None
     """The commits that led to the job. None if no commit led to it."""
-    dedupe_key: str | None = None
-    """A text that marks equal submissions. If an earlier job has the same key as a submission, the
-    submission returns the earlier job, and no new job is created. This rule does not apply if the
-    earlier job failed or was cancelled. A submission of a pipeline is compared with only one
-    earlier job: the pending job that was created by pushes or, if there is none, the newest job of
-    the pipeline. A submission by hand, or one without a key, is compared with no job."""
     resources: Resources = Resources()
     launcher: str = "local"
     """The launcher that starts the command. There is only `local` (`jobs/launchers/local.py`)."""
@@ -103,10 +76,10 @@ class JobSpec(_Record):
     once. A plain command also fails at once if its process was killed. An attempt that ended
     because its runner was stopped does not count."""
     debounce_seconds: float = Field(default=0.0, ge=0)
-    """A pending job may start once no newer commit has arrived for this long."""
+    """A pending job may start once no delivery has arrived for this long."""
     max_wait_seconds: float = Field(default=30.0, ge=0)
-    """A pending job may start once this long has passed since its first commit arrived, even if
-    newer commits keep arriving."""
+    """A pending job may start once this long has passed since its first delivery, even if more
+    deliveries keep arriving."""
     labels: dict[str, str] = {}
     """Names and values, mostly for people. The job store does not interpret them. But the runner
     interprets the label `webhook`: it marks a copy of a job, and names the webhook that started the

@@ -2,21 +2,21 @@
 
 The store starts no process; `jobs/runner.py` takes jobs from the store and runs them.
 
-A *push job* belongs to a pipeline and was not submitted by hand. While a push job is pending, it
-*absorbs* later pushes: the outcome of the job is then also the outcome of these pushes. The
-docstring of the package `jobs` explains the other terms, such as "answers for", "plain command" and
-"lost".
+A *push job* belongs to a pipeline and was not submitted by hand. The docstring of the package
+`jobs` explains the other terms, such as "plain command" and "lost".
 """
 
+import json
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from sqlalchemy import ColumnElement, Connection, select
+from sqlalchemy import ColumnElement, Connection, case, delete, insert, select
 
-from jobs.errors import JobNotFound, OlderSchema
-from jobs.job import Delivery, Job, JobRequest, Submission, delivery_ids
-from jobs.migrations import HEAD, check_schema, migrate
+from jobs.errors import HeadAway, JobNotFound, NoHead
+from jobs.job import Delivery, FindHead, Head, Job, JobRequest, Submission, delivery_ids, failure
+from jobs.migrations import check_schema, migrate
 from jobs.outcome import JobOutcome
 from jobs.reader import JobReader
 from jobs.retention import forget_ignored, forget_jobs
@@ -25,17 +25,24 @@ from jobs.rows import (
     fetch_job,
     fetch_leased,
     fetch_successor,
-    insert_ignored,
     is_claimable,
     job_id_of,
+    job_that_trained,
     number_of,
+    previous_head,
+    select_jobs,
+    spec_as_json,
     update_job,
+    with_revisions,
 )
-from jobs.schema import JOBS, connect, file_of, writing
+from jobs.schema import JOBS, PAUSES, connect, file_of, reading, writing
 from jobs.spec import JobSpec
 from jobs.submissions import submit_all
 
 __all__ = ["Delivery", "JobRequest", "JobStore", "Submission"]
+
+HEAD_RETRY_SECONDS = 5.0
+"""If the head of a job's ref cannot be read, it is read again after this time."""
 
 
 class JobStore(JobReader):
@@ -50,8 +57,8 @@ class JobStore(JobReader):
 
     @classmethod
     def open(cls, url_or_path: str | Path, *, clock: Callable[[], float] | None = None) -> Self:
-        """Open the store. Create or upgrade its tables if necessary. Raises NewerSchema if a newer
-        version of hotpush wrote the store.
+        """Open the store. Create its tables if necessary. Raises OtherSchema if another version of
+        hotpush wrote the store.
 
         `clock` returns seconds since the epoch. Without a `clock`, a SQLite store uses the clock of
         this machine. A Postgres store uses the clock of the Postgres server, because the machines
@@ -67,21 +74,13 @@ class JobStore(JobReader):
 
     @classmethod
     def open_to_read(cls, url_or_path: str | Path) -> Self | None:
-        """Open the store without creating or upgrading anything. Returns None if the store has no
-        tables yet.
+        """Open the store without creating anything. Returns None if the store has no tables yet.
 
-        Raises NewerSchema if a newer version of hotpush wrote the store, and OlderSchema if the
-        store must be upgraded first.
+        Raises OtherSchema if another version of hotpush wrote the store.
         """
         engine = connect(url_or_path, only_reads=True)
         try:
             revision = check_schema(engine)
-            if revision not in (None, HEAD):
-                shown = engine.url.render_as_string(hide_password=True)
-                raise OlderSchema(
-                    f"The job store {shown} has the older schema {revision!r}, which this version "
-                    f"of hotpush cannot read; `pipeline up` upgrades it to {HEAD!r}."
-                )
         except BaseException:
             engine.dispose()
             raise
@@ -100,28 +99,22 @@ class JobStore(JobReader):
         delivery: Delivery | None = None,
         by_hand: bool = False,
     ) -> Submission:
-        """Submit `spec` and record `delivery`, in one transaction. Returns the job that now answers
-        for the submission. The store goes through these rules in order, and the first rule that
+        """Submit `spec` and record `delivery`, in one transaction. Returns the job to which the
+        submission leads. The store goes through these rules in order, and the first rule that
         applies decides:
 
-        1. If the store has recorded a job for `delivery`, return this job. But if this job failed
-           or was cancelled, look for later push jobs of the pipeline that did not fail and were not
-           cancelled, and return the newest of these jobs. If there is no such job, go on with rule
-           2.
-        2. Look for an earlier job that already does the same. The candidate is the pipeline's
-           pending push job. If no push job is pending, the candidate is the pipeline's newest job.
-           For a plain command, the candidate is the newest plain command with the same
-           `dedupe_key`. Return the candidate if `spec` has the same `dedupe_key`. But go on with
-           rule 3 if `spec` has no `dedupe_key`, or if the candidate failed or was cancelled.
-        3. If the pipeline has a pending push job, this job absorbs `spec`; return this job. The
-           job's range of commits then also covers the commits of `spec`. The job normally takes the
-           command and settings of `spec`, and the `payload`. But if the commits of `spec` are
-           older, the job keeps its own command, settings and payload.
-        4. Create a pending job, and return it.
+        1. If the store has recorded a job for `delivery`, and this job neither failed nor was
+           cancelled, return this job.
+        2. If the pipeline has a pending push job, link the delivery to this job, give it the
+           command and the settings of `spec`, and return it.
+        3. Create a pending job, and return it.
 
-        For a submission by hand (`by_hand`), only rules 1 and 4 apply. The new job absorbs no push,
-        and no other job absorbs it. Raises PendingJob if the pipeline already has a pending job
-        that was submitted by hand.
+        The commit in the range of a push job's `spec` is the one that the delivery announced. The
+        job does not train on it: the job gets its commit, which is the head of the ref, when a
+        runner takes it (`claim`). So the order of deliveries does not matter.
+
+        For a submission by hand (`by_hand`), only rules 1 and 3 apply. Raises PendingJob if the
+        pipeline already has a pending job that was submitted by hand.
         """
         request = JobRequest(spec=spec, payload=payload, delivery=delivery, by_hand=by_hand)
         return self.submit_all([request])[0]
@@ -133,49 +126,125 @@ class JobStore(JobReader):
         each delivery of `ignored` with the reason why it leads to no job. If such a delivery is
         already recorded, its record does not change."""
         with writing(self._engine) as connection:
-            now = self._now(connection)
-            for delivery, reason in ignored:
-                insert_ignored(connection, delivery, now, reason)
-            return submit_all(connection, requests, now)
+            return submit_all(connection, requests, ignored, self._now(connection))
 
     # What a runner does
 
     def follow_file(self) -> bool:
         """Whether the SQLite file was replaced or deleted since the last call or, at the first
         call, since the store was opened. All methods use the file that is there now. This method
-        creates or upgrades the tables of that file if necessary, as `open` does."""
+        creates the tables of that file if necessary, as `open` does."""
         if file_of(self._engine) == self._file:
             return False
         migrate(self._engine)
         self._file = file_of(self._engine)
         return True
 
-    def claim(self, owner: str, lease_seconds: float) -> Job | None:
+    def claim(
+        self, owner: str, lease_seconds: float, find_head: FindHead | None = None
+    ) -> Job | None:
         """Choose the pending job that has been due for the longest time, and give its lease to the
         runner `owner`. The job is then RUNNING.
 
+        If the job is for the head of a ref, `find_head` reads the head now; without `find_head`,
+        the job must read the head itself. In three cases, the job is not RUNNING afterwards:
+
+        - The head cannot be read now (HeadAway). The job stays pending for HEAD_RETRY_SECONDS, and
+          this method returns None.
+        - The ref has no head (NoHead). The job has failed.
+        - The pipeline's newest ended job has trained this head in the same way
+          (`job_that_trained`). The job has ended as `unchanged`.
+
         Returns None if no pending job is due, or if every due job waits for the running job of its
-        pipeline.
+        pipeline, or for the end of a pause.
         """
+        while (job := self._due()) is not None:
+            head, failed = None, None
+            try:
+                if job.trains_head and find_head is not None:
+                    head = find_head(job)
+            except HeadAway as away:
+                self._wait_for_head(job, str(away))
+                return None
+            except NoHead as error:
+                failed = failure(job, stage="claim", reason=str(error))
+            claimed = self._take(job, owner, lease_seconds, head, failed)
+            if claimed is not None:
+                return claimed
+        return None
+
+    def _due(self) -> Job | None:
+        """The job that `claim` tries to take, with `old_sha` in its range."""
+        with reading(self._engine) as connection:
+            due = select(JOBS).where(is_claimable(), JOBS.c.run_after <= self._now(connection))
+            due = due.order_by(JOBS.c.run_after, JOBS.c.number).limit(1)
+            job = next(iter(select_jobs(connection, due)), None)
+            if job is None or not job.trains_head:
+                return job
+            old_sha = previous_head(connection, job)
+            return replace(job, spec=with_revisions(job.spec, old_sha=old_sha))
+
+    def _wait_for_head(self, job: Job, reason: str) -> None:
+        with writing(self._engine) as connection:
+            if fetch_job(connection, number_of(job.id)).state == "SCHEDULING":
+                run_after = self._now(connection) + HEAD_RETRY_SECONDS
+                update_job(connection, job.id, run_after=run_after, waits_for=reason)
+
+    def _take(
+        self,
+        job: Job,
+        owner: str,
+        lease_seconds: float,
+        head: Head | None,
+        failed: JobOutcome | None,
+    ) -> Job | None:
+        """Give the lease of the pending job to `owner`. None if the job cannot be taken any more,
+        or if a delivery has arrived since the job was read: the head may be older than that."""
         with writing(self._engine) as connection:
             now = self._now(connection)
-            number = connection.scalar(
-                select(JOBS.c.number)
-                .where(is_claimable(), JOBS.c.run_after <= now)
-                .order_by(JOBS.c.run_after, JOBS.c.number)
-                .limit(1)
+            still_due = select(JOBS).where(
+                is_claimable(), JOBS.c.run_after <= now, JOBS.c.number == number_of(job.id)
             )
-            if number is None:
+            found = next(iter(select_jobs(connection, still_due)), None)
+            if found is None or delivery_ids(found) != delivery_ids(job):
                 return None
-            return update_job(
+            values: dict[str, Any] = {}
+            if head is not None:
+                spec = with_revisions(job.spec, new_sha=head.sha)
+                payload = job.payload if job.by_hand and job.payload is not None else head.payload
+                values = {
+                    "spec": spec_as_json(spec),
+                    "payload": json.dumps(payload),
+                    "head": head.sha,
+                }
+            claimed = update_job(
                 connection,
-                job_id_of(number),
+                job.id,
                 state="RUNNING",
                 attempt=1,
                 started_at=now,
                 owner=owner,
                 lease_until=now + lease_seconds,
+                waits_for=None,
+                **values,
             )
+            if failed is not None:
+                return end_job(connection, claimed, failed, now)
+            if head is None or job.by_hand:
+                return claimed
+            last = job_that_trained(connection, claimed, head)
+            if last is None:
+                return claimed
+            result = last.outcome.result if last.outcome is not None else "completed"
+            unchanged = JobOutcome(
+                result="unchanged",
+                stage="claim",
+                reason=f"{last.id} has trained on {head.sha[:12]} already: {result}.",
+                delivery_ids=delivery_ids(claimed),
+                job_id=job.id,
+                dataset_revision=head.sha,
+            )
+            return end_job(connection, claimed, unchanged, now)
 
     def started(self, job_id: str, owner: str, handle: str, *, waited_seconds: float = 0.0) -> None:
         """Record that the attempt was started. `handle` is the launcher's name for the attempt.
@@ -198,10 +267,7 @@ class JobStore(JobReader):
 
     def finish(self, job_id: str, owner: str, outcome: JobOutcome | None) -> Job:
         """End the job. An `outcome` of None means that the command exited with 0 and wrote no
-        outcome.
-
-        If a push job failed, the pipeline's pending push job takes over the commits of the failed
-        job. Raises LeaseLost.
+        outcome. Raises LeaseLost.
         """
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
@@ -213,9 +279,9 @@ class JobStore(JobReader):
         `wait_seconds`.
 
         In two cases, the job gets no further attempt and ends with the outcome `failed`:
-        `max_attempts` attempts were lost or failed for a temporary cause, or a pending push job
-        takes over the job's commits. Returns the job, which is RUNNING or has ended. Raises
-        LeaseLost.
+        `max_attempts` attempts were lost or failed for a temporary cause, or a push job of the
+        pipeline is pending, which trains on the newest commit. Returns the job, which is RUNNING or
+        has ended. Raises LeaseLost.
         """
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
@@ -237,7 +303,7 @@ class JobStore(JobReader):
             )
 
     def give_way(self, job_id: str, owner: str, failed: JobOutcome) -> Job:
-        """End this job if a pending push job can take over its commits. `failed` is the outcome of
+        """End this push job if a push job of the pipeline is pending. `failed` is the outcome of
         the last attempt, and becomes the outcome of this job. Returns this job, which is RUNNING or
         has ended. Raises LeaseLost."""
         with writing(self._engine) as connection:
@@ -252,11 +318,10 @@ class JobStore(JobReader):
         This time does not count against the job's time limit. Raises LeaseLost.
         """
         with writing(self._engine) as connection:
-            job = fetch_leased(connection, job_id, owner)
+            fetch_leased(connection, job_id, owner)
             update_job(
                 connection,
                 job_id,
-                attempt=job.attempt + 1,
                 handle=None,
                 owner=None,
                 lease_until=self._now(connection),
@@ -274,6 +339,10 @@ class JobStore(JobReader):
         store may have more jobs of `owner`: if the store failed just after it had stored the lease,
         the runner never got the job. `owner` adopts such a job too. If `held` is None, `owner`
         adopts only jobs of other runners.
+
+        If a job has no handle, the last runner may have started its attempt nevertheless, or may
+        still start it. So the job gets a new attempt, and the token of the earlier attempt is no
+        longer valid. With a handle, the job's process was started once, and the attempt goes on.
         """
         may_be_adopted: ColumnElement[bool] = JOBS.c.owner.is_distinct_from(owner)
         if held is not None:
@@ -295,12 +364,21 @@ class JobStore(JobReader):
                     job_id_of(number),
                     owner=owner,
                     lease_until=now + lease_seconds,
+                    attempt=case(
+                        (JOBS.c.handle.is_(None), JOBS.c.attempt + 1), else_=JOBS.c.attempt
+                    ),
                     # The job has had no runner since its lease ran out. The time without a runner
                     # does not count against the job's time limit. So add this time to `started_at`.
                     started_at=JOBS.c.started_at + (now - JOBS.c.lease_until),
                 )
                 for number in numbers
             ]
+
+    def handled(self, job_id: str) -> None:
+        """Record that the handlers of outcomes have got the outcome of this job, so that
+        `unhandled` leaves the job out."""
+        with writing(self._engine) as connection:
+            update_job(connection, job_id, handled_at=self._now(connection))
 
     # Deleting old jobs and reasons
 
@@ -332,6 +410,22 @@ class JobStore(JobReader):
 
     # What a person does
 
+    def pause(self, pipeline: str) -> bool:
+        """Start no push job of this pipeline until `resume` is called. Returns False if the
+        pipeline was paused already."""
+        with writing(self._engine) as connection:
+            if connection.scalar(select(PAUSES).where(PAUSES.c.pipeline == pipeline)) is not None:
+                return False
+            values = {"pipeline": pipeline, "since": self._now(connection)}
+            connection.execute(insert(PAUSES).values(**values))
+            return True
+
+    def resume(self, pipeline: str) -> bool:
+        """End a pause. Returns False if the pipeline was not paused."""
+        with writing(self._engine) as connection:
+            ended = connection.execute(delete(PAUSES).where(PAUSES.c.pipeline == pipeline))
+            return ended.rowcount > 0
+
     def cancel(self, job_id: str) -> Job:
         """Cancel the job. If the job is pending, end it. If the job is running, ask its runner to
         stop it. If the job has already ended, change nothing.
@@ -360,7 +454,7 @@ def _give_way(connection: Connection, job: Job, failed: JobOutcome, now: float) 
     if successor is None:
         return None
     return end_job(
-        connection, job, _final_failure(failed, f"{successor.id} takes over its commits."), now
+        connection, job, _final_failure(failed, f"{successor.id} trains on the newest commit."), now
     )
 
 

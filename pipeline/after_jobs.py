@@ -37,7 +37,7 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
     no outcome is missed.
 
     With `serves_metrics`, also serve the runner's metrics, unless the setting `metrics_port` is 0.
-    Raises StoreError. Raises OSError if `outcomes.json` cannot be read or written.
+    Raises StoreError.
     """
     stop = threading.Event()
     with open_job_store(settings, home) as store:
@@ -55,18 +55,12 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
                 )
         outcomes = Outcomes(
             store,
-            home.jobs_dir / "outcomes.json",
             (
                 metrics.count,
                 lambda job: _remove_unneeded_files(home, job),
                 lambda job: _notify(settings, home, job),
             ),
         )
-        # Call `start` before the runner's first job ends. If `outcomes.json` does not exist yet,
-        # `start` looks for the jobs that have already ended, and records that they need no
-        # handling. If the runner's first job were among these jobs, nobody would handle its
-        # outcome.
-        outcomes.start()
         threads = [
             threading.Thread(target=outcomes.follow, args=(stop,), name="outcomes"),
             threading.Thread(

@@ -22,6 +22,7 @@ from pipeline import settings_copy
 from pipeline.after_jobs import after_jobs
 from pipeline.job_store import check_schemas, open_job_store
 from pipeline.logs import log_to_stderr
+from pipeline.newest_commit import head_finder
 from pipeline.paths import Home, settings_file
 from pipeline.retrain.own_token import OWN_TOKEN, token_of_shell
 from pipeline.services import RUNNER, Service, hub_service
@@ -131,6 +132,7 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
                 "PIPELINE_SETTINGS": str(settings_file()),
             },
             of_attempt=lambda job: _attempt_variables(job, tokens),
+            find_head=head_finder(settings.hub_url, tokens),
             secret_key=tokens.key.encode(),
             alive_file=home.runner_alive,
         )

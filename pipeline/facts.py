@@ -124,6 +124,12 @@ class Facts:
                 for each in self.settings.pipelines
             }
 
+    @cached_property
+    def paused(self) -> dict[str, float]:
+        """Paused pipeline → since when (Unix time). Raises StoreError."""
+        with reading_jobs(self.settings, self.home) as store:
+            return {} if store is None else store.paused()
+
     def newest_commit(self, pipeline: PipelineSettings) -> str | None:
         """None if no stack is up, or if the dataset is not on the stack's own hub."""
         if self.answering_hub is None or not self.settings.is_on_own_hub(pipeline):
@@ -175,6 +181,7 @@ class Facts:
             "head_changes_no_row": any(
                 job.outcome is not None
                 and job.outcome.result == "unchanged"
+                and job.outcome.stage != "claim"
                 and job.outcome.served_release in (None, served and served.release)
                 and job.spec.revisions is not None
                 and job.spec.revisions.new_sha == head
@@ -189,6 +196,7 @@ class Facts:
             ),
             "queue": [line for line in lines if line not in ended],
             "last_job": next(iter(ended), None),
+            "paused_since": self.paused.get(pipeline.name),
             "refused": advice_after_refusal(jobs),
         }
 

@@ -51,13 +51,16 @@ def subject(job: Job) -> str:
     revisions = job.spec.revisions
     if revisions is None:
         return " ".join(job.spec.command)
+    if revisions.new_sha is None:  # the job gets the head of this ref when it starts
+        return f"{revisions.repo}@{revisions.ref.removeprefix('refs/heads/')}"
     return f"{revisions.repo}@{revisions.new_sha[:8]}"
 
 
 def describe(job: Job) -> str:
     """One line: the job's id, what the job is about, and its state or outcome."""
     if job.outcome is None:
-        return f"{job.id}  {subject(job)}  {job.state.lower()}"
+        waits = f", waits: {job.waits_for}" if job.waits_for else ""
+        return f"{job.id}  {subject(job)}  {job.state.lower()}{waits}"
     outcome = job.outcome
     counts = "" if outcome.counts is None else str(outcome.counts)
     parts = [job.id, subject(job), outcome.result, outcome.release, counts, outcome.reason]
@@ -97,4 +100,6 @@ def next_step(jobs: Sequence[Job], step: str) -> str:
 
 
 def _has_decided(outcome: JobOutcome | None) -> bool:
-    return outcome is None or outcome.result not in DECIDED_NOTHING
+    # A job that ended in the stage `claim` only repeats the decision of an earlier job.
+    is_new = outcome is None or outcome.stage != "claim"
+    return is_new and (outcome is None or outcome.result not in DECIDED_NOTHING)

@@ -1,33 +1,22 @@
 """Submits a job that a person asks for. The job either retrains the model on a commit, or runs a
 command."""
 
-import os
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
+from jobs.errors import HeadAway, NoHead
 from jobs.job import Job
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
 from pipeline.errors import PipelineError
+from pipeline.newest_commit import Dataset
 from pipeline.paths import Home
-from pipeline.retrain.git_snapshot import GitDataset
-from pipeline.retrain.own_token import own_token
-from pipeline.retrain.settings import SkipIf, is_git_url
+from pipeline.retrain.settings import SkipIf
 from pipeline.rules import branch_ref, retrain_rule
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens
-from receiver.payload import (
-    Event,
-    ObjectId,
-    Repo,
-    UpdatedRef,
-    Url,
-    WebhookPayload,
-    WebhookReference,
-)
+from receiver.payload import WebhookPayload
 
 
 def submit_retraining(
@@ -47,28 +36,31 @@ def submit_retraining(
 
     The job retrains on the commit `revision`. If `revision` is None, the job retrains on the commit
     that `payload` names for the branch that the pipeline follows. If `payload` is None or names no
-    commit for this branch, the job retrains on the newest commit of the branch.
+    commit for this branch, the job retrains on the head (the newest commit) of the branch.
 
     `hub_url` is the URL of the stack's own hub. `RetrainSettings` explains `force_reason` and
     `skip_if`.
 
-    Raises PipelineError for an unknown commit or an invalid payload, or if the hub (or the git
-    server) cannot be reached. If the dataset is a git URL, this function does not check whether the
-    commit `revision` exists; if it does not exist, the job fails. Raises PendingJob if the pipeline
-    already has a pending job that was submitted by hand.
+    A commit that is not named is not chosen now: the job gets the head of the branch when it
+    starts, so that it never trains on an older commit than a job that started before it.
+
+    Raises NoHead for an unknown commit, HeadAway if the hub (or the git server) cannot be reached,
+    and PipelineError for an invalid payload. If the dataset is a git URL, this function does not
+    check whether the commit `revision` exists; if it does not exist, the job fails. Raises
+    PendingJob if the pipeline already has a pending job that was submitted by hand.
     """
     rule = retrain_rule(settings, home, pipeline, force_reason=force_reason, skip_if=skip_if)
+    dataset = _dataset_of(hub_url, home, settings, pipeline)
     sha = revision or (_pushed_commit(payload, rule.ref) if payload is not None else None)
-    hub = _hub_of(hub_url, home, settings, pipeline)
-    sha = _resolve(hub, pipeline, sha)
+    if sha is None:
+        dataset.head(rule.ref)  # raises an error if there is none
+    else:
+        sha = dataset.commit(sha)
     revisions = RevisionRange(repo=pipeline.dataset, ref=rule.ref, new_sha=sha)
-    if payload is None:
-        payload = _push_payload(hub.url, pipeline, revisions)
-    # Set no `dedupe_key`: with the key, a later push of this commit would start no job.
-    # Set `debounce_seconds` to 0: the job need not wait for later commits, because the store never
-    # merges later commits into a job that was submitted by hand.
-    by_hand = {"dedupe_key": None, "debounce_seconds": 0.0}
-    spec = rule.job_spec(revisions).model_copy(update=by_hand)
+    if payload is None and sha is not None:
+        payload = dataset.push_payload(revisions, None, "by-hand")
+    # The job need not wait for deliveries, because a job by hand gets none.
+    spec = rule.job_spec(revisions).model_copy(update={"debounce_seconds": 0.0})
     return store.submit(spec, payload=payload, by_hand=True).job
 
 
@@ -92,25 +84,23 @@ def submit_command(
     commit, for example because the branch has no commit yet, the command gets no payload. Do not
     pass both `payload` and `revision`.
 
-    Raises PipelineError for an unknown `revision`, or if the hub cannot be asked for a `revision`.
-    If the dataset is a git URL, this function does not check whether the commit `revision`
-    exists.
+    Raises NoHead for an unknown `revision`, and HeadAway if the hub cannot be asked for it. If the
+    dataset is a git URL, this function does not check whether the commit `revision` exists.
     """
     env = {}
     if pipeline is not None:
         env = retrain_rule(settings, home, pipeline).env
         if payload is None:
-            hub = _hub_of(hub_url, home, settings, pipeline)
+            dataset = _dataset_of(hub_url, home, settings, pipeline)
+            ref = branch_ref(pipeline)
             try:
-                sha = _resolve(hub, pipeline, revision)
-            except PipelineError:
+                sha = dataset.head(ref) if revision is None else dataset.commit(revision)
+            except (NoHead, HeadAway):
                 if revision is not None:
                     raise
             else:
-                revisions = RevisionRange(
-                    repo=pipeline.dataset, ref=branch_ref(pipeline), new_sha=sha
-                )
-                payload = _push_payload(hub.url, pipeline, revisions)
+                revisions = RevisionRange(repo=pipeline.dataset, ref=ref, new_sha=sha)
+                payload = dataset.push_payload(revisions, None, "by-hand")
     spec = JobSpec(command=command, env=env)
     return store.submit(spec, payload=payload, by_hand=True).job
 
@@ -127,93 +117,8 @@ def _pushed_commit(payload: dict[str, Any], ref: str) -> str | None:
     return next((each.newSha for each in webhook.updatedRefs or () if each.ref == ref), None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Hub:
-    """The hub that has a pipeline's dataset."""
-
-    url: str
-    token: str | Literal[False] = field(repr=False)
-    """False if the user has no token for this hub."""
-    if_missing: str
-    """The end of the error message for a missing dataset. It says what the user can do."""
-
-
-def _hub_of(hub_url: str, home: Home, settings: Settings, pipeline: PipelineSettings) -> _Hub:
+def _dataset_of(
+    hub_url: str, home: Home, settings: Settings, pipeline: PipelineSettings
+) -> Dataset:
     token = load_tokens(home.tokens_file).hub
-    other = settings.other_hub(pipeline)
-    if other is None:
-        return _Hub(url=hub_url, token=token, if_missing="`pipeline up` creates it")
-    return _Hub(
-        url=other,
-        token=own_token(os.environ, token) or False,
-        if_missing="or your token may not read it: set HF_TOKEN, or run `hf auth login`",
-    )
-
-
-def _resolve(hub: _Hub, pipeline: PipelineSettings, revision: str | None) -> str:
-    import httpx2  # huggingface_hub raises the errors of httpx2 when a connection fails
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    wanted = revision or pipeline.ref
-    if is_git_url(pipeline.dataset):
-        if revision is not None:
-            return revision
-        return GitDataset(pipeline.dataset, Path(os.devnull)).head(branch_ref(pipeline))
-    try:
-        info = HfApi(endpoint=hub.url, token=hub.token).dataset_info(
-            pipeline.dataset, revision=wanted
-        )
-    except RevisionNotFoundError:
-        what = (
-            f"has no commit {revision!r}; push this commit, or leave --revision out to train on "
-            "the newest one"
-            if revision is not None
-            else f"has no commit on {pipeline.ref} yet; push one"
-        )
-        raise PipelineError(f"dataset {pipeline.dataset} {what}") from None
-    except RepositoryNotFoundError:
-        raise PipelineError(
-            f"there is no dataset {pipeline.dataset} on {hub.url}; {hub.if_missing}"
-        ) from None
-    except (HfHubHTTPError, httpx2.HTTPError) as error:
-        raise PipelineError(
-            f"could not ask the hub at {hub.url} for {pipeline.dataset}@{wanted}: {error}; check "
-            "that this hub is up"
-        ) from error
-    if info.sha is None:
-        raise PipelineError(f"dataset {pipeline.dataset} is empty; push a commit to it first")
-    return info.sha
-
-
-def _push_payload(
-    hub_url: str, pipeline: PipelineSettings, revisions: RevisionRange
-) -> dict[str, Any]:
-    """The payload that the hub would send for a push of this commit. The job gets its `WEBHOOK_…`
-    variables from this payload. So the job has the same variables as a job that a push started,
-    except `WEBHOOK_SECRET`."""
-    if is_git_url(pipeline.dataset):
-        owner, url, api = pipeline.dataset, pipeline.dataset, None
-    else:
-        owner = pipeline.dataset.partition("/")[0]
-        url = f"{hub_url}/datasets/{pipeline.dataset}"
-        api = f"{hub_url}/api/datasets/{pipeline.dataset}"
-    payload = WebhookPayload(
-        event=Event(action="update", scope="repo.content"),
-        repo=Repo(
-            type="dataset",
-            name=pipeline.dataset,
-            id=pipeline.dataset,
-            private=True,
-            owner=ObjectId(id=owner),
-            url=Url(web=url, api=api),
-            headSha=revisions.new_sha,
-        ),
-        webhook=WebhookReference(id="by-hand", version=3),
-        updatedRefs=(UpdatedRef(ref=revisions.ref, newSha=revisions.new_sha),),
-    )
-    return payload.model_dump(mode="json", exclude_none=True)
+    return Dataset.of(pipeline.dataset, settings.other_hub(pipeline), hub_url, token)

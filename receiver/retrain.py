@@ -34,17 +34,10 @@ def retrain_handler(
     pipelines follow the ref, the answer also has `"jobs"`, a list of the ids of all their jobs. If
     an event needs no job, the answer is `{"ignored": reason}`.
 
-    If a sender repeats a delivery, the rules that are configured now decide again whether the
-    delivery needs a job. If it does, the answer names, for each pipeline, the first of these jobs
-    that exists:
-
-    1. The job that is recorded for the delivery, unless this job failed or was cancelled.
-    2. The newest of the later jobs of the pipeline. Jobs that failed, were cancelled, or were
-       submitted by hand do not count.
-    3. The job to which the delivery leads when it is handled like a new one.
-
-    If no job is recorded, because the delivery was ignored when it first arrived, only item 3
-    applies.
+    A job trains on the head of the ref when it starts, and not on the commit of the event. So it
+    does not matter in which order deliveries arrive, or whether some are lost. If a sender repeats
+    a delivery, the answer names the job that is recorded for it. But if this job failed or was
+    cancelled, the delivery is handled like a new one.
 
     Raises:
         ValueError: Two rules name the same pipeline.

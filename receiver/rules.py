@@ -1,8 +1,6 @@
 """Decides which pipelines an event retrains, and makes the spec of each job (`JobSpec`). This
 module reads and writes no files."""
 
-import hashlib
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -40,10 +38,10 @@ class RetrainRule(BaseModel):
     """The ref that the pipeline follows: the name of a branch, or the full name of any ref, such as
     `refs/heads/main`."""
     debounce_seconds: Annotated[float, Field(ge=0)] = 1.0
-    """A job waits until no newer commit has arrived for this long. Then the job may start."""
+    """A job waits until no delivery has arrived for this long. Then the job may start."""
     max_wait_seconds: Annotated[float, Field(ge=0)] = 30.0
-    """The longest wait for newer commits, counted from the arrival of the job's first commit. After
-    this time, the job may start even if newer commits still arrive."""
+    """The longest wait for more deliveries, counted from the job's first one. After this time, the
+    job may start even if deliveries still arrive."""
     settings: dict[str, Any] = {}
     """Settings for the job's command. Each job gets a copy when it is submitted, so a later change
     of the rule does not change the job."""
@@ -66,7 +64,6 @@ class RetrainRule(BaseModel):
             env=self.env,
             settings=self.settings,
             revisions=revisions,
-            dedupe_key=_dedupe_key(self, revisions.new_sha),
             resources=self.resources,
             debounce_seconds=self.debounce_seconds,
             max_wait_seconds=self.max_wait_seconds,
@@ -92,13 +89,14 @@ class RetrainRule(BaseModel):
 
 def decide(payload: WebhookPayload, rules: Sequence[RetrainRule]) -> tuple[JobSpec, ...] | str:
     """The specs of the jobs for the event: one for each rule whose dataset is the event's
-    repository, and whose ref the event has moved to another commit. If the event needs no job,
-    returns the reason."""
+    repository, and whose ref the event has moved to another commit. Each spec has the commit that
+    the event announced. If the event needs no job, returns the reason."""
     reason = _why_not_about_content(payload)
     if reason is not None:
         return reason
     endpoints = {rule.endpoint for rule in rules if rule.endpoint is not None}
-    sender = next((each for each in endpoints if _is_at(each, payload)), None)
+    # One endpoint may be the beginning of another, so the longest one that fits is right.
+    sender = max((each for each in endpoints if _is_at(each, payload)), key=len, default=None)
     named = [rule for rule in rules if rule.watches(payload)]
     # Two hubs may have datasets of the same name, so compare the hubs too. For a rule with a git
     # URL, `watches` has already compared the host, which is a part of the URL.
@@ -190,19 +188,6 @@ def _spec(rule: RetrainRule, update: UpdatedRef) -> JobSpec:
     return rule.job_spec(
         RevisionRange(repo=rule.dataset, ref=rule.ref, old_sha=update.oldSha, new_sha=update.newSha)
     )
-
-
-def _dedupe_key(rule: RetrainRule, new_sha: str) -> str:
-    """A key for the dataset, the ref, the commit, the settings and the command. If two jobs in a
-    row had the same key, the second job would train on the same data in the same way as the first.
-    So the store does not create the second job, unless the first job failed or was cancelled. `env`
-    and `resources` are not in the key, because they name ports and limits."""
-    recipe: list[Any] = [rule.dataset, rule.ref, new_sha, rule.settings]
-    # Leave the default command out: it contains the path of Python, which another installation of
-    # this package may change.
-    if rule.command != RetrainRule.model_fields["command"].default:
-        recipe.append(rule.command)
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 
 def _bare_url(url: str) -> str:

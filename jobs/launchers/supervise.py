@@ -32,7 +32,15 @@ from jobs.folder import (
     read_record,
     write_atomically,
 )
-from jobs.launchers.process import IS_LINUX, die_with_parent, identify, lower_priority, prctl
+from jobs.launchers.process import (
+    IS_LINUX,
+    ProcessIdentity,
+    die_with_parent,
+    identify,
+    lower_priority,
+    prctl,
+    signal_session,
+)
 
 _PR_SET_CHILD_SUBREAPER = 36
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -143,13 +151,22 @@ def _claim_attempt(job_dir: Path, attempt: int) -> None:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            # The leader of the previous attempt may be about to end, so wait for it.
+            # An earlier attempt may still run: its runner started it late, or could not record its
+            # start. Only one attempt may run, and the newest one is right.
+            _kill_earlier(job_dir, attempt)
             if time.monotonic() > give_up:
                 os._exit(0)
             time.sleep(0.005)
     earlier = read_record(job_dir / PROCESS, PROCESS_FIELDS)
     if earlier is not None and earlier["attempt"] >= attempt:
         os._exit(0)
+
+
+def _kill_earlier(job_dir: Path, attempt: int) -> None:
+    earlier = read_record(job_dir / PROCESS, PROCESS_FIELDS)
+    if earlier is not None and earlier["attempt"] < attempt:
+        leader = ProcessIdentity(pid=earlier["pid"], started=earlier["started"])
+        signal_session(leader, signal.SIGKILL)
 
 
 def _hold_computing_lock(path: Path) -> None:

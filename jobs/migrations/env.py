@@ -1,5 +1,5 @@
 """Runs the migrations of the job store. Alembic, a library that upgrades database schemas, executes
-this module. The function `jobs.migrations.upgrade` has put the database connection into Alembic's
+this module. The function `jobs.migrations._create` has put the database connection into Alembic's
 configuration."""
 
 from alembic import context

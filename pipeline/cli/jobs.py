@@ -64,6 +64,9 @@ def ls(
         ],
         empty="No job yet.",
     )
+    for job in jobs:
+        if job.waits_for is not None:
+            print(f"{job.id} waits: {job.waits_for}")
 
 
 @app.command()
@@ -154,9 +157,12 @@ def _facts(job: "Job", home: Home) -> Iterator[tuple[str, str]]:
             "serves now": outcome.served_release,
         }
         yield from ((name, text) for name, text in facts.items() if text)
+    if job.waits_for is not None:
+        yield "waits", job.waits_for
     yield "about", subject(job)
     if revisions is not None:
-        yield "commits", f"{revisions.old_sha or 'the first'} → {revisions.new_sha}"
+        new_sha = revisions.new_sha or f"the head of {revisions.ref} when the job starts"
+        yield "commits", f"{revisions.old_sha or 'the first'} → {new_sha}"
         if revisions.delivery_ids:
             yield "deliveries", " ".join(revisions.delivery_ids)
     yield "command", " ".join(job.spec.command)

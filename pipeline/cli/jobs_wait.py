@@ -23,6 +23,8 @@ ARRIVAL_SECONDS = 30.0
 """`jobs wait --commit` gives up if the job store still has no job for the commit after this many
 seconds."""
 POLL_SECONDS = 0.1
+NUM_WATCHED = 20
+"""`jobs wait --commit` looks at this many of the newest jobs for one that covers the commit."""
 
 
 def wait(
@@ -31,8 +33,8 @@ def wait(
     commit: Annotated[
         str | None,
         typer.Option(
-            help="Wait for the job of a push. Name the newest commit of the push by its id. In a "
-            "clone of the dataset, you can also use a name such as HEAD."
+            help="Wait for the job that trains on this commit or on a later one. Give the commit's "
+            "id. In a clone of the dataset, you can also use a name such as HEAD."
         ),
     ] = None,
     pipeline: Annotated[
@@ -104,35 +106,49 @@ def _follow_commit(
     quiet: bool,
     deadline: float | None,
 ) -> "Job":
-    """Show the job of the commit until the job has ended; returns the ended job. If the commit then
-    has a newer job, show the newer job in the same way, and return it. Normally there is a newer
-    job if the first job failed and the newer job has taken over its commits."""
-    job = _arrived(store, sha, pipeline, deadline)
+    """Show the job of the commit until the job has ended; returns the ended job. If this job failed
+    and the pipeline has a later job for pushes, show the later job in the same way, and return it:
+    it has trained on the head of the branch, so it covers the commit."""
+    job = _arrived(store, sha, pipeline, home, deadline)
     while True:
         ended = follow_to_end(store, job, home, quiet=quiet, deadline=deadline)
-        newest = _job_of_commit(store, sha, job.spec.pipeline)
-        if newest is None or newest.id == ended.id:
+        later = [
+            each
+            for each in store.list(pipeline=job.spec.pipeline, limit=NUM_WATCHED)
+            if each.id > ended.id and not each.by_hand
+        ]
+        if ended.state != "ERROR" or ended.by_hand or not later:
             return ended
-        job = newest
+        job = later[-1]
 
 
-def _arrived(store: "JobStore", sha: str, pipeline: str | None, deadline: float | None) -> "Job":
+def _arrived(
+    store: "JobStore", sha: str, pipeline: str | None, home: Home, deadline: float | None
+) -> "Job":
     give_up = time.monotonic() + ARRIVAL_SECONDS
-    while (job := _job_of_commit(store, sha, pipeline)) is None:
+    histories = _Histories(home, sha)
+    while (job := _job_of_commit(store, sha, pipeline, histories)) is None:
         if deadline is not None and time.monotonic() > deadline:
             raise timed_out(f"there is still no job for commit {sha[:8]}")
         if time.monotonic() > give_up:
             raise PipelineError(
                 f"no push of commit {sha[:8]} has led to a job in {ARRIVAL_SECONDS:g} s; check "
-                "that you pushed to the branch that the pipeline follows, and that this commit was "
-                "the newest commit of the push; `pipeline status` shows whether all services are up"
+                "that you pushed to the branch that the pipeline follows; `pipeline status` shows "
+                "whether all services are up"
             )
         time.sleep(POLL_SECONDS)
     return job
 
 
-def _job_of_commit(store: "JobStore", sha: str, pipeline: str | None) -> "Job | None":
+def _job_of_commit(
+    store: "JobStore", sha: str, pipeline: str | None, histories: "_Histories"
+) -> "Job | None":
+    """The newest job to which a delivery of the commit has led, or which has trained on the commit.
+    If there is none, the newest job that has trained on a later commit of the same history."""
     jobs = [job for job in store.of_commit(sha) if pipeline in (None, job.spec.pipeline)]
+    if not jobs:
+        started = store.list(pipeline=pipeline, limit=NUM_WATCHED)
+        jobs = [job for job in started if histories.contain(job)]
     names = sorted({job.spec.pipeline or "" for job in jobs})
     if len(names) > 1:
         raise PipelineError(
@@ -140,3 +156,29 @@ def _job_of_commit(store: "JobStore", sha: str, pipeline: str | None) -> "Job | 
             "--pipeline NAME"
         )
     return jobs[0] if jobs else None
+
+
+class _Histories:
+    """Finds the jobs that have trained on a commit or on a later one. Asks for each head only
+    once."""
+
+    def __init__(self, home: Home, sha: str) -> None:
+        self._home = home
+        self._sha = sha
+        self._answers: dict[tuple[str | None, str], bool] = {}
+
+    def contain(self, job: "Job") -> bool:
+        from pipeline.newest_commit import dataset_of_job
+        from pipeline.stack_record import running_settings
+        from pipeline.tokens import load_tokens
+
+        revisions, pipeline = job.spec.revisions, job.spec.pipeline
+        if revisions is None or revisions.new_sha is None or pipeline is None:
+            return False
+        key = pipeline, revisions.new_sha
+        if key not in self._answers:
+            hub_url = running_settings(self._home).hub_url
+            dataset = dataset_of_job(job, hub_url, load_tokens(self._home.tokens_file))
+            cache_dir = self._home.root / "snapshots" / pipeline
+            self._answers[key] = dataset.contains(self._sha, revisions.new_sha, cache_dir)
+        return self._answers[key]

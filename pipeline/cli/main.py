@@ -21,6 +21,7 @@ from pipeline.cli.demo import demo
 from pipeline.cli.doctor import doctor
 from pipeline.cli.env import env
 from pipeline.cli.init import init
+from pipeline.cli.pause import pause, resume
 from pipeline.cli.project import name_stacks
 from pipeline.cli.settings import settings
 from pipeline.cli.status import status
@@ -45,6 +46,8 @@ app.command()(init)
 app.command()(settings)
 app.command()(status)
 app.command()(doctor)
+app.command()(pause)
+app.command()(resume)
 app.command()(env)
 webhook_activity.add_to(webhook_commands.app)
 app.add_typer(webhook_commands.app, name="webhooks")

@@ -47,9 +47,11 @@ class GitDataset:
         self._repository = cache_dir / "repository.git"
         self._revisions_dir = cache_dir / "revisions"
 
-    def head(self, ref: str) -> str:
-        """The commit that `ref` points to. Raises SnapshotError."""
-        listed = self._run("ls-remote", "--exit-code", "--", self.dataset, ref)
+    def head(self, ref: str, seconds: float | None = None) -> str:
+        """The commit that `ref` points to. Waits at most `seconds` for the answer; None means
+        FETCH_SECONDS. Raises SnapshotError."""
+        ask = ("ls-remote", "--exit-code", "--", self.dataset, ref)
+        listed = self._run(*ask, seconds=seconds)
         if listed.returncode != 0:
             raise self._failed(ref, listed.stderr or "there is no such ref")
         return listed.stdout.split()[0]
@@ -174,9 +176,12 @@ class GitDataset:
     ) -> subprocess.CompletedProcess[str]:
         return self._run(f"--git-dir={self._repository}", *arguments, index=index)
 
-    def _run(self, *arguments: str, index: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def _run(
+        self, *arguments: str, index: Path | None = None, seconds: float | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """Run git, and return how it ended. Raises HubAway if the server cannot be reached, and
         SnapshotError if the disk is full or git is missing."""
+        seconds = FETCH_SECONDS if seconds is None else seconds
         env = {
             **os.environ,
             "GIT_TERMINAL_PROMPT": "0",
@@ -192,7 +197,7 @@ class GitDataset:
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
-                timeout=FETCH_SECONDS,
+                timeout=seconds,
                 check=False,
             )
         except FileNotFoundError as error:
@@ -200,7 +205,7 @@ class GitDataset:
                 "git is not installed, but a dataset with a git URL needs it; install git"
             ) from error
         except subprocess.TimeoutExpired as error:
-            reason = f"git took longer than {FETCH_SECONDS:.0f} s"
+            reason = f"git took longer than {seconds:.0f} s"
             raise self._failed("it", reason, HubAway) from error
         if done.returncode != 0:
             for line in done.stderr.splitlines():

@@ -58,17 +58,13 @@ def add_jobs(jobs_dir: Path, up_to: int) -> None:
     with closing(sqlite3.connect(jobs_dir / "jobs.sqlite")) as database:
         job = _newest(database, "jobs", "number")
         delivery = _newest(database, "deliveries", "received_at")
-        absorbed = _newest(database, "job_deliveries", "arrival")
         template = f"j{job['number']:06d}"
         for number in range(int(str(job["number"])) + 1, up_to + 1):
             id = f"j{number:06d}"
             values = {name: _renamed(value, template, id) for name, value in job.items()}
-            key = f"{job['dedupe_key']}-{number}"
-            _insert(database, "jobs", {**values, "number": number, "dedupe_key": key})
-            answered = {"id": f"past-{number}", "job_number": number}
+            _insert(database, "jobs", {**values, "number": number})
+            answered = {"id": f"past-{number}", "job_number": number, "arrival": number}
             _insert(database, "deliveries", {**delivery, **answered})
-            named = {"delivery_id": answered["id"], "job_number": number}
-            _insert(database, "job_deliveries", {**absorbed, **named})
             (jobs_dir / id).mkdir()
             outcome = (jobs_dir / template / "outcome.json").read_text()
             (jobs_dir / id / "outcome.json").write_text(outcome.replace(template, id))

@@ -135,7 +135,9 @@ def told(workplace: Workplace, hub: RunningHub, url: str, sha: str) -> None:
         },
     )
     assert same.status_code == 200, same.text
-    assert same.json()["job"] == job["id"], "the same commit has one job, whoever tells of it"
+    told_again = workplace.json("jobs", "wait", same.json()["job"], "--json")
+    assert told_again["outcome"]["result"] == "unchanged"
+    assert job["id"] in told_again["outcome"]["reason"], "it is trained once, whoever tells of it"
 
 
 def promoted(workplace: Workplace, answer: httpx.Response, sha: str) -> Any:

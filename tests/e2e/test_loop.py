@@ -8,18 +8,20 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.jobs_fixtures import new_database, postgres_server
 from tests.stack_fixtures import (
     Checkout,
     Workplace,
     clone,
     configure,
     facts,
+    findings,
     stack_up,
     workplace,
     workplace_in,
 )
 
-__all__ = ["workplace"]
+__all__ = ["postgres_server", "workplace"]
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,22 @@ def test_a_commit_without_data_is_unchanged(loop: tuple[Workplace, Checkout]) ->
     job = workplace.wait_for_job(checkout.push({"README.md": "# Shelves\n"}))
     assert job["outcome"]["result"] == "unchanged"
     assert served(workplace) == before
+
+
+def test_the_loop_with_its_jobs_on_postgres(workplace: Workplace, postgres_server: str) -> None:
+    configure(workplace)
+    with new_database(postgres_server) as url:
+        settings = workplace.folder / "pipeline.toml"
+        settings.write_text(f'[jobs]\ndatabase_url = "{url}"\n\n{settings.read_text()}')
+        with stack_up(workplace):
+            checkout = clone(workplace)
+            job = workplace.wait_for_job(checkout.push({"facts.jsonl": facts(0, 80)}))
+            assert job["outcome"]["result"] == "promoted", job["outcome"]
+            assert served(workplace) == job["outcome"]["release"]
+            job = workplace.wait_for_job(checkout.push({"README.md": "# Shelves\n"}))
+            assert job["outcome"]["result"] == "unchanged"
+            assert findings(workplace, code=0) == {}
+    assert not list(workplace.home.glob("jobs/*.sqlite*"))
 
 
 @pytest.mark.slow

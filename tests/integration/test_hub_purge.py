@@ -437,7 +437,8 @@ def test_what_would_be_pulled_from_under_a_job_is_refused(place: Place) -> None:
     with open_job_store(load_settings(), place.home) as store:
         for sha in (place.good, place.bad):
             range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=sha)
-            job = store.submit(JobSpec(command=("true",), pipeline="facts", revisions=range)).job
+            spec = JobSpec(command=("true",), pipeline="facts", revisions=range)
+            job = store.submit(spec, by_hand=True).job
             if sha == place.good:
                 assert store.claim("me", 60) is not None
                 runs = job.id

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, delete, text
@@ -287,9 +288,9 @@ def test_a_job_whose_claim_was_stored_but_not_answered_is_run(
 ) -> None:
     claim = JobStore.claim
 
-    def lose_the_answer(store: JobStore, owner: str, lease_seconds: float) -> None:
+    def lose_the_answer(*arguments: Any) -> None:
         monkeypatch.undo()
-        claim(store, owner, lease_seconds)
+        claim(*arguments)
         raise StoreError("The connection was lost.")
 
     monkeypatch.setattr(JobStore, "claim", lose_the_answer)

@@ -3,15 +3,20 @@
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from jobs.attempt_tokens import attempt_token, job_of_token
 from jobs.folder import EXIT, OUTCOME
+from jobs.launcher import Launch
+from jobs.launchers.local import LocalLauncher
+from jobs.runner import Runner
 from jobs.store import JobStore
-from tests.job_runner_fixtures import SETTINGS, House, house, program
-from tests.jobs_fixtures import is_gone, new_database, pids_in, postgres_server, until
+from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, House, house, program
+from tests.jobs_fixtures import is_gone, lost, new_database, pids_in, postgres_server, until
 
 __all__ = ["house", "postgres_server"]
 
@@ -119,3 +124,66 @@ def test_jobs_run_from_postgres_too(tmp_path: Path, postgres_server: str) -> Non
         job = house.ended(house.store.submit(program("die_once")).job)
         assert (job.state, job.attempt) == ("COMPLETED", 2)
         house.close()
+
+
+class Slow(LocalLauncher):
+    """Its runner sleeps before or after it starts the first attempt, and then goes on."""
+
+    def __init__(self, house: House, *, starts_first: bool) -> None:
+        super().__init__(house.jobs_dir, environment=ENVIRONMENT)
+        self.starts_first = starts_first
+        self.sleeps, self.wakes = threading.Event(), threading.Event()
+
+    def start(self, launch: Launch) -> str:
+        handle = super().start(launch) if self.starts_first else ""
+        self.sleeps.set()
+        assert self.wakes.wait(60)
+        return handle or super().start(launch)
+
+
+@pytest.mark.parametrize("starts_first", [True, False], ids=["after the start", "before the start"])
+def test_an_attempt_whose_runner_slept_is_started_once_more_and_only_the_new_one_counts(
+    house: House, starts_first: bool
+) -> None:
+    key = b"k"
+    house.jobs_dir.mkdir()
+    launcher = Slow(house, starts_first=starts_first)
+    job = house.store.submit(program("wait_for", "go", "0")).job
+    stop = threading.Event()
+
+    def sleepy() -> None:
+        with JobStore.open(house.url) as store:
+            Runner(store, house.jobs_dir, SETTINGS, ENVIRONMENT, launcher=launcher).run(stop)
+
+    thread = threading.Thread(target=sleepy)
+    thread.start()
+    try:
+        assert launcher.sleeps.wait(60)
+        token = attempt_token(house.store.get(job.id), key)
+        first = pids_in(house.log(job)) if starts_first else []
+        house.run()
+        pids = pids_in(house.log(job), len(first) + 1)
+        assert job_of_token(token, house.store, key) is None, "the first attempt is fenced off"
+        launcher.wakes.set()
+        until(lambda: all(is_gone(pid) for pid in first))
+        (house.jobs_dir / job.id / "go").touch()
+        ended = house.ended(job)
+    finally:
+        launcher.wakes.set()
+        stop.set()
+        thread.join()
+    assert (ended.state, ended.attempt, ended.num_lost) == ("COMPLETED", 2, 0)
+    assert pids_in(house.log(job)) == pids
+
+
+def test_a_runner_ends_its_process_once_another_attempt_runs_elsewhere(house: House) -> None:
+    runner, _, _ = house.run()
+    job = house.store.submit(program("wait_for", "go", "0")).job
+    (pid,) = pids_in(house.log(job))
+    until(lambda: house.store.get(job.id).handle)
+    # The runner of another machine: it does not see the process, so it plans another attempt.
+    with JobStore.open(house.url, clock=lambda: time.time() + 3600) as other:
+        until(lambda: other.adopt("other", 3600))
+        assert other.retry(job.id, "other", lost(job)).attempt == 2
+        until(lambda: is_gone(pid) and job.id not in runner._leased)
+        other.finish(job.id, "other", None)

@@ -1,6 +1,5 @@
 """An outcome is told, once: to what counts it, and by `on_outcome` to whom the settings name."""
 
-import errno
 import json
 import sys
 import threading
@@ -8,7 +7,6 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +19,6 @@ from pipeline.outcomes import Outcomes
 from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, load_settings
 from tests.after_jobs_fixtures import end_one, store
-from tests.jobs_fixtures import until
 
 __all__ = ["store"]
 
@@ -30,85 +27,24 @@ def pipeline(told: str | tuple[str, ...]) -> PipelineSettings:
     return PipelineSettings(name="facts", dataset="local/facts", on_outcome=told)
 
 
-def test_each_outcome_is_told_once_also_by_the_next_process(
-    store: JobStore, tmp_path: Path
-) -> None:
-    end_one(store)  # before anybody was there to tell
+def test_each_outcome_is_told_once_also_by_the_next_process(store: JobStore) -> None:
     told: list[str] = []
-    file = tmp_path / "outcomes.json"
-    first = Outcomes(store, file, [lambda job: told.append(job.id)])
-    assert first.poll() == 0
-    ids = [end_one(store).id for _ in range(3)]
-    assert first.poll() == 3
-    later = end_one(store).id
-    assert Outcomes(store, file, [lambda job: told.append(job.id)]).poll() == 1
-    assert told == [*ids, later]
-
-
-def test_an_outcome_is_told_however_many_newer_jobs_there_are(
-    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipeline.outcomes.NUM_WATCHED", 2)
-    told: list[str] = []
-    watching = Outcomes(store, tmp_path / "o.json", [lambda job: told.append(job.id)])
-    watching.start()
     long = store.submit(JobSpec(command=("true",), pipeline="long")).job.id
     assert store.claim("me", 60) is not None
     ids = [end_one(store).id for _ in range(3)]
-    assert watching.poll() == 3, "more than the newest two"
-    ids += [end_one(store).id for _ in range(3)]
-    assert watching.poll() == 3
+    first = Outcomes(store, [lambda job: told.append(job.id)])
+    assert (first.poll(), first.poll()) == (3, 0)
+    ids.append(end_one(store).id)
     store.finish(long, "me", None)
-    assert watching.poll() == 1
+    assert Outcomes(store, [lambda job: told.append(job.id)]).poll() == 2
     assert told == [*ids, long]
-    assert watching.poll() == 0
-    assert list(json.loads((tmp_path / "o.json").read_text())["ended"]) == [*ids, long]
-    end_one(store)
-    assert watching.poll() == 1
-    assert len(json.loads((tmp_path / "o.json").read_text())["ended"]) == 2, "it does not grow"
-
-
-def test_outcomes_are_told_also_where_a_lost_databases_ids_begin_anew(
-    store: JobStore, tmp_path: Path
-) -> None:
-    told: list[float | None] = []
-    file = tmp_path / "outcomes.json"
-    first = Outcomes(store, file, [lambda job: told.append(job.ended_at)])
-    first.poll()
-    for _ in range(2):
-        end_one(store)
-    first.poll()
-    with JobStore.open(tmp_path / "new.sqlite") as new:
-        job = end_one(new)
-        assert job.id == "j000001"
-        assert Outcomes(new, file, [lambda job: told.append(job.ended_at)]).poll() == 1
-    assert told[2:] == [job.ended_at]
-
-
-def test_an_unreadable_progress_file_is_named_in_a_warning(
-    store: JobStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    told: list[str] = []
-    file = tmp_path / "outcomes.json"
-    end_one(store)
-    outcomes = Outcomes(store, file, [lambda job: told.append(job.id)])
-    outcomes.start()
-    assert caplog.text == "", "a missing file is normal"
-    file.write_text('{"ended": {"j0000')
-    end_one(store)
-    assert outcomes.poll() == 0
-    assert str(file) in caplog.text and "already ended counts as handled" in caplog.text
-    later = end_one(store).id
-    assert outcomes.poll() == 1
-    assert told == [later]
 
 
 def test_an_outcome_is_told_also_where_the_clock_was_set_back(tmp_path: Path) -> None:
     now = [1000.0]
     told: list[str] = []
     with JobStore.open(tmp_path / "jobs.sqlite", clock=lambda: now[0]) as store:
-        outcomes = Outcomes(store, tmp_path / "o.json", [lambda job: told.append(job.id)])
-        outcomes.start()
+        outcomes = Outcomes(store, [lambda job: told.append(job.id)])
         ids = [end_one(store).id]
         outcomes.poll()
         now[0] -= 30
@@ -125,7 +61,7 @@ def test_what_goes_wrong_while_telling_keeps_nobody_else_from_it(
     def breaks(job: Job) -> None:
         raise RuntimeError("no way")
 
-    outcomes = Outcomes(store, tmp_path / "o.json", [breaks, lambda job: told.append(job.id)])
+    outcomes = Outcomes(store, [breaks, lambda job: told.append(job.id)])
     outcomes.poll()
     job = end_one(store)
     outcomes.poll()
@@ -135,7 +71,7 @@ def test_what_goes_wrong_while_telling_keeps_nobody_else_from_it(
 
 def test_the_last_outcome_is_told_before_the_thread_ends(store: JobStore, tmp_path: Path) -> None:
     told: list[str] = []
-    outcomes = Outcomes(store, tmp_path / "o.json", [lambda job: told.append(job.id)])
+    outcomes = Outcomes(store, [lambda job: told.append(job.id)])
     outcomes.poll()
     stop = threading.Event()
     thread = threading.Thread(target=outcomes.follow, args=(stop,))
@@ -147,41 +83,13 @@ def test_the_last_outcome_is_told_before_the_thread_ends(store: JobStore, tmp_pa
     assert told == [job.id]
 
 
-def test_after_a_full_disk_the_outcome_is_recorded_but_not_told_again(
-    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipeline.outcomes.RETRY_SECONDS", 0.01)
-    told: list[str] = []
-    file = tmp_path / "o.json"
-    outcomes = Outcomes(store, file, [lambda job: told.append(job.id)])
-    outcomes.start()
-    job = end_one(store)
-    write, failures = outcomes._write, iter([OSError(errno.ENOSPC, "No space left on device")])
-
-    def write_later(progress: Any) -> None:
-        for error in failures:
-            raise error
-        write(progress)
-
-    monkeypatch.setattr(outcomes, "_write", write_later)
-    stop = threading.Event()
-    thread = threading.Thread(target=outcomes.follow, args=(stop,))
-    thread.start()
-    try:
-        until(lambda: job.id in json.loads(file.read_text())["ended"])
-    finally:
-        stop.set()
-        thread.join()
-    assert told == [job.id]
-
-
 @pytest.mark.parametrize("error", [StoreError("The database is locked."), RuntimeError("no way")])
 def test_the_thread_outlives_an_error(
     store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr("pipeline.outcomes.RETRY_SECONDS", 0.01)
     told: list[str] = []
-    outcomes = Outcomes(store, tmp_path / "o.json", [lambda job: told.append(job.id)])
+    outcomes = Outcomes(store, [lambda job: told.append(job.id)])
     outcomes.poll()
     ids = [end_one(store).id]
     errors, poll = [error], outcomes.poll

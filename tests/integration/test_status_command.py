@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from jobs.errors import NoHead
+from jobs.job import Head
 from jobs.launchers.process import identify
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from pipeline.cli.main import app
-from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
 from pipeline.paths import Home
 from pipeline.settings import load_settings, settings_digest
@@ -212,12 +213,31 @@ def test_a_commit_that_changes_no_row_is_told_from_one_that_waits(
     assert f"; the newest commit is {head[:12]}\n" in pipeline("status")
     with open_job_store(load_settings(), Home.find()) as store:
         store.submit(training_on(head))
-        job = store.claim("me", 60)
+        job = store.claim("me", 60, lambda job: Head(sha=head, payload={}))
         assert job is not None
         compared = served if is_served else newer
         store.finish(job.id, "me", JobOutcome(result="unchanged", served_release=compared))
     changes_no_row = f"; the newest commit is {head[:12]}, which changes no row\n"
     assert (changes_no_row in pipeline("status")) == is_served, "after a rollback, it does"
+
+
+def test_a_paused_pipeline_says_so_wherever_its_job_is_shown(
+    hub: RunningHub, tmp_path: Path
+) -> None:
+    head = push(hub, clone(hub, tmp_path))
+    assert pipeline("pause") == "facts is paused; to go on: pipeline resume facts\n"
+    assert "was paused already" in pipeline("pause", "facts")
+    with open_job_store(load_settings(), Home.find()) as store:
+        store.submit(training_on(head))
+        assert store.claim("me", 60) is None
+    [shown] = json.loads(pipeline("status", "--json"))["pipelines"]
+    assert shown["paused_since"] > 0
+    for command in (["status"], ["jobs", "ls"], ["jobs", "inspect", "--latest"]):
+        assert "facts is paused; to go on: pipeline resume facts" in pipeline(*command), command
+    assert pipeline("resume") == "facts goes on\n"
+    assert pipeline("resume") == "facts was not paused\n"
+    with open_job_store(load_settings(), Home.find()) as store:
+        assert store.claim("me", 60) is not None
 
 
 @pytest.mark.parametrize("content", [None, "{}"])
@@ -282,7 +302,7 @@ def test_a_revision_that_is_not_there_is_told_from_a_dataset_that_is_empty(
     home, settings = Home.find(), load_settings()
 
     def refused(revision: str | None) -> str:
-        with open_job_store(settings, home) as store, pytest.raises(PipelineError) as error:
+        with open_job_store(settings, home) as store, pytest.raises(NoHead) as error:
             facts = settings.pipeline(None)
             submit_retraining(
                 store, home, settings, hub_url=hub.url, pipeline=facts, revision=revision
@@ -298,14 +318,14 @@ def test_a_revision_that_is_not_there_is_told_from_a_dataset_that_is_empty(
 def test_a_job_by_hand_trains_with_the_settings_of_its_command(
     hub: RunningHub, tmp_path: Path
 ) -> None:
-    head = push(hub, clone(hub, tmp_path))
+    push(hub, clone(hub, tmp_path))
 
     def submitted(*options: str) -> JobSpec:
         told = json.loads(pipeline("jobs", "run", "--detach", "--json", *options))
         with open_job_store(load_settings(), Home.find()) as store:
             job = store.cancel(told["job"])
         assert job.by_hand and job.spec.revisions is not None
-        assert job.spec.revisions.new_sha == head
+        assert job.spec.revisions.new_sha is None, "the head, when it starts"
         return job.spec
 
     plain = submitted().settings

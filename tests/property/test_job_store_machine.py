@@ -31,10 +31,7 @@ class Expected:
 
     id: str
     pipeline: str
-    old: int | None
-    new: int
     deliveries: list[str]
-    key: str | None
     state: str = "SCHEDULING"
     owner: str | None = None
     lease_until: float = 0.0
@@ -54,8 +51,8 @@ class Expected:
 class Model:
     jobs: list[Expected] = field(default_factory=list)
     answers: dict[str, str] = field(default_factory=dict)
-    commits: dict[str, tuple[str, int, int]] = field(default_factory=dict)
-    """Delivery → its pipeline, the commit before it, and its commit."""
+    commits: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Delivery → its pipeline and its commit."""
     heads: dict[str, int] = field(default_factory=lambda: {"faq": 0, "lore": 0})
 
     def running(self, pipeline: str) -> Expected | None:
@@ -74,15 +71,6 @@ class Model:
     def successor(self, job: Expected) -> Expected | None:
         return None if job.by_hand else self.pending(job.pipeline, by_hand=False)
 
-    def fail(self, job: Expected) -> None:
-        job.state = "ERROR"
-        successor = self.successor(job)
-        if successor is not None:
-            successor.old = job.old
-            successor.deliveries = job.deliveries + [
-                id for id in successor.deliveries if id not in job.deliveries
-            ]
-
 
 class StoreMachine(RuleBasedStateMachine):
     url: str
@@ -99,45 +87,33 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.store.close()
 
-    def submit(self, pipeline: str, old: int, new: int, delivery: str) -> None:
-        key = f"{pipeline}@{new}"
+    def submit(self, pipeline: str, new: int, delivery: str) -> None:
         submission = self.store.submit(
-            spec(str(new), str(old), pipeline=pipeline, dedupe_key=key, max_attempts=2),
+            spec(str(new), pipeline=pipeline, max_attempts=2),
             delivery=Delivery(source="hub", id=delivery, body="{}"),
         )
-        mine = [job for job in self.model.jobs if job.pipeline == pipeline]
         pending = self.model.pending(pipeline, by_hand=False)
-        latest = pending or (mine[-1] if mine else None)
+        earlier = None
         if delivery in self.model.answers:
-            first = next(job for job in mine if job.id == self.model.answers[delivery])
-            later = [
-                job
-                for job in mine[mine.index(first) + 1 :]
-                if not job.by_hand and not job.is_free_again
-            ]
-            if not first.is_free_again or later:
-                assert submission.how == "duplicate"
-                assert submission.job.id == (later[-1] if first.is_free_again else first).id
-                self.model.answers[delivery] = submission.job.id
-                return
-        if latest is not None and latest.key == key and not latest.is_free_again:
-            assert submission.how == "duplicate"
-            job = latest
-            if job.state == "SCHEDULING":
-                job.deliveries.append(delivery)
-        elif pending is not None:
+            id = self.model.answers[delivery]
+            earlier = next(job for job in self.model.jobs if job.id == id)
+        if earlier is not None and not earlier.is_free_again:
+            assert (submission.how, submission.job.id) == ("duplicate", earlier.id)
+            return
+        if earlier is not None:
+            earlier.deliveries.remove(delivery)
+        if pending is not None:
             assert submission.how == "merged"
             job = pending
-            job.new, job.key = new, key
-            job.deliveries.append(delivery)
         else:
             assert submission.how == "created" and submission.is_new
-            job = Expected(submission.job.id, pipeline, old, new, [delivery], key)
+            job = Expected(submission.job.id, pipeline, [])
             assert all(other.id < job.id for other in self.model.jobs)
             self.model.jobs.append(job)
+        job.deliveries = sorted([*job.deliveries, delivery], key=lambda id: int(id[1:]))
         assert submission.job.id == job.id
         self.model.answers[delivery] = job.id
-        self.model.commits[delivery] = (pipeline, old, new)
+        self.model.commits[delivery] = (pipeline, new)
 
     @rule(pipeline=PIPELINES)
     def submit_by_hand(self, pipeline: str) -> None:
@@ -149,23 +125,21 @@ class StoreMachine(RuleBasedStateMachine):
             return
         submission = self.store.submit(by_hand, by_hand=True)
         assert submission.how == "created" and submission.job.by_hand
-        self.model.jobs.append(
-            Expected(submission.job.id, pipeline, None, head, [], None, by_hand=True)
-        )
+        self.model.jobs.append(Expected(submission.job.id, pipeline, [], by_hand=True))
 
     @rule(pipeline=PIPELINES)
     def push(self, pipeline: str) -> None:
         old = self.model.heads[pipeline]
         self.model.heads[pipeline] = old + 1
         self.num_deliveries += 1
-        self.submit(pipeline, old, old + 1, f"d{self.num_deliveries}")
+        self.submit(pipeline, old + 1, f"d{self.num_deliveries}")
 
     @rule(pipeline=PIPELINES, back=st.integers(0, 2))
     def force_push(self, pipeline: str, back: int) -> None:
         head = self.model.heads[pipeline]
         self.num_deliveries += 1
         self.model.heads[pipeline] = max(0, head - back)
-        self.submit(pipeline, head, max(0, head - back), f"d{self.num_deliveries}")
+        self.submit(pipeline, max(0, head - back), f"d{self.num_deliveries}")
 
     @rule(data=st.data())
     def deliver_again(self, data: st.DataObject) -> None:
@@ -204,6 +178,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert [job.id for job in adopted] == [job.id for job in expected]
         for job in expected:
             job.owner, job.lease_until = owner, self.clock.now + LEASE_SECONDS
+            job.attempt += 1  # nobody has recorded that the attempt was started
 
     def leased(self, data: st.DataObject, owner: str) -> Expected | None:
         """Any job, also one that `owner` has not the lease of: None when that was refused."""
@@ -241,7 +216,7 @@ class StoreMachine(RuleBasedStateMachine):
         if job is not None:
             self.store.finish(job.id, owner, JobOutcome.model_validate({"result": result}))
             if result == "failed":
-                self.model.fail(job)
+                job.state = "ERROR"
             else:
                 job.state = "CANCELED" if result == "cancelled" else "COMPLETED"
 
@@ -252,7 +227,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.retry(job.id, owner, LOST)
             job.num_lost += 1
             if job.num_lost == 2 or self.model.successor(job) is not None:
-                self.model.fail(job)
+                job.state = "ERROR"
             else:
                 job.attempt += 1
 
@@ -262,7 +237,7 @@ class StoreMachine(RuleBasedStateMachine):
         if job is not None:
             self.store.give_way(job.id, owner, LOST)
             if self.model.successor(job) is not None:
-                self.model.fail(job)
+                job.state = "ERROR"
 
     @rule(data=st.data(), owner=OWNERS)
     def release(self, data: st.DataObject, owner: str) -> None:
@@ -270,7 +245,6 @@ class StoreMachine(RuleBasedStateMachine):
         if job is not None:
             self.store.release(job.id, owner)
             job.owner, job.lease_until = None, self.clock.now
-            job.attempt += 1
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -300,8 +274,7 @@ class StoreMachine(RuleBasedStateMachine):
                 expected.attempt,
                 expected.num_lost,
             )
-            old = None if expected.old is None else str(expected.old)
-            assert (revisions.old_sha, revisions.new_sha) == (old, str(expected.new))
+            assert (revisions.new_sha is None) is not expected.by_hand
             assert job.by_hand == expected.by_hand
             assert list(revisions.delivery_ids) == expected.deliveries
 
@@ -312,7 +285,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_job_that_answers_for_a_delivery_is_found_by_its_commit(self) -> None:
-        for delivery, (pipeline, _, commit) in self.model.commits.items():
+        for delivery, (pipeline, commit) in self.model.commits.items():
             found = [job.id for job in self.store.of_commit(str(commit))]
             mine = [job.id for job in self.model.jobs if delivery in job.deliveries]
             assert set(mine) <= set(found)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from cryptography.fernet import Fernet
 
+from jobs.errors import HeadAway
 from jobs.launchers.process import identify
 from jobs.spec import JobSpec
 from pipeline import by_hand
@@ -46,7 +47,7 @@ def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
     home, settings = Home(tmp_path), Settings()
     with (
         open_job_store(settings, home) as store,
-        pytest.raises(PipelineError, match=r"could not ask the hub at http://127\.0\.0\.1:9 for"),
+        pytest.raises(HeadAway, match=r"could not ask the hub at http://127\.0\.0\.1:9 for"),
     ):
         submit_retraining(store, home, settings, hub_url="http://127.0.0.1:9", pipeline=facts)
 

@@ -49,8 +49,8 @@ def test_of_looking_for_old_jobs_among_100_000(
             database.execute(
                 "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 100000)"
                 " INSERT INTO jobs (pipeline, state, spec, created_at, run_after, ended_at,"
-                " attempt, num_lost, cancel_requested) SELECT"
-                " 'faq', 'COMPLETED', '{}', i, i, i, 1, 0, 0 FROM n"
+                " attempt, num_lost, cancel_requested, by_hand) SELECT"
+                " 'faq', 'COMPLETED', '{}', i, i, i, 1, 0, 0, 0 FROM n"
             )
         assert cost(num_steps, lambda: jobs.forget(0.0, newest=1000)) < 1000
         assert len(jobs.forget(2001.0, newest=1000)) == 2000

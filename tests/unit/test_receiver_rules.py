@@ -1,7 +1,5 @@
 """Which events call for a job, and the exact reason where one does not."""
 
-import hashlib
-import json
 from typing import Any
 
 import pytest
@@ -108,27 +106,6 @@ def test_a_reason_is_short_and_printable() -> None:
     assert len(reason) < 300
 
 
-def test_the_dedupe_key_is_the_commit_and_how_it_is_trained_on() -> None:
-    def key(payload: dict[str, Any], **rule: Any) -> str:
-        (spec,) = decided(payload, RULE.model_copy(update=rule))
-        return str(spec.dedupe_key)
-
-    first = key(dataset_update(), settings={"seed": 1, "mode": "auto"})
-    assert first == key(
-        dataset_update(ref_update(old=None)), settings={"mode": "auto", "seed": 1}
-    ), "where it came from does not matter, nor the order of settings"
-    assert first != key(dataset_update(), settings={"seed": 2, "mode": "auto"})
-    assert first != key(dataset_update(ref_update(new="c" * 40)), settings={"seed": 1})
-    assert first != key(dataset_update(), settings={"seed": 1, "mode": "auto"}, command=("mine",))
-
-
-def test_the_dedupe_key_of_the_built_in_training_stays() -> None:
-    """Otherwise, a repeat of the last push before an upgrade or a move of Python trains again."""
-    [spec] = decided(dataset_update())
-    recipe = json.dumps([RULE.dataset, RULE.ref, NEW, RULE.settings])
-    assert spec.dedupe_key == hashlib.sha256(recipe.encode()).hexdigest()
-
-
 @pytest.mark.parametrize(
     ("dataset", "is_watched"),
     [
@@ -173,3 +150,17 @@ def test_a_dataset_may_be_a_git_url(dataset: str, is_watched: bool) -> None:
 def test_a_rule_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         RetrainRule.model_validate({"pipeline": "p", "dataset": "acme/answers"} | wrong)
+
+
+@pytest.mark.parametrize("path", ["", "/team", "/team/b"])
+def test_the_longest_endpoint_that_fits_is_the_hub(path: str) -> None:
+    """One endpoint may be the beginning of another."""
+    endpoints = {each: f"https://hub.example{each}" for each in ("", "/team", "/team/b")}
+    rules = [
+        RetrainRule(pipeline=f"of {each}", dataset="acme/answers", endpoint=endpoint)
+        for each, endpoint in endpoints.items()
+    ]
+    payload = dataset_update()
+    web = f"{endpoints[path]}/datasets/acme/answers"
+    sent = payload | {"repo": payload["repo"] | {"url": {"web": web}}}
+    assert [spec.pipeline for spec in decided(sent, *rules)] == [f"of {path}"]

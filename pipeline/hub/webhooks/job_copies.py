@@ -73,9 +73,6 @@ class JobLauncher:
         return source.model_copy(
             update={
                 "sealed_env": self._sealed_env(source, webhook, cipher),
-                # With the dedupe key of the source, the store would find an earlier job and not
-                # make a new one.
-                "dedupe_key": None,
                 "revisions": _revisions(source, due),
                 "labels": {**source.labels, "webhook": webhook.id, "copy-of": webhook.job_id or ""},
             }
@@ -109,6 +106,5 @@ def _revisions(source: JobSpec, due: Due) -> RevisionRange | None:
                 ref=update.ref,
                 old_sha=update.oldSha,
                 new_sha=update.newSha,
-                delivery_ids=(due.id,),
             )
     return None

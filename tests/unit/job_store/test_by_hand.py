@@ -3,7 +3,7 @@
 import pytest
 
 from jobs.errors import PendingJob
-from jobs.job import Job, JobRequest
+from jobs.job import Head, Job
 from jobs.store import JobStore
 from tests.jobs_fixtures import DONE, FAILED, delivery, spec
 
@@ -14,7 +14,7 @@ def claim(store: JobStore) -> Job:
     return job
 
 
-def new_sha(job: Job) -> str:
+def new_sha(job: Job) -> str | None:
     assert job.spec.revisions is not None
     return job.spec.revisions.new_sha
 
@@ -26,16 +26,14 @@ def test_a_push_leaves_a_job_by_hand_alone(store: JobStore) -> None:
     again = store.submit(spec("c", "b"), delivery=delivery("d2"))
     assert (pushed.how, again.how) == ("created", "merged")
     assert store.get(by_hand.job.id) == by_hand.job
-    assert [new_sha(job) for job in store.list()] == ["c", "x"]
+    assert [new_sha(job) for job in store.list()] == [None, "x"]
 
 
 def test_a_job_by_hand_leaves_the_pending_push_alone(store: JobStore) -> None:
-    pushed = store.submit(spec("b", "a", dedupe_key="b"), delivery=delivery("d1")).job
+    pushed = store.submit(spec("b", "a"), delivery=delivery("d1")).job
     store.submit(spec("x"), by_hand=True)
-    assert store.get(pushed.id).spec.revisions is not None
-    assert new_sha(store.get(pushed.id)) == "b"
-    repeated = store.submit(spec("b", "a", dedupe_key="b"), delivery=delivery("d2"))
-    assert (repeated.how, repeated.job.id) == ("duplicate", pushed.id)
+    repeated = store.submit(spec("b", "a"), delivery=delivery("d2"))
+    assert (repeated.how, repeated.job.id) == ("merged", pushed.id)
 
 
 def test_one_job_by_hand_is_pending_per_pipeline(store: JobStore) -> None:
@@ -52,7 +50,7 @@ def test_one_job_of_a_pipeline_runs_whoever_asked_for_it(store: JobStore) -> Non
     running = claim(store)
     assert store.claim("me", 60) is None
     store.finish(running.id, "me", DONE)
-    assert {new_sha(running), new_sha(claim(store))} == {"x", "b"}
+    assert {new_sha(running), new_sha(claim(store))} == {"x", None}
 
 
 def test_a_lost_job_by_hand_is_tried_again_although_a_push_waits(store: JobStore) -> None:
@@ -63,49 +61,12 @@ def test_a_lost_job_by_hand_is_tried_again_although_a_push_waits(store: JobStore
     assert (again.state, again.attempt) == ("RUNNING", 2)
 
 
-def test_a_job_by_hand_that_fails_hands_its_commit_to_no_push(store: JobStore) -> None:
-    store.submit(spec("x"), by_hand=True)
-    running = claim(store)
-    pushed = store.submit(spec("b", "a"), delivery=delivery("d1")).job
-    store.finish(running.id, "me", FAILED)
-    revisions = store.get(pushed.id).spec.revisions
-    assert revisions is not None and (revisions.old_sha, revisions.new_sha) == ("a", "b")
-
-
 def test_a_push_that_fails_hands_its_commits_to_no_job_by_hand(store: JobStore) -> None:
     store.submit(spec("b", "a"), delivery=delivery("d1"))
     running = claim(store)
     by_hand = store.submit(spec("x"), by_hand=True).job
     store.finish(running.id, "me", FAILED)
     assert store.get(by_hand.id) == by_hand
-
-
-def test_a_push_after_a_job_by_hand_is_no_repetition(store: JobStore) -> None:
-    """The job by hand may have trained on another commit, so the push needs a training again."""
-    for request in (
-        JobRequest(spec=spec("b", "a", dedupe_key="b"), delivery=delivery("d1")),
-        JobRequest(spec=spec("x"), by_hand=True),
-    ):
-        store.submit_all([request])
-        store.finish(claim(store).id, "me", DONE)
-    assert store.submit(spec("b", "a", dedupe_key="b"), delivery=delivery("d2")).is_new
-
-
-def test_jobs_by_hand_and_pushes_in_one_transaction(store: JobStore) -> None:
-    store.submit(spec("b", "a", dedupe_key="b"), delivery=delivery("d0"))
-    store.finish(claim(store).id, "me", DONE)
-    hows = [
-        submission.how
-        for submission in store.submit_all(
-            [
-                JobRequest(spec=spec("b", "a", dedupe_key="b"), delivery=delivery("d1")),
-                JobRequest(spec=spec("x"), by_hand=True),
-                JobRequest(spec=spec("b", "a", dedupe_key="b"), delivery=delivery("d2")),
-                JobRequest(spec=spec("c", "b", dedupe_key="c"), delivery=delivery("d3")),
-            ]
-        )
-    ]
-    assert hows == ["duplicate", "created", "created", "merged"]
 
 
 def test_the_jobs_of_a_commit(store: JobStore) -> None:
@@ -117,5 +78,8 @@ def test_the_jobs_of_a_commit(store: JobStore) -> None:
     assert [job.id for job in store.of_commit("c")] == [second.id], "it was absorbed"
     assert [job.id for job in store.of_commit("d")] == [second.id]
     assert store.of_commit("e") == []
-    store.finish(running.id, "me", FAILED)
-    assert [job.id for job in store.of_commit("b")] == [second.id, first.id], "it took over"
+    store.finish(running.id, "me", DONE)
+    head = Head(sha="e", payload={})
+    trained = store.claim("me", 60, lambda job: head)
+    assert trained is not None
+    assert [job.id for job in store.of_commit("e")] == [second.id], "its delivery was lost"

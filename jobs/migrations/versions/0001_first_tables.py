@@ -1,10 +1,16 @@
-"""Create the tables of jobs and deliveries."""
+"""Create the tables of the job store."""
+
+from typing import Any
 
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0001"
+revision = "jobs1"
 down_revision = None
+
+
+def _where(condition: str) -> dict[str, Any]:
+    return {f"{dialect}_where": sa.text(condition) for dialect in ("sqlite", "postgresql")}
 
 
 def upgrade() -> None:
@@ -12,7 +18,7 @@ def upgrade() -> None:
         "jobs",
         sa.Column("number", sa.Integer, primary_key=True, autoincrement=True),
         sa.Column("pipeline", sa.String),
-        sa.Column("dedupe_key", sa.String),
+        sa.Column("head", sa.String),
         sa.Column("state", sa.String, nullable=False),
         sa.Column("spec", sa.Text, nullable=False),
         sa.Column("payload", sa.Text),
@@ -27,24 +33,28 @@ def upgrade() -> None:
         sa.Column("lease_until", sa.Float),
         sa.Column("handle", sa.Text),
         sa.Column("cancel_requested", sa.Boolean, nullable=False),
+        sa.Column("by_hand", sa.Boolean, nullable=False),
+        sa.Column("waits_for", sa.Text),
+        sa.Column("handled_at", sa.Float),
         sqlite_autoincrement=True,
     )
-    for name, state in (
-        ("one_pending_job_per_pipeline", "SCHEDULING"),
-        ("one_running_job_per_pipeline", "RUNNING"),
+    for name, state, columns in (
+        ("one_pending_job_per_pipeline", "SCHEDULING", ["pipeline", "by_hand"]),
+        ("one_running_job_per_pipeline", "RUNNING", ["pipeline"]),
     ):
-        where = sa.text(f"state = '{state}'")
-        op.create_index(
-            name, "jobs", ["pipeline"], unique=True, sqlite_where=where, postgresql_where=where
-        )
+        op.create_index(name, "jobs", columns, unique=True, **_where(f"state = '{state}'"))
     op.create_index("jobs_by_pipeline", "jobs", ["pipeline", "number"])
     op.create_index("jobs_by_state", "jobs", ["state", "run_after"])
-    op.create_index("jobs_by_dedupe_key", "jobs", ["dedupe_key"])
+    op.create_index("jobs_by_head", "jobs", ["head"])
+    to_handle = _where("ended_at IS NOT NULL AND handled_at IS NULL")
+    op.create_index("jobs_to_handle", "jobs", ["ended_at"], **to_handle)
     op.create_table(
         "deliveries",
         sa.Column("source", sa.String, primary_key=True),
         sa.Column("id", sa.String, primary_key=True),
+        sa.Column("arrival", sa.Integer, nullable=False),
         sa.Column("body", sa.Text, nullable=False),
+        sa.Column("announced", sa.String),
         sa.Column("received_at", sa.Float, nullable=False),
         sa.Column("job_number", sa.Integer),
         sa.Column("ignored_reason", sa.Text),
@@ -52,4 +62,13 @@ def upgrade() -> None:
             "(job_number IS NULL) <> (ignored_reason IS NULL)", name="delivery_has_one_answer"
         ),
     )
-    op.create_index("deliveries_by_job", "deliveries", ["job_number"])
+    op.create_index("deliveries_by_job", "deliveries", ["job_number", "arrival"])
+    op.create_index("deliveries_by_arrival", "deliveries", ["arrival"])
+    op.create_index("deliveries_by_commit", "deliveries", ["announced"])
+    op.create_table(
+        "pauses",
+        sa.Column("pipeline", sa.String, primary_key=True),
+        sa.Column("since", sa.Float, nullable=False),
+    )
+    changes = op.create_table("changes", sa.Column("number", sa.Integer, primary_key=True))
+    op.bulk_insert(changes, [{"number": 0}])
