@@ -65,7 +65,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningHub]
 
 
 def pipeline(*arguments: str) -> str:
-    return CliRunner().invoke(app, list(arguments)).output
+    return CliRunner().invoke(app, list(arguments)).stdout
 
 
 def wrong() -> list[tuple[str, str]]:

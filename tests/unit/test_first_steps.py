@@ -166,7 +166,6 @@ def test_env_begins_nothing_where_no_project_is(folder: Path) -> None:
         "webhooks deliveries",
         "hub tokens ls",
         "hub gc",
-        "receiver dead",
     ],
 )
 def test_where_no_project_is_no_command_says_that_nothing_is_up(folder: Path, command: str) -> None:
