@@ -244,9 +244,6 @@ class GateSettings(_Settings):
     max_lost_ratio: float = Field(default=0.5, ge=0, le=1)
     """A commit may delete or rewrite at most this share of the rows of the revision before. If that
     revision had fewer than 20 rows, this is not checked."""
-    max_noise_ratio: float = Field(default=0.2, ge=0, le=1)
-    """At most this share of the changed rows may be noise: rows that the served weights find no
-    likelier than the same tokens in random order."""
     max_tokens: int = Field(default=16_384, ge=1)
     """The largest number of tokens that are measured in each group of rows. The groups are changed,
     unchanged, deleted and held-out rows."""
