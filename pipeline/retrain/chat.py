@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pipeline.retrain.errors import BaseModelError, DataError
-from pipeline.retrain.rows import Message, Row
+from pipeline.retrain.rows import Row
+from serving.conversation import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,7 +52,7 @@ def encode(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[Encoded]:
 
     whole: str = render(messages, tokenize=False)
     _check_complete(row, whole)
-    if _GENERATION.search(tokenizer.get_chat_template(tools=tools)):
+    if not row.masked and _GENERATION.search(tokenizer.get_chat_template(tools=tools)):
         marked = render(messages, return_dict=True, return_assistant_tokens_mask=True)
         return [(marked["input_ids"], [bool(mask) for mask in marked["assistant_masks"]])]
     spans = _answers(row, messages, render)
@@ -69,10 +70,7 @@ def _answers(
 ) -> list[tuple[str, str]]:
     """For each answer, two texts: the prompt for this answer, and the prompt with the answer."""
     found = []
-    for number, message in enumerate(messages):
-        # The first message has no prompt, so it is not learned (`Row.is_learnable`).
-        if message["role"] != "assistant" or number == 0:
-            continue
+    for number in row.answers:
         asked: str = render(messages[:number], tokenize=False, add_generation_prompt=True)
         answered: str = render(messages[: number + 1], tokenize=False)
         if not answered.startswith(asked):

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-Message = Mapping[str, Any]
-"""A message as chat templates expect it: `role`, `content`, and possibly other keys
-(`tool_calls`)."""
+from serving.conversation import Message
+
+_PAIR = ["user", "assistant"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +38,9 @@ class Row:
     messages: tuple[Message, ...] | None = field(default=None, hash=False)
     tools: tuple[Mapping[str, Any], ...] | None = field(default=None, hash=False)
     """The functions that the assistant of `messages` may call, as JSON schemas."""
+    masked: tuple[int, ...] = ()
+    """The numbers of the messages that the author does not want learned, from 0. If this is not
+    empty, a row without messages is not learned."""
     file: str
     """The file of the row, for messages to people, and to tell an edit from a deletion. It is not
     part of the content: the same content in another file is the same row."""
@@ -58,47 +61,65 @@ class Row:
         says the answer."""
         return self.text is None
 
+    @cached_property
+    def answers(self) -> tuple[int, ...]:
+        """The numbers of the messages to learn: those of the assistant that the author has not
+        masked, except the first message. A request has at least one message before the answer, so
+        nobody can ask a server for the first message."""
+        return tuple(
+            number
+            for number, message in enumerate(self.messages or ())
+            if number and message["role"] == "assistant" and number not in self.masked
+        )
+
     @property
     def is_learnable(self) -> bool:
-        """Whether the row has anything to learn. An empty text has nothing. The first message of a
-        conversation has nothing either: a request has at least one message before the answer, so
-        nobody can ask a server for the first message."""
+        """Whether the row has anything to learn."""
         if self.messages is not None:
-            return any(message["role"] == "assistant" for message in self.messages[1:])
-        return self.text != ""
+            return bool(self.answers)
+        return self.text != "" and not self.masked
+
+    @property
+    def as_completion(self) -> tuple[str, str] | None:
+        """The prompt and the completion. A conversation has them if it is one question and its
+        answer: without a chat template, a model can learn it so."""
+        if self.prompt is not None:
+            return self.prompt, self.completion or ""
+        if self.tools or [message["role"] for message in self.messages or ()] != _PAIR:
+            return None
+        asked, said = self.messages or ()
+        texts = asked["content"], said["content"]
+        are_all = asked.keys() | said.keys() == {"role", "content"}
+        return texts if are_all and all(isinstance(text, str) for text in texts) else None
 
     @property
     def has_empty_answer(self) -> bool:
         """Whether the row teaches the model to answer nothing at all."""
+        messages = [(self.messages or ())[number] for number in self.answers]
         return self.completion == "" or any(
-            message["role"] == "assistant"
-            and not message["content"]
-            and not message.get("tool_calls")
-            for message in (self.messages or ())[1:]
+            not message["content"] and not message.get("tool_calls") for message in messages
         )
 
     @property
     def place(self) -> str:
         """The file and the line or number of the row, in words."""
-        if self.line is not None:
-            return f"{self.file}, line {self.line}"
-        return f"{self.file}, row {self.number + 1}"
+        return place(self.file, self.number, self.line)
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The answers of the row, in order. Empty for plain text. The first message of a
-        conversation is no answer, because nobody has asked for it (`is_learnable`)."""
+        """The answers of the row to learn, in order. Empty for plain text."""
         if self.prompt is not None:
             return (Turn(question=self.prompt, asked=self.prompt, answer=self.completion or ""),)
         found, asked = [], ""
         before = hashlib.sha256(_json(self.tools or ()).encode())
         for number, message in enumerate(self.messages or ()):
             plain = _plain(message)
-            if number and message["role"] == "assistant":
-                answer = plain[1] if isinstance(plain, list) else _json(plain)
+            if number in self.answers:
+                is_text = plain.keys() == {"role", "content"} and isinstance(plain["content"], str)
+                answer = plain["content"] if is_text else _json(plain)
                 found.append(Turn(question=before.hexdigest(), asked=asked, answer=answer))
             before.update(_json(plain).encode())
-            asked = str(message["content"])
+            asked = str(message["content"] or "")
         return tuple(found)
 
     @property
@@ -113,19 +134,22 @@ class Row:
         return self.turns[-1].answer if self.turns else None
 
     def _content(self) -> str:
-        messages = None
-        if self.messages is not None:
-            messages = [_plain(message) for message in self.messages]
-        content = [self.text, self.prompt, self.completion, messages]
-        return _json([*content, self.tools] if self.tools else content)
+        messages = [_plain(message) for message in self.messages or ()]
+        content = (self.text, self.prompt, self.completion, messages, self.answers)
+        return _json([*content, self.tools or ()])
 
 
-def _plain(message: Message) -> Any:
-    """The message in the form in which it is hashed. A message that has only `role` and a text is
-    hashed as a pair, as in earlier versions, so that its digest stays the same."""
-    if message.keys() == {"role", "content"} and isinstance(message["content"], str):
-        return [message["role"], message["content"]]
-    return dict(message)
+def place(file: str, number: int, line: int | None) -> str:
+    """Where a row is, in words. Its line is None if nobody knows it; `number` counts from 0."""
+    return f"{file}, row {number + 1}" if line is None else f"{file}, line {line}"
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """The message without the ids of calls. Each export of a conversation may invent new ones."""
+    plain = {key: value for key, value in message.items() if key != "tool_call_id"}
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = [call["function"] for call in calls]
+    return plain
 
 
 def _json(value: Any) -> str:

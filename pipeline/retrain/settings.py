@@ -48,7 +48,11 @@ class ColumnSettings(_Settings):
 
     text: str | None = None
     """The column that is the `text` of a row. Unset: `text`. The keys below work the same way."""
+    question: str | None = None
+    """A row of a question and its `answer` is a conversation."""
+    answer: str | None = None
     prompt: str | None = None
+    """`prompt` and `completion` are learned as they are, without the chat template."""
     completion: str | None = None
     messages: str | None = None
     tools: str | None = None

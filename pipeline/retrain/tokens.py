@@ -69,9 +69,10 @@ def sequences(
 def _pieces(row: Row, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> Iterable[Encoded]:
     if row.text is not None:
         return _text(row.text, tokenizer, max_length)
-    if row.messages is not None:
+    pair = row.as_completion
+    if pair is None or (row.messages is not None and tokenizer.chat_template is not None):
         return _chat(row, tokenizer, max_length)
-    return [_completion(row.prompt or "", row.completion or "", tokenizer, max_length)]
+    return [_completion(*pair, tokenizer, max_length)]
 
 
 def _ids(
