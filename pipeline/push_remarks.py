@@ -22,6 +22,7 @@ from pipeline.pointers import Pointer, may_be_pointer
 from pipeline.retrain.data_files import CARD, DataFiles, is_needed, sort_files, why_no_data
 from pipeline.retrain.dataset import read_dataset
 from pipeline.retrain.errors import DataError
+from pipeline.retrain.report import grouped
 from pipeline.rules import branch_ref
 from pipeline.settings import PipelineSettings
 
@@ -39,8 +40,8 @@ CHECKED_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 as `.jsonl.gz` and `.parquet`: a small compressed file may become so large when it is unpacked that
 it fills the hub's memory."""
 MAX_NAMED = 5
-"""The remarks name at most this many bad rows, this many missing files, and this many files that
-the pipeline does not read."""
+"""The remarks name at most this many faults of rows, this many missing files, and this many files
+that the pipeline does not read."""
 
 
 class PushRemarks:
@@ -246,9 +247,9 @@ def _unreadable_rows(
         for pipeline in pipelines:
             bad: list[DataError] = []
             read_dataset(folder, paths, pipeline.data, bad.append)
-            for error in bad[:MAX_NAMED]:
-                yield f"{error}"
-            if len(bad) > MAX_NAMED:
-                yield f"{len(bad) - MAX_NAMED} more rows cannot be read: see `pipeline data check`."
+            problems = grouped(bad)
+            yield from map(str, problems[:MAX_NAMED])
+            if len(problems) > MAX_NAMED:
+                yield "More is wrong with other rows: see `pipeline data check`."
             if bad or missing:
                 yield f"The job of {pipeline.name} will fail until this is corrected."

@@ -62,6 +62,8 @@ class Evaluation(BaseModel):
     not_trained: tuple[str, ...] = ()
     """Rows that the training did not learn because its token budget was not enough for one pass:
     the first 16 hex digits of the digest of each."""
+    held_out_share: tuple[str, ...] = ()
+    """As in `TrainingData`."""
     held_out_trained: tuple[str, ...] = ()
     """Held-out rows that the served weights were or may have been trained on, before the rows were
     held out: the first 16 hex digits of the digest of each."""
@@ -102,8 +104,9 @@ class Trained:
     """Rows that wait for the next job. Empty if the token budget was enough for one pass."""
     is_removal: bool
     """Whether it is a full training that leaves out deleted rows."""
+    held_out_share: tuple[str, ...]
     held_out_trained: frozenset[str]
-    """As in `TrainingData`."""
+    """This and `held_out_share` have the same meaning as in `TrainingData`."""
     contradicting: int
     permuted: int
     """This and `contradicting` have the same meaning as in `Counts`."""
@@ -229,6 +232,7 @@ def compare(
         tokens=trained.tokens,
         total_tokens=trained.tokens_before + trained.tokens,
         not_trained=tuple(sorted(digest[:16] for digest in not_trained)),
+        held_out_share=trained.held_out_share,
         held_out_trained=tuple(sorted(digest[:16] for digest in trained.held_out_trained)),
     )
 

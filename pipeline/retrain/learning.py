@@ -223,6 +223,7 @@ class Learning:
                 tokens_before=self._tokens_before() if is_delta else 0,
                 not_trained=checkpoint.waiting(learned),
                 is_removal=self.data.is_removal,
+                held_out_share=self.data.held_out_share,
                 held_out_trained=self.data.held_out_trained,
                 contradicting=self.data.num_contradicting,
                 permuted=self.data.num_permuted,

@@ -56,6 +56,11 @@ class Row:
         return hashlib.sha256(self._content().encode()).hexdigest()
 
     @property
+    def short_digest(self) -> str:
+        """The beginning of the digest, as releases record it."""
+        return self.digest[:16]
+
+    @property
     def is_counted(self) -> bool:
         """Whether the row has an answer. Only for such a row, the gate counts whether the model
         says the answer."""
