@@ -302,8 +302,7 @@ def _count_tokens(
         try:
             sizes = [len(each.token_ids) for each in sequences([row], tokenizer, UNCUT_LENGTH)]
         except DataError as error:
-            words = str(error).removeprefix(f"{row.place}: ")
-            tokens.refused.append(DataError(words, row.place))
+            tokens.refused.append(error)
             continue
         except BaseModelError as error:
             return _TokenCounts(longest, refused=[error])

@@ -11,8 +11,9 @@ from fastapi import APIRouter, Request, Response
 from serving.admission import LiveRelease
 from serving.answer import Answers
 from serving.answer_schemas import ChatAnswer
-from serving.chat_schemas import ChatPrompt, ChatRequest, NamedTool, developers_as_system
+from serving.chat_schemas import ChatPrompt, ChatRequest, NamedTool
 from serving.chat_template import ChatTemplateError
+from serving.conversation import ConversationError, text_of
 from serving.detokenizer import Delta, TokenText
 from serving.engine import Generation
 from serving.request_errors import RequestError
@@ -23,7 +24,6 @@ from serving.sequences import (
     make_generations,
 )
 from serving.settings import ServingSettings
-from serving.template_sandbox import TooCostly
 from serving.tokenizer import ReleaseTokenizer
 from serving.tool_calls import FORCED, FORMATS, Found, ToolCallReader, ToolFormat, format_of
 from serving.tool_grammar import tool_grammar
@@ -112,8 +112,9 @@ class ChatPlan:
 
     @property
     def _echo(self) -> str:
-        last = self.request.messages[-1]
-        return last.text if self.request.echo and last.role == self._role else ""
+        if not self.request.echo or self.request.messages[-1].role != self._role:
+            return ""
+        return text_of(self.request.conversation.messages[-1]["content"])
 
     def _text_and_calls(self, index: int, part: GeneratedSequence | Delta) -> Found:
         if self.readers is None:
@@ -220,8 +221,7 @@ def encode_chat(request: ChatPrompt, live: LiveRelease) -> tuple[int, ...]:
             param="messages",
             code="no_chat_template",
         )
-    tools = [tool.model_dump(exclude_unset=True) for tool in request.offered_tools]
-    if tools and "tools" not in template.variables:
+    if request.offered_tools and "tools" not in template.variables:
         raise RequestError(
             400,
             f"tools: the chat template of {live.id} shows none to the model; leave tools out",
@@ -235,35 +235,21 @@ def encode_chat(request: ChatPrompt, live: LiveRelease) -> tuple[int, ...]:
             "reasoning_effort": request.reasoning_effort,
             "enable_thinking": request.reasoning_effort != "none",
         }
-    in_parts = template.takes_parts(with_tools=bool(tools))
-    messages = request.messages
-    if not template.knows_developers(with_tools=bool(tools)):
-        messages = developers_as_system(messages)
     try:
         text = template.render(
-            [message.variables(in_parts=in_parts) for message in messages],
+            request.conversation,
             **{
-                "tools": tools or None,
-                "documents": request.documents,
                 "add_generation_prompt": request.generates_a_message,
                 "continue_final_message": request.continue_final_message,
                 **effort,
                 **(request.chat_template_kwargs or {}),
             },
         )
-    except TooCostly as error:
+    except (ConversationError, ChatTemplateError) as error:
+        refuses = "the chat template refuses the messages: "
+        reason = f"{refuses if isinstance(error, ChatTemplateError) else ''}{error}"
         raise RequestError(
-            400,
-            f"messages: {live.id}: {error}; send fewer or shorter messages",
-            param="messages",
-            code="invalid_value",
-        ) from None
-    except ChatTemplateError as error:
-        raise RequestError(
-            400,
-            f"messages: the chat template refuses the messages: {error}",
-            param="messages",
-            code="invalid_value",
+            400, f"messages: {reason}", param="messages", code="invalid_value"
         ) from None
     # By default, the tokenizer adds no special tokens, because the template already contains them.
     return encode_prompt(live, text, "messages", add_special_tokens=request.add_special_tokens)

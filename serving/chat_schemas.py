@@ -12,28 +12,19 @@ from pydantic import (
     field_validator,
 )
 
+from serving.conversation import Conversation, normalise
 from serving.field_limits import MAX_ITEMS, FewItems
 from serving.openai_schemas import MAX_LOGPROBS, RequestBody, SamplingRequest
 from serving.tool_calls import parse_object
 from serving.unsupported_fields import UnsupportedChat
 
-_TEXT_FIELDS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-    "thinking": "thinking",
-}
-"""Type of a content part → its field with the text. vLLM accepts these types as text too."""
 
-
-def _parse_arguments(arguments: object) -> dict[str, Any]:
+def _readable(arguments: object) -> object:
     """The arguments of an earlier call. As in vLLM, anything that is not a JSON object means no
     arguments. Do not raise an error instead: all later requests of the conversation contain the
     same call, so they would all be refused."""
-    if isinstance(arguments, str):
-        arguments = parse_object(arguments)
-    return arguments if isinstance(arguments, dict) else {}
+    is_text = isinstance(arguments, str) and parse_object(arguments) is not None
+    return arguments if is_text or isinstance(arguments, dict) else {}
 
 
 class CalledFunction(BaseModel):
@@ -41,7 +32,7 @@ class CalledFunction(BaseModel):
 
     name: str
     arguments: Annotated[
-        dict[str, Any], BeforeValidator(_parse_arguments, json_schema_input_type=Any)
+        dict[str, Any] | str, BeforeValidator(_readable, json_schema_input_type=Any)
     ] = {}
     """An object, or its JSON text. Anything else means no arguments."""
 
@@ -63,60 +54,6 @@ class ChatMessage(BaseModel):
     """The calls that an earlier answer of the model contains."""
     tool_call_id: str | None = None
     """In a message with the role `tool`: the id of the call whose result the message contains."""
-
-    @field_validator("content")
-    @classmethod
-    def _parts_are_text(
-        cls, content: str | list[dict[str, Any]] | None
-    ) -> str | list[dict[str, Any]] | None:
-        if not isinstance(content, list):
-            return content
-        parts = []
-        for part in content:
-            name = _TEXT_FIELDS.get(str(part.get("type")))
-            text = None if name is None else part.get(name)
-            if not isinstance(text, str):
-                raise ValueError(f"content part {part.get('type')!r}: only text is supported")
-            parts.append({"type": "text", "text": text})
-        return parts
-
-    @property
-    def parts(self) -> list[dict[str, Any]]:
-        """The content as a list of parts."""
-        if isinstance(self.content, str):
-            return [{"type": "text", "text": self.content}]
-        return self.content or []
-
-    @property
-    def text(self) -> str:
-        """The content as one text."""
-        return "\n".join(part["text"] for part in self.parts)
-
-    def variables(self, *, in_parts: bool) -> dict[str, Any]:
-        """The message in the form that chat templates expect, without null fields. As in vLLM,
-        `in_parts` makes the content a list of parts, except for a message with the role `tool`."""
-        content = self.parts if in_parts and self.role != "tool" else self.text
-        return {**self.model_dump(exclude_none=True), "content": content}
-
-
-def developers_as_system(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """The messages for a chat template that does not know the role `developer`: as in vLLM, such a
-    message gets the role `system`. Many templates accept a message of the system only at the
-    beginning, so several of them, or one at another place, become one message at the beginning."""
-    if all(message.role != "developer" for message in messages):
-        return messages
-    messages = [
-        ChatMessage.model_validate({**message.model_dump(exclude={"tools"}), "role": "system"})
-        if message.role == "developer"
-        else message
-        for message in messages
-    ]
-    of_system = [message for message in messages if message.role == "system"]
-    if of_system == messages[:1]:
-        return messages
-    text = "\n\n".join(message.text for message in of_system if message.text)
-    others = [message for message in messages if message.role != "system"]
-    return [ChatMessage(role="system", content=text), *others]
 
 
 class Function(BaseModel):
@@ -210,6 +147,15 @@ class ChatPrompt(RequestBody):
                 each for each in self.offered_tools if each.function.name == choice.function.name
             ]
         return self.offered_tools if choice == "required" else []
+
+    @property
+    def conversation(self) -> Conversation:
+        """What the chat template gets. Raises ConversationError."""
+        return normalise(
+            [message.model_dump() for message in self.messages],
+            [tool.model_dump(exclude_unset=True) for tool in self.offered_tools],
+            self.documents,
+        )
 
     @property
     def generates_a_message(self) -> bool:

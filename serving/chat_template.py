@@ -1,15 +1,22 @@
-"""Makes a prompt of chat messages, with the chat template of the release, in a sandbox.
+"""Makes a prompt of a conversation, with the chat template of a model, in a sandbox. Training and
+serving make their prompts here, so that they are the same.
 
 The template gets the filters, functions and blocks that `transformers` gives to templates
 (https://huggingface.co/docs/transformers/chat_templating_writing).
 """
 
+import ctypes
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, NoReturn
+from threading import Thread
+from typing import Any, NoReturn, Self
 
+import jinja2
 from jinja2 import TemplateError, meta
 from jinja2.ext import Extension
 from jinja2.nodes import (
@@ -28,134 +35,265 @@ from jinja2.nodes import (
     Test,
 )
 from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from serving.conversation import Conversation, Message, normalise, parts_of, text_of
 from serving.errors import ReleaseError
-from serving.template_sandbox import BoundedSandbox, TooCostly, render_bounded
 
 logger = logging.getLogger(__name__)
 
+PROMPT_DATE = "prompt_date"
+"""The field of tokenizer_config.json that holds the day for `strftime_now`. A training writes it: a
+model that has learned its answers after one date may not give them after another."""
+MAX_RENDER_SECONDS = 10.0
+"""The largest time of one rendering."""
 _END_OF_FINAL_MESSAGE = "END_OF_FINAL_MESSAGE "
 """A marker for the end of the last message in a prompt. It ends with a space: if this space is
 missing in the prompt, the template strips spaces."""
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+"""Marks around the text of a block `generation`. No text may contain them: Unicode keeps them for
+programs."""
 
 
 class ChatTemplateError(Exception):
-    """The template refuses the messages of a request. The client gets the reason."""
+    """The template refuses a conversation. A client or the author of a row gets the reason."""
+
+
+class TooSlow(ChatTemplateError):
+    """The rendering takes too long."""
 
 
 class ChatTemplate:
-    """The compiled chat template of a release."""
+    """The compiled chat template of a model."""
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], with_tools: str | None = None
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        with_tools: str | None = None,
+        prompt_date: str | None = None,
     ) -> None:
         """`special_tokens` maps the names that templates use, such as `bos_token`, to the texts of
-        these tokens. `with_tools` is the template for requests with tools; None if `source` is the
-        template for all requests.
+        these tokens. `with_tools` is the template for conversations with tools; None if `source` is
+        the template for all. `prompt_date` is the day that `strftime_now` shows, such as
+        `2026-01-31`; None means now.
 
         Raises ReleaseError if one of the two templates has a syntax error.
         """
-        environment = BoundedSandbox(
+        environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         try:
-            self._template = environment.from_string(source)
-            self._with_tools = environment.from_string(with_tools or source)
-            self.source = source + (with_tools or "")
+            day = None if prompt_date is None else datetime.fromisoformat(prompt_date)
+        except (TypeError, ValueError):
+            raise ReleaseError(f"{PROMPT_DATE} is {prompt_date!r}, not a day") from None
+        environment.globals["strftime_now"] = lambda format: (day or datetime.now()).strftime(
+            format
+        )
+        self.source = source + (with_tools or "")
+        try:
+            self._plain = _Compiled.of(source, environment)
+            self._with_tools = _Compiled.of(with_tools or source, environment)
             self.variables = meta.find_undeclared_variables(environment.parse(self.source))
             """The names of all variables that the template reads, such as `messages`, `tools`."""
-            self._takes_parts = {
-                False: _loops_over_parts(environment.parse(source)),
-                True: _loops_over_parts(environment.parse(with_tools or source)),
-            }
         except (TemplateError, SyntaxError, RecursionError) as error:
             raise ReleaseError(f"chat_template: {error}") from None
-        self._knows_developers = {
-            False: _names_developers(source),
-            True: _names_developers(with_tools or source),
-        }
         used = [token for name, token in special_tokens.items() if name in self.source]
         self.texts = "".join([self.source, *used])
         """The source of the template, and the special tokens whose names it contains. Only tokens
         that occur in this text can get into a prompt through the template itself."""
         self._special_tokens = dict(special_tokens)
 
-    def takes_parts(self, *, with_tools: bool) -> bool:
-        """Whether the template expects the content of a message as a list of parts, each of the
-        form `{"type": "text", "text": …}`. If not, it expects a text."""
-        return self._takes_parts[with_tools]
-
-    def knows_developers(self, *, with_tools: bool) -> bool:
-        """Whether the template handles messages with the role `developer`. If not, it leaves them
-        out, or shows the model a role that the model does not know."""
-        return self._knows_developers[with_tools]
-
-    # `self` and `messages` are positional-only, because `kwargs` may contain any name.
+    # `self` and `conversation` are positional-only, because `kwargs` may contain any name.
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        conversation: Conversation,
         /,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt for these messages. `kwargs` are more variables for the template, such as the
-        `chat_template_kwargs` of a request.
+        """The prompt for this conversation. `kwargs` are more variables for the template, such as
+        the `chat_template_kwargs` of a request.
 
         With `add_generation_prompt`, the prompt ends with the beginning of a new message of the
         assistant. With `continue_final_message`, it ends with the text of the last message.
 
-        Raises ChatTemplateError if both are set, or if the template refuses the messages. Raises
-        TooCostly if the rendering takes too long or makes too long texts.
+        Raises ChatTemplateError if both are set, or if the template refuses the conversation or
+        takes too long.
         """
+        if continue_final_message and add_generation_prompt:
+            raise ChatTemplateError(
+                "continue_final_message and add_generation_prompt exclude each other"
+            )
         if continue_final_message:
-            if add_generation_prompt:
-                raise ChatTemplateError(
-                    "continue_final_message and add_generation_prompt exclude each other"
-                )
-            messages = _mark_end(messages)
-        variables = {
+            conversation = _mark_end(conversation)
+        variables = {**kwargs, "add_generation_prompt": add_generation_prompt}
+        prompt = re.sub(f"[{_BEGIN}{_END}]", "", self._render(conversation, variables))
+        return _cut_at_mark(prompt) if continue_final_message else prompt
+
+    def render_marked(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]] | None:
+        """The text of the whole conversation, and the beginning and end of each text in it that the
+        template marks with `{% generation %}`. None if the template has no such mark."""
+        if not self._of(conversation).marks_answers:
+            return None
+        text, spans, start = "", [], 0
+        for piece in re.split(f"([{_BEGIN}{_END}])", self._render(conversation, {})):
+            if piece == _BEGIN:
+                start = len(text)
+            elif piece == _END:
+                spans.append((start, len(text)))
+            else:
+                text += piece
+        return text, spans
+
+    def _of(self, conversation: Conversation) -> "_Compiled":
+        return self._with_tools if conversation.tools else self._plain
+
+    def _render(self, conversation: Conversation, variables: Mapping[str, Any]) -> str:
+        compiled = self._of(conversation)
+        given = {
             **self._special_tokens,
-            **kwargs,
-            "messages": messages,
-            "tools": tools,
-            "documents": documents,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": False,
+            **variables,
+            "messages": compiled.shown(conversation.messages),
+            "tools": conversation.tools or None,
+            "documents": conversation.documents or None,
         }
         try:
-            template = self._template if tools is None else self._with_tools
-            prompt = render_bounded(template, variables)
-        except TooCostly:
+            return _in_time(lambda: compiled.template.render(given))
+        except TooSlow:
             raise
         # A filter or a method that gets a value of an unexpected type may raise anything, such as
         # AttributeError. vLLM too makes a refusal of each exception.
         except Exception as error:
-            raise ChatTemplateError(str(error)) from None
-        return _cut_at_mark(prompt) if continue_final_message else prompt
+            raise ChatTemplateError(" ".join(str(error).split()) or repr(error)) from None
 
     def check(self) -> None:
-        """Render a plain message. Raises ReleaseError if this takes too long or makes too long
-        texts. If the template refuses the message, only logs a warning, because the template may
-        accept other messages."""
+        """Render a plain message. Raises ReleaseError if this takes too long. If the template
+        refuses the message, only logs a warning, because the template may accept other messages."""
         try:
-            self.render([{"role": "user", "content": "Hello"}])
-        except TooCostly as error:
+            self.render(normalise([{"role": "user", "content": "Hello"}]))
+        except TooSlow as error:
             raise ReleaseError(f"chat_template: {error}, already for one short message") from None
         except ChatTemplateError as error:
             logger.warning("the chat template refuses a plain message of a user: %s", error)
 
 
+def _in_time(function: Callable[[], str]) -> str:
+    """The result of `function`, or TooSlow if it takes more than MAX_RENDER_SECONDS. jinja2 keeps a
+    template away from the objects of this process, but lets it loop forever."""
+    result: Future[str] = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        return result.result(MAX_RENDER_SECONDS)
+    except TimeoutError:
+        # This raises an exception in the thread, so that a loop ends.
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(TooSlow)
+        )
+        raise TooSlow(f"the chat template takes more than {MAX_RENDER_SECONDS:g} seconds") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compiled:
+    """A template, and the form in which it expects messages."""
+
+    template: jinja2.Template
+    takes_parts: bool
+    """Whether it expects a content as a list of parts, each `{"type": "text", "text": …}`. If not,
+    it expects a text."""
+    takes_none: bool
+    """Whether it asks if a content is none. If not, it expects an empty text."""
+    knows_developers: bool
+    """Whether it handles the role `developer`. If not, it leaves such messages out, or shows the
+    model a role that the model does not know."""
+    marks_answers: bool
+
+    @classmethod
+    def of(cls, source: str, environment: jinja2.Environment) -> Self:
+        parsed = environment.parse(source)
+        return cls(
+            template=environment.from_string(source),
+            takes_parts=_loops_over_parts(parsed),
+            takes_none=any(
+                test.name == "none" and _is_content(_inside_filters(test.node))
+                for test in parsed.find_all(Test)
+            ),
+            # vLLM looks for the same texts.
+            knows_developers="'developer'" in source or '"developer"' in source,
+            marks_answers=re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None,
+        )
+
+    def shown(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """The messages in the form that the template expects."""
+        if not self.knows_developers:
+            messages = _developers_as_system(messages)
+        shown = []
+        for message in messages:
+            content = message["content"]
+            if not (content is None and self.takes_none):
+                # As in vLLM, the content of a message of the role `tool` is always a text.
+                in_parts = self.takes_parts and message["role"] != "tool"
+                content = parts_of(content) if in_parts else text_of(content)
+            shown.append({**message, "content": content})
+            if calls := message.get("tool_calls"):
+                shown[-1]["tool_calls"] = [
+                    {**call, "function": {**function, "arguments": _Arguments.of(function)}}
+                    for call in calls
+                    for function in (call["function"],)
+                ]
+        return shown
+
+
+class _Arguments(dict[str, Any]):
+    """The arguments of a call. Most templates expect an object, and some its JSON text: if they
+    write it as a text or add it to one, they get this text."""
+
+    @classmethod
+    def of(cls, function: Mapping[str, Any]) -> Self:
+        return cls(json.loads(function["arguments"]))
+
+    def __str__(self) -> str:
+        return _to_json(self)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
+def _developers_as_system(messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages for a chat template that does not know the role `developer`: as in vLLM, such a
+    message gets the role `system`. Many templates accept a message of the system only at the
+    beginning, so several of them, or one at another place, become one message at the beginning."""
+    if all(message["role"] != "developer" for message in messages):
+        return messages
+    roles = ("system", "developer")
+    texts = [text_of(message["content"]) for message in messages if message["role"] in roles]
+    return [
+        {"role": "system", "content": "\n\n".join(filter(None, texts))},
+        *(message for message in messages if message["role"] not in roles),
+    ]
+
+
 class _GenerationBlock(Extension):
-    """The block `{% generation %}…{% endgeneration %}`, which marks the text of the assistant. Only
-    training needs the mark. A prompt contains just the text inside the block."""
+    """The block `{% generation %}…{% endgeneration %}`, which marks the text of the assistant for
+    training."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it like this
 
@@ -165,7 +303,7 @@ class _GenerationBlock(Extension):
         return CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
 
     def _text(self, caller: Callable[[], str]) -> str:
-        return caller()
+        return f"{_BEGIN}{caller()}{_END}"
 
 
 def _loops_over_parts(template: Template) -> bool:
@@ -219,21 +357,13 @@ def _is_content(node: Node | None) -> bool:
     return False
 
 
-def _names_developers(source: str) -> bool:
-    """vLLM looks for the same texts."""
-    return "'developer'" in source or '"developer"' in source
-
-
-def _mark_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    content = messages[-1].get("content") if messages else None
-    if isinstance(content, list) and content:
-        last = content[-1]
-        content = [*content[:-1], {**last, "text": last["text"] + _END_OF_FINAL_MESSAGE}]
-    elif isinstance(content, str):
-        content += _END_OF_FINAL_MESSAGE
-    else:
+def _mark_end(conversation: Conversation) -> Conversation:
+    *messages, last = conversation.messages
+    if not (content := parts_of(last["content"])):
         raise ChatTemplateError("the final message has no text that could be continued")
-    return [*messages[:-1], {**messages[-1], "content": content}]
+    *parts, part = content
+    parts.append({**part, "text": part["text"] + _END_OF_FINAL_MESSAGE})
+    return replace(conversation, messages=(*messages, {**last, "content": parts}))
 
 
 def _cut_at_mark(prompt: str) -> str:

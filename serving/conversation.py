@@ -63,6 +63,18 @@ def normalise(messages: object, tools: object = None, documents: object = None) 
     )
 
 
+def parts_of(content: str | list[dict[str, str]] | None) -> list[dict[str, str]]:
+    """The content of a message as a list of parts."""
+    if isinstance(content, list):
+        return content
+    return [] if content is None else [{"type": "text", "text": content}]
+
+
+def text_of(content: str | list[dict[str, str]] | None) -> str:
+    """The content of a message as one text."""
+    return "\n".join(part["text"] for part in parts_of(content))
+
+
 def _objects(value: object, name: str) -> Sequence[dict[str, Any]]:
     found = _without_nulls(_decoded(value, name) if isinstance(value, str) else value)
     if found in (None, ""):

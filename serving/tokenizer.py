@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from serving.chat_template import ChatTemplate
+from serving.chat_template import PROMPT_DATE, ChatTemplate
 from serving.errors import ReleaseError
 from serving.generation_config import end_of_sequence_ids, sampling_defaults
 from serving.weights import network
@@ -301,7 +301,7 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate | Non
         for key in settings
         if key.endswith("_token") and (name := _token_name(settings[key])) is not None
     }
-    template = ChatTemplate(source, special, with_tools)
+    template = ChatTemplate(source, special, with_tools, settings.get(PROMPT_DATE))
     template.check()
     return template
 

@@ -19,14 +19,17 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from pipeline.retrain.anchors import Anchor
+from pipeline.retrain.chat import chat_template
 from pipeline.retrain.job_folder import read_record, write_record
 from pipeline.retrain.packing import batch
+from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import autocast, predict
-from pipeline.retrain.tokens import TokenSequence
+from pipeline.retrain.tokens import TokenSequence, answer_ends, sequences
+from serving.conversation import normalise
 from serving.weights.atomic_file import atomic_file
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from pipeline.retrain.model import LoadedModel
 
@@ -176,6 +179,7 @@ def _answer(loaded: "LoadedModel", anchors: Sequence[Anchor]) -> BaseAnswers:
     model.eval()
     prompts = [_prompt(loaded, anchor.prompt) for anchor in anchors]
     end = tokenizer.eos_token_id
+    ends = [*{end, *_turn_ends(tokenizer)}]
     answers: dict[int, tuple[int, ...]] = {}
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     for start in range(0, len(order), BATCH_ROWS):
@@ -193,10 +197,11 @@ def _answer(loaded: "LoadedModel", anchors: Sequence[Anchor]) -> BaseAnswers:
             do_sample=False,
             repetition_penalty=1.0,
             pad_token_id=end,
-            eos_token_id=end,
+            eos_token_id=ends,
         )
         for index, row in zip(rows, made[:, width:].tolist(), strict=True):
-            answers[index] = tuple(row[: row.index(end) + 1] if end in row else row)
+            stop = next((place for place, each in enumerate(row, 1) if each in ends), len(row))
+            answers[index] = tuple(row[:stop])
     return BaseAnswers(
         answers=tuple(
             BaseAnswer(
@@ -232,15 +237,21 @@ def _targets(answers: BaseAnswers, tensors: Mapping[str, Tensor]) -> list[Anchor
 
 def _prompt(loaded: "LoadedModel", text: str) -> list[int]:
     tokenizer = loaded.tokenizer
-    if tokenizer.chat_template is not None:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
-    ids: list[int] = tokenizer(
-        text, add_special_tokens=tokenizer.chat_template is None, verbose=False
-    )["input_ids"]
+    template = chat_template(tokenizer)
+    if template is not None:
+        text = template.render(normalise([{"role": "user", "content": text}]))
+    ids: list[int] = tokenizer(text, add_special_tokens=template is None, verbose=False)[
+        "input_ids"
+    ]
     ids = ids or [tokenizer.eos_token_id]
     return ids[-(loaded.max_length - ANSWER_TOKENS) :]
+
+
+def _turn_ends(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
+    """The token with which the chat template ends an answer."""
+    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
+    row = Row(messages=tuple(talk), file="anchor", number=0)
+    return answer_ends(sequences([row], tokenizer, 1 << 20, skip_refused=True), tokenizer)
 
 
 def _sequences(answers: Sequence[BaseAnswer]) -> list[TokenSequence]:

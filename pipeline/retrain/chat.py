@@ -1,14 +1,17 @@
-"""Turns a conversation into tokens. `transformers` renders the text with the tokenizer's chat
-template."""
+"""Turns a conversation into tokens. The text is the prompt that a server makes of it."""
 
 import json
-import re
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from pipeline.retrain.errors import BaseModelError, DataError
 from pipeline.retrain.rows import Row
-from serving.conversation import Message
+from serving.chat_template import PROMPT_DATE, ChatTemplate, ChatTemplateError
+from serving.conversation import Conversation, ConversationError, Message, normalise, parts_of
+from serving.errors import ReleaseError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,8 +19,10 @@ if TYPE_CHECKING:
 Encoded = tuple[list[int], list[bool]]
 """Token ids, and for each of them whether training teaches the model to predict it (a learned
 token)."""
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""The tag that some templates put before the words of the assistant, to mark these words."""
+END_TOKENS = 4
+"""The end of an answer is among this many last tokens of it."""
+_Marked = tuple[str, list[tuple[int, int]]]
+"""A text, and the beginning and end of each answer in it."""
 
 
 def encode(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[Encoded]:
@@ -28,63 +33,109 @@ def encode(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[Encoded]:
     result is one sequence for each answer, rendered as if the conversation ended there.
 
     Raises BaseModelError if there is no chat template, and DataError if the template refuses the
-    row or leaves out a part of it.
+    row, leaves out a part of it, or ends an answer with no token that could end it.
     """
-    if tokenizer.chat_template is None:
+    template = chat_template(tokenizer)
+    if template is None:
         raise BaseModelError(
             "the dataset has conversations, but the base model's tokenizer has no chat template; "
             "take a base model that has one, or rows of `prompt` and `completion`"
         )
-    tools = list(row.tools) if row.tools else None
-    messages = list(row.messages or ())
-
-    def render(turns: list[Message], **options: Any) -> Any:
-        try:
-            return tokenizer.apply_chat_template(
-                [dict(message) for message in turns], tools=tools, **options
-            )
-        except Exception as error:
-            # A template is a program, so it may raise any exception.
-            reason = " ".join(str(error).split()) or repr(error)
-            raise DataError(
-                f"{row.place}: the chat template of the base model refuses it ({reason})"
-            ) from error
-
-    whole: str = render(messages, tokenize=False)
-    _check_complete(row, whole)
-    if not row.masked and _GENERATION.search(tokenizer.get_chat_template(tools=tools)):
-        marked = render(messages, return_dict=True, return_assistant_tokens_mask=True)
-        return [(marked["input_ids"], [bool(mask) for mask in marked["assistant_masks"]])]
-    spans = _answers(row, messages, render)
-    if all(whole.startswith(answered) for _, answered in spans):
-        return [
-            _marked(whole, [(len(asked), len(answered)) for asked, answered in spans], tokenizer)
-        ]
-    return [
-        _marked(answered, [(len(asked), len(answered))], tokenizer) for asked, answered in spans
-    ]
-
-
-def _answers(
-    row: Row, messages: list[Message], render: Callable[..., Any]
-) -> list[tuple[str, str]]:
-    """For each answer, two texts: the prompt for this answer, and the prompt with the answer."""
-    found = []
-    for number in row.answers:
-        asked: str = render(messages[:number], tokenize=False, add_generation_prompt=True)
-        answered: str = render(messages[: number + 1], tokenize=False)
-        if not answered.startswith(asked):
-            raise DataError(
-                f"{row.place}: the chat template of the base model renders the prompt of an answer "
-                "differently when the answer follows, so that answers cannot be told from prompts; "
-                "take a template with {% generation %}"
-            )
-        found.append((asked, answered))
+    found = [_tokenized(text, spans, tokenizer) for text, spans in render(row, template)]
+    for token_ids, learned in found:
+        for first, last in runs(learned):
+            if answer_end(token_ids[first:last], tokenizer) is None:
+                shown = tokenizer.decode(token_ids[first:last][-3:])
+                raise DataError(
+                    f"the chat template of the base model ends an answer with {shown!r}, which is "
+                    "no special token, so a server would not know where an answer ends; let the "
+                    "template write {{ eos_token }} after each answer",
+                    row.place,
+                )
     return found
 
 
-def _marked(
-    text: str, spans: list[tuple[int, int]], tokenizer: "PreTrainedTokenizerBase"
+def render(row: Row, template: ChatTemplate) -> list[_Marked]:
+    """The texts of the conversation, with the answers to learn. Raises DataError, as `encode`."""
+    try:
+        conversation = normalise(row.messages, row.tools)
+        texts = _answers(row, conversation, template)
+        if not row.masked and (marked := template.render_marked(conversation)) is not None:
+            texts = [marked]
+    except ConversationError as error:
+        raise DataError(str(error), row.place) from None
+    except ChatTemplateError as error:
+        raise DataError(
+            f"the chat template of the base model refuses it ({error})", row.place
+        ) from error
+    _check_complete(row, conversation, [text for text, _ in texts])
+    return texts
+
+
+def chat_template(tokenizer: "PreTrainedTokenizerBase") -> ChatTemplate | None:
+    """The chat template of `tokenizer`, as a server would have it. Raises BaseModelError."""
+    sources = tokenizer.chat_template
+    named = sources if isinstance(sources, dict) else {"default": sources}
+    if named.get("default") is None:
+        return None
+    special = tuple((name, str(text)) for name, text in tokenizer.special_tokens_map.items())
+    try:
+        return _compiled(
+            named["default"], special, named.get("tool_use"), tokenizer.init_kwargs.get(PROMPT_DATE)
+        )
+    except ReleaseError as error:
+        raise BaseModelError(f"the base model's tokenizer: {error}") from error
+
+
+@lru_cache(8)
+def _compiled(
+    source: str, special: tuple[tuple[str, str], ...], with_tools: str | None, day: str | None
+) -> ChatTemplate:
+    return ChatTemplate(source, dict(special), with_tools, day)
+
+
+def answer_end(answer: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """The special token that ends an answer. Spaces may follow it. None if there is none."""
+    for token_id in reversed(answer[-END_TOKENS:]):
+        if tokenizer.decode([token_id]).strip():
+            is_special = not tokenizer.decode([token_id], skip_special_tokens=True)
+            return token_id if is_special else None
+    return None
+
+
+def runs(learned: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """The start and the end (exclusive) of each run of learned tokens."""
+    for is_learned, run in groupby(range(len(learned)), key=learned.__getitem__):
+        places = list(run)
+        if is_learned:
+            yield places[0], places[-1] + 1
+
+
+def _answers(row: Row, conversation: Conversation, template: ChatTemplate) -> list[_Marked]:
+    whole = template.render(conversation, add_generation_prompt=False)
+    found = []
+    for number in row.answers:
+        before, until = (
+            replace(conversation, messages=conversation.messages[:count])
+            for count in (number, number + 1)
+        )
+        asked = template.render(before)
+        answered = template.render(until, add_generation_prompt=False)
+        if not answered.startswith(asked):
+            raise DataError(
+                "the chat template of the base model renders the prompt of an answer differently "
+                "when the answer follows, so a server would never ask what the row teaches; take "
+                "another template, or write the reasoning that this one expects",
+                row.place,
+            )
+        found.append((answered, [(len(asked), len(answered))]))
+    if all(whole.startswith(answered) for answered, _ in found):
+        return [(whole, [span for _, (span,) in found])]
+    return found
+
+
+def _tokenized(
+    text: str, spans: Sequence[tuple[int, int]], tokenizer: "PreTrainedTokenizerBase"
 ) -> Encoded:
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     learned = [
@@ -94,27 +145,50 @@ def _marked(
     return encoded["input_ids"], learned
 
 
-def _check_complete(row: Row, rendered: str) -> None:
-    """Raises DataError if the rendered text lacks a tool, a call of a tool, or a message of a rare
-    role. A template that does not know tools or a role often leaves them out without an error."""
+def _check_complete(row: Row, conversation: Conversation, rendered: Sequence[str]) -> None:
+    """Raises DataError if a text of the conversation is in none of the rendered ones. A template
+    often leaves out what it does not know, without an error. Spaces do not count: many templates
+    strip texts."""
+    shown = ["".join(text.split()) for text in rendered]
 
     def has(text: str) -> bool:
-        return text.strip() in rendered or json.dumps(text)[1:-1].strip() in rendered
+        ways = (
+            "".join(each.split()) for each in (text, json.dumps(text, ensure_ascii=False)[1:-1])
+        )
+        return any(way in each for way in ways for each in shown)
 
-    missing = [f"the tool {name!r}" for name in map(_name, row.tools or ()) if not has(name)]
-    for message in row.messages or ():
-        calls = [_name(call) for call in message.get("tool_calls") or ()]
-        missing += [f"the call of {name!r}" for name in calls if not has(name)]
-        content = message["content"]
-        if message["role"] not in ("user", "assistant") and isinstance(content, str):
-            missing += [] if has(content) else [f"what role {message['role']!r} says"]
-    if missing:
+    names = ((f"the tool {name!r}", name) for name in map(_name, conversation.tools))
+    said = (each for message in conversation.messages for each in _texts(message))
+    missing = next((what for what, text in (*names, *said) if not has(text)), None)
+    if missing is not None:
         raise DataError(
-            f"{row.place}: the chat template of the base model leaves out {missing[0]}; take a "
-            "base model whose template has a place for it, or rows without it"
+            f"the chat template of the base model leaves out {missing}; take a base model whose "
+            "template has a place for it, or rows without it",
+            row.place,
         )
 
 
-def _name(tool: Any) -> str:
-    function = tool.get("function", tool) if isinstance(tool, dict) else {}
-    return str(function.get("name", "")) if isinstance(function, dict) else ""
+def _texts(message: Message) -> Iterator[tuple[str, str]]:
+    """Each text of a message, after the words for it."""
+    for part in parts_of(message["content"]):
+        yield f"what role {message['role']!r} says", part["text"]
+    for field in ("reasoning_content", "reasoning", "thinking"):
+        if isinstance(text := message.get(field), str):
+            yield f"the {field} of role {message['role']!r}", text
+    for call in message.get("tool_calls", ()):
+        yield f"the call of {_name(call)!r}", _name(call)
+        for text in _leaves(json.loads(call["function"]["arguments"])):
+            yield f"{text!r} in the call of {_name(call)!r}", text
+
+
+def _name(tool: Message) -> str:
+    return str(tool["function"]["name"])
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """The texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(each)

@@ -1,15 +1,21 @@
 """Publishes trained weights as a release, with its lineage, its evaluation, and its probe (texts
 with the probabilities that a server must compute for them)."""
 
+import json
+import shutil
+import tempfile
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipeline.retrain.evaluate import Evaluation
+from serving.chat_template import PROMPT_DATE
+from serving.weights.checkpoint_folder import companions
 from serving.weights.network import hub_state_dict
 from serving.weights.publish import publish_state_dict
-from serving.weights.release import Lineage, Probe, Release
+from serving.weights.release import Lineage, Probe, Release, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,11 +38,14 @@ def export(
     *,
     pipeline_dir: Path,
     files_dir: Path,
+    ends: Collection[int] = (),
+    prompt_date: str | None = None,
     lineage: Lineage,
     evaluation: Evaluation,
     probe: Probe,
 ) -> Release:
-    """Publish the weights as `dtype`, with the config and tokenizer of `files_dir`.
+    """Publish the weights as `dtype`, with the config and tokenizer of `files_dir`. There, `ends`
+    are added to the tokens that end an answer, and `prompt_date` is set.
 
     The tensors get the names that checkpoints on the Hub have. In memory, some networks (GPT-NeoX,
     mixtures of experts) use other names, which not every engine knows.
@@ -55,13 +64,36 @@ def export(
         else:
             kind = dtype if tensor.is_floating_point() else tensor.dtype
             tensors[name] = cast[place] = tensor.to("cpu", kind)
-    return publish_state_dict(
-        pipeline_dir,
-        # Put the second names of tied weights last, because tensors are stored under the name that
-        # comes first.
-        hub_state_dict(model, tensors) | hub_state_dict(model, tied),
-        files_dir=files_dir,
-        lineage=lineage,
-        evaluation=evaluation.model_dump(mode="json"),
-        probe=probe,
-    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for path in companions(files_dir):
+            shutil.copyfile(path, folder / path.name)
+        _add_ends(folder, ends)
+        if prompt_date is not None:
+            _set(folder / "tokenizer_config.json", PROMPT_DATE, prompt_date)
+        return publish_state_dict(
+            pipeline_dir,
+            # Put the second names of tied weights last, because tensors are stored under the name
+            # that comes first.
+            hub_state_dict(model, tensors) | hub_state_dict(model, tied),
+            files_dir=folder,
+            lineage=lineage,
+            evaluation=evaluation.model_dump(mode="json"),
+            probe=probe,
+        )
+
+
+def _add_ends(folder: Path, ends: Collection[int]) -> None:
+    """What was trained to end an answer must end it. A base model often keeps its config although
+    its chat template ends a turn with another token."""
+    file = folder / "generation_config.json"
+    named = read_json(file).get("eos_token_id")
+    if named is None:
+        named = read_json(folder / "config.json").get("eos_token_id")
+    known = named if isinstance(named, list) else [] if named is None else [named]
+    if added := set(ends) - set(known):
+        _set(file, "eos_token_id", [*known, *sorted(added)])
+
+
+def _set(file: Path, key: str, value: Any) -> None:
+    file.write_text(json.dumps({**read_json(file), key: value}, indent=2, ensure_ascii=False))

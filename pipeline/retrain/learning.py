@@ -31,9 +31,10 @@ from pipeline.retrain.processes import train_in_processes
 from pipeline.retrain.reporters import open_reporters
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import row_losses
-from pipeline.retrain.tokens import sequences
+from pipeline.retrain.tokens import answer_ends, sequences
 from pipeline.retrain.train import train
 from pipeline.retrain.trunk import frozen_trunk
+from serving.chat_template import PROMPT_DATE
 from serving.weights.release import Lineage, Release
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Learning:
     """The largest number of tokens of a sequence, with these weights."""
     is_fresh: bool = True
     """Whether the weights in `loaded` are unchanged since they were loaded."""
+    ends: frozenset[int] = frozenset()
+    """The tokens that end the answers of the last training."""
 
     @classmethod
     def begin(cls, job: RetrainJob, data: TrainingData, parent: Parent | None) -> "Learning":
@@ -145,6 +148,9 @@ class Learning:
     def train(self, attempt: int) -> Checkpoint:
         """Train. Afterwards, `loaded` holds the new weights, rounded as they will be stored."""
         plan = self._begin_attempt(attempt)
+        self.ends = answer_ends(
+            (plan.sequences[index] for index in plan.counted), self.loaded.tokenizer
+        )
         count = self.job.settings.train.num_processes
         if not is_finished(self.job.dir, attempt):
             self._tell(plan, attempt)
@@ -241,6 +247,8 @@ class Learning:
             loaded.dtype,
             pipeline_dir=self.job.pipeline_dir,
             files_dir=loaded.folder,
+            ends=self.ends,
+            prompt_date=loaded.tokenizer.init_kwargs.get(PROMPT_DATE),
             lineage=lineage,
             evaluation=evaluation,
             probe=make_probe(loaded.model, texts),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from pipeline.retrain.base_model import PRESETS, longest_sequence
 from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.scoring import check_head
 from pipeline.retrain.settings import RetrainSettings
+from serving.chat_template import PROMPT_DATE
 from serving.errors import first_line
 
 if TYPE_CHECKING:
@@ -79,6 +81,8 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.eos_token_id is None:
         raise BaseModelError(f"the tokenizer in {folder} has no end-of-sequence token; add one")
+    if "strftime_now" in str(tokenizer.chat_template):
+        tokenizer.init_kwargs.setdefault(PROMPT_DATE, date.today().isoformat())
     context = getattr(config, "max_position_embeddings", None)
     return tokenizer, longest_sequence(settings.train.max_length, settings.base_model, context)
 

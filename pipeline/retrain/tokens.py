@@ -8,10 +8,9 @@ from the completion, because the server also tokenizes a prompt by itself.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING
 
-from pipeline.retrain.chat import Encoded, encode
+from pipeline.retrain.chat import END_TOKENS, Encoded, answer_end, encode, runs
 from pipeline.retrain.errors import BaseModelError, DataError
 from pipeline.retrain.rows import Row
 
@@ -64,6 +63,19 @@ def sequences(
             if any(learned):
                 found.append(TokenSequence(tuple(token_ids), tuple(learned), index))
     return found
+
+
+def answer_ends(
+    sequences: Iterable[TokenSequence], tokenizer: "PreTrainedTokenizerBase"
+) -> frozenset[int]:
+    """The tokens that end the answers in these sequences. An answer that was cut has no end."""
+    tails = {
+        each.token_ids[first:last][-END_TOKENS:]
+        for each in sequences
+        for first, last in runs(each.learned)
+    }
+    found = (answer_end(tail, tokenizer) for tail in tails)
+    return frozenset(end for end in found if end is not None)
 
 
 def _pieces(row: Row, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> Iterable[Encoded]:
@@ -119,13 +131,5 @@ def _chat(row: Row, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> It
         if len(token_ids) <= max_length:
             yield token_ids, learned
             continue
-        for first, last in _runs(learned):
+        for first, last in runs(learned):
             yield _fitting(token_ids[:first], token_ids[first:last], max_length)
-
-
-def _runs(learned: list[bool]) -> Iterator[tuple[int, int]]:
-    """The start and the end (exclusive) of each run of learned tokens."""
-    for is_learned, run in groupby(range(len(learned)), key=learned.__getitem__):
-        places = list(run)
-        if is_learned:
-            yield places[0], places[-1] + 1

@@ -1,16 +1,19 @@
 """Templates give the prompts that `transformers` gives with them, and run in a sandbox."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from serving.chat_template import ChatTemplate, ChatTemplateError
+from serving import chat_template
+from serving.chat_template import ChatTemplate, ChatTemplateError, TooSlow
+from serving.conversation import Conversation, normalise
 from serving.errors import ReleaseError
 from serving.tokenizer import load_tokenizer
-from tests.serving_fixtures import byte_tokenizer
+from tests.serving_fixtures import byte_tokenizer, echo_release
 
 MESSAGES = [
     {"role": "system", "content": "Be brief. "},
@@ -18,6 +21,7 @@ MESSAGES = [
     {"role": "assistant", "content": "It stands for "},
 ]
 TOOLS = [{"type": "function", "function": {"name": "größe", "parameters": {"b": 1, "a": 2}}}]
+TALK = normalise(MESSAGES)
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 TEMPLATES = {
     "plain": PLAIN,
@@ -54,7 +58,8 @@ def test_a_prompt_is_the_one_that_transformers_renders(name: str, adds: bool) ->
     (wanted,), _ = render_jinja_template(
         [MESSAGES], chat_template=TEMPLATES[name], **given, **special
     )
-    assert ChatTemplate(TEMPLATES[name], special).render(MESSAGES, **given) == wanted
+    conversation = normalise(MESSAGES, given.pop("tools"), given.pop("documents"))
+    assert ChatTemplate(TEMPLATES[name], special).render(conversation, **given) == wanted
 
 
 @pytest.mark.parametrize(
@@ -65,7 +70,7 @@ def test_a_final_message_is_continued_as_transformers_does(source: str) -> None:
         [MESSAGES], chat_template=source, continue_final_message=True
     )
     found = ChatTemplate(source, {}).render(
-        MESSAGES, add_generation_prompt=False, continue_final_message=True
+        TALK, add_generation_prompt=False, continue_final_message=True
     )
     assert found == wanted
 
@@ -92,7 +97,7 @@ def test_parts_are_rendered_as_transformers_does(continues: bool) -> None:
         [PARTS], chat_template=LOOP, continue_final_message=continues
     )
     found = ChatTemplate(LOOP, {}).render(
-        PARTS, add_generation_prompt=False, continue_final_message=continues
+        normalise(PARTS), add_generation_prompt=False, continue_final_message=continues
     )
     assert found == wanted
 
@@ -107,49 +112,104 @@ def test_parts_are_rendered_as_transformers_does(continues: bool) -> None:
         ("{% for call in messages[0].tool_calls %}{{ call.content }}{% endfor %}", False),
         (MACRO + "{{ show('x', messages[0].content) }}", True),
         (MACRO + "{{ show(parts=messages[0]['content'] | default([])) }}", True),
-        (MACRO + "{{ show(messages[0].content, messages[0].tool_calls) }}", False),
-        (MACRO + "{{ shown(parts=messages[0].content) }}", False),
+        (MACRO + "{{ show(messages[0].content, messages[0].tool_calls or []) }}", False),
+        (MACRO + "{{ shown(parts=messages[0].content) if shown is defined }}", False),
     ],
 )
-def test_the_template_says_whether_it_takes_parts(source: str, takes_parts: bool) -> None:
-    template = ChatTemplate(source, {}, PLAIN)
-    assert template.takes_parts(with_tools=False) == takes_parts
-    assert not template.takes_parts(with_tools=True)
+def test_a_template_that_loops_over_parts_gets_parts(source: str, takes_parts: bool) -> None:
+    kind = "{{ ' list' if messages[0].content is not string else ' text' }}"
+    conversation = normalise([{"role": "user", "content": "Hi"}])
+    assert (
+        ChatTemplate(source + kind, {})
+        .render(conversation)
+        .endswith(" list" if takes_parts else " text")
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "content"),
+    [
+        ("{{ messages[0].content is none }}", "True"),
+        ("{{ messages[0]['content'] is not none }}", "False"),
+        ("{{ messages[0].content is string }}", "True"),
+        ("{{ messages[0].content + 'x' }}", "x"),
+    ],
+)
+def test_no_content_is_none_only_for_a_template_that_asks(source: str, content: str) -> None:
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    assert (
+        ChatTemplate(source, {}).render(normalise([{"role": "assistant", "tool_calls": [call]}]))
+        == content
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("{{ arguments | tojson }}", '{"a": "ü"}'),
+        ("{{ arguments }}", '{"a": "ü"}'),
+        ("{{ 'x' + arguments + 'y' }}", 'x{"a": "ü"}y'),
+        ("{{ 'x' ~ arguments }}", 'x{"a": "ü"}'),
+        ("{{ '%s' | format(arguments) }}", '{"a": "ü"}'),
+        ("{{ arguments | trim }}", '{"a": "ü"}'),
+        ("{% for k, v in arguments.items() %}{{ k }}{{ v }}{% endfor %}", "aü"),
+        ("{{ arguments is mapping }}{{ arguments is string }}", "TrueFalse"),
+    ],
+)
+def test_arguments_are_an_object_and_its_text(source: str, shown: str) -> None:
+    call = {"function": {"name": "f", "arguments": '{"a":"\\u00fc"}'}}
+    source = "{% set arguments = messages[0].tool_calls[0].function.arguments %}" + source
+    conversation = normalise([{"role": "assistant", "tool_calls": [call]}])
+    assert ChatTemplate(source, {}).render(conversation) == shown
+
+
+def test_marked_answers_have_their_places() -> None:
+    source = (
+        "{% macro say(m) %}{% generation %}{{ m.content }}<end>{% endgeneration %}{% endmacro %}"
+        "{% for m in messages %}[{{ m.role }}]{{ say(m) if m.role == 'assistant' else m.content }}"
+        "{% endfor %}"
+    )
+    marked = ChatTemplate(source, {}).render_marked(TALK)
+    assert marked is not None
+    text, spans = marked
+    assert [text[first:last] for first, last in spans] == ["It stands for <end>"]
+    assert text == ChatTemplate(source, {}).render(TALK)
+    assert ChatTemplate(PLAIN, {}).render_marked(TALK) is None
 
 
 @pytest.mark.parametrize("name", ["self", "messages", "source"])
 def test_variables_may_have_any_name(name: str) -> None:
     source = f"{{{{ {name} }}}}" if name == "source" else "1"
-    assert ChatTemplate(source, {}).render(MESSAGES, **{name: 1}) == "1"
+    assert ChatTemplate(source, {}).render(TALK, **{name: 1}) == "1"
 
 
 def test_a_template_that_calls_itself_without_end_is_refused() -> None:
     template = ChatTemplate("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", {})
     with pytest.raises(ChatTemplateError):
-        template.render(MESSAGES)
+        template.render(TALK)
 
 
 def test_a_final_message_that_cannot_be_continued_is_refused() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     options = {"add_generation_prompt": False, "continue_final_message": True}
     with pytest.raises(ChatTemplateError, match="no text"):
-        template.render([{"role": "user", "content": None}], **options)
+        template.render(Conversation(messages=({"role": "assistant", "content": None},)), **options)
     with pytest.raises(ChatTemplateError, match="does not show"):
-        template.render(MESSAGES, **options)
+        template.render(TALK, **options)
     with pytest.raises(ChatTemplateError, match="exclude each other"):
-        template.render(MESSAGES, continue_final_message=True)
+        template.render(TALK, continue_final_message=True)
 
 
 def test_a_template_for_tools_is_used_with_tools_only() -> None:
     template = ChatTemplate("plain", {}, "{{ tools | length }}")
-    assert template.render(MESSAGES) == "plain"
-    assert template.render(MESSAGES, tools=TOOLS) == "1"
+    assert template.render(TALK) == "plain"
+    assert template.render(normalise(MESSAGES, TOOLS)) == "1"
 
 
 def test_templates_run_in_a_sandbox() -> None:
     template = ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {})
     with pytest.raises(ChatTemplateError):
-        template.render(MESSAGES)
+        template.render(TALK)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +222,7 @@ def test_templates_run_in_a_sandbox() -> None:
 )
 def test_any_error_of_a_template_is_a_refusal(source: str, reason: str) -> None:
     with pytest.raises(ChatTemplateError, match=reason):
-        ChatTemplate(source, {}).render(MESSAGES, extra=[1])
+        ChatTemplate(source, {}).render(TALK, extra=[1])
 
 
 def test_a_text_that_is_no_template_is_refused() -> None:
@@ -170,6 +230,44 @@ def test_a_text_that_is_no_template_is_refused() -> None:
         ChatTemplate("{% if %}", {})
     with pytest.raises(ReleaseError, match="chat_template"):
         ChatTemplate("{% generation %}without an end", {})
+
+
+FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_RENDER_SECONDS", 0.05)
+
+
+@pytest.mark.timeout(30)
+def test_a_rendering_without_end_is_ended(brief: None) -> None:
+    threads = set(threading.enumerate())
+    with pytest.raises(TooSlow, match=r"0\.05 seconds"):
+        ChatTemplate(FOREVER, {}).render(TALK)
+    for thread in set(threading.enumerate()) - threads:
+        thread.join()
+
+
+@pytest.mark.timeout(30)
+def test_a_release_whose_template_never_ends_is_refused(tmp_path: Path, brief: None) -> None:
+    release = echo_release(tmp_path, 1, chat_template=FOREVER)
+    with pytest.raises(ReleaseError, match=r"chat_template: .* one short message"):
+        load_tokenizer(tmp_path / release.id)
+
+
+def test_a_template_may_refuse_a_plain_message(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    release = echo_release(tmp_path, 1, chat_template="{{ raise_exception('only tools here') }}")
+    assert load_tokenizer(tmp_path / release.id).chat_template is not None
+    assert "only tools here" in caplog.text
+
+
+def test_a_template_that_cannot_be_compiled_is_refused() -> None:
+    deep = "".join(f"{{% for m{n} in messages %}}" for n in range(40)) + "{% endfor %}" * 40
+    with pytest.raises(ReleaseError, match="chat_template"):
+        ChatTemplate(deep, {})
 
 
 @pytest.mark.parametrize(

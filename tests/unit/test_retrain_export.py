@@ -1,5 +1,6 @@
 """A trained network is stored under the names under which it was read."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.retrain.evaluate import Evaluation
 from pipeline.retrain.export import export
-from serving.weights.release import Lineage, Probe, Release
+from serving.weights.release import Lineage, Probe, Release, read_json
 from tests.hub_checkpoints import CONFIGS, config_of, save, store
 from tests.torch_engine_fixtures import build
 
 
-def exported(network: Any, home: Path) -> Release:
+def exported(network: Any, home: Path, **more: Any) -> Release:
     return export(
         network,
         torch.float32,
@@ -24,6 +25,7 @@ def exported(network: Any, home: Path) -> Release:
         lineage=Lineage(),
         evaluation=Evaluation.model_construct(),
         probe=Probe(dtype="float32", texts=(), bounds={"float32": 1e-3}),
+        **more,
     )
 
 
@@ -55,3 +57,39 @@ def test_the_embedding_of_a_tied_network_is_stored_and_not_its_second_name(tmp_p
     release = exported(network, tmp_path)
     assert release.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     assert "model.embed_tokens.weight" in release.tensors
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends", "written"),
+    [
+        ({"eos_token_id": 2}, 2, {5}, [2, 5]),
+        ({"eos_token_id": [2, 5]}, 2, {5}, [2, 5]),
+        ({"temperature": 0.5}, 2, {5, 0}, [2, 0, 5]),
+        (None, 2, {5}, [2, 5]),
+        ({"eos_token_id": 0}, 2, {5}, [0, 5]),
+        (None, None, {5}, [5]),
+        (None, 2, {2}, None),
+        (None, 2, set(), None),
+    ],
+)
+def test_what_was_trained_to_end_an_answer_ends_it(
+    generation: dict[str, Any] | None,
+    config: int | None,
+    ends: set[int],
+    written: list[int] | None,
+    tmp_path: Path,
+) -> None:
+    of_network = config_of("llama")
+    of_network.eos_token_id = config
+    network: Any = build(of_network)
+    save(network, tmp_path / "checkpoint")
+    file = tmp_path / "checkpoint" / "generation_config.json"
+    file.unlink(missing_ok=True)
+    if generation is not None:
+        file.write_text(json.dumps(generation))
+    release = exported(network, tmp_path, ends=ends, prompt_date="2026-01-31")
+    folder = tmp_path / "releases" / release.id
+    stored = read_json(folder / "generation_config.json")
+    assert stored.get("eos_token_id") == written
+    assert stored.get("temperature") == (generation or {}).get("temperature")
+    assert read_json(folder / "tokenizer_config.json")["prompt_date"] == "2026-01-31"
