@@ -212,6 +212,15 @@ def test_the_same_conversations_exported_again_are_the_same_rows(tmp_path: Path)
     assert first == {turn.question for turn in after[0].turns}
 
 
+def test_what_follows_the_last_answer_is_no_part_of_the_row(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    thanks = [{"role": "user", "content": "Thanks!"}, {**turns[1], "weight": 0}]
+    rows = [{"messages": [*turns, *more]} for more in ([], thanks[:1], thanks)]
+    found = read(tmp_path, "\n".join(map(json.dumps, rows)))
+    assert len({row.digest for row in found}) == 1
+    assert [row.messages for row in found] == [tuple(turns)] * 3
+
+
 def talk(*answers: dict[str, Any]) -> str:
     turns = [{"role": "user", "content": "q"}]
     return json.dumps({"messages": [each for answer in answers for each in (*turns, answer)]})
