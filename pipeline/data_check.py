@@ -17,6 +17,7 @@ from pipeline.pointers import Pointer, may_be_pointer
 from pipeline.retrain.base_model import (
     CONTEXT,
     PRESETS,
+    cached_folder,
     find_base,
     longest_sequence,
     train_tokenizer,
@@ -27,7 +28,7 @@ from pipeline.retrain.dataset import check_not_empty, read_dataset
 from pipeline.retrain.errors import BaseModelAway, BaseModelError, DataError
 from pipeline.retrain.git_snapshot import GitDataset
 from pipeline.retrain.own_token import own_token
-from pipeline.retrain.parent import Parent, find_parent
+from pipeline.retrain.parent import find_parent
 from pipeline.retrain.report import DataReport, report_on
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import DataSettings, is_git_url
@@ -107,7 +108,7 @@ def check_data(
     held_out = [*dataset.held_out, *share]
     tokens = _TokenCounts()
     if pipeline is not None:
-        tokens = _count_tokens(rows, home, settings, pipeline, parent)
+        tokens = _count_tokens(rows, home, settings, pipeline)
     return report_on(
         dataset,
         rows,
@@ -251,15 +252,28 @@ class _TokenCounts:
     rows."""
 
 
+def tokenizer_folder(pipeline: PipelineSettings, home: Home) -> Path | None:
+    """The folder of the tokenizer that a job would use: the release from which it starts to train,
+    or the base model. None if the base model was not made or fetched yet. Raises ReleaseError."""
+    base_model = str(pipeline.base_folder() or pipeline.base_model)
+    parent = find_parent(home.releases_dir / pipeline.name)
+    if parent is not None and parent.lineage.base_model == base_model:
+        return parent.folder
+    if base_model in PRESETS:
+        folders = [home.bases_dir / pipeline.name / base_model.partition(":")[2]]
+    else:
+        cached = cached_folder(home.bases_dir / "hub", base_model.partition("@")[0])
+        folders = [Path(base_model), *sorted(cached.glob("*"))]
+    return next((each for each in folders if (each / "tokenizer_config.json").is_file()), None)
+
+
 def _count_tokens(
     rows: Sequence[Row],
     home: Home,
     settings: Settings,
     pipeline: PipelineSettings,
-    parent: Parent | None,
 ) -> _TokenCounts:
-    """Counts the tokens of the rows, with the tokenizer that a job would use: that of the release
-    from which it starts to train, or of the base model."""
+    """Counts the tokens of the rows, with the tokenizer that a job would use."""
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -269,11 +283,8 @@ def _count_tokens(
 
     base_model = str(pipeline.base_folder() or pipeline.base_model)
     context: int | None = CONTEXT
-    if parent is not None and parent.lineage.base_model == base_model:
-        folder = parent.folder
-    elif base_model in PRESETS:
-        folder = home.bases_dir / pipeline.name / base_model.partition(":")[2]
-    else:
+    folder = tokenizer_folder(pipeline, home)
+    if folder is None and base_model not in PRESETS:
         is_own = pipeline.base_model_endpoint == "hub"
         stack_token = load_tokens(home.tokens_file).hub
         try:
@@ -291,7 +302,7 @@ def _count_tokens(
             return _TokenCounts()
         except BaseModelError as error:
             return _TokenCounts(refused=[error])
-    if folder.is_dir():
+    if folder is not None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         context = json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings")
     else:

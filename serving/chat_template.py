@@ -19,21 +19,7 @@ from typing import Any, NoReturn, Self
 import jinja2
 from jinja2 import TemplateError, meta
 from jinja2.ext import Extension
-from jinja2.nodes import (
-    Call,
-    CallBlock,
-    Const,
-    Filter,
-    For,
-    Getattr,
-    Getitem,
-    Macro,
-    Name,
-    Node,
-    Slice,
-    Template,
-    Test,
-)
+from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -50,9 +36,6 @@ MAX_RENDER_SECONDS = 10.0
 _END_OF_FINAL_MESSAGE = "END_OF_FINAL_MESSAGE "
 """A marker for the end of the last message in a prompt. It ends with a space: if this space is
 missing in the prompt, the template strips spaces."""
-_BEGIN, _END = "\ufdd0", "\ufdd1"
-"""Marks around the text of a block `generation`. No text may contain them: Unicode keeps them for
-programs."""
 
 
 class ChatTemplateError(Exception):
@@ -78,7 +61,8 @@ class ChatTemplate:
         the template for all. `prompt_date` is the day that `strftime_now` shows, such as
         `2026-01-31`; None means now.
 
-        Raises ReleaseError if one of the two templates has a syntax error.
+        Raises ReleaseError if one of the two templates has a syntax error, or takes too long for
+        one short message.
         """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
@@ -87,21 +71,20 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
-        try:
-            day = None if prompt_date is None else datetime.fromisoformat(prompt_date)
-        except (TypeError, ValueError):
-            raise ReleaseError(f"{PROMPT_DATE} is {prompt_date!r}, not a day") from None
-        environment.globals["strftime_now"] = lambda format: (day or datetime.now()).strftime(
-            format
-        )
         self.source = source + (with_tools or "")
         try:
-            self._plain = _Compiled.of(source, environment)
-            self._with_tools = _Compiled.of(with_tools or source, environment)
+            day = None if prompt_date is None else datetime.fromisoformat(prompt_date)
+            environment.globals["strftime_now"] = lambda format: (day or datetime.now()).strftime(
+                format
+            )
+            self._plain = _Compiled.of(source, environment, special_tokens)
+            self._with_tools = _Compiled.of(with_tools or source, environment, special_tokens)
             self.variables = meta.find_undeclared_variables(environment.parse(self.source))
             """The names of all variables that the template reads, such as `messages`, `tools`."""
-        except (TemplateError, SyntaxError, RecursionError) as error:
+        except (TemplateError, SyntaxError, RecursionError, ValueError) as error:
             raise ReleaseError(f"chat_template: {error}") from None
+        except TooSlow as error:
+            raise ReleaseError(f"chat_template: {error}, already for one short message") from None
         used = [token for name, token in special_tokens.items() if name in self.source]
         self.texts = "".join([self.source, *used])
         """The source of the template, and the special tokens whose names it contains. Only tokens
@@ -134,23 +117,8 @@ class ChatTemplate:
         if continue_final_message:
             conversation = _mark_end(conversation)
         variables = {**kwargs, "add_generation_prompt": add_generation_prompt}
-        prompt = re.sub(f"[{_BEGIN}{_END}]", "", self._render(conversation, variables))
+        prompt = self._render(conversation, variables)
         return _cut_at_mark(prompt) if continue_final_message else prompt
-
-    def render_marked(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]] | None:
-        """The text of the whole conversation, and the beginning and end of each text in it that the
-        template marks with `{% generation %}`. None if the template has no such mark."""
-        if not self._of(conversation).marks_answers:
-            return None
-        text, spans, start = "", [], 0
-        for piece in re.split(f"([{_BEGIN}{_END}])", self._render(conversation, {})):
-            if piece == _BEGIN:
-                start = len(text)
-            elif piece == _END:
-                spans.append((start, len(text)))
-            else:
-                text += piece
-        return text, spans
 
     def _of(self, conversation: Conversation) -> "_Compiled":
         return self._with_tools if conversation.tools else self._plain
@@ -175,12 +143,9 @@ class ChatTemplate:
             raise ChatTemplateError(" ".join(str(error).split()) or repr(error)) from None
 
     def check(self) -> None:
-        """Render a plain message. Raises ReleaseError if this takes too long. If the template
-        refuses the message, only logs a warning, because the template may accept other messages."""
+        """Log a warning if the template refuses a plain message: it may accept other messages."""
         try:
             self.render(normalise([{"role": "user", "content": "Hello"}]))
-        except TooSlow as error:
-            raise ReleaseError(f"chat_template: {error}, already for one short message") from None
         except ChatTemplateError as error:
             logger.warning("the chat template refuses a plain message of a user: %s", error)
 
@@ -221,21 +186,18 @@ class _Compiled:
     knows_developers: bool
     """Whether it handles the role `developer`. If not, it leaves such messages out, or shows the
     model a role that the model does not know."""
-    marks_answers: bool
 
     @classmethod
-    def of(cls, source: str, environment: jinja2.Environment) -> Self:
-        parsed = environment.parse(source)
+    def of(
+        cls, source: str, environment: jinja2.Environment, special_tokens: Mapping[str, str]
+    ) -> Self:
+        template = environment.from_string(source)
         return cls(
-            template=environment.from_string(source),
-            takes_parts=_loops_over_parts(parsed),
-            takes_none=any(
-                test.name == "none" and _is_content(_inside_filters(test.node))
-                for test in parsed.find_all(Test)
-            ),
+            template=template,
+            takes_parts=_takes_parts(template, special_tokens),
+            takes_none=re.search(r"content\W{0,3} is (not )?none", source) is not None,
             # vLLM looks for the same texts.
             knows_developers="'developer'" in source or '"developer"' in source,
-            marks_answers=re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None,
         )
 
     def shown(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -277,6 +239,19 @@ class _Arguments(dict[str, Any]):
         return other + str(self)
 
 
+def _takes_parts(template: jinja2.Template, special_tokens: Mapping[str, str]) -> bool:
+    """Whether the template shows the text of a part, and not the part."""
+    content = [{"type": "text", "text": "Hello"}]
+    given = {**special_tokens, "messages": [{"role": "user", "content": content}]}
+    try:
+        shown = _in_time(lambda: template.render(given))
+    except TooSlow:
+        raise
+    except Exception:
+        return False
+    return "Hello" in shown and re.search("""['"]text['"]""", shown) is None
+
+
 def _developers_as_system(messages: Sequence[Message]) -> Sequence[Message]:
     """The messages for a chat template that does not know the role `developer`: as in vLLM, such a
     message gets the role `system`. Many templates accept a message of the system only at the
@@ -292,8 +267,8 @@ def _developers_as_system(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 class _GenerationBlock(Extension):
-    """The block `{% generation %}…{% endgeneration %}`, which marks the text of the assistant for
-    training."""
+    """The block `{% generation %}…{% endgeneration %}`, which marks the text of the assistant. Here
+    it is just the text inside: what follows a prompt is the answer to it."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it like this
 
@@ -303,58 +278,7 @@ class _GenerationBlock(Extension):
         return CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
 
     def _text(self, caller: Callable[[], str]) -> str:
-        return f"{_BEGIN}{caller()}{_END}"
-
-
-def _loops_over_parts(template: Template) -> bool:
-    """Whether a loop of the template runs over the content of a message, or over a parameter of a
-    macro that gets such a content. vLLM looks for the same loops to find out whether a template
-    expects the content as a list of parts."""
-    if any(_is_content(_inside_filters(loop.iter)) for loop in template.find_all(For)):
-        return True
-    with_content = _parameters_with_content(template)
-    for macro in template.find_all(Macro):
-        for loop in macro.find_all(For):
-            match _inside_filters(loop.iter):
-                case Name(name=name) if (macro.name, name) in with_content:
-                    return True
-    return False
-
-
-def _parameters_with_content(template: Template) -> set[tuple[str, str]]:
-    """The parameters of macros that get the content of a message from some call: the names of the
-    macro and of the parameter."""
-    parameters = {
-        macro.name: [each.name for each in macro.args] for macro in template.find_all(Macro)
-    }
-    found = set()
-    for call in template.find_all(Call):
-        match call.node:
-            case Name(name=macro) if macro in parameters:
-                given = [
-                    *zip(parameters[macro], call.args, strict=False),
-                    *((each.key, each.value) for each in call.kwargs),
-                ]
-                found |= {
-                    (macro, name) for name, value in given if _is_content(_inside_filters(value))
-                }
-    return found
-
-
-def _inside_filters(node: Node | None) -> Node | None:
-    """`node` without the filters, tests and slices around it."""
-    while isinstance(node, Filter | Test) or (
-        isinstance(node, Getitem) and isinstance(node.arg, Slice)
-    ):
-        node = node.node
-    return node
-
-
-def _is_content(node: Node | None) -> bool:
-    match node:
-        case Name(name="content") | Getattr(attr="content") | Getitem(arg=Const(value="content")):
-            return True
-    return False
+        return caller()
 
 
 def _mark_end(conversation: Conversation) -> Conversation:

@@ -60,8 +60,6 @@ def render(row: Row, template: ChatTemplate) -> list[_Marked]:
     try:
         conversation = normalise(row.messages, row.tools)
         texts = _answers(row, conversation, template)
-        if not row.masked and (marked := template.render_marked(conversation)) is not None:
-            texts = [marked]
     except ConversationError as error:
         raise DataError(str(error), row.place) from None
     except ChatTemplateError as error:

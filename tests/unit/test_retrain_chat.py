@@ -19,6 +19,7 @@ TURN_ENDS = ["<|im_end|>", "<end_of_turn>", "<|eot_id|>"]
 MARKED = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
     "{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 FORGETS_REASONING = (
     "{% for m in messages %}<{{ m.role }}>"
@@ -99,10 +100,7 @@ def test_a_template_may_mark_what_is_generated(tokenizer: PreTrainedTokenizerFas
     assert learned(tokenizer, TWO_TURNS, MARKED) == ["jumps<|end|>sleeps<|end|>"]
 
 
-ASKS = "{% if add_generation_prompt %}<assistant>{% endif %}"
-
-
-@pytest.mark.parametrize("template", [None, MARKED + ASKS, FORGETS_REASONING])
+@pytest.mark.parametrize("template", [None, MARKED, FORGETS_REASONING])
 @pytest.mark.parametrize(("masked", "said"), [((1,), "sleeps<|end|>"), ((3,), "jumps<|end|>")])
 def test_an_answer_that_is_masked_is_context(
     tokenizer: PreTrainedTokenizerFast, template: str | None, masked: tuple[int], said: str
@@ -182,7 +180,7 @@ def test_without_a_template_a_question_and_its_answer_are_learned_as_they_are(
             TWO_TURNS,
             "ends an answer with '.*##', which is no special",
         ),
-        (MARKED.replace("<|end|>", ""), TWO_TURNS, "ends an answer with 'jumps', which is no"),
+        (MARKED.replace("<|end|>", ""), TWO_TURNS, "ends an answer with '.*jumps', which is no"),
         (
             "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}",
             talk(("user", "q"), ("assistant", [{"type": "image", "image": "x"}])),
@@ -217,7 +215,7 @@ def trl_templates() -> Path:
     ("name", "expected"),
     [
         ("qwen3_training", "<think>\n\n</think>\n\njumps<|im_end|>\n"),
-        ("qwen2_5_training", "\njumps<|im_end|>\n"),
+        ("qwen2_5_training", "jumps<|im_end|>\n"),
         ("gemma_training", "jumps<end_of_turn>\n"),
         ("gemma3_training", "jumps<end_of_turn>\n"),
         ("llama3_training", "jumps<|eot_id|>"),
