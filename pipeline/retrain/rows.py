@@ -210,11 +210,9 @@ def difference(old: Sequence[Row], new: Sequence[Row]) -> Difference:
     The new version is a new row with the same question. For plain text, it is a new row that
     follows the same unchanged row in the same file.
     """
-    added_left = Counter(row.digest for row in new)
-    added_left.subtract(row.digest for row in old)
-    removed_left = Counter({digest: -count for digest, count in added_left.items() if count < 0})
-    added = _take(new, +added_left, old)
-    removed = _take(old, removed_left, new)
+    before, after = (Counter(row.digest for row in rows) for rows in (old, new))
+    added = _take(new, after - before)
+    removed = _take(old, before - after)
     old_places, new_places = _places(old, removed), _places(new, added)
     waiting: defaultdict[Hashable, list[Row]] = defaultdict(list)
     for row in reversed(added):
@@ -241,42 +239,15 @@ def contradictions(rows: Sequence[Row]) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _take(rows: Sequence[Row], counts: Counter[str], others: Sequence[Row]) -> list[Row]:
-    """Take from `rows`, for each digest, as many rows as `counts` says.
-
-    Of equal rows, those are taken that have the fewest neighbours in common with an equal row of
-    `others`, the other revision: the copies that are still between the same rows did not change. If
-    this does not decide, the last ones are taken, because people mostly append new rows at the end.
-    """
-    copies: defaultdict[str, list[int]] = defaultdict(list)
-    for index, row in enumerate(rows):
-        if counts[row.digest] > 0:
-            copies[row.digest].append(index)
-    chosen_from = {digest for digest, found in copies.items() if len(found) > counts[digest]}
-    unchanged = {
-        link
-        for index, row in enumerate(others)
-        if row.digest in chosen_from
-        for link in _links(others, index)
-    }
-    taken: list[int] = []
-    for digest, found in copies.items():
-        if digest in chosen_from:
-            found.sort(key=lambda index: (len(unchanged & _links(rows, index)), -index))
-        taken += found[: counts[digest]]
-    return [rows[index] for index in sorted(taken)]
-
-
-def _links(rows: Sequence[Row], index: int) -> set[Hashable]:
-    """What connects a row to the rows before and after it in its file. Equal links connect equal
-    rows."""
-    row = rows[index]
-    links: set[Hashable] = set()
-    for step in (-1, 1):
-        place = index + step
-        is_inside = 0 <= place < len(rows) and rows[place].file == row.file
-        links.add((row.file, row.digest, step, rows[place].digest if is_inside else None))
-    return links
+def _take(rows: Sequence[Row], counts: Counter[str]) -> list[Row]:
+    """Take from `rows`, for each digest, as many rows as `counts` says. Of equal rows, the last are
+    taken, because people mostly append new rows at the end."""
+    left, taken = Counter(counts), []
+    for row in reversed(rows):
+        if left[row.digest] > 0:
+            left[row.digest] -= 1
+            taken.append(row)
+    return taken[::-1]
 
 
 def _places(

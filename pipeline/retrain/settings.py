@@ -4,11 +4,10 @@ them. Later changes of the settings do not affect this job."""
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 logger = logging.getLogger(__name__)
 
@@ -20,27 +19,9 @@ HubEndpoint = Annotated[str, Field(pattern=r"^(hub|https?://\S+)$")]
 
 
 class _Settings(BaseModel):
-    """An unknown key is an error. But a key that only earlier versions knew (`removed`) is ignored,
-    with a warning."""
+    """An unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    removed: ClassVar[Mapping[str, str]] = {}
-    """Keys of earlier versions → the key that replaces them, or the reason why there is none.
-    Settings files may still hold such keys, and also jobs that were submitted before the
-    upgrade."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _pass_over_removed(cls, given: Any) -> Any:
-        old = [key for key in cls.removed if isinstance(given, dict) and key in given]
-        if not old:
-            return given
-        logger.warning(
-            "settings of an earlier version are ignored: %s",
-            "; ".join(f"{key} ({cls.removed[key]})" for key in old),
-        )
-        return {key: value for key, value in given.items() if key not in old}
 
 
 class ColumnSettings(_Settings):
@@ -91,16 +72,6 @@ class DataSettings(_Settings):
 
 
 class TrainSettings(_Settings):
-    removed = {
-        "held_out_ratio": "use the dataset's validation split, or held_out_ratio under "
-        "[pipelines.data]",
-        "min_held_out_rows": "use the dataset's validation split",
-        "max_row_bytes": "set it under [pipelines.data]",
-        "evaluations": "training ends when the changed rows are learned",
-        "patience": "training ends when the changed rows are learned",
-        "enough_loss": "training ends when the changed rows are learned",
-    }
-
     mode: Literal["auto", "delta", "full"] = "auto"
     """`delta` trains the served release on the changed rows and a sample of the others (replay).
     `full` trains the base model on all rows. `auto` means `delta`, but it means `full` in these
@@ -216,15 +187,6 @@ again.)"""
 
 
 class GateSettings(_Settings):
-    removed = {
-        "max_new_ratio": "max_loss_ratio",
-        "max_old_ratio": "max_loss_ratio",
-        "max_removal_ratio": "nothing",
-        "tolerance": "nothing",
-        "min_rows": "nothing",
-        "sigmas": "nothing",
-    }
-
     min_learned: float = Field(default=0.9, ge=0, le=1)
     """After the training, the model must say at least this share of the changed rows. And it must
     no longer say at least this share of the deleted rows, unless it was trained anew without them.
