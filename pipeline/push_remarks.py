@@ -40,7 +40,7 @@ MAX_BYTES = 4 * 1024 * 1024
 CHECKED_SUFFIXES, and the changed files that may be pointers to large files. If they have more
 bytes, no rows are checked, and missing large files are not reported. The limit is needed because
 the client waits for the hub's answer during the check. The hub reads each file once, however many
-pipelines there are. But it parses the rows again for each pipeline with other settings in `data`. A
+pipelines there are. But it parses the rows again for each pipeline. A
 README that alone has more bytes is not read."""
 CHECKED_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 """Only rows of files with these suffixes are checked. The hub does not open compressed files, such
@@ -129,19 +129,9 @@ class PushRemarks:
                     "check all rows."
                 )
                 continue
-            different = _read_differently(pipelines)
             if is_pushed_branch:
-                yield from _ignored_data_files(repository, change, different)
-            yield from _unreadable_rows(repository, change, different, self._home)
-
-
-def _read_differently(pipelines: Sequence[PipelineSettings]) -> list[PipelineSettings]:
-    """The first pipeline of each group of pipelines that read the same rows in the same way."""
-    first: list[PipelineSettings] = []
-    for pipeline in pipelines:
-        if all(pipeline.data != other.data for other in first):
-            first.append(pipeline)
-    return first
+                yield from _ignored_data_files(repository, change, pipelines)
+            yield from _unreadable_rows(repository, change, pipelines, self._home)
 
 
 def _has_long_head(repository: Repository, change: RefChange) -> bool:

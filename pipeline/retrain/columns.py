@@ -88,15 +88,11 @@ class RowColumns:
 
     def _nothing_known(self, record: Columns) -> str:
         columns = ", ".join(map(repr, record)) or "(none)"
-        if self.named:
-            asked = ", ".join(f'{known} = "{name}"' for known, name in self.named.items())
-            return (
-                f"nothing to learn from in the columns {columns}; [pipelines.data.columns] says "
-                f"{asked}; the known columns are {KNOWN}"
-            )
+        asked = ", ".join(f'{known} = "{name}"' for known, name in self.named.items())
         return (
-            f"nothing to learn from in the columns {columns}; the known columns are {KNOWN}; name "
-            'others under [pipelines.data.columns], as question = "q" and answer = "a"'
+            f"nothing to learn from in the columns {columns}; the known columns are {KNOWN}; "
+            f"[pipelines.data.columns] says {asked or 'nothing'}; name others there, as "
+            'question = "q" and answer = "a"'
         )
 
 

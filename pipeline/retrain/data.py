@@ -57,7 +57,7 @@ class TrainingData:
     """Held-out rows that were not in the revision before."""
     held_out_known: tuple[Row, ...]
     """Held-out rows that were in the revision before."""
-    held_out_share: tuple[str, ...]
+    held_out_share: tuple[str, ...] = ()
     """The short digests of the rows of a text corpus that are held out although they are in the
     train split. The release records them, because the next one must not be trained on them."""
     held_out_trained: frozenset[str]

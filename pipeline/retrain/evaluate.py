@@ -104,7 +104,7 @@ class Trained:
     """Rows that wait for the next job. Empty if the token budget was enough for one pass."""
     is_removal: bool
     """Whether it is a full training that leaves out deleted rows."""
-    held_out_share: tuple[str, ...]
+    held_out_share: tuple[str, ...] = ()
     held_out_trained: frozenset[str]
     """This and `held_out_share` have the same meaning as in `TrainingData`."""
     contradicting: int

@@ -198,18 +198,20 @@ def test_each_way_to_read_the_branch_is_checked(hub: RunningHub, tmp_path: Path)
     hub.git("init", "-q", cwd=tmp_path)
     hub.git("remote", "add", "origin", hub.create_dataset("local/two"), cwd=tmp_path)
     row = GOOD.replace("prompt", "q")
-    bad, last = push(hub, tmp_path, {"rows.jsonl": row})
+    fails = "The job of {} will fail until this is corrected.".format
+    bad, *told = push(hub, tmp_path, {"rows.jsonl": row})
     assert bad.startswith("rows.jsonl, line 1")
-    assert last == "The job of plain will fail until this is corrected."
+    assert told == [fails("plain"), fails("also-plain")]
     bad, *told = push(hub, tmp_path, {"bad.jsonl": "{no json\n"})
     assert bad.startswith("bad.jsonl, line 1")
-    assert told == [
-        f"The job of {name} will fail until this is corrected." for name in ("columns", "plain")
-    ]
+    assert told == [fails("columns"), fails("plain"), fails("also-plain")]
     # The pull request is for main, so no pipeline of another branch counts.
     opened = hub.api.create_pull_request("local/two", "Rows", repo_type="dataset")
     told = push(hub, tmp_path, {"rows2.jsonl": row}, branch=str(opened.git_reference))
-    assert [line for line in told if "The job of" in line] == [last]
+    assert [line for line in told if "The job of" in line] == [
+        fails("plain"),
+        fails("also-plain"),
+    ]
 
 
 def test_a_push_is_read_once_for_all_pipelines(hub: RunningHub, tmp_path: Path) -> None:
