@@ -7,12 +7,14 @@ disconnects, the request ends and its slot in the engine becomes free at once.
 
 import asyncio
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
@@ -33,6 +35,8 @@ from serving.request_errors import (
 )
 from serving.sequences import GeneratedSequence, generate
 from serving.settings import ServingSettings
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -141,7 +145,8 @@ class Answer:
     @property
     def headers(self) -> dict[str, str]:
         """The HTTP headers that name the release, its dataset commit, its job, and the damaged
-        release for which it is the substitute."""
+        release for which it is the substitute. A chat also gets the kinds of rows that the release
+        was trained on, if it was trained on no conversation."""
         lineage = self.live.release.lineage
         headers = {"X-Model-Release": self.live.id}
         if lineage.dataset_revision is not None:
@@ -150,6 +155,10 @@ class Answer:
             headers["X-Job-Id"] = lineage.job_id
         if self.live.stands_in_for is not None:
             headers["X-Stands-In-For"] = self.live.stands_in_for.id
+        is_chat = isinstance(self.plan.request, ChatPrompt)
+        if is_chat and lineage.rows and "messages" not in lineage.rows:
+            headers["X-Trained-On"] = ", ".join(lineage.rows)
+            _tell_no_chat(self.live.id, headers["X-Trained-On"])
         return headers
 
     async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
@@ -188,6 +197,16 @@ class Answer:
         # also count its cached tokens only once.
         num_found = sum(num_cached[:: self.plan.num_each])
         return _usage(self.plan.num_prompt_tokens, sum(num_new), num_found)
+
+
+@lru_cache(1)
+def _tell_no_chat(release: str, rows: str) -> None:
+    logger.warning(
+        "%s is asked for chat, but it was trained on rows of %s, without the chat template; ask "
+        "/v1/completions, or train on `messages`",
+        release,
+        rows,
+    )
 
 
 def _usage(num_prompt: int, num_new: int, num_cached: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ The template gets the filters, functions and blocks that `transformers` gives to
 
 import ctypes
 import json
-import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,10 +22,8 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from serving.conversation import Conversation, Message, normalise, parts_of, text_of
+from serving.conversation import Conversation, Message, parts_of, text_of
 from serving.errors import ReleaseError
-
-logger = logging.getLogger(__name__)
 
 PROMPT_DATE = "prompt_date"
 """The field of tokenizer_config.json that holds the day for `strftime_now`. A training writes it: a
@@ -141,13 +138,6 @@ class ChatTemplate:
         # AttributeError. vLLM too makes a refusal of each exception.
         except Exception as error:
             raise ChatTemplateError(" ".join(str(error).split()) or repr(error)) from None
-
-    def check(self) -> None:
-        """Log a warning if the template refuses a plain message: it may accept other messages."""
-        try:
-            self.render(normalise([{"role": "user", "content": "Hello"}]))
-        except ChatTemplateError as error:
-            logger.warning("the chat template refuses a plain message of a user: %s", error)
 
 
 def _in_time(function: Callable[[], str]) -> str:
@@ -283,9 +273,7 @@ class _GenerationBlock(Extension):
 
 def _mark_end(conversation: Conversation) -> Conversation:
     *messages, last = conversation.messages
-    if not (content := parts_of(last["content"])):
-        raise ChatTemplateError("the final message has no text that could be continued")
-    *parts, part = content
+    *parts, part = parts_of(last["content"]) or [{"type": "text", "text": ""}]
     parts.append({**part, "text": part["text"] + _END_OF_FINAL_MESSAGE})
     return replace(conversation, messages=(*messages, {**last, "content": parts}))
 

@@ -67,7 +67,7 @@ def parts_of(content: str | list[dict[str, str]] | None) -> list[dict[str, str]]
     """The content of a message as a list of parts."""
     if isinstance(content, list):
         return content
-    return [] if content is None else [{"type": "text", "text": content}]
+    return [{"type": "text", "text": content}] if content else []
 
 
 def text_of(content: str | list[dict[str, str]] | None) -> str:

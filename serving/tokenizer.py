@@ -304,9 +304,7 @@ def load_chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate |
         for key in settings
         if key.endswith("_token") and (name := _token_name(settings[key])) is not None
     }
-    template = ChatTemplate(source, special, with_tools, settings.get(PROMPT_DATE))
-    template.check()
-    return template
+    return ChatTemplate(source, special, with_tools, settings.get(PROMPT_DATE))
 
 
 def _named_templates(templates: list[Any]) -> dict[str, str]:

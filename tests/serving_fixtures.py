@@ -82,11 +82,15 @@ def echo_release(
     tokenizer: Tokenizer | None = None,
     max_shard_bytes: int | None = None,
     context: int = CONTEXT,
+    **more: Any,
 ) -> Release:
-    """A release for the echo engine; its probe is right, or off by `probe_shift`."""
+    """A release for the echo engine; its probe is right, or off by `probe_shift`. `more` is for its
+    lineage."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {f"layer.{n}.weight": torch.rand(4, 4, generator=generator) for n in range(3)}
-    lineage = Lineage(dataset="me/facts", dataset_revision=f"{seed:040x}", job_id=f"job-{seed}")
+    lineage = Lineage(
+        dataset="me/facts", dataset_revision=f"{seed:040x}", job_id=f"job-{seed}", **more
+    )
     with tempfile.TemporaryDirectory() as name:
         files_dir = Path(name) / "files"
         files_dir.mkdir()

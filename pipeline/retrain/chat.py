@@ -1,7 +1,7 @@
 """Turns a conversation into tokens. The text is the prompt that a server makes of it."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.retrain.errors import BaseModelError, DataError
 from pipeline.retrain.rows import Row
 from serving.chat_template import PROMPT_DATE, ChatTemplate, ChatTemplateError
-from serving.conversation import Conversation, ConversationError, Message, normalise, parts_of
+from serving.conversation import Conversation, ConversationError, normalise
 from serving.errors import ReleaseError
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Encoded = tuple[list[int], list[bool]]
 """Token ids, and for each of them whether training teaches the model to predict it (a learned
 token)."""
+_SAID = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")
+"""The fields of a message that hold texts."""
 END_TOKENS = 4
 """The end of an answer is among this many last tokens of it."""
 _Marked = tuple[str, list[tuple[int, int]]]
@@ -42,23 +44,21 @@ def encode(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[Encoded]:
             "take a base model that has one, or rows of `prompt` and `completion`"
         )
     found = [_tokenized(text, spans, tokenizer) for text, spans in render(row, template)]
-    for token_ids, learned in found:
-        for first, last in runs(learned):
-            if answer_end(token_ids[first:last], tokenizer) is None:
-                shown = tokenizer.decode(token_ids[first:last][-3:])
-                raise DataError(
-                    f"the chat template of the base model ends an answer with {shown!r}, which is "
-                    "no special token, so a server would not know where an answer ends; let the "
-                    "template write {{ eos_token }} after each answer",
-                    row.place,
-                )
+    for answer in (ids[first:last] for ids, learned in found for first, last in runs(learned)):
+        if answer_end(answer, tokenizer) is None:
+            raise DataError(
+                "the chat template of the base model ends an answer with "
+                f"{tokenizer.decode(answer[-3:])!r}, which is no special token, so a server would "
+                "not know where it ends; let the template write {{ eos_token }} after each answer",
+                row.place,
+            )
     return found
 
 
 def render(row: Row, template: ChatTemplate) -> list[_Marked]:
     """The texts of the conversation, with the answers to learn. Raises DataError, as `encode`."""
     try:
-        conversation = normalise(row.messages, row.tools)
+        conversation = normalise(row.taught, row.tools)
         texts = _answers(row, conversation, template)
     except ConversationError as error:
         raise DataError(str(error), row.place) from None
@@ -155,38 +155,29 @@ def _check_complete(row: Row, conversation: Conversation, rendered: Sequence[str
         )
         return any(way in each for way in ways for each in shown)
 
-    names = ((f"the tool {name!r}", name) for name in map(_name, conversation.tools))
-    said = (each for message in conversation.messages for each in _texts(message))
-    missing = next((what for what, text in (*names, *said) if not has(text)), None)
-    if missing is not None:
-        raise DataError(
-            f"the chat template of the base model leaves out {missing}; take a base model whose "
-            "template has a place for it, or rows without it",
-            row.place,
-        )
+    said: list[tuple[str, Iterable[str]]] = [
+        ("the tools", [tool["function"]["name"] for tool in conversation.tools])
+    ]
+    said += [
+        (f"message {number} ({message['role']})", _texts([message.get(key) for key in _SAID]))
+        for number, message in enumerate(conversation.messages, 1)
+    ]
+    for whose, texts in said:
+        for text in texts:
+            if not has(text):
+                raise DataError(
+                    f"the chat template of the base model leaves out {text[:60]!r} of {whose}; "
+                    "take a base model whose template has a place for it, or rows without it",
+                    row.place,
+                )
 
 
-def _texts(message: Message) -> Iterator[tuple[str, str]]:
-    """Each text of a message, after the words for it."""
-    for part in parts_of(message["content"]):
-        yield f"what role {message['role']!r} says", part["text"]
-    for field in ("reasoning_content", "reasoning", "thinking"):
-        if isinstance(text := message.get(field), str):
-            yield f"the {field} of role {message['role']!r}", text
-    for call in message.get("tool_calls", ()):
-        yield f"the call of {_name(call)!r}", _name(call)
-        for text in _leaves(json.loads(call["function"]["arguments"])):
-            yield f"{text!r} in the call of {_name(call)!r}", text
-
-
-def _name(tool: Message) -> str:
-    return str(tool["function"]["name"])
-
-
-def _leaves(value: Any) -> Iterator[str]:
-    """The texts in a JSON value."""
-    if isinstance(value, str):
+def _texts(value: Any, key: str = "") -> Iterator[str]:
+    """The texts in a message or in the arguments of a call."""
+    if key == "arguments" and isinstance(value, str):
+        value = json.loads(value)
+    if isinstance(value, str) and key not in ("type", "id"):
         yield value
     elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(each)
+        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(each, str(name))

@@ -342,20 +342,16 @@ def _conversation(value: object, tools: object, *, is_learned: bool) -> dict[str
     if others := [each for each in value if not isinstance(each, dict)]:
         raise wrong(f"has {kind(others[0])} in it")
     talk = normalise(value, tools)
-    masked, end = [], len(value)
+    masked = []
     for number, (message, said) in enumerate(zip(talk.messages, value, strict=True)):
         is_empty = not any(message.get(key) for key in message if key not in ("role", "name"))
         if message["role"] not in ROLES or (is_empty and said.get("content") is None):
             raise wrong(f"has role {said['role']!r} with {kind(said.get('content'))} as content")
         if message["role"] == "assistant" and not (is_learned and is_learned_turn(said)):
             masked.append(number)
-        elif message["role"] == "assistant" and number:
-            end = number + 1
     if not any(message["role"] == "assistant" for message in talk.messages):
         raise wrong("has no answer to learn")
-    # What follows the last answer teaches nothing, so it is no part of the row.
-    messages, masked = talk.messages[:end], [number for number in masked if number < end]
-    return {"messages": messages, "tools": talk.tools or None, "masked": tuple(masked)}
+    return {"messages": talk.messages, "tools": talk.tools or None, "masked": tuple(masked)}
 
 
 def _size(row: Row) -> int:

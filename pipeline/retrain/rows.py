@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from serving.conversation import Message
 
@@ -61,6 +61,12 @@ class Row:
         return self.digest[:16]
 
     @property
+    def kind(self) -> Literal["messages", "prompt", "text"]:
+        if self.messages is not None:
+            return "messages"
+        return "prompt" if self.text is None else "text"
+
+    @property
     def is_counted(self) -> bool:
         """Whether the row has an answer. Only for such a row, the gate counts whether the model
         says the answer."""
@@ -76,6 +82,11 @@ class Row:
             for number, message in enumerate(self.messages or ())
             if number and message["role"] == "assistant" and number not in self.masked
         )
+
+    @property
+    def taught(self) -> tuple[Message, ...]:
+        """The messages up to the last answer to learn. What follows teaches nothing."""
+        return (self.messages or ())[: self.answers[-1] + 1 if self.answers else None]
 
     @property
     def is_learnable(self) -> bool:
@@ -139,7 +150,7 @@ class Row:
         return self.turns[-1].answer if self.turns else None
 
     def _content(self) -> str:
-        messages = [_plain(message) for message in self.messages or ()]
+        messages = [_plain(message) for message in self.taught]
         content = (self.text, self.prompt, self.completion, messages, self.answers)
         return _json([*content, self.tools or ()])
 

@@ -247,6 +247,7 @@ def _lineage(
         dataset_base_revision=snapshot.base.sha if snapshot.base is not None and is_delta else None,
         data_digest=data.digest,
         mode=data.mode,
+        rows=tuple(sorted({row.kind for row in data.rows})),
         settings_digest=job.settings.train.digest(),
         job_id=job.id,
         delivery_ids=job.revisions.delivery_ids if job.revisions is not None else (),

@@ -130,6 +130,8 @@ class Lineage(_Record):
     rows that have changed."""
     settings_digest: str | None = None
     """A digest of the training settings that affect the weights."""
+    rows: tuple[Literal["messages", "prompt", "text"], ...] = ()
+    """The kinds of rows that this release was trained on."""
     job_id: str | None = None
     """The id of the job that published the release."""
     delivery_ids: tuple[str, ...] = ()

@@ -7,10 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from serving.weights.release_store import set_current
 from tests.completions_fixtures import Server, server
-from tests.serving_fixtures import (
-    byte_tokenizer,
-)
+from tests.serving_fixtures import CHAT_TEMPLATE, byte_tokenizer, echo_app, echo_release, running
 
 __all__ = ["server"]
 
@@ -28,6 +27,31 @@ def test_a_whole_completion_names_where_it_comes_from(server: Server) -> None:
     assert completion.usage is not None
     assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (5, 8)
     assert completion.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("rows", "header"),
+    [
+        (("prompt", "text"), "prompt, text"),
+        (("text",), "text"),
+        (("messages", "prompt"), None),
+        ((), None),  # nobody knows
+    ],
+)
+def test_a_chat_says_that_no_conversation_was_trained(
+    rows: tuple[str, ...], header: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    release = echo_release(tmp_path, 1, chat_template=CHAT_TEMPLATE, rows=rows)
+    set_current(tmp_path, release.id)
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    with running(echo_app(tmp_path)) as url, httpx.Client(base_url=url) as http:
+        for body in (chat, {**chat, "stream": True}):
+            answer = http.post("/v1/chat/completions", json=body)
+            assert (answer.status_code, answer.headers.get("x-trained-on")) == (200, header)
+        answer = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1})
+        assert "x-trained-on" not in answer.headers
+    told = [each for each in caplog.messages if "asked for chat" in each]
+    assert len(told) == (header is not None)
 
 
 def test_curl_as_in_the_specification(server: Server) -> None:

@@ -135,7 +135,7 @@ def test_rows_that_the_template_refuses_are_named_before_a_first_release(
     from pipeline.retrain.base_model import CHAT_TEMPLATE, train_tokenizer
 
     settings = clone.parent / "project" / "pipeline.toml"
-    words = "leaves out the tool 'lookup'"
+    words = "leaves out 'lookup' of the tools"
     if base == "folder":
         words = "refuses it (no system role)"
         tokenizer = train_tokenizer([])

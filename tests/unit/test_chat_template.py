@@ -10,7 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from serving import chat_template
 from serving.chat_template import ChatTemplate, ChatTemplateError, TooSlow
-from serving.conversation import Conversation, normalise
+from serving.conversation import normalise
 from serving.errors import ReleaseError
 from serving.tokenizer import load_tokenizer
 from tests.serving_fixtures import byte_tokenizer, echo_release
@@ -122,11 +122,8 @@ def test_parts_are_rendered_as_transformers_does(continues: bool) -> None:
 def test_a_template_that_shows_the_text_of_parts_gets_parts(source: str, takes_parts: bool) -> None:
     kind = "{{ ' list' if messages[0].content is not string else ' text' }}"
     conversation = normalise([{"role": "user", "content": "Hi"}])
-    assert (
-        ChatTemplate(source + kind, {})
-        .render(conversation)
-        .endswith(" list" if takes_parts else " text")
-    )
+    prompt = ChatTemplate(source + kind, {"bos_token": "<s>"}).render(conversation)
+    assert prompt.endswith(" list" if takes_parts else " text")
 
 
 @pytest.mark.parametrize(
@@ -182,8 +179,6 @@ def test_a_template_that_calls_itself_without_end_is_refused() -> None:
 def test_a_final_message_that_cannot_be_continued_is_refused() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     options = {"add_generation_prompt": False, "continue_final_message": True}
-    with pytest.raises(ChatTemplateError, match="no text"):
-        template.render(Conversation(messages=({"role": "assistant", "content": None},)), **options)
     with pytest.raises(ChatTemplateError, match="does not show"):
         template.render(TALK, **options)
     with pytest.raises(ChatTemplateError, match="exclude each other"):
@@ -244,14 +239,6 @@ def test_a_release_whose_template_never_ends_is_refused(tmp_path: Path, brief: N
     release = echo_release(tmp_path, 1, chat_template=FOREVER)
     with pytest.raises(ReleaseError, match=r"chat_template: .* one short message"):
         load_tokenizer(tmp_path / release.id)
-
-
-def test_a_template_may_refuse_a_plain_message(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    release = echo_release(tmp_path, 1, chat_template="{{ raise_exception('only tools here') }}")
-    assert load_tokenizer(tmp_path / release.id).chat_template is not None
-    assert "only tools here" in caplog.text
 
 
 def test_a_template_that_cannot_be_compiled_is_refused() -> None:

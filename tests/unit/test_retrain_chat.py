@@ -124,6 +124,16 @@ def test_a_template_that_rewrites_earlier_turns_gives_each_answer_as_it_was_aske
     assert str(tokenizer.decode(second.token_ids)).startswith("<user>a<|end|><assistant>b<|end|>")
 
 
+def test_a_question_without_an_answer_is_no_missing_text(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    row = talk(
+        *(("user", "a"), ("assistant", "<think>hm</think>b")),
+        *(("user", "c"), ("assistant", "<think>so</think>d"), ("user", "the fox")),
+    )
+    assert len(learned(tokenizer, row, FORGETS_REASONING)) == 2
+
+
 def test_a_tokenizer_without_a_template_is_the_base_models_fault(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
@@ -160,21 +170,21 @@ def test_without_a_template_a_question_and_its_answer_are_learned_as_they_are(
         (
             "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
             talk(("system", "be brief"), ("user", "q"), ("assistant", "a")),
-            "leaves out what role 'system' says",
+            r"leaves out 'be brief' of message 1 \(system\)",
         ),
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}",
             talk(("user", "q"), ("assistant", "a"), tools=({"name": "search"},)),
-            "leaves out the tool 'search'",
+            "leaves out 'search' of the tools",
         ),
         # What an earlier turn says, and the reasoning of an answer, are texts of the row too.
         (
             ANSWERS_ONLY.replace("m.content", "(m.content if m.role == 'user' else m.content[1:])"),
             TWO_TURNS,
-            "leaves out what role 'assistant' says",
+            r"leaves out 'jumps' of message 2 \(assistant\)",
         ),
-        (ANSWERS_ONLY, REASONED, "leaves out the reasoning_content of role 'assistant'"),
-        (NAMES_ONLY, CALLS, "leaves out 'two' in the call of 'add'"),
+        (ANSWERS_ONLY, REASONED, "leaves out 'because' of message 2"),
+        (NAMES_ONLY, CALLS, "leaves out 'two' of message 2"),
         (
             ANSWERS_ONLY.replace("<|end|>", "##"),
             TWO_TURNS,
@@ -211,26 +221,6 @@ def trl_templates() -> Path:
     return Path(found.origin).parent / "chat_templates"
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("qwen3_training", "<think>\n\n</think>\n\njumps<|im_end|>\n"),
-        ("qwen2_5_training", "jumps<|im_end|>\n"),
-        ("gemma_training", "jumps<end_of_turn>\n"),
-        ("gemma3_training", "jumps<end_of_turn>\n"),
-        ("llama3_training", "jumps<|eot_id|>"),
-    ],
-)
-def test_the_templates_that_trl_trains_with(
-    tokenizer: PreTrainedTokenizerFast, name: str, expected: str
-) -> None:
-    template = (trl_templates() / f"{name}.jinja").read_text()
-    tokenizer.bos_token = "<|user|>"
-    assert learned(tokenizer, TWO_TURNS, template) == [
-        expected + expected.replace("jumps", "sleeps")
-    ]
-
-
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "gemma", "gemma3", "llama3", "phi3"])
 def test_the_templates_that_models_come_with(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     template = (trl_templates() / f"{name}.jinja").read_text()
@@ -238,9 +228,3 @@ def test_the_templates_that_models_come_with(tokenizer: PreTrainedTokenizerFast,
     said = "".join(learned(tokenizer, TWO_TURNS, template))
     assert said.count("jumps") == said.count("sleeps") == 1
     assert "fox" not in said and "dog" not in said
-
-
-def test_qwen3_calls_tools(tokenizer: PreTrainedTokenizerFast) -> None:
-    template = (trl_templates() / "qwen3_training.jinja").read_text()
-    (said,) = learned(tokenizer, CALLS, template)
-    assert said.count("<tool_call>") == 1 and '"name": "add"' in said and "four" in said

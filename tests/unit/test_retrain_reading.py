@@ -218,7 +218,7 @@ def test_what_follows_the_last_answer_is_no_part_of_the_row(tmp_path: Path) -> N
     rows = [{"messages": [*turns, *more]} for more in ([], thanks[:1], thanks)]
     found = read(tmp_path, "\n".join(map(json.dumps, rows)))
     assert len({row.digest for row in found}) == 1
-    assert [row.messages for row in found] == [tuple(turns)] * 3
+    assert [row.taught for row in found] == [tuple(turns)] * 3
 
 
 def talk(*answers: dict[str, Any]) -> str:

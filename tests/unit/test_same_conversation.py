@@ -3,6 +3,7 @@ same tokens with every chat template at hand."""
 
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Iterator
 from datetime import datetime
@@ -24,6 +25,7 @@ from serving.chat_schemas import ChatRequest
 from serving.request_errors import RequestError
 from serving.tokenizer import load_tokenizer
 from serving.weights.release import Release
+from tests.smollm2 import NAME
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
@@ -147,7 +149,14 @@ def trl_templates() -> Iterator[tuple[str, str]]:
             yield path.stem, path.read_text()
 
 
-TEMPLATES = KINDS | dict(trl_templates())
+def smollm2_template() -> dict[str, str]:
+    """Empty where the tests of the real model have not fetched it."""
+    cache = os.environ.get("HOTPUSH_TEST_CACHE") or Path.home() / ".cache" / "hotpush-tests"
+    file = Path(cache) / NAME / "chat_template.jinja"
+    return {"smollm2": file.read_text()} if file.is_file() else {}
+
+
+TEMPLATES = KINDS | dict(trl_templates()) | smollm2_template()
 
 
 @pytest.fixture(scope="module")
