@@ -8,20 +8,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import PipelineError
 from pipeline.hub.repositories.names import repository_name
 from pipeline.hub.repositories.store import Repositories
 from pipeline.paths import Home
-from pipeline.retrain.base_model import PRESETS, cached_folder, longest_sequence
+from pipeline.pointers import Pointer, may_be_pointer
+from pipeline.retrain.base_model import (
+    CONTEXT,
+    PRESETS,
+    cached_folder,
+    find_base,
+    longest_sequence,
+    train_tokenizer,
+)
+from pipeline.retrain.data import divide
 from pipeline.retrain.data_files import shown, why_no_data
 from pipeline.retrain.dataset import check_not_empty, read_dataset
-from pipeline.retrain.errors import BaseModelError, DataError
+from pipeline.retrain.errors import BaseModelAway, BaseModelError, DataError
 from pipeline.retrain.git_snapshot import GitDataset
-from pipeline.retrain.held_out import held_out_now
 from pipeline.retrain.own_token import own_token
-from pipeline.retrain.parent import chosen_release
+from pipeline.retrain.parent import find_parent
 from pipeline.retrain.report import DataReport, report_on
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import DataSettings, is_git_url
@@ -29,8 +36,6 @@ from pipeline.retrain.snapshot import DatasetHub, DatasetSource
 from pipeline.rules import branch_ref
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens
-from serving.errors import ReleaseError
-from serving.weights.release_store import load_release
 
 
 def pipeline_of(
@@ -74,6 +79,14 @@ def check_data(
             for link in links
             if why_no_data(link) is None
         ]
+        # Without git-lfs, a clone has pointers in place of large files.
+        pointers = {
+            file: "only its pointer of Git LFS is here, and a job fetches the content (`git lfs "
+            "pull` fetches it too)"
+            for file in files
+            if why_no_data(file) is None and _is_pointer(root / file)
+        }
+        files = [file for file in files if file not in pointers]
         # The report names the files, and JSON cannot hold a name that is not UTF-8. So do not read
         # files with such names.
         readable = [file for file in files if shown(file) == file]
@@ -85,26 +98,23 @@ def check_data(
         dataset = read_dataset(root, readable, reading, bad.append)
     # If rows are bad, do not also report that the dataset has no rows: the dataset may be empty
     # only because the bad rows were left out.
-    if not bad:
+    if not bad and not pointers:
         try:
             check_not_empty(dataset)
         except DataError as error:
             bad.append(error)
-    bases_dir = home.bases_dir / pipeline.name if pipeline is not None else None
-    held_out_digests = held_out_now(bases_dir, dataset, reading)
-    rows = [row for row in dataset.train if row.digest not in held_out_digests]
-    held_out = [
-        *dataset.held_out,
-        *(row for row in dataset.train if row.digest in held_out_digests),
-    ]
-    tokens = _count_tokens(rows, home, pipeline) if pipeline is not None else None
-    if tokens is None:
-        return report_on(dataset, rows, held_out, bad=map(str, bad))
+    parent = find_parent(home.releases_dir / pipeline.name) if pipeline is not None else None
+    rows, share = divide(dataset, reading, parent.held_out_share if parent is not None else None)
+    held_out = [*dataset.held_out, *share]
+    tokens = _TokenCounts()
+    if pipeline is not None:
+        tokens = _count_tokens(rows, home, settings, pipeline)
     return report_on(
         dataset,
         rows,
         held_out,
-        bad=map(str, (*bad, *tokens.refused)),
+        bad=[*bad, *tokens.refused],
+        elsewhere=pointers,
         num_tokens=tokens.count,
         max_length=tokens.max_length,
         cut=tokens.cut,
@@ -140,6 +150,10 @@ def _files(
         source = _source(home, settings, pipeline, Path(temporary))
         revision = source.download(source.head(branch_ref(pipeline)))
         yield revision.folder, (*revision.files, *revision.others), ()
+
+
+def _is_pointer(path: Path) -> bool:
+    return may_be_pointer(path.stat().st_size) and Pointer.parse(path.read_bytes()) is not None
 
 
 def _source(
@@ -224,12 +238,12 @@ def _git(*arguments: str, folder: Path = Path()) -> str | None:
 
 @dataclass
 class _TokenCounts:
-    max_length: int
+    max_length: int | None = None
     """The largest number of tokens in one training sequence. Training splits a longer plain text
-    into several sequences, and cuts any other row that is longer."""
-    count: int | None = 0
+    into several sequences, and cuts any other row that is longer. None if there is no tokenizer."""
+    count: int | None = None
     """The number of tokens in all rows, without the rows that the tokenizer refuses. None if there
-    are conversations, but the tokenizer has no chat template to encode them."""
+    is no tokenizer, or if it has no chat template to encode conversations."""
     cut: list[Row] = field(default_factory=list)
     """The rows that training cuts: the rows with an answer (all rows except plain text) that have
     more than `max_length` tokens."""
@@ -238,25 +252,63 @@ class _TokenCounts:
     rows."""
 
 
+def tokenizer_folder(pipeline: PipelineSettings, home: Home) -> Path | None:
+    """The folder of the tokenizer that a job would use: the release from which it starts to train,
+    or the base model. None if the base model was not made or fetched yet. Raises ReleaseError."""
+    base_model = str(pipeline.base_folder() or pipeline.base_model)
+    parent = find_parent(home.releases_dir / pipeline.name)
+    if parent is not None and parent.lineage.base_model == base_model:
+        return parent.folder
+    if base_model in PRESETS:
+        folders = [home.bases_dir / pipeline.name / base_model.partition(":")[2]]
+    else:
+        cached = cached_folder(home.bases_dir / "hub", base_model.partition("@")[0])
+        folders = [Path(base_model), *sorted(cached.glob("*"))]
+    return next((each for each in folders if (each / "tokenizer_config.json").is_file()), None)
+
+
 def _count_tokens(
-    rows: Sequence[Row], home: Home, pipeline: PipelineSettings
-) -> _TokenCounts | None:
-    """Counts the tokens of the rows. Returns None if `_tokenizer` finds no tokenizer."""
-    found = _tokenizer(home, pipeline)
-    if found is None:
-        return None
-    folder, tokenizer = found
+    rows: Sequence[Row],
+    home: Home,
+    settings: Settings,
+    pipeline: PipelineSettings,
+) -> _TokenCounts:
+    """Counts the tokens of the rows, with the tokenizer that a job would use."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        return _TokenCounts()
     from pipeline.retrain.row_lengths import UNCUT_LENGTH
     from pipeline.retrain.tokens import sequences
 
-    config = folder / "config.json"
-    context = json.loads(config.read_bytes()) if config.is_file() else {}
-    tokens = _TokenCounts(
-        longest_sequence(
-            pipeline.train.max_length, pipeline.base_model, context.get("max_position_embeddings")
-        )
-    )
-    count = 0
+    base_model = str(pipeline.base_folder() or pipeline.base_model)
+    context: int | None = CONTEXT
+    folder = tokenizer_folder(pipeline, home)
+    if folder is None and base_model not in PRESETS:
+        is_own = pipeline.base_model_endpoint == "hub"
+        stack_token = load_tokens(home.tokens_file).hub
+        try:
+            folder = find_base(
+                base_model,
+                home.bases_dir,
+                rows,
+                pipeline=pipeline.name,
+                seed=pipeline.train.seed,
+                endpoint=settings.hub_url if is_own else pipeline.base_model_endpoint,
+                token=stack_token if is_own else own_token(os.environ, stack_token),
+                has_weights=False,
+            ).folder
+        except BaseModelAway:
+            return _TokenCounts()
+        except BaseModelError as error:
+            return _TokenCounts(refused=[error])
+    if folder is not None:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        context = json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings")
+    else:
+        tokenizer = train_tokenizer(rows)  # as the first job makes it
+    longest = longest_sequence(pipeline.train.max_length, base_model, context)
+    tokens, count = _TokenCounts(longest), 0
     for row in rows:
         try:
             sizes = [len(each.token_ids) for each in sequences([row], tokenizer, UNCUT_LENGTH)]
@@ -264,43 +316,9 @@ def _count_tokens(
             tokens.refused.append(error)
             continue
         except BaseModelError as error:
-            tokens.count, tokens.refused = None, [error]
-            return tokens
+            return _TokenCounts(longest, refused=[error])
         count += sum(sizes)
-        if row.is_counted and max(sizes, default=0) > tokens.max_length:
+        if row.is_counted and max(sizes, default=0) > longest:
             tokens.cut.append(row)
     tokens.count = count
     return tokens
-
-
-def _has_base(release: Path, pipeline: PipelineSettings) -> bool:
-    """Whether the release was trained from the base model that the settings name."""
-    try:
-        trained_from = load_release(release).lineage.base_model
-    except ReleaseError:
-        return False
-    return trained_from == str(pipeline.base_folder() or pipeline.base_model)
-
-
-def _tokenizer(home: Home, pipeline: PipelineSettings) -> tuple[Path, Any] | None:
-    """Returns the tokenizer that a job would use, and the folder of this tokenizer. A job uses the
-    tokenizer of the release from which it starts to train. If there is no release yet, or if it was
-    trained from another base model, the job uses the tokenizer of the base model. Returns None if
-    no tokenizer is on this disk, or if `transformers` is not installed."""
-    release = chosen_release(home.releases_dir / pipeline.name)
-    if release is not None and not _has_base(release, pipeline):
-        release = None
-    folders = [release, pipeline.base_folder()]
-    if pipeline.base_model in PRESETS:
-        folders.append(home.bases_dir / pipeline.name / pipeline.base_model.partition(":")[2])
-    else:
-        repo = pipeline.base_model.partition("@")[0]
-        folders += sorted(cached_folder(home.bases_dir / "hub", repo).glob("*"))
-    for folder in folders:
-        if folder is not None and (folder / "tokenizer_config.json").is_file():
-            try:
-                from transformers import AutoTokenizer
-            except ImportError:
-                return None
-            return folder, AutoTokenizer.from_pretrained(folder)
-    return None

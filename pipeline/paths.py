@@ -67,8 +67,7 @@ class Home:
         for each pipeline, in a folder with the pipeline's name. A model from a hub is downloaded
         once for all pipelines, into the folder `hub`. The folder `answers` holds the answers that
         the base models gave to everyday prompts. Retrainings use these answers to keep the model
-        from drifting away from its base model. The folder with the pipeline's name may also
-        have the file `held_out.json`, which records held-out rows (never trained on)."""
+        from drifting away from its base model."""
         return self.root / "bases"
 
     @property

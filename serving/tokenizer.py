@@ -145,7 +145,7 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
         raise ReleaseError("config.json: max_position_embeddings is not a positive number")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ReleaseError("config.json: vocab_size is not a positive number")
-    chat_template = _chat_template(folder, settings)
+    chat_template = load_chat_template(folder, settings)
     _check_ids(tokenizer, ids, vocab_size, "" if chat_template is None else chat_template.texts)
     eos_token = _token_name(settings.get("eos_token"))
     own_eos = None if eos_token is None else tokenizer.token_to_id(eos_token)
@@ -290,7 +290,10 @@ def _check_ids(tokenizer: Tokenizer, ids: dict[str, int], vocab_size: int, templ
         )
 
 
-def _chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate | None:
+def load_chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate | None:
+    """The chat template of the tokenizer in `folder`. None if there is none. Raises ReleaseError.
+
+    settings: the content of tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     try:
         source = path.read_text("utf-8") if path.is_file() else settings.get("chat_template")

@@ -15,7 +15,6 @@ from tests.retrain_fixtures import Pipeline
 OPEN_GATE = {
     "max_loss_ratio": 99.0,
     "max_lost_ratio": 1.0,
-    "max_noise_ratio": 1.0,
 }
 
 

@@ -50,7 +50,7 @@ def hub(host: str | None, port: int | None) -> None:
             jobs_store=store,
             needed_commits=partial(needed_commits, home, store),
             remarks_on=PushRemarks(
-                [each for each in settings.pipelines if settings.is_on_own_hub(each)]
+                [each for each in settings.pipelines if settings.is_on_own_hub(each)], home
             ),
         )
         serve(app, hub_settings)

@@ -106,13 +106,14 @@ def find_base(
     endpoint: str | None = None,
     token: str | None = None,
     pinned: str | None = None,
+    has_weights: bool = True,
 ) -> Base:
     """Find the base model. If it is not on this disk yet, it is made or fetched.
 
     bases_dir: the folder for the base models of all pipelines. Its folder `hub` holds the models
     that were fetched from a hub, and all pipelines share them. A preset is made once for each
     pipeline, from its `rows`, and is never deleted. pinned: the commit of the base model from which
-    the pipeline's releases were trained so far.
+    the pipeline's releases were trained so far. has_weights: whether the weights are needed too.
 
     Raises BaseModelError if there is no such model, and BaseModelAway if the hub does not answer.
     """
@@ -132,7 +133,7 @@ def find_base(
             f"no base model at {base_model}: no such folder; set `base_model` to a folder with "
             "config.json, a hub id (owner/name, or owner/name@revision), or preset:tiny"
         )
-    return _fetch(base_model, bases_dir / "hub", endpoint, token, pinned)
+    return _fetch(base_model, bases_dir / "hub", endpoint, token, pinned, has_weights)
 
 
 def _check_folder(folder: Path) -> None:
@@ -145,9 +146,14 @@ def _check_folder(folder: Path) -> None:
 
 
 def _fetch(
-    base_model: str, cache: Path, endpoint: str | None, token: str | None, pinned: str | None
+    base_model: str,
+    cache: Path,
+    endpoint: str | None,
+    token: str | None,
+    pinned: str | None,
+    has_weights: bool,
 ) -> Base:
-    """Fetch the config, the tokenizer and the weights of a model from a hub. The commit is
+    """Fetch the config, the tokenizer and possibly the weights of a model from a hub. The commit is
     `pinned`. If that is None, it is the revision in the model's id, and if there is none, the
     newest commit of `main`."""
     import httpx2  # huggingface_hub raises the errors of httpx2 when a connection fails
@@ -161,6 +167,8 @@ def _fetch(
     try:
         info = HfApi(endpoint, token_or_none).model_info(repo, revision=pinned or revision or None)
         files = needed_files([each.rfilename for each in info.siblings or ()])
+        if not has_weights:
+            files = [file for file in files if not file.endswith((".safetensors", ".bin"))]
         folder = Path(
             snapshot_download(
                 repo,

@@ -43,25 +43,31 @@ def encode(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[Encoded]:
             "the dataset has conversations, but the base model's tokenizer has no chat template; "
             "take a base model that has one, or rows of `prompt` and `completion`"
         )
-    try:
-        conversation = _until_last_answer(normalise(row.messages, row.tools))
-        texts = _answers(row, conversation, template)
-    except ConversationError as error:
-        raise DataError(f"{row.place}: {error}") from None
-    except ChatTemplateError as error:
-        raise DataError(
-            f"{row.place}: the chat template of the base model refuses it ({error})"
-        ) from error
-    _check_complete(row, conversation, [text for text, _ in texts])
-    found = [_tokenized(text, spans, tokenizer) for text, spans in texts]
+    found = [_tokenized(text, spans, tokenizer) for text, spans in render(row, template)]
     for answer in (ids[first:last] for ids, learned in found for first, last in runs(learned)):
         if answer_end(answer, tokenizer) is None:
             raise DataError(
-                f"{row.place}: the chat template of the base model ends an answer with "
+                "the chat template of the base model ends an answer with "
                 f"{tokenizer.decode(answer[-3:])!r}, which is no special token, so a server would "
-                "not know where it ends; let the template write {{ eos_token }} after each answer"
+                "not know where it ends; let the template write {{ eos_token }} after each answer",
+                row.place,
             )
     return found
+
+
+def render(row: Row, template: ChatTemplate) -> list[_Marked]:
+    """The texts of the conversation, with the answers to learn. Raises DataError, as `encode`."""
+    try:
+        conversation = normalise(row.taught, row.tools)
+        texts = _answers(row, conversation, template)
+    except ConversationError as error:
+        raise DataError(str(error), row.place) from None
+    except ChatTemplateError as error:
+        raise DataError(
+            f"the chat template of the base model refuses it ({error})", row.place
+        ) from error
+    _check_complete(row, conversation, [text for text, _ in texts])
+    return texts
 
 
 def chat_template(tokenizer: "PreTrainedTokenizerBase") -> ChatTemplate | None:
@@ -103,21 +109,10 @@ def runs(learned: Sequence[bool]) -> Iterator[tuple[int, int]]:
             yield places[0], places[-1] + 1
 
 
-def _until_last_answer(conversation: Conversation) -> Conversation:
-    """Without the messages that nobody answers: they teach nothing."""
-    messages = list(conversation.messages)
-    while messages and messages[-1]["role"] != "assistant":
-        messages.pop()
-    return replace(conversation, messages=tuple(messages))
-
-
 def _answers(row: Row, conversation: Conversation, template: ChatTemplate) -> list[_Marked]:
     whole = template.render(conversation, add_generation_prompt=False)
     found = []
-    for number, message in enumerate(conversation.messages):
-        # The first message has no prompt, so it is not learned (`Row.is_learnable`).
-        if message["role"] != "assistant" or number == 0:
-            continue
+    for number in row.answers:
         before, until = (
             replace(conversation, messages=conversation.messages[:count])
             for count in (number, number + 1)
@@ -126,9 +121,10 @@ def _answers(row: Row, conversation: Conversation, template: ChatTemplate) -> li
         answered = template.render(until, add_generation_prompt=False)
         if not answered.startswith(asked):
             raise DataError(
-                f"{row.place}: the chat template of the base model renders the prompt of an answer "
-                "differently when the answer follows, so a server would never ask what the row "
-                "teaches; take another template, or write the reasoning that this one expects"
+                "the chat template of the base model renders the prompt of an answer differently "
+                "when the answer follows, so a server would never ask what the row teaches; take "
+                "another template, or write the reasoning that this one expects",
+                row.place,
             )
         found.append((answered, [(len(asked), len(answered))]))
     if all(whole.startswith(answered) for answered, _ in found):
@@ -170,9 +166,9 @@ def _check_complete(row: Row, conversation: Conversation, rendered: Sequence[str
         for text in texts:
             if not has(text):
                 raise DataError(
-                    f"{row.place}: the chat template of the base model leaves out {text[:60]!r} "
-                    f"of {whose}; take a base model whose template has a place for it, or rows "
-                    "without it"
+                    f"the chat template of the base model leaves out {text[:60]!r} of {whose}; "
+                    "take a base model whose template has a place for it, or rows without it",
+                    row.place,
                 )
 
 

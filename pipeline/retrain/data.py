@@ -5,7 +5,7 @@ A *full* training trains the base model on all rows. A *delta* trains the weight
 release from which the job continues) on the changed rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -14,12 +14,18 @@ from typing import Literal
 from pipeline.retrain.base_model import files_digest
 from pipeline.retrain.dataset import Dataset, check_not_empty, read_dataset
 from pipeline.retrain.errors import DataError
-from pipeline.retrain.held_out import held_out_text
 from pipeline.retrain.parent import Parent
 from pipeline.retrain.rows import Difference, Row, contradictions, data_digest, difference, split
-from pipeline.retrain.settings import RetrainSettings
+from pipeline.retrain.settings import DataSettings, RetrainSettings
 from pipeline.retrain.snapshot import DatasetSnapshot, Revision
 
+MIN_SHARED = 1_000
+SHARE = 0.02
+AT_LEAST, AT_MOST = 32, 1_000
+"""A text corpus of at least MIN_SHARED rows can spare some: the share SHARE, but AT_LEAST and
+AT_MOST so many. Only the loss on unseen text shows whether a model generalises, and with 32 rows, a
+comparison row by row already shows a change of a few per cent. To measure 1,000 rows, the gate
+needs more than a minute."""
 MAX_UNLEARNED = 100
 """The largest number of deleted rows that a delta unlearns. If more rows were deleted, a full
 training without them is cheaper."""
@@ -34,8 +40,7 @@ class TrainingData:
     reason: str
     """Why this mode was chosen. For the log."""
     digest: str
-    """The digest (`rows.data_digest`) of all rows in the train split, except those that the setting
-    `held_out_ratio` holds out."""
+    """The digest (`rows.data_digest`) of `rows`."""
     rows: tuple[Row, ...]
     """All rows to train on, in the order of the dataset."""
     new: tuple[Row, ...]
@@ -52,6 +57,9 @@ class TrainingData:
     """Held-out rows that were not in the revision before."""
     held_out_known: tuple[Row, ...]
     """Held-out rows that were in the revision before."""
+    held_out_share: tuple[str, ...] = ()
+    """The short digests of the rows of a text corpus that are held out although they are in the
+    train split. The release records them, because the next one must not be trained on them."""
     held_out_trained: frozenset[str]
     """Digests of held-out rows that the parent was or may have been trained on, before they were
     held out. It may know them by heart. So the gate does not expect new weights to do as well on
@@ -104,31 +112,27 @@ def compare_revisions(
     """Read the rows of the new revision, and of the revision that the parent was trained on, and
     compare them.
 
-    A row that is in both the train split and a held-out split is trained on. If a share of a text
-    corpus is held out, this share is recorded in the folder of the base model. Raises DataError.
+    A row that is in both the train split and a held-out split is trained on. Raises DataError.
     """
-    before, unreadable = _read_base(snapshot.base, parent, settings)
+    # No release was trained on this dataset, if the pipeline followed another one before.
+    is_first = parent is None or parent.lineage.dataset != snapshot.dataset
+    recorded = None if is_first or parent is None else parent.held_out_share
+    before, base, unreadable = _read_base(snapshot.base, parent, recorded, settings)
     dataset = _read(snapshot.revision, settings, before)
     check_not_empty(dataset)
-    base = before.train if before is not None else ()
-    change = difference(base, dataset.train)
-    # A first job may have recorded its held-out rows and failed. Or the pipeline may have followed
-    # another dataset before.
-    is_first = parent is None or parent.lineage.dataset != snapshot.dataset
-    share = _share(dataset, before, change, settings, is_first=is_first)
-    rows = tuple(row for row in dataset.train if row.digest not in share)
-    held_out = (*dataset.held_out, *(row for row in dataset.train if row.digest in share))
-    # Do not unlearn rows that were held out, because the model was never trained on them. Do not
-    # unlearn rows whose answers are still in the dataset, also if they were moved to another split,
-    # because the model may still say them.
+    rows, share = divide(dataset, settings.data, recorded)
+    change = difference(base, rows)
+    held_out = (*dataset.held_out, *share)
+    # Do not unlearn rows whose answers are still in the dataset, also if they were moved to another
+    # split, because the model may still say them.
     everything = tuple(chain.from_iterable(dataset.rows.values()))
-    still_there = share.union(row.digest for row in everything)
+    still_there = {row.digest for row in everything}
     deleted = tuple(row for row in change.deleted if row.digest not in still_there)
     if deleted:
         taught = {turn for row in everything for turn in row.turns}
         deleted = tuple(row for row in deleted if not row.turns or not taught.issuperset(row.turns))
     waiting, missed_before = (
-        frozenset(row.digest for row in rows if row.digest[:16] in digests)
+        frozenset(row.digest for row in rows if row.short_digest in digests)
         for digests in (
             frozenset(parent.evaluation.get(key, ()) if parent is not None else ())
             for key in ("not_trained", "missed")
@@ -147,22 +151,24 @@ def compare_revisions(
     added = {row.digest for row in change.added}
     if mode == "delta":
         added |= waiting
-    trained = _trained_before(before, parent, held_out, share, settings, is_first=is_first)
-    seen = {row.digest for row in (*base, *(before.held_out if before is not None else ()))}
+    seen = {row.digest for row in (*before.train, *before.held_out)} if before is not None else ()
     return TrainingData(
         mode=mode,
         reason=reason,
-        digest=_train_digest(dataset, settings),
+        digest=data_digest(rows),
         rows=rows,
         new=tuple(row for row in rows if row.digest in added),
         known=tuple(row for row in rows if row.digest not in added),
-        edited=tuple(
-            pair for pair in change.edited if share.isdisjoint(row.digest for row in pair)
-        ),
+        edited=change.edited,
         deleted=deleted,
         held_out_new=tuple(row for row in held_out if row.digest not in seen),
         held_out_known=tuple(row for row in held_out if row.digest in seen),
-        held_out_trained=trained,
+        held_out_share=tuple(
+            row.short_digest for row in share if settings.data.held_out_ratio is None
+        ),
+        held_out_trained=_trained_before(
+            base if before is not None else None, None if is_first else parent, held_out
+        ),
         contradictions=contradictions(rows),
         num_permuted=change.num_permuted,
         num_before=len(base),
@@ -172,54 +178,51 @@ def compare_revisions(
     )
 
 
-def _share(
-    dataset: Dataset,
-    before: Dataset | None,
-    change: Difference,
-    settings: RetrainSettings,
-    *,
-    is_first: bool,
-) -> frozenset[str]:
-    """Digests of the rows that are held out although they are in the train split. They are rows of
-    the new revision and of the revision before."""
-    ratio = settings.data.held_out_ratio
-    if ratio is not None:
-        rows = (*dataset.train, *(before.train if before is not None else ()))
-        return frozenset(row.digest for row in split(rows, ratio)[1])
+def divide(
+    dataset: Dataset, settings: DataSettings, recorded: Collection[str] | None
+) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """The rows of the train split to train on, and those to hold out.
+
+    recorded: the share of a text corpus that the parent release held out. None if no release was
+    trained on the dataset: the rows with the lowest digests are chosen now. A row that a later
+    commit adds or edits is trained on, and a row that was ever trained on is not held out.
+    """
+    if settings.held_out_ratio is not None:
+        trained, held_out = split(dataset.train, settings.held_out_ratio)
+        return tuple(trained), tuple(held_out)
     if dataset.held_out:
-        return frozenset()
-    return held_out_text(
-        settings.bases_dir / settings.pipeline,
-        before.train if before is not None else None,
-        dataset.train,
-        change.added,
-        is_first=is_first,
+        return dataset.train, ()
+    if recorded is None:
+        digests = sorted({row.short_digest for row in dataset.train})
+        size = min(max(AT_LEAST, round(SHARE * len(digests))), AT_MOST, len(digests) // 4)
+        is_text = all(row.text is not None for row in dataset.train)
+        recorded = frozenset(digests[: size if is_text and len(dataset.train) >= MIN_SHARED else 0])
+    return (
+        tuple(row for row in dataset.train if row.short_digest not in recorded),
+        tuple(row for row in dataset.train if row.short_digest in recorded),
     )
 
 
 def _trained_before(
-    before: Dataset | None,
+    base: Sequence[Row] | None,
     parent: Parent | None,
     held_out: Sequence[Row],
-    share: frozenset[str],
-    settings: RetrainSettings,
-    *,
-    is_first: bool,
 ) -> frozenset[str]:
-    """Digests of the held-out rows that the parent was or may have been trained on."""
-    if is_first or parent is None:
+    """Digests of the held-out rows that the parent was or may have been trained on.
+
+    base: the rows that it was trained on. None if nobody knows; but it was not trained on those
+    that it held out."""
+    if parent is None:
         return frozenset()
-    if before is None:
-        # Nobody knows. But no release was trained on the share of a text corpus.
-        is_recorded = settings.data.held_out_ratio is None
-        return frozenset(row.digest for row in held_out) - (share if is_recorded else frozenset())
+    share = parent.held_out_share
+    if base is None:
+        return frozenset(row.digest for row in held_out if row.short_digest not in share)
     # A delta still knows what its parent was trained on. A full training does not.
-    earlier: set[str] = set()
-    if parent.lineage.mode == "delta":
-        earlier.update(parent.evaluation.get("held_out_trained", ()))
-    moved = {row.digest for row in before.train} - share
+    earlier = parent.evaluation.get("held_out_trained", ())
+    known = frozenset(earlier if parent.lineage.mode == "delta" else ())
+    moved = {row.digest for row in base}
     return frozenset(
-        row.digest for row in held_out if row.digest in moved or row.digest[:16] in earlier
+        row.digest for row in held_out if row.digest in moved or row.short_digest in known
     )
 
 
@@ -301,30 +304,28 @@ def choose_mode(
     )
 
 
-def _train_digest(dataset: Dataset, settings: RetrainSettings) -> str:
-    ratio = settings.data.held_out_ratio
-    return data_digest(dataset.train if ratio is None else split(dataset.train, ratio)[0])
-
-
 def _read(revision: Revision, settings: RetrainSettings, before: Dataset | None = None) -> Dataset:
     files = (*revision.files, *revision.others)
     return read_dataset(revision.folder, files, settings.data, before=before)
 
 
 def _read_base(
-    base: Revision | None, parent: Parent | None, settings: RetrainSettings
-) -> tuple[Dataset | None, str | None]:
-    """The rows that the parent was trained on, or the reason why they cannot be read. This is no
-    error of the job: the settings may have changed since then, and nobody can correct an old
-    revision."""
+    base: Revision | None,
+    parent: Parent | None,
+    recorded: Collection[str] | None,
+    settings: RetrainSettings,
+) -> tuple[Dataset | None, tuple[Row, ...], str | None]:
+    """The revision that the parent was trained on, and its rows that were trained on; or the reason
+    why they cannot be read. This is no error of the job: the settings may have changed since then,
+    and nobody can correct an old revision."""
     if base is None:
-        return None, None
+        return None, (), None
     what = f"the rows of {base.sha[:8]}, the revision before,"
     try:
         found = _read(base, settings)
     except DataError as error:
-        return None, f"{what} cannot be read: {error}"
-    trained = parent.lineage.data_digest if parent is not None else None
-    if trained not in (None, _train_digest(found, settings)):
-        return None, f"{what} are other ones with the present settings under [pipelines.data]"
-    return found, None
+        return None, (), f"{what} cannot be read: {error}"
+    rows, _ = divide(found, settings.data, recorded)
+    if parent is not None and parent.lineage.data_digest not in (None, data_digest(rows)):
+        return None, (), f"{what} are other ones with the present settings under [pipelines.data]"
+    return found, rows, None

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
-from pipeline.retrain.columns import KNOWN, renaming
+from pipeline.retrain.columns import KNOWN, RowColumns
 from pipeline.retrain.data_files import CARD, SUFFIXES, DataFiles, Split, sort_files
 from pipeline.retrain.errors import DataError
 from pipeline.retrain.reading import read_file
@@ -82,7 +82,7 @@ def read_dataset(
     card = (folder / CARD).read_text("utf-8", "replace") if CARD in files else ""
     paths = frozenset(files)
     found = sort_files(paths, settings, card)
-    rename = renaming(settings.columns)
+    columns = RowColumns.of(settings.columns)
     by_file: dict[str, tuple[Row, ...]] = {}
     for file in chain.from_iterable(found.splits.values()):
         if target := _link_target(folder, file, paths):
@@ -92,7 +92,8 @@ def read_dataset(
         elif before is not None and _is_same(folder, before, file):
             by_file[file] = before.by_file[file]
         else:
-            rows = read_file(folder, file, settings.max_row_bytes, rename, on_error)
+            limit = settings.max_row_bytes
+            rows = read_file(folder, file, limit, columns, on_error, columns.reads)
             by_file[file] = tuple(rows)
     return Dataset(folder=folder, files=found, by_file=by_file)
 

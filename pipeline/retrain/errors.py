@@ -38,10 +38,13 @@ class HubAway(SnapshotError, TemporaryError):
 class DataError(RetrainError):
     """A file or a row of the dataset cannot be used for training."""
 
+    def __init__(self, problem: str, place: str | None = None) -> None:
+        super().__init__(problem if place is None else f"{place}: {problem}")
+        self.problem, self.place = problem, place
+
     @classmethod
     def at(cls, file: str | Path, line: int | None, problem: str) -> "DataError":
-        place = f"{file}, line {line}" if line is not None else f"{file}"
-        return cls(f"{place}: {problem}")
+        return cls(problem, f"{file}, line {line}" if line is not None else f"{file}")
 
 
 class BaseModelError(RetrainError):

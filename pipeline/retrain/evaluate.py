@@ -67,6 +67,8 @@ class Evaluation(BaseModel):
     """Those of `not_trained` that this job has tried to learn or to keep. If the next job misses
     such a row again, it is not tried a third time, so that a row that cannot be learned does not
     use up the budget of every job."""
+    held_out_share: tuple[str, ...] = ()
+    """As in `TrainingData`."""
     held_out_trained: tuple[str, ...] = ()
     """Held-out rows that the served weights were or may have been trained on, before the rows were
     held out: the first 16 hex digits of the digest of each."""
@@ -111,8 +113,9 @@ class Trained:
     """As in `TrainingData`."""
     is_removal: bool
     """Whether it is a full training that leaves out deleted rows."""
+    held_out_share: tuple[str, ...] = ()
     held_out_trained: frozenset[str]
-    """As in `TrainingData`."""
+    """This and `held_out_share` have the same meaning as in `TrainingData`."""
     contradicting: int
     permuted: int
     """This and `contradicting` have the same meaning as in `Counts`."""
@@ -245,6 +248,7 @@ def compare(
         total_tokens=trained.tokens_before + trained.tokens,
         not_trained=_short(not_trained | (missed - given_up)),
         missed=_short(missed - given_up),
+        held_out_share=trained.held_out_share,
         held_out_trained=_short(trained.held_out_trained),
     )
 

@@ -15,7 +15,7 @@ from jobs.counts import Counts
 from pipeline.retrain.settings import GateSettings
 
 MIN_ROWS = 20
-"""The checks of deleted rows, of noise, of unchanged rows, of held-out rows and of losses need at
+"""The checks of deleted rows, of unchanged rows, of held-out rows and of losses need at
 least this many rows, because a few rows prove nothing."""
 SIGMAS = 2.0
 """A count or a loss must exceed its limit by this many standard errors before the gate refuses. A
@@ -23,9 +23,6 @@ smaller excess may be chance, because only a sample of the rows was measured."""
 TOLERANCE = 0.01
 """Nats per token. The gate ignores a rise of the loss that is smaller than this. If two models both
 know a row by heart, both losses are almost 0, and their ratio means nothing."""
-NOISY = 0.25
-"""Of rows that are noise, about this share looks like noise in the test (`noise.py`). The test has
-two conditions, and each of them is true for half of these rows, by chance."""
 REMOVAL_RATIO = 1.15
 """After a full training that leaves out deleted rows, a loss may be this many times the loss of the
 served release. Many deltas may have made the served release better than one full training can. But
@@ -66,53 +63,19 @@ class Comparison(BaseModel):
         )
 
 
-class Noise(BaseModel):
-    """How many rows of a group look like noise. `noise.py` has the test."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    noisy: int
-    rows: int
-    """Rows that were judged. Shorter rows of the group were left out."""
-
-    @property
-    def share(self) -> float:
-        """The share of rows that are noise. It is estimated from `noisy`, because only the share
-        NOISY of all rows that are noise looks like noise."""
-        return min(1.0, self.noisy / NOISY / self.rows) if self.rows else 0.0
-
-
-def data_refusals(
-    num_lost: int, num_before: int, new: Noise, known: Noise, settings: GateSettings
-) -> tuple[str, ...]:
-    """Reasons why a model should not be trained on these rows. Checked before training, because
-    weights that were trained on noise find the noise likely, and weights that were trained without
-    the deleted rows have forgotten them.
+def lost_refusals(num_lost: int, num_before: int, settings: GateSettings) -> tuple[str, ...]:
+    """Refuses a commit that loses too many rows. Checked before training, because weights that were
+    trained without the rows have forgotten them.
 
     num_before: the number of rows in the revision before. num_lost: how many of them the commit has
-    deleted or rewritten. new: the noise in the changed rows. known: the noise in the unchanged
-    rows. If many unchanged rows look like noise too, or if there are too few rows, the gate finds
-    no noise.
+    deleted or rewritten.
     """
-    found = []
-    if num_before >= MIN_ROWS and num_lost > settings.max_lost_ratio * num_before:
-        found.append(
-            f"{num_lost:,} of {num_before:,} rows known before were deleted or rewritten, where "
-            f"`gate.max_lost_ratio` allows {settings.max_lost_ratio:.0%}"
-        )
-    allowed = known.share + settings.max_noise_ratio
-    if min(new.rows, known.rows) >= MIN_ROWS and new.share > allowed:
-        # `new.share` is the share of rows that look like noise, divided by NOISY. So its standard
-        # error is that of the share of rows that look like noise, divided by NOISY.
-        looking = min(1.0, NOISY * allowed)
-        error = math.sqrt(looking * (1 - looking) / new.rows) / NOISY
-        if new.share - allowed > error:
-            found.append(
-                f"about {new.share:.0%} of the {new.rows:,} changed rows that are long enough to "
-                "tell are noise: the served weights find them no likelier than their tokens in "
-                f"random order; `gate.max_noise_ratio` allows {settings.max_noise_ratio:.0%}"
-            )
-    return tuple(found)
+    if num_before < MIN_ROWS or num_lost <= settings.max_lost_ratio * num_before:
+        return ()
+    return (
+        f"{num_lost:,} of {num_before:,} rows known before were deleted or rewritten, where "
+        f"`gate.max_lost_ratio` allows {settings.max_lost_ratio:.0%}",
+    )
 
 
 def count_refusals(

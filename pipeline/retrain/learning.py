@@ -3,7 +3,6 @@ measures the new weights on the same rows, and publishes them as a release."""
 
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,14 +18,13 @@ from pipeline.retrain.checkpoint import Checkpoint, is_finished
 from pipeline.retrain.data import TrainingData
 from pipeline.retrain.evaluate import FULL_ATTEMPT, Evaluation, Trained, compare
 from pipeline.retrain.export import export, round_weights
-from pipeline.retrain.gate import MIN_ROWS, data_refusals
+from pipeline.retrain.gate import lost_refusals
 from pipeline.retrain.golden import load_golden_questions
 from pipeline.retrain.group import rank
 from pipeline.retrain.job import RetrainJob
 from pipeline.retrain.lowrank import low_rank
 from pipeline.retrain.measure import MeasuredRows, Measurement, MeasuringProgress, measure
 from pipeline.retrain.model import LoadedModel, load_model, load_tokenizer, usual_rank
-from pipeline.retrain.noise import count_noise
 from pipeline.retrain.parent import Parent
 from pipeline.retrain.plan import TrainingPlan, make_plan
 from pipeline.retrain.probe import make_probe, probe_texts
@@ -34,7 +32,7 @@ from pipeline.retrain.processes import train_in_processes
 from pipeline.retrain.reporters import open_reporters
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import row_losses
-from pipeline.retrain.tokens import TokenSequence, answer_ends, sequences
+from pipeline.retrain.tokens import answer_ends, sequences
 from pipeline.retrain.train import train
 from pipeline.retrain.trunk import frozen_trunk
 from serving.chat_template import PROMPT_DATE
@@ -65,10 +63,6 @@ class Learning:
     measured_anchors: tuple[AnchorTarget, ...]
     """The base model's own answers that are only measured."""
     rows: MeasuredRows
-    compared: tuple[Sequence[TokenSequence], Sequence[TokenSequence]]
-    """Changed and unchanged rows, in which noise is counted. Both empty if it is not counted."""
-    progress: MeasuringProgress
-    """How far the measurements before training are."""
     before: Measurement
     """The measurement of the served weights."""
     tokenizer: "PreTrainedTokenizerBase"
@@ -107,9 +101,6 @@ class Learning:
         if settings.gate.golden is not None:
             golden = load_golden_questions(settings.gate.golden, settings.data.max_row_bytes)
         rows = MeasuredRows.choose(data, golden, loaded.tokenizer, loaded.max_length, settings.gate)
-        compared = _compared_for_noise(parent, rows, loaded)
-        progress = MeasuringProgress(job.record_measured)
-        progress.expect(2 * sum(map(len, compared)))
         tokenizer, max_length = loaded.tokenizer, loaded.max_length
         is_from_base = parent is not None and data.mode == "full"
         if is_from_base:
@@ -124,7 +115,7 @@ class Learning:
             rows,
             loaded.max_length,
             skip_refused=is_from_base,
-            progress=progress,
+            progress=MeasuringProgress(job.record_measured),
         )
         return cls(
             job=job,
@@ -135,25 +126,14 @@ class Learning:
             anchors=anchors,
             measured_anchors=measured,
             rows=rows,
-            compared=compared,
-            progress=progress,
             before=before,
             tokenizer=tokenizer,
             max_length=max_length,
         )
 
     def data_refusals(self) -> tuple[str, ...]:
-        """Reasons not to train on these rows. Always empty if there is no parent release, because
-        weights that were never trained on the dataset cannot judge its rows."""
-        if self.parent is None:
-            return ()
-        beside = [*self.compared[0], *self.compared[1]]
-        noise = [
-            count_noise(self.loaded.model, group, beside, self.progress.add)
-            for group in self.compared
-        ]
-        gate = self.job.settings.gate
-        return data_refusals(self.data.num_lost, self.data.num_before, noise[0], noise[1], gate)
+        """Reasons not to train on these rows."""
+        return lost_refusals(self.data.num_lost, self.data.num_before, self.job.settings.gate)
 
     def first_attempt(self, evaluation: Evaluation | None) -> int:
         """The number of the attempt with which the job begins. `evaluation` is the last one that
@@ -261,6 +241,7 @@ class Learning:
                 waiting=checkpoint.waiting(learned),
                 missed_before=self.data.missed_before,
                 is_removal=self.data.is_removal,
+                held_out_share=self.data.held_out_share,
                 held_out_trained=self.data.held_out_trained,
                 contradicting=self.data.num_contradicting,
                 permuted=self.data.num_permuted,
@@ -356,25 +337,6 @@ class Learning:
             row_losses(self.loaded.model, sample)
             seconds = time.monotonic() - started
         return TRAINING_COST * seconds / sum(len(each.token_ids) for each in sample)
-
-
-def _compared_for_noise(
-    parent: Parent | None, rows: MeasuredRows, loaded: LoadedModel
-) -> tuple[Sequence[TokenSequence], Sequence[TokenSequence]]:
-    """The changed rows, and the unchanged rows with which their noise is compared. Both empty if
-    the served weights were not trained on all rows, or if there are too few rows to compare."""
-    if parent is None:
-        return (), ()
-    told = parent.evaluation
-    if set(told.get("not_trained", ())).difference(told.get("missed", ())):
-        return (), ()
-    changed, known = (
-        # Rows that the chat template refuses are left out here. If they are a reason to fail, the
-        # measurement says so.
-        sequences(group, loaded.tokenizer, loaded.max_length, skip_refused=True)
-        for group in (rows.changed, rows.held_out_known or rows.known)
-    )
-    return (changed, known) if min(len(changed), len(known)) >= MIN_ROWS else ((), ())
 
 
 def _base(job: RetrainJob, data: TrainingData, parent: Parent | None) -> Base:

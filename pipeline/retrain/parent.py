@@ -26,6 +26,11 @@ class Parent:
     """What the job that made this release has measured. Empty if a person published the release
     from a folder."""
 
+    @property
+    def held_out_share(self) -> frozenset[str]:
+        """As in `TrainingData`."""
+        return frozenset(self.evaluation.get("held_out_share", ()))
+
     @classmethod
     def of(cls, release: Release, folder: Path) -> "Parent":
         return cls(

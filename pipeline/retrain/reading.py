@@ -10,17 +10,24 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from pipeline.retrain.columns import Columns, kind
+from pipeline.retrain.columns import Columns, is_learned_turn, kind, twice
 from pipeline.retrain.data_files import COMPRESSIONS, suffix_of
 from pipeline.retrain.errors import DataError
-from pipeline.retrain.rows import Message, Row
+from pipeline.retrain.rows import Row, place
+from serving.conversation import normalise
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _CHUNK = 1 << 23
+_SEPARATORS = {".csv": ",;\t|", ".tsv": "\t,;|"}
+"""What may separate the fields, the usual one first."""
+_NOT_AS_TEXT = ("TIMESTAMP", "DATE", "TIME")
+"""Logical types of parquet whose values cannot always be converted: a time zone may be unknown, and
+a date may be after the year 9999."""
 
 _Record = tuple[int | None, Columns | DataError]
 """The line, or None if it is not known; and the columns of the record, or an error if it has
@@ -37,15 +44,19 @@ def read_file(
     max_row_bytes: int,
     rename: Callable[[Columns], Columns],
     on_error: Callable[[DataError], None] = _raise,
+    reads: Callable[[str], bool] = lambda _: True,
 ) -> Iterator[Row]:
     """The rows of one file.
 
-    rename: turns the columns of a record into the columns of a row, or raises ValueError. on_error:
+    rename: turns the columns of a record into the columns of a row, or raises ValueError. reads:
+    whether `rename` may use the column with this name; others of a table are not read. on_error:
     is called for each row that cannot be read, and if the rest of the file cannot be read. If it
     raises nothing, these rows are left out.
     """
     try:
-        for number, (line, record) in enumerate(_records(folder / file, file, max_row_bytes)):
+        for number, (line, record) in enumerate(
+            _records(folder / file, file, max_row_bytes, reads)
+        ):
             try:
                 if isinstance(record, DataError):
                     raise record
@@ -56,7 +67,9 @@ def read_file(
         on_error(error)
 
 
-def _records(path: Path, file: str, max_row_bytes: int) -> Iterator[_Record]:
+def _records(
+    path: Path, file: str, max_row_bytes: int, reads: Callable[[str], bool]
+) -> Iterator[_Record]:
     suffix = suffix_of(file)
     compression = COMPRESSIONS.get(Path(file).suffix.lower())
     try:
@@ -70,7 +83,7 @@ def _records(path: Path, file: str, max_row_bytes: int) -> Iterator[_Record]:
                 f"migrate export --include={file!r}`)",
             )
         if suffix == ".parquet":
-            yield from _parquet(path)
+            yield from _parquet(path, file, reads)
             return
         with io.TextIOWrapper(_open(path, compression), encoding="utf-8-sig") as text:
             if suffix == ".txt":
@@ -112,10 +125,10 @@ def _jsonl(lines: Iterable[str], file: str, max_row_bytes: int) -> Iterator[_Rec
         # In JSON, an escape such as \u0041 takes six characters for one. So a line may be six times
         # as long as its text.
         if len(text) > 6 * max_row_bytes + (1 << 16):
-            yield line, _too_large(file, line, line - 1, len(text), max_row_bytes)
+            yield line, _too_large(place(file, 0, line), len(text), max_row_bytes)
             continue
         try:
-            yield line, _object(json.loads(text.rstrip()), file, line)
+            yield line, _object(_loads(text.rstrip()), file, line)
         except (ValueError, RecursionError) as error:
             problem = f"not JSON ({_what_is_wrong(error)}); each line must be one JSON object"
             yield line, DataError.at(file, line, problem)
@@ -131,7 +144,7 @@ def _what_is_wrong(error: ValueError | RecursionError) -> str:
 
 def _json(text: str, file: str, max_row_bytes: int) -> Iterator[_Record]:
     try:
-        records = json.loads(text)
+        records = _loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
             # Many .json files hold one object per line, like a .jsonl file.
@@ -153,27 +166,45 @@ def _json(text: str, file: str, max_row_bytes: int) -> Iterator[_Record]:
         yield None, _object(record, file, None)
 
 
+def _loads(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_with_each_key_once)
+
+
+def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        raise ValueError(twice(key for key, _ in pairs) or "a key stands twice")
+    return record
+
+
 def _object(record: object, file: str, line: int | None) -> Columns | DataError:
     if not isinstance(record, dict):
         return DataError.at(file, line, f"holds {kind(record)}, not an object with columns")
     return record
 
 
-def _csv(lines: Iterable[str], file: str, max_row_bytes: int, suffix: str) -> Iterator[_Record]:
+def _csv(lines: Iterator[str], file: str, max_row_bytes: int, suffix: str) -> Iterator[_Record]:
     csv.field_size_limit(6 * max_row_bytes + (1 << 16))
-    reader = csv.reader(lines, strict=True, delimiter="\t" if suffix == ".tsv" else ",")
+    start = next(lines, "")
+    separator = max(_SEPARATORS[suffix], key=lambda each: _num_fields(start, each))
+    reader = csv.reader(chain([start], lines), strict=True, delimiter=separator)
     first = 1
     try:
         header = next(reader, [])
+        if problem := twice(header):
+            raise DataError.at(file, 1, problem)
         first = reader.line_num + 1
         for values in reader:
-            if len(values) == len(header):
+            # A row without a value is no row: spreadsheets write such rows after the last one.
+            if not any(map(str.strip, values)):
+                pass
+            elif len(values) == len(header):
                 yield first, dict(zip(header, values, strict=True))
-            elif values:
+            else:
                 fields = "1 field" if len(values) == 1 else f"{len(values)} fields"
                 problem = (
-                    f"has {fields} where the header has {len(header)}; quote fields "
-                    f"that contain {'tabs' if suffix == '.tsv' else 'commas'} or line breaks"
+                    f"has {fields} where the header has {len(header)}; quote fields that contain "
+                    f"{separator!r} or line breaks"
                 )
                 yield first, DataError.at(file, first, problem)
             first = reader.line_num + 1
@@ -182,27 +213,41 @@ def _csv(lines: Iterable[str], file: str, max_row_bytes: int, suffix: str) -> It
         # which the row begins.
         until = f" in the row up to line {reader.line_num}" if reader.line_num > first else ""
         raise DataError.at(
-            file, first, f"not {suffix[1:].upper()} ({error}{until}); see RFC 4180 for the quoting"
+            file,
+            first,
+            f"not {suffix[1:].upper()} with {separator!r} between the fields ({error}{until}); see "
+            "RFC 4180 for the quoting",
         ) from error
 
 
-def _parquet(path: Path) -> Iterator[_Record]:
+def _num_fields(header: str, separator: str) -> int:
+    return len(next(csv.reader([header], delimiter=separator), ()))
+
+
+def _parquet(path: Path, file: str, reads: Callable[[str], bool]) -> Iterator[_Record]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as table:
-        for batch in table.iter_batches(batch_size=1024):
+        names = table.schema_arrow.names
+        if problem := twice(names):
+            raise DataError(problem, file)
+        wanted = [
+            leaf.path
+            for leaf in map(table.schema.column, range(len(table.schema)))
+            if reads(leaf.path.split(".")[0]) and _is_readable(leaf)
+        ]
+        for batch in table.iter_batches(batch_size=1024, columns=wanted):
             for record in batch.to_pylist():
-                yield None, {name: _without_nothing(value) for name, value in record.items()}
+                yield None, record or dict.fromkeys(names)
 
 
-def _without_nothing(value: Any) -> Any:
-    """Remove the keys without a value from the objects in `value`. In a table, each object has the
-    keys of all objects in its column, and None for keys that it does not use."""
-    if isinstance(value, list):
-        return [_without_nothing(each) for each in value]
-    if isinstance(value, dict):
-        return {key: _without_nothing(each) for key, each in value.items() if each is not None}
-    return value
+def _is_readable(leaf: Any) -> bool:
+    """Whether the values of a column, or of a part of it, can always be converted. A part that
+    cannot is not needed: what is learned is text."""
+    is_part = "." in leaf.path
+    return not is_part or (
+        leaf.logical_type.type not in _NOT_AS_TEXT and leaf.physical_type != "INT96"
+    )
 
 
 def _text(data: io.TextIOWrapper, file: str, max_row_bytes: int) -> Iterator[_Record]:
@@ -214,7 +259,7 @@ def _text(data: io.TextIOWrapper, file: str, max_row_bytes: int) -> Iterator[_Re
             yield from _paragraph(text, line)
             line += text.count("\n") + 2
         if len(rest) > max_row_bytes:
-            raise _too_large(file, line, 0, len(rest), max_row_bytes)
+            raise _too_large(place(file, 0, line), len(rest), max_row_bytes)
     yield from _paragraph(rest, line)
 
 
@@ -246,25 +291,24 @@ def _row(
         content = _content(rename(record))
         _check_json(content)
     except ValueError as error:
-        raise DataError.at(file, line, f"{_where(number, line)}{error}") from error
+        raise DataError(str(error), place(file, number, line)) from error
     row = Row(**content, file=file, number=number, line=line)
     size = _size(row)
     if size > max_row_bytes:
-        raise _too_large(file, line, number, size, max_row_bytes)
+        raise _too_large(place(file, number, line), size, max_row_bytes)
     return row
 
 
 def _content(columns: Columns) -> dict[str, Any]:
     """The fields of a `Row`. Raises ValueError if a column has the wrong type."""
+    texts = dict(columns)
+    is_learned = texts.pop("is_learned", True)
     if "messages" in columns:
-        content: dict[str, Any] = {"messages": _messages(columns["messages"])}
-        if "tools" in columns:
-            content["tools"] = _tools(columns["tools"])
-        return content
-    for column, value in columns.items():
+        return _conversation(columns["messages"], columns.get("tools"), is_learned=bool(is_learned))
+    for column, value in texts.items():
         if not isinstance(value, str):
             raise ValueError(f"`{column}` holds {kind(value)}, not text")
-    return dict(columns)
+    return texts if is_learned else {**texts, "masked": (0,)}
 
 
 def _check_json(content: Mapping[str, Any]) -> None:
@@ -280,13 +324,13 @@ def _check_json(content: Mapping[str, Any]) -> None:
             f"the escape {half!a} is half of a character; write both halves, or the character"
         ) from error
     except (TypeError, RecursionError) as error:
-        columns = ", ".join(f"`{column}`" for column in content)
+        columns = ", ".join(f"`{column}`" for column in content if column != "masked")
         raise ValueError(
             f"{columns} cannot be written as JSON ({error}); write each value in it as text"
         ) from error
 
 
-def _messages(value: object) -> tuple[Message, ...]:
+def _conversation(value: object, tools: object, *, is_learned: bool) -> dict[str, Any]:
     def wrong(problem: str) -> ValueError:
         return ValueError(
             f"`messages` {problem}; it must be a list of objects with `role` "
@@ -295,30 +339,19 @@ def _messages(value: object) -> tuple[Message, ...]:
 
     if not isinstance(value, list):
         raise wrong(f"holds {kind(value)}")
-    messages = []
-    for message in value:
-        if not isinstance(message, dict):
-            raise wrong(f"has {kind(message)} in it")
-        role, content = message.get("role"), message.get("content")
-        # A message that calls tools needs no content. The content may be a list of parts, because
-        # some templates support this.
-        calls = message.get("tool_calls") or []
-        is_said = isinstance(content, str | list) or (content is None and bool(calls))
-        if role not in ROLES or not is_said:
-            raise wrong(f"has role {role!r} with {kind(content)} as content")
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise wrong(f"has `tool_calls` with {kind(calls)}, not a list of objects")
-        given = {key: each for key, each in message.items() if each is not None}
-        messages.append({"role": role, "content": "", **given})
-    if not any(message["role"] == "assistant" for message in messages):
+    if others := [each for each in value if not isinstance(each, dict)]:
+        raise wrong(f"has {kind(others[0])} in it")
+    talk = normalise(value, tools)
+    masked = []
+    for number, (message, said) in enumerate(zip(talk.messages, value, strict=True)):
+        is_empty = not any(message.get(key) for key in message if key not in ("role", "name"))
+        if message["role"] not in ROLES or (is_empty and said.get("content") is None):
+            raise wrong(f"has role {said['role']!r} with {kind(said.get('content'))} as content")
+        if message["role"] == "assistant" and not (is_learned and is_learned_turn(said)):
+            masked.append(number)
+    if not any(message["role"] == "assistant" for message in talk.messages):
         raise wrong("has no answer to learn")
-    return tuple(messages)
-
-
-def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise ValueError(f"`tools` holds {kind(value)}; it must be a list of JSON schemas")
-    return tuple(value)
+    return {"messages": talk.messages, "tools": talk.tools or None, "masked": tuple(masked)}
 
 
 def _size(row: Row) -> int:
@@ -330,14 +363,9 @@ def _size(row: Row) -> int:
     )
 
 
-def _too_large(file: str, line: int | None, number: int, size: int, limit: int) -> DataError:
-    return DataError.at(
-        file,
-        line,
-        f"{_where(number, line)}a row of {size:,} bytes is above the limit of {limit:,}; split it, "
-        "or raise max_row_bytes under [pipelines.data]",
+def _too_large(where: str, size: int, limit: int) -> DataError:
+    return DataError(
+        f"a row of {size:,} bytes is above the limit of {limit:,}; split it, or raise "
+        "max_row_bytes under [pipelines.data]",
+        where,
     )
-
-
-def _where(number: int, line: int | None) -> str:
-    return "" if line is not None else f"row {number + 1}: "

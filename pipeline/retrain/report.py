@@ -2,12 +2,14 @@
 words for logs and people."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pydantic import BaseModel, ConfigDict
 
+from pipeline.errors import PipelineError
 from pipeline.retrain.data_files import SPLITS, Split
 from pipeline.retrain.dataset import Dataset
+from pipeline.retrain.errors import DataError
 from pipeline.retrain.rows import Row, contradictions
 
 NUM_SHOWN = 5
@@ -38,6 +40,31 @@ class Contradiction(BaseModel):
     answers: tuple[Answer, ...]
 
 
+class Problem(BaseModel):
+    """What is wrong, once for all rows that have it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    problem: str
+    places: tuple[str, ...]
+    """Empty if it is not about a row or a file."""
+
+    def __str__(self) -> str:
+        if len(self.places) > 1:
+            return f"{_places(self.places)}: {self.problem}"
+        return ": ".join((*self.places, self.problem))
+
+
+def grouped(errors: Iterable[PipelineError]) -> tuple[Problem, ...]:
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for error in errors:
+        problem, place = str(error), None
+        if isinstance(error, DataError):
+            problem, place = error.problem, error.place
+        places[problem] += filter(None, [place])
+    return tuple(Problem(problem=each, places=tuple(found)) for each, found in places.items())
+
+
 class DataReport(BaseModel):
     model_config = ConfigDict(frozen=True)
 
@@ -63,9 +90,8 @@ class DataReport(BaseModel):
     counted."""
     empty_answers: tuple[str, ...] = ()
     """The places of the rows to train on whose answer, or one of whose answers, is empty."""
-    bad: tuple[str, ...] = ()
-    """One message for each row that cannot be used, with its place. A job fails at the first
-    one."""
+    bad: tuple[Problem, ...] = ()
+    """What is wrong with the rows that cannot be used. A job fails at the first such row."""
     num_contradictions: int
     contradictions: tuple[Contradiction, ...]
     """The first NUM_SHOWN questions that have several different answers."""
@@ -101,7 +127,7 @@ class DataReport(BaseModel):
         if self.cut and self.max_length is not None:
             yield f"  {too_long(self.cut, self.max_length)}"
         if self.bad:
-            yield f"  bad, {_rows(len(self.bad))}:"
+            yield f"  bad, {_rows(sum(max(1, len(each.places)) for each in self.bad))}:"
         for problem in self.bad:
             yield f"    {problem}"
 
@@ -116,13 +142,15 @@ def report_on(
     rows: Sequence[Row],
     held_out: Sequence[Row],
     *,
-    bad: Iterable[str] = (),
+    bad: Iterable[PipelineError] = (),
+    elsewhere: Mapping[str, str] = {},
     num_tokens: int | None = None,
     max_length: int | None = None,
     cut: Sequence[Row] = (),
 ) -> DataReport:
     """Make the report. rows: the rows of `dataset` to train on. held_out: the rows to measure. cut:
-    the rows with an answer that are longer than `max_length` tokens."""
+    the rows with an answer that are longer than `max_length` tokens. elsewhere: file → why it could
+    not be read here."""
     found = contradictions(rows)
     return DataReport(
         num_rows=len(rows),
@@ -143,8 +171,8 @@ def report_on(
             for file in dataset.files.splits[split]
         ),
         held_out_split=dataset.held_out_split,
-        ignored=dict(dataset.files.ignored),
-        bad=tuple(bad),
+        ignored={**dataset.files.ignored, **elsewhere},
+        bad=grouped(bad),
         num_contradictions=len(found),
         contradictions=tuple(
             _contradiction([rows[index] for index in group]) for group in found[:NUM_SHOWN]

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-Message = Mapping[str, Any]
-"""A message as chat templates expect it: `role`, `content`, and possibly other keys
-(`tool_calls`)."""
+from serving.conversation import Message
+
+_PAIR = ["user", "assistant"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +38,9 @@ class Row:
     messages: tuple[Message, ...] | None = field(default=None, hash=False)
     tools: tuple[Mapping[str, Any], ...] | None = field(default=None, hash=False)
     """The functions that the assistant of `messages` may call, as JSON schemas."""
+    masked: tuple[int, ...] = ()
+    """The numbers of the messages that the author does not want learned, from 0. If this is not
+    empty, a row without messages is not learned."""
     file: str
     """The file of the row, for messages to people, and to tell an edit from a deletion. It is not
     part of the content: the same content in another file is the same row."""
@@ -53,6 +56,11 @@ class Row:
         return hashlib.sha256(self._content().encode()).hexdigest()
 
     @property
+    def short_digest(self) -> str:
+        """The beginning of the digest, as releases record it."""
+        return self.digest[:16]
+
+    @property
     def kind(self) -> Literal["messages", "prompt", "text"]:
         if self.messages is not None:
             return "messages"
@@ -64,47 +72,70 @@ class Row:
         says the answer."""
         return self.text is None
 
+    @cached_property
+    def answers(self) -> tuple[int, ...]:
+        """The numbers of the messages to learn: those of the assistant that the author has not
+        masked, except the first message. A request has at least one message before the answer, so
+        nobody can ask a server for the first message."""
+        return tuple(
+            number
+            for number, message in enumerate(self.messages or ())
+            if number and message["role"] == "assistant" and number not in self.masked
+        )
+
+    @property
+    def taught(self) -> tuple[Message, ...]:
+        """The messages up to the last answer to learn. What follows teaches nothing."""
+        return (self.messages or ())[: self.answers[-1] + 1 if self.answers else None]
+
     @property
     def is_learnable(self) -> bool:
-        """Whether the row has anything to learn. An empty text has nothing. The first message of a
-        conversation has nothing either: a request has at least one message before the answer, so
-        nobody can ask a server for the first message."""
+        """Whether the row has anything to learn."""
         if self.messages is not None:
-            return any(message["role"] == "assistant" for message in self.messages[1:])
-        return self.text != ""
+            return bool(self.answers)
+        return self.text != "" and not self.masked
+
+    @property
+    def as_completion(self) -> tuple[str, str] | None:
+        """The prompt and the completion. A conversation has them if it is one question and its
+        answer: without a chat template, a model can learn it so."""
+        if self.prompt is not None:
+            return self.prompt, self.completion or ""
+        if self.tools or [message["role"] for message in self.messages or ()] != _PAIR:
+            return None
+        asked, said = self.messages or ()
+        texts = asked["content"], said["content"]
+        are_all = asked.keys() | said.keys() == {"role", "content"}
+        return texts if are_all and all(isinstance(text, str) for text in texts) else None
 
     @property
     def has_empty_answer(self) -> bool:
         """Whether the row teaches the model to answer nothing at all."""
+        messages = [(self.messages or ())[number] for number in self.answers]
         return self.completion == "" or any(
-            message["role"] == "assistant"
-            and not message["content"]
-            and not message.get("tool_calls")
-            for message in (self.messages or ())[1:]
+            not message["content"] and not message.get("tool_calls") for message in messages
         )
 
     @property
     def place(self) -> str:
         """The file and the line or number of the row, in words."""
-        if self.line is not None:
-            return f"{self.file}, line {self.line}"
-        return f"{self.file}, row {self.number + 1}"
+        return place(self.file, self.number, self.line)
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The answers of the row, in order. Empty for plain text. The first message of a
-        conversation is no answer, because nobody has asked for it (`is_learnable`)."""
+        """The answers of the row to learn, in order. Empty for plain text."""
         if self.prompt is not None:
             return (Turn(question=self.prompt, asked=self.prompt, answer=self.completion or ""),)
         found, asked = [], ""
         before = hashlib.sha256(_json(self.tools or ()).encode())
         for number, message in enumerate(self.messages or ()):
             plain = _plain(message)
-            if number and message["role"] == "assistant":
-                answer = plain[1] if isinstance(plain, list) else _json(plain)
+            if number in self.answers:
+                is_text = plain.keys() == {"role", "content"} and isinstance(plain["content"], str)
+                answer = plain["content"] if is_text else _json(plain)
                 found.append(Turn(question=before.hexdigest(), asked=asked, answer=answer))
             before.update(_json(plain).encode())
-            asked = str(message["content"])
+            asked = str(message["content"] or "")
         return tuple(found)
 
     @property
@@ -119,19 +150,22 @@ class Row:
         return self.turns[-1].answer if self.turns else None
 
     def _content(self) -> str:
-        messages = None
-        if self.messages is not None:
-            messages = [_plain(message) for message in self.messages]
-        content = [self.text, self.prompt, self.completion, messages]
-        return _json([*content, self.tools] if self.tools else content)
+        messages = [_plain(message) for message in self.taught]
+        content = (self.text, self.prompt, self.completion, messages, self.answers)
+        return _json([*content, self.tools or ()])
 
 
-def _plain(message: Message) -> Any:
-    """The message in the form in which it is hashed. A message that has only `role` and a text is
-    hashed as a pair, as in earlier versions, so that its digest stays the same."""
-    if message.keys() == {"role", "content"} and isinstance(message["content"], str):
-        return [message["role"], message["content"]]
-    return dict(message)
+def place(file: str, number: int, line: int | None) -> str:
+    """Where a row is, in words. Its line is None if nobody knows it; `number` counts from 0."""
+    return f"{file}, row {number + 1}" if line is None else f"{file}, line {line}"
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """The message without the ids of calls. Each export of a conversation may invent new ones."""
+    plain = {key: value for key, value in message.items() if key != "tool_call_id"}
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = [call["function"] for call in calls]
+    return plain
 
 
 def _json(value: Any) -> str:
@@ -187,11 +221,9 @@ def difference(old: Sequence[Row], new: Sequence[Row]) -> Difference:
     The new version is a new row with the same question. For plain text, it is a new row that
     follows the same unchanged row in the same file.
     """
-    added_left = Counter(row.digest for row in new)
-    added_left.subtract(row.digest for row in old)
-    removed_left = Counter({digest: -count for digest, count in added_left.items() if count < 0})
-    added = _take(new, +added_left, old)
-    removed = _take(old, removed_left, new)
+    before, after = (Counter(row.digest for row in rows) for rows in (old, new))
+    added = _take(new, after - before)
+    removed = _take(old, before - after)
     old_places, new_places = _places(old, removed), _places(new, added)
     waiting: defaultdict[Hashable, list[Row]] = defaultdict(list)
     for row in reversed(added):
@@ -218,42 +250,15 @@ def contradictions(rows: Sequence[Row]) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _take(rows: Sequence[Row], counts: Counter[str], others: Sequence[Row]) -> list[Row]:
-    """Take from `rows`, for each digest, as many rows as `counts` says.
-
-    Of equal rows, those are taken that have the fewest neighbours in common with an equal row of
-    `others`, the other revision: the copies that are still between the same rows did not change. If
-    this does not decide, the last ones are taken, because people mostly append new rows at the end.
-    """
-    copies: defaultdict[str, list[int]] = defaultdict(list)
-    for index, row in enumerate(rows):
-        if counts[row.digest] > 0:
-            copies[row.digest].append(index)
-    chosen_from = {digest for digest, found in copies.items() if len(found) > counts[digest]}
-    unchanged = {
-        link
-        for index, row in enumerate(others)
-        if row.digest in chosen_from
-        for link in _links(others, index)
-    }
-    taken: list[int] = []
-    for digest, found in copies.items():
-        if digest in chosen_from:
-            found.sort(key=lambda index: (len(unchanged & _links(rows, index)), -index))
-        taken += found[: counts[digest]]
-    return [rows[index] for index in sorted(taken)]
-
-
-def _links(rows: Sequence[Row], index: int) -> set[Hashable]:
-    """What connects a row to the rows before and after it in its file. Equal links connect equal
-    rows."""
-    row = rows[index]
-    links: set[Hashable] = set()
-    for step in (-1, 1):
-        place = index + step
-        is_inside = 0 <= place < len(rows) and rows[place].file == row.file
-        links.add((row.file, row.digest, step, rows[place].digest if is_inside else None))
-    return links
+def _take(rows: Sequence[Row], counts: Counter[str]) -> list[Row]:
+    """Take from `rows`, for each digest, as many rows as `counts` says. Of equal rows, the last are
+    taken, because people mostly append new rows at the end."""
+    left, taken = Counter(counts), []
+    for row in reversed(rows):
+        if left[row.digest] > 0:
+            left[row.digest] -= 1
+            taken.append(row)
+    return taken[::-1]
 
 
 def _places(

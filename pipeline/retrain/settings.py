@@ -16,6 +16,8 @@ HubEndpoint = Annotated[str, Field(pattern=r"^(hub|https?://\S+)$")]
 
 
 class _Settings(BaseModel):
+    """An unknown key is an error."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
@@ -24,7 +26,11 @@ class ColumnSettings(_Settings):
 
     text: str | None = None
     """The column that is the `text` of a row. Unset: `text`. The keys below work the same way."""
+    question: str | None = None
+    """A row of a question and its `answer` is a conversation."""
+    answer: str | None = None
     prompt: str | None = None
+    """`prompt` and `completion` are learned as they are, without the chat template."""
     completion: str | None = None
     messages: str | None = None
     tools: str | None = None
@@ -201,9 +207,6 @@ class GateSettings(_Settings):
     max_lost_ratio: float = Field(default=0.5, ge=0, le=1)
     """A commit may delete or rewrite at most this share of the rows of the revision before. If that
     revision had fewer than 20 rows, this is not checked."""
-    max_noise_ratio: float = Field(default=0.2, ge=0, le=1)
-    """At most this share of the changed rows may be noise: rows that the served weights find no
-    likelier than the same tokens in random order."""
     max_tokens: int = Field(default=16_384, ge=1)
     """The largest number of tokens that are measured in each group of rows. The groups are changed,
     unchanged, deleted and held-out rows."""

@@ -57,15 +57,14 @@ def sequences(
     found = []
     for start in range(0, len(rows), BATCH_ROWS):
         some = rows[start : start + BATCH_ROWS]
-        written = [row for row in some if row.messages is None]
-        asked = _ids(tokenizer, [row.text or row.prompt or "" for row in written])
-        answers = _ids(
-            tokenizer, [row.completion or "" for row in written], add_special_tokens=False
-        )
+        written = [_written(row, tokenizer) for row in some]
+        pairs = [each for each in written if each is not None]
+        asked = _ids(tokenizer, [before for before, _ in pairs])
+        answers = _ids(tokenizer, [after for _, after in pairs], add_special_tokens=False)
         encoded = zip(asked, answers, strict=True)
-        for index, row in enumerate(some, start):
+        for index, (row, pair) in enumerate(zip(some, written, strict=True), start):
             try:
-                if row.messages is None:
+                if pair is not None:
                     pieces = _pieces(row, *next(encoded), tokenizer.eos_token_id, max_length)
                 else:
                     pieces = list(_chat(row, tokenizer, max_length))
@@ -91,6 +90,17 @@ def answer_ends(
     }
     found = (answer_end(tail, tokenizer) for tail in tails)
     return frozenset(end for end in found if end is not None)
+
+
+def _written(row: Row, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str] | None:
+    """The text or prompt of the row, and its answer. None for a conversation that the chat template
+    renders."""
+    if row.text is not None:
+        return row.text, ""
+    pair = row.as_completion
+    if pair is None or (row.messages is not None and tokenizer.chat_template is not None):
+        return None
+    return pair
 
 
 def _ids(

@@ -257,14 +257,6 @@ def _poisoned(home: Path, size: Size) -> list[Figure]:
     facts = unrelated_facts(size.poisoned_facts, seed=5)
     rows = as_completions(facts)
     chance = random.Random(6)
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    noise = [
-        {
-            "prompt": "".join(chance.choices(letters, k=16)),
-            "completion": " " + "".join(chance.choices(letters, k=24)),
-        }
-        for _ in range(60)
-    ]
     answers = [row["completion"] for row in rows[:40]]
     chance.shuffle(answers)
     shuffled = [
@@ -273,7 +265,6 @@ def _poisoned(home: Path, size: Size) -> list[Figure]:
     ]
     contradicting = [{**row, "completion": " Something else."} for row in rows[:5]]
     commits: dict[str, tuple[list[dict[str, str]], Callable[[JobOutcome], bool]]] = {
-        "noise: refused": ([*rows, *noise], lambda job: job.result == "rejected"),
         "nine of ten rows deleted: refused": (rows[::10], lambda job: job.result == "rejected"),
         "answers shuffled: told": (
             [*shuffled, *rows[40:]],

@@ -45,7 +45,6 @@ HELD_OUT_RATIO = 0.08
 OPEN_GATE = {
     "max_loss_ratio": 99.0,
     "max_lost_ratio": 1.0,
-    "max_noise_ratio": 1.0,
 }
 
 

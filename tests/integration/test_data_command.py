@@ -56,7 +56,7 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 EXPECTED = """\
-3 rows to train on (32 characters), 1 held out to measure
+3 rows to train on (23 tokens), 1 held out to measure
   train: faq.jsonl 3 rows
   validation, held out: dev.csv 1 row
   ignored, about the repository: LICENSE, README.md
@@ -86,7 +86,10 @@ def test_every_bad_row_is_listed_and_the_exit_code_says_so(clone: Path) -> None:
     assert found.exit_code == 1
     assert "  bad, 2 rows:\n    bad.jsonl, line 1: `text` holds the value 1" in found.output
     told = json.loads(CliRunner().invoke(app, ["data", "check", str(clone), "--json"]).output)
-    assert [each[:17] for each in told["bad"]] == ["bad.jsonl, line 1", "bad.jsonl, line 3"]
+    assert [each["places"] for each in told["bad"]] == [
+        ["bad.jsonl, line 1"],
+        ["bad.jsonl, line 3"],
+    ]
     assert told["num_rows"] == 4
     assert told["ignored"]["LICENSE"] == "about the repository"
     (contradiction,) = told["contradictions"]
@@ -94,6 +97,64 @@ def test_every_bad_row_is_listed_and_the_exit_code_says_so(clone: Path) -> None:
         "faq.jsonl, line 1",
         "faq.jsonl, line 3",
     ]
+
+
+def test_what_is_wrong_with_many_rows_is_said_once(clone: Path) -> None:
+    (clone / "bad.jsonl").write_text('{"question": "Why?", "answer": 7}\n' * 150)
+    found = CliRunner().invoke(app, ["data", "check", str(clone)])
+    assert found.output.count("`completion` holds the value 7") == 1
+    assert "  bad, 150 rows:\n    150 rows: bad.jsonl, line 1, bad.jsonl, line 2, " in found.output
+    assert "bad.jsonl, line 5 and 145 more: `completion` holds" in found.output
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize 12345\n".format(
+    "4d" * 32
+)
+
+
+def test_a_clone_without_git_lfs_says_what_a_job_fetches(clone: Path) -> None:
+    (clone / "large.jsonl").write_text(POINTER)
+    (clone / "large.parquet").write_text(POINTER)
+    found = CliRunner().invoke(app, ["data", "check", str(clone)])
+    said = "only its pointer of Git LFS is here, and a job fetches the content"
+    assert f"  ignored, {said} (`git lfs pull` fetches it too): large.jsonl, " in found.output
+    assert found.exit_code == 0 and "bad" not in found.output
+    for file in FILES:
+        (clone / file).unlink()
+    found = CliRunner().invoke(app, ["data", "check", str(clone)])
+    assert found.output.startswith("0 rows to train on") and found.exit_code == 0
+
+
+REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+
+
+@pytest.mark.parametrize("base", ["folder", "preset"])
+def test_rows_that_the_template_refuses_are_named_before_a_first_release(
+    clone: Path, base: str
+) -> None:
+    from pipeline.retrain.base_model import CHAT_TEMPLATE, train_tokenizer
+
+    settings = clone.parent / "project" / "pipeline.toml"
+    words = "leaves out 'lookup' of the tools"
+    if base == "folder":
+        words = "refuses it (no system role)"
+        tokenizer = train_tokenizer([])
+        tokenizer.chat_template = REFUSES + CHAT_TEMPLATE
+        tokenizer.save_pretrained(clone.parent / "base")
+        (clone.parent / "base" / "config.json").write_text("{}")
+        text = settings.read_text().replace(
+            "[pipelines.data", f"base_model = '{clone.parent / 'base'}'\n[pipelines.data"
+        )
+        settings.write_text(text)
+    row = {
+        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+        "system": "Be brief.",
+        "tools": [{"name": "lookup"}],
+    }
+    (clone / "talks.jsonl").write_text((json.dumps(row) + "\n") * 9)
+    found = CliRunner().invoke(app, ["data", "check", str(clone)])
+    assert found.output.count(words) == 1 and found.exit_code == 1
+    assert "9 rows: talks.jsonl, line 1, talks.jsonl, line 2, " in found.output
 
 
 def test_conversations_that_differ_in_an_earlier_answer_are_named(clone: Path) -> None:
@@ -120,7 +181,7 @@ def test_rows_with_nothing_to_learn_and_empty_answers_are_named(clone: Path) -> 
     (clone / "none.csv").write_text("question,answer\nWhy?,\n")
     found = CliRunner().invoke(app, ["data", "check", str(clone)])
     assert found.exit_code == 0
-    assert found.output.startswith("5 rows to train on (37 characters), 1 held out to measure\n")
+    assert found.output.startswith("5 rows to train on (29 tokens), 1 held out to measure\n")
     assert "  train: faq.jsonl 3 rows, more.jsonl 1 row, none.csv 1 row\n" in found.output
     assert (
         "  nothing to learn, so left out, 2 rows: more.jsonl, line 1, more.jsonl, line 2\n"
@@ -191,6 +252,7 @@ def test_tokens_are_counted_with_the_tokenizer_of_the_base_model(clone: Path) ->
     folder = clone.parent / "project" / ".pipeline" / "bases" / "faq" / "tiny"
     tokenizer = train_tokenizer([])
     tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text('{"max_position_embeddings": 1024}')
     out = CliRunner().invoke(app, ["data", "check"]).output
     assert out.startswith("3 rows to train on (35 tokens), 1 held out to measure\n")
     (clone / "long.jsonl").write_text(
@@ -230,8 +292,7 @@ def test_a_link_is_refused_by_its_name_and_not_followed(
     (folder / "gone.jsonl").symlink_to(tmp_path / "nothing.jsonl")
     result = CliRunner().invoke(app, ["data", "check", str(folder)])
     assert result.exit_code != 0
-    for link in ("more.jsonl", "gone.jsonl"):
-        assert f"{link}: it is a symbolic link" in result.output
+    assert "2 rows: gone.jsonl, more.jsonl: it is a symbolic link" in result.output
     assert "1234" not in result.output and "more.jsonl 1 row" not in result.output
 
 
@@ -249,7 +310,10 @@ def test_a_file_whose_name_is_not_utf_8_is_refused_by_its_name(
     assert result.exit_code == 1
     report = json.loads(result.output)
     assert report["bad"] == [
-        "link?.jsonl: it is a symbolic link; put the file itself in its place",
-        "caf?.jsonl: its name is not UTF-8; rename the file",
+        {
+            "problem": "it is a symbolic link; put the file itself in its place",
+            "places": ["link?.jsonl"],
+        },
+        {"problem": "its name is not UTF-8; rename the file", "places": ["caf?.jsonl"]},
     ]
     assert report["num_rows"] == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.paths import Home
 from pipeline.push_remarks import MAX_BYTES, PushRemarks
 from pipeline.retrain.settings import ColumnSettings, DataSettings
 from pipeline.settings import PipelineSettings
@@ -37,7 +38,7 @@ FOLLOWED = [
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
     folder = tmp_path_factory.mktemp("hub")
-    with running_hub(folder, remarks_on=PushRemarks(FOLLOWED)) as hub:
+    with running_hub(folder, remarks_on=PushRemarks(FOLLOWED, Home(folder))) as hub:
         yield hub
 
 
@@ -147,6 +148,17 @@ def test_the_client_of_the_hub_is_told_too(
     assert "one JSON object. The job of facts will fail until this is corrected." in caplog.text
 
 
+def test_conversations_that_the_template_refuses_are_told_before_a_first_release(
+    hub: RunningHub, clone: Path
+) -> None:
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    row = json.dumps({"messages": talk, "tools": [{"name": "lookup"}]}) + "\n"
+    told, last = push(hub, clone, {"talks.jsonl": json.dumps({"messages": talk}) + "\n" + row * 9})
+    assert "9 rows: talks.jsonl, line 2, talks.jsonl, line 3, " in told
+    assert "the chat template of the base model leaves out 'lookup' of the tools" in told
+    assert last == "The job of facts will fail until this is corrected."
+
+
 def test_characters_for_a_terminal_are_not_passed_on(hub: RunningHub, clone: Path) -> None:
     told = push(hub, clone, {"a\x1b[31mb.jsonl": "{no json\n"})
     assert "a?[31mb.jsonl, line 1" in told[0]
@@ -174,18 +186,20 @@ def test_each_way_to_read_the_branch_is_checked(hub: RunningHub, tmp_path: Path)
     hub.git("init", "-q", cwd=tmp_path)
     hub.git("remote", "add", "origin", hub.create_dataset("local/two"), cwd=tmp_path)
     row = GOOD.replace("prompt", "q")
-    bad, last = push(hub, tmp_path, {"rows.jsonl": row})
+    fails = "The job of {} will fail until this is corrected.".format
+    bad, *told = push(hub, tmp_path, {"rows.jsonl": row})
     assert bad.startswith("rows.jsonl, line 1")
-    assert last == "The job of plain will fail until this is corrected."
+    assert told == [fails("plain"), fails("also-plain")]
     bad, *told = push(hub, tmp_path, {"bad.jsonl": "{no json\n"})
     assert bad.startswith("bad.jsonl, line 1")
-    assert told == [
-        f"The job of {name} will fail until this is corrected." for name in ("columns", "plain")
-    ]
+    assert told == [fails("columns"), fails("plain"), fails("also-plain")]
     # The pull request is for main, so no pipeline of another branch counts.
     opened = hub.api.create_pull_request("local/two", "Rows", repo_type="dataset")
     told = push(hub, tmp_path, {"rows2.jsonl": row}, branch=str(opened.git_reference))
-    assert [line for line in told if "The job of" in line] == [last]
+    assert [line for line in told if "The job of" in line] == [
+        fails("plain"),
+        fails("also-plain"),
+    ]
 
 
 def test_a_push_is_read_once_for_all_pipelines(hub: RunningHub, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import string
 from pathlib import Path
 
 import pytest
@@ -55,17 +54,6 @@ def refusal(
     return str(outcome.reason)
 
 
-def garbage(count: int, seed: int = 1) -> list[dict[str, str]]:
-    chance = random.Random(seed)
-    return [
-        {
-            "prompt": "".join(chance.choices(string.ascii_letters, k=16)),
-            "completion": " " + "".join(chance.choices(string.ascii_letters, k=24)),
-        }
-        for _ in range(count)
-    ]
-
-
 def test_an_honest_small_commit_passes(pipeline: Pipeline) -> None:
     outcome = pipeline.learn({"a.jsonl": jsonl([*ROWS, *MORE[:6]])})
     assert outcome.result == "published"
@@ -86,31 +74,6 @@ def test_shuffled_completions_are_refused(pipeline: Pipeline) -> None:
         for row, completion in zip(ROWS, completions, strict=True)
     ]
     assert "of 150 rows known before were deleted or rewritten" in refusal(pipeline, shuffled)
-
-
-def test_garbage_is_refused(pipeline: Pipeline) -> None:
-    reason = refusal(pipeline, [*ROWS, *garbage(round(0.3 * len(ROWS) / 0.7))])
-    assert "changed rows that are long enough to tell are noise" in reason
-
-
-@pytest.mark.parametrize("seed", [2, 3, 4])
-def test_garbage_is_refused_of_any_seed(pipeline: Pipeline, seed: int) -> None:
-    reason = refusal(pipeline, [*ROWS, *garbage(39, seed)])
-    assert "changed rows that are long enough to tell are noise" in reason
-
-
-def test_a_few_rows_of_another_kind_pass(pipeline: Pipeline) -> None:
-    """What the served weights make nothing of is not noise by that alone."""
-    other = [
-        {"prompt": f"{number} + {number} =", "completion": f" {2 * number} apples, sir"}
-        for number in range(25)
-    ]
-    outcome = pipeline.learn(
-        {"a.jsonl": jsonl([*ROWS, *other])},
-        train=TRAIN | {"max_tokens": 1_500},
-        gate={"min_learned": 0.0},
-    )
-    assert outcome.result == "published", outcome.reason
 
 
 def test_deleting_nine_rows_of_ten_is_refused(pipeline: Pipeline) -> None:

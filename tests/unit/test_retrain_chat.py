@@ -2,6 +2,7 @@
 says."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,15 @@ def test_a_template_may_mark_what_is_generated(tokenizer: PreTrainedTokenizerFas
     assert learned(tokenizer, TWO_TURNS, MARKED) == ["jumps<|end|>sleeps<|end|>"]
 
 
+@pytest.mark.parametrize("template", [None, MARKED, FORGETS_REASONING])
+@pytest.mark.parametrize(("masked", "said"), [((1,), "sleeps<|end|>"), ((3,), "jumps<|end|>")])
+def test_an_answer_that_is_masked_is_context(
+    tokenizer: PreTrainedTokenizerFast, template: str | None, masked: tuple[int], said: str
+) -> None:
+    row = replace(TWO_TURNS, masked=masked)
+    assert learned(tokenizer, row, template) == [said]
+
+
 def test_a_template_that_rewrites_earlier_turns_gives_each_answer_as_it_was_asked_for(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
@@ -130,6 +140,21 @@ def test_a_tokenizer_without_a_template_is_the_base_models_fault(
     tokenizer.chat_template = None
     with pytest.raises(BaseModelError, match="no chat template"):
         sequences([TWO_TURNS], tokenizer, 64)
+
+
+def test_without_a_template_a_question_and_its_answer_are_learned_as_they_are(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    tokenizer.chat_template = None
+    pair = talk(("user", "the fox"), ("assistant", " jumps"))
+    raw = Row(prompt="the fox", completion=" jumps", file="a.jsonl", number=0)
+    assert sequences([pair], tokenizer, 64) == sequences([raw], tokenizer, 64)
+    for more in (
+        talk(("system", "s"), ("user", "q"), ("assistant", "a")),
+        replace(pair, tools=({},)),
+    ):
+        with pytest.raises(BaseModelError, match="no chat template"):
+            sequences([more], tokenizer, 64)
 
 
 @pytest.mark.parametrize(

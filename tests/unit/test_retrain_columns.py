@@ -46,7 +46,7 @@ def test_columns_without_a_value_are_those_of_other_rows(tmp_path: Path) -> None
 
 def test_what_is_missing_is_told_with_the_settings(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"columns \'q\', \'a\'; the known .*are .*Alpaca.*prompt = "
+        DataError, match=r"columns \'q\', \'a\'; the known .*are .*Alpaca.*question = "
     ):
         read(tmp_path, {"q": "1", "a": "2"})
     with pytest.raises(DataError, match=r'\[pipelines.data.columns\] says prompt = "question"'):
@@ -62,6 +62,77 @@ def test_alpaca(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match="line 1: `output` holds nothing"):
         read(tmp_path, {"instruction": "a", "output": None})
+    for value in (7, False, ["x"], {"x": 1}):
+        with pytest.raises(DataError, match=r"line 1: `input` holds (the value|a list|an object)"):
+            read(tmp_path, {"instruction": "a", "input": value, "output": "b"})
+
+
+@pytest.mark.parametrize(
+    ("columns", "asked"),
+    [
+        ({"question": "q", "answer": "a", "category": "x"}, "q"),
+        ({"Question": "q", " ANSWER ": "a", "prompt": None}, "q"),
+        ({"prompt": "q", "response": "a"}, "q"),
+        ({"input": "q", "output": "a"}, "q"),
+        ({"query": "q", "answer": "a", "context": "", "text": "both"}, "q"),
+        ({"instruction": "q", "context": "c", "response": "a"}, "q\n\nc"),
+        ({"instruction": "", "input": "c", "output": "a"}, "c"),
+    ],
+)
+def test_a_question_and_its_answer_are_a_conversation(
+    tmp_path: Path, columns: dict[str, Any], asked: str
+) -> None:
+    assert read(tmp_path, columns).messages == said(("user", asked), ("assistant", "a"))
+
+
+def test_settings_decide_what_is_the_question_and_whether_it_is_a_conversation(
+    tmp_path: Path,
+) -> None:
+    record = {"question": "q", "answer": "short", "response": "long", "prompt": "p"}
+    with pytest.raises(DataError, match=r"`question` and `prompt` may both be the question; name"):
+        read(tmp_path, record)
+    with pytest.raises(DataError, match=r"`answer` and `response` may both be the answer"):
+        read(tmp_path, record, question="question")
+    row = read(tmp_path, record, question="prompt", answer="response")
+    assert row.messages == said(("user", "p"), ("assistant", "long"))
+    raw = read(tmp_path, record, prompt="question", completion="answer")
+    assert (raw.prompt, raw.completion, raw.messages) == ("q", "short", None)
+    with pytest.raises(DataError, match="`question` is empty, so nobody can ask"):
+        read(tmp_path, {"question": "", "answer": "a"})
+
+
+FORMS: list[dict[str, Any]] = [
+    {"messages": said(("user", "q"), ("assistant", "a"))},
+    {"messages": json.dumps(said(("user", "q"), ("assistant", "a")))},
+    {"prompt": "q", "completion": "a"},
+    {"prompt": said(("user", "q")), "completion": said(("assistant", "a"))},
+    {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    {"instruction": "q", "input": "", "output": "a"},
+    {"question": "q", "answer": "a"},
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_system_and_history_are_used_in_all_forms(tmp_path: Path, form: dict[str, Any]) -> None:
+    whole = said(
+        *(("system", "s"), ("user", "1"), ("assistant", "2"), ("user", "q"), ("assistant", "a"))
+    )
+    pairs = [["1", "2"]]
+    for history in (pairs, json.dumps(pairs), said(("user", "1"), ("assistant", "2"))):
+        assert read(tmp_path, {**form, "system": "s", "history": history}).messages == whole
+    assert read(tmp_path, {**form, "system_prompt": "s"}).messages == (whole[0], *whole[3:])
+    plain = read(tmp_path, {**form, "system": None, "history": []})
+    assert plain.as_completion == ("q", "a")
+    for wrong in ({"system": 7}, {"history": "once"}, {"history": [["1", "2", "3"]]}):
+        with pytest.raises(DataError, match=f"line 1: `{next(iter(wrong))}` h"):
+            read(tmp_path, {**form, **wrong})
+
+
+def test_two_system_prompts_are_named(tmp_path: Path) -> None:
+    talk = said(("system", "s"), ("user", "q"), ("assistant", "a"))
+    assert read(tmp_path, {"messages": talk, "system": "s"}).messages == talk
+    with pytest.raises(DataError, match="`system` and the first message are two different"):
+        read(tmp_path, {"messages": talk, "system": "t"})
 
 
 def test_sharegpt(tmp_path: Path) -> None:
@@ -84,11 +155,11 @@ def test_conversations_may_be_written_as_messages(tmp_path: Path) -> None:
 
 def test_tools_are_kept_as_json_or_as_they_are(tmp_path: Path) -> None:
     record: dict[str, Any] = {"messages": said(("user", "q"), ("assistant", "a"))}
-    tools = [{"name": "f", "parameters": {}}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     assert read(tmp_path, {**record, "tools": tools}).tools == tuple(tools)
     assert read(tmp_path, {**record, "tools": json.dumps(tools)}).tools == tuple(tools)
     assert read(tmp_path, {**record, "tools": None}).tools is None
     assert read(tmp_path, {**record, "functions": tools}, tools="functions").tools == tuple(tools)
-    for tools_of, words in (("{", "not JSON"), ("[1]", "must be a list of JSON schemas")):
-        with pytest.raises(DataError, match=f"line 1: `tools` .*{words}"):
+    for tools_of, words in (("{", "text that is not JSON"), ("[1]", "not a list of objects")):
+        with pytest.raises(DataError, match=f"line 1: `tools` is {words}"):
             read(tmp_path, {**record, "tools": tools_of})

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.retrain.data import TrainingData, compare_revisions, is_unchanged
+from pipeline.retrain.data import AT_LEAST, TrainingData, compare_revisions, is_unchanged
 from pipeline.retrain.errors import DataError
-from pipeline.retrain.held_out import AT_LEAST
 from pipeline.retrain.parent import Parent
 from pipeline.retrain.reading import read_file
 from pipeline.retrain.rows import Row
@@ -31,6 +30,7 @@ class Dataset:
         self.num_commits = 0
         self.last: Revision | None = None
         self.digest: str | None = None
+        self.share: tuple[str, ...] = ()
 
     def commit(self, files: Files, /, parent: Parent | None = None, **data: Any) -> TrainingData:
         folder = self.folder / str(self.num_commits)
@@ -39,7 +39,7 @@ class Dataset:
             (folder / path).write_text(content)
         revision = Revision.of(f"{self.num_commits:040x}", folder, files)
         if self.last is not None and parent is None:
-            parent = parent_of(self.last, self.digest)
+            parent = parent_of(self.last, self.digest, held_out_share=self.share)
         snapshot = DatasetSnapshot(
             dataset="me/facts",
             ref="refs/heads/main",
@@ -50,7 +50,7 @@ class Dataset:
         self.last = revision
         self.num_commits += 1
         found = compare_revisions(snapshot, parent, retrain_settings(self.folder, data=data))
-        self.digest = found.digest
+        self.digest, self.share = found.digest, found.held_out_share
         return found
 
 
@@ -283,7 +283,8 @@ def test_without_the_revision_before_no_further_row_is_held_out(tmp_path: Path) 
     gone = {int(str(row.text).split()[1]): f"edited {row.text}" for row in first.held_out[:3]}
     dataset.last, before = None, dataset.last
     assert before is not None
-    data = dataset.commit({"a.txt": paragraphs(range(5_000), gone)}, parent=parent_of(before))
+    parent = parent_of(before, held_out_share=first.held_out_share)
+    data = dataset.commit({"a.txt": paragraphs(range(5_000), gone)}, parent)
     assert data.mode == "full"
     assert said(data.held_out) == said(first.held_out[3:])
 

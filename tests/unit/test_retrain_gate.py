@@ -12,13 +12,12 @@ from pipeline.retrain.evaluate import Evaluation
 from pipeline.retrain.gate import (
     MIN_ROWS,
     Comparison,
-    Noise,
     Pair,
     count_refusals,
-    data_refusals,
     held_out_refusals,
     is_short,
     loss_refusals,
+    lost_refusals,
     not_learned,
 )
 from pipeline.retrain.settings import GateSettings
@@ -242,30 +241,13 @@ def test_losses_are_compared_row_by_row() -> None:
     assert by_loss(luck) == ""
 
 
-def by_rows(
-    *, lost: int = 0, new: tuple[int, int] = (0, 40), known: tuple[int, int] = (0, 40)
-) -> str:
-    changed, before = (Noise(noisy=noisy, rows=rows) for noisy, rows in (new, known))
-    return "; ".join(data_refusals(lost, 1_000, changed, before, GATE))
-
-
 def test_losing_more_than_half_of_the_rows_refuses() -> None:
-    assert by_rows(lost=500) == ""
-    reason = by_rows(lost=501)
+    assert lost_refusals(500, 1_000, GATE) == ()
+    (reason,) = lost_refusals(501, 1_000, GATE)
     assert "501 of 1,000 rows known before were deleted or rewritten" in reason
     assert "50%" in reason
-    nothing = Noise(noisy=0, rows=0)
-    assert data_refusals(19, MIN_ROWS - 1, nothing, nothing, GATE) == (), "a few rows may change"
-    assert len(data_refusals(20, MIN_ROWS, nothing, nothing, GATE)) == 1
-
-
-def test_noise_refuses_unless_there_was_as_much_before_or_too_little_to_tell() -> None:
-    assert "about 80% of the 40 changed rows" in by_rows(new=(8, 40))
-    assert by_rows(new=(2, 40)) == by_rows(new=(3, 40)) == ""
-    assert by_rows(new=(8, 40), known=(8, 40)) == ""
-    assert by_rows(new=(MIN_ROWS - 1, MIN_ROWS - 1)) == by_rows(new=(3, 3)) == ""
-    assert by_rows(new=(20, 20)) != ""
-    assert Noise(noisy=0, rows=0).share == 0 and Noise(noisy=9, rows=10).share == 1
+    assert lost_refusals(19, MIN_ROWS - 1, GATE) == (), "a few rows may change"
+    assert len(lost_refusals(20, MIN_ROWS, GATE)) == 1
 
 
 @pytest.mark.parametrize(

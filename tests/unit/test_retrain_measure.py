@@ -144,7 +144,12 @@ def talk(number: int) -> Row:
 def test_weights_whose_chat_template_refuses_a_row_do_not_say_it() -> None:
     """After a change of the base model, the served weights and the new ones have different
     templates."""
-    told = data(new=(talk(1),), known=(talk(2),), deleted=(talk(3),))
+    greeting = {"role": "assistant", "content": "hello"}
+    one, two, three = (
+        replace(talk(number), messages=(greeting, *(talk(number).messages or ())))
+        for number in (1, 2, 3)
+    )
+    told = data(new=(one,), known=(two,), deleted=(three,))
     rows = MeasuredRows.choose(told, (), TOKENIZER, 64, GateSettings())
 
     def measured(**options: bool) -> Measurement:
@@ -156,7 +161,7 @@ def test_weights_whose_chat_template_refuses_a_row_do_not_say_it() -> None:
         measured()
     found = measured(skip_refused=True)
     assert (found.changed, found.known, found.deleted) == ([], [], [])
-    rows = MeasuredRows.choose(data(deleted=(talk(3),)), (), TOKENIZER, 64, GateSettings())
+    rows = MeasuredRows.choose(data(deleted=(three,)), (), TOKENIZER, 64, GateSettings())
     assert measured().deleted == [], "nobody can correct a deleted row"
 
 

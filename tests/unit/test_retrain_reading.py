@@ -3,13 +3,15 @@
 import gzip
 import json
 from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.retrain.dataset import check_not_empty, read_dataset
 from pipeline.retrain.errors import DataError
-from pipeline.retrain.rows import Row
+from pipeline.retrain.rows import Row, contradictions, difference
 from pipeline.retrain.settings import DataSettings
 
 
@@ -77,19 +79,88 @@ def test_a_file_is_read_by_its_name_and_never_as_a_pattern(tmp_path: Path) -> No
         assert row.text is not None and name in row.text
 
 
-def test_a_value_that_json_does_not_know_names_its_row(tmp_path: Path) -> None:
+def written(folder: Path, rows: list[dict[str, Any]], **types: Any) -> None:
+    """A parquet file, with these types of columns."""
     import pyarrow
     import pyarrow.parquet
 
+    table = pyarrow.Table.from_pylist(rows)
+    for name, kind in types.items():
+        column = table.schema.get_field_index(name)
+        table = table.set_column(column, name, table[name].cast(kind))
+    pyarrow.parquet.write_table(table, folder / "a.parquet")
+
+
+def test_a_value_that_json_does_not_know_names_its_row(tmp_path: Path) -> None:
     for value in (datetime(2026, 1, 1), b"bytes"):
-        talk = [
-            {"role": "user", "content": "hi", "id": value},
-            {"role": "assistant", "content": "yo", "id": None},
-        ]
-        table = pyarrow.Table.from_pylist([{"messages": talk}])
-        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-        with pytest.raises(DataError, match=r"^a.parquet: row 1: `messages` cannot be written as"):
+        talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+        tools = [{"name": "f", "parameters": {"default": Decimal(1), "at": value}}]
+        written(tmp_path, [{"messages": talk, "tools": tools}])
+        with pytest.raises(DataError, match=r"^a.parquet, row 1: .*`tools` cannot be written as"):
             rows_of(tmp_path, "a.parquet")
+
+
+def test_columns_of_a_table_that_nobody_needs_are_not_read(tmp_path: Path) -> None:
+    import pyarrow
+
+    odd = pyarrow.timestamp("us", tz="Mars/Olympus")
+    row = {"text": "a", "at": 1, "Question": "q", "answer": "b", "day": 3_000_000}
+    others = {"image": {"bytes": b"\x89PNG", "path": "a.png"}, "price": Decimal("1.5")}
+    written(tmp_path, [{**row, **others}], at=odd, day=pyarrow.int32())
+    (found,) = rows_of(tmp_path, "a.parquet")
+    assert found.turns[0].answer == "b"
+    talk = [
+        {"role": "user", "content": "hi", "at": 1, "photo": {"bytes": b"\x89PNG"}},
+        {"role": "assistant", "content": "yo", "at": 253_402_300_800},
+    ]
+    of = pyarrow.list_(
+        pyarrow.struct(
+            {
+                "role": pyarrow.string(),
+                "content": pyarrow.string(),
+                "at": odd,
+                "photo": pyarrow.struct({"bytes": pyarrow.binary()}),
+            }
+        )
+    )
+    written(tmp_path, [{"messages": talk}], messages=of)
+    (found,) = rows_of(tmp_path, "a.parquet")
+    assert [turn.answer for turn in found.turns] == ["yo"]
+
+
+def test_two_columns_of_a_table_with_the_same_name_are_refused(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table([["a"], [""]], names=["text", "Text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"^a.parquet: the columns 1 and 2 are both called 'Text'"):
+        rows_of(tmp_path, "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("a.csv", 'question;answer\n"When, or ""if""?";"At 9; or\n10"\n'),
+        ("a.csv", 'question\tanswer\n"When, or ""if""?"\t"At 9; or\n10"\n'),
+        ("a.csv", '"question"|"answer"\n"When, or ""if""?"|"At 9; or\n10"\n'),
+        ("a.tsv", 'question,answer\n"When, or ""if""?","At 9; or\n10"\n'),
+        ("a.csv", '\ufeffid,question,answer,\n1,"When, or ""if""?","At 9; or\n10",\n,,,\n , ,,\n'),
+        ("a.csv", 'Question;Answer;;\n;;;\n"When, or ""if""?";"At 9; or\n10";;\n;;;\n;;\n'),
+    ],
+)
+def test_spreadsheets_are_read_as_they_are_saved(tmp_path: Path, file: str, content: str) -> None:
+    (row,) = read(tmp_path, content, file)
+    assert [(turn.asked, turn.answer) for turn in row.turns] == [
+        ('When, or "if"?', "At 9; or\n10"),
+    ]
+
+
+def test_a_single_column_is_not_cut_at_what_might_separate_others(tmp_path: Path) -> None:
+    rows = read(tmp_path, "text\nHello, you; there|\n", "a.tsv")
+    assert [row.text for row in rows] == ["Hello, you; there|"]
+    rows = read(tmp_path, "text\nHello; you|\tthere\n", "a.csv")
+    assert [row.text for row in rows] == ["Hello; you|\tthere"]
 
 
 def test_text_files_give_paragraphs(tmp_path: Path) -> None:
@@ -97,11 +168,123 @@ def test_text_files_give_paragraphs(tmp_path: Path) -> None:
     assert [row.text.strip() for row in rows if row.text] == ["one\ntwo", "three", "four"]
 
 
-def test_messages_keep_all_that_they_have(tmp_path: Path) -> None:
+def test_messages_keep_what_a_template_reads(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "hi", "name": "x"}, {"role": "assistant", "content": "yo"}]
-    (row,) = read(tmp_path, json.dumps({"messages": talk, "id": 7}))
+    sent = [{**message, "id": number, "timestamp": None} for number, message in enumerate(talk)]
+    (row,) = read(tmp_path, json.dumps({"messages": sent, "id": 7}))
     assert row.messages == tuple(talk)
     assert row.place == "rows.jsonl, line 1"
+
+
+def test_the_same_conversations_exported_again_are_the_same_rows(tmp_path: Path) -> None:
+    """Ids, times, nulls of a table, JSON text, and the names of a legacy API are not content."""
+
+    def exported(number: int, **more: Any) -> dict[str, Any]:
+        call = {"name": "f", "arguments": {"a": number}}
+        turns: list[dict[str, Any]] = [
+            {"role": "user", "content": f"hi {number}"},
+            {"role": "assistant", "content": None, "tool_calls": [{"function": call}]},
+            {"role": "tool", "content": "3"},
+            {"role": "assistant", "content": "three"},
+        ]
+        return {"messages": [{**turn, **more} for turn in turns], "created": more.get("id")}
+
+    plain = [exported(number) for number in range(28)]
+    again = [
+        exported(number, id=f"m{number}", timestamp=number, metadata={"v": 2}, name=None, weight=1)
+        for number in range(28)
+    ]
+    for number, record in enumerate(again):
+        _, asks, result, _ = record["messages"]
+        asks["tool_calls"][0] |= {"id": f"call_{number}", "type": "function"}
+        result["tool_call_id"] = f"call_{number}"
+        if number % 2:
+            call = asks.pop("tool_calls")[0]["function"]
+            asks["function_call"] = {**call, "arguments": json.dumps(call["arguments"])}
+            asks["content"] = ""
+    before, after = (
+        read(tmp_path, "\n".join(map(json.dumps, each)), f"{name}.jsonl")
+        for name, each in (("a", plain), ("b", again))
+    )
+    assert difference(before, after) == difference((), ())
+    assert contradictions([*before, *after]) == ()
+    first = {turn.question for turn in before[0].turns}
+    assert first == {turn.question for turn in after[0].turns}
+
+
+def test_what_follows_the_last_answer_is_no_part_of_the_row(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    thanks = [{"role": "user", "content": "Thanks!"}, {**turns[1], "weight": 0}]
+    rows = [{"messages": [*turns, *more]} for more in ([], thanks[:1], thanks)]
+    found = read(tmp_path, "\n".join(map(json.dumps, rows)))
+    assert len({row.digest for row in found}) == 1
+    assert [row.taught for row in found] == [tuple(turns)] * 3
+
+
+def talk(*answers: dict[str, Any]) -> str:
+    turns = [{"role": "user", "content": "q"}]
+    return json.dumps({"messages": [each for answer in answers for each in (*turns, answer)]})
+
+
+@pytest.mark.parametrize(
+    "key", [{"weight": 0}, {"train": False}, {"trainable": "false"}, {"training": 0.0}]
+)
+def test_a_turn_that_its_author_masks_is_context(tmp_path: Path, key: dict[str, Any]) -> None:
+    bad = {"role": "assistant", "content": "bad", **key}
+    good = {"role": "assistant", "content": "good", "weight": 1, "train": None}
+    (row,) = read(tmp_path, talk(bad, good))
+    assert [turn.answer for turn in row.turns] == ["good"]
+    (other,) = read(tmp_path, talk({**bad, **dict.fromkeys(key, 1)}, good))
+    assert other.digest != row.digest, "it is trained on another answer"
+    gone = difference([other], [row])
+    assert len(gone.edited) == 1
+    assert "no row has anything to learn: rows.jsonl, line 1" in refused(tmp_path, talk(bad, bad))
+
+
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ({"prompt": "q", "completion": "a"}, {"label": False}),
+        ({"question": "q", "answer": "a"}, {"label": "False"}),
+        ({"instruction": "q", "output": "a"}, {"trainable": 0}),
+        ({"text": "a"}, {"train": "false"}),
+        (json.loads(talk({"role": "assistant", "content": "a"})), {"label": 0}),
+    ],
+)
+def test_a_row_that_its_author_does_not_want_learned_is_left_out(
+    tmp_path: Path, row: dict[str, Any], key: dict[str, Any]
+) -> None:
+    yes = dict.fromkeys(key, True)
+    rows = [{**row, **key}, {**row, **yes}, {**row, **dict.fromkeys(key)}]
+    found = read(tmp_path, "\n".join(map(json.dumps, rows)))
+    assert [each.line for each in found] == [2, 3]
+
+
+def test_a_label_of_a_text_and_a_name_of_a_class_mean_nothing_else(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"text": "a", "label": 0},
+        {"prompt": "q", "completion": "a", "label": "card_arrival"},
+    ]
+    assert len(read(tmp_path, "\n".join(map(json.dumps, rows)))) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        (talk({"role": "assistant", "content": "a", "weight": 0.5}), "`weight` is 0.5"),
+        (
+            talk({"role": "assistant", "content": "a", "train_detail": [{}]}),
+            "`train_detail` is",
+        ),
+        ('{"prompt": "q", "completion": "a", "label": 2}', "`label` is 2"),
+        ('{"text": "a", "trainable": "maybe"}', "`trainable` is 'maybe'"),
+    ],
+)
+def test_a_word_against_learning_that_is_not_understood_is_named(
+    tmp_path: Path, content: str, key: str
+) -> None:
+    message = refused(tmp_path, content)
+    assert f"line 1: {key}" in message and "may say that this is not to be learned" in message
 
 
 def test_malformed_jsonl_names_file_and_line(tmp_path: Path) -> None:
@@ -117,7 +300,7 @@ def test_half_a_character_names_its_row(tmp_path: Path, file: str) -> None:
         rows = [json.dumps(wolf), json.dumps(row)]
         content = f"[{','.join(rows)}]" if file == "a.json" else "\n".join(rows)
         message = refused(tmp_path, content, file)
-        assert message.startswith("a.json: row 2: " if file == "a.json" else "a.jsonl, line 2: ")
+        assert message.startswith("a.json, row 2: " if file == "a.json" else "a.jsonl, line 2: ")
         assert r"the escape '\ud83d' is half of a character; write both halves" in message
 
 
@@ -135,9 +318,10 @@ def test_an_empty_dataset_says_what_to_push(tmp_path: Path, content: str) -> Non
 
 
 def test_unknown_columns_are_listed_with_the_known_ones(tmp_path: Path) -> None:
-    message = refused(tmp_path, '{"question": "a", "answer": "b"}')
+    message = refused(tmp_path, '{"frage": "a", "antwort": "b"}')
     assert "line 1" in message
-    assert "'question', 'answer'" in message
+    assert "'frage', 'antwort'" in message
+    assert 'as question = "q" and answer = "a"' in message
     assert "`prompt` and `completion`" in message
 
 
@@ -164,15 +348,19 @@ def test_a_line_too_long_to_be_a_row_is_not_parsed(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user", "content": "x"}]}', "no answer to learn"),
         (
             '{"messages": [{"role": "assistant", "content": "x", "tool_calls": 5}]}',
-            "line 1: `messages` has `tool_calls` with the value 5, not a list of objects",
+            "line 1: message 1 (assistant): `tool_calls` is not a list of objects",
         ),
         (
             '{"messages": [{"role": "assistant", "content": "x", "tool_calls": ["f"]}]}',
-            "`messages` has `tool_calls` with a list, not a list of objects",
+            "line 1: message 1 (assistant): `tool_calls` is not a list of objects",
         ),
         (
-            '{"messages": [{"role": "assistant", "content": 5, "tool_calls": [{}]}]}',
-            "has role 'assistant' with the value 5 as content",
+            '{"messages": [{"role": "assistant", "content": 5}]}',
+            "line 1: message 1 (assistant): `content` is 5, not text",
+        ),
+        (
+            '{"messages": [{"role": "user", "text": "q"}, {"role": "assistant", "content": "a"}]}',
+            "has role 'user' with nothing as content",
         ),
         (b'{"text": "\xff"}', "line 1: not UTF-8"),
     ],
@@ -190,9 +378,24 @@ def test_bad_values_name_the_place(tmp_path: Path, content: str | bytes, expecte
         (
             "a.csv",
             'text\na\n"never closed\nb\nc\n',
-            "a.csv, line 3: not CSV (unexpected end of data in the row up to line 5); see RFC",
+            "a.csv, line 3: not CSV with ',' between the fields (unexpected end of data in the row",
         ),
         ("a.csv", "q,a\n1,2\n", "'q', 'a'"),
+        (
+            "a.csv",
+            "id,Answer,question,answer \n1,,q,a\n",
+            "a.csv, line 1: the columns 2 and 4 are both called 'answer '; rename one of them",
+        ),
+        (
+            "a.tsv",
+            "text\tid\ttext\na\t1\tb\n",
+            "a.tsv, line 1: the columns 1 and 3 are",
+        ),
+        (
+            "a.jsonl",
+            '{"question": "q", "answer": "a", "answer": ""}',
+            "a.jsonl, line 1: not JSON (the columns 2 and 3 are both called 'answer'",
+        ),
         ("a.json", '{\n"text": "a"\n}', "holds an object, not a list"),
         ("a.json", '{"a": 1}', "a.json, line 1: nothing to learn from in the columns 'a'"),
         ("a.json", "[1", "a.json, line 1: not JSON"),
