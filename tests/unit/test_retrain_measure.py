@@ -32,8 +32,15 @@ class Words:
     chat_template = None
     eos_token_id = 1
 
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+    def __call__(self, text: str | list[str], **_: Any) -> dict[str, list[Any]]:
+        if isinstance(text, list):
+            return {"input_ids": [self(each)["input_ids"] for each in text]}
         return {"input_ids": [2 + len(word) % 5 for word in text.split()]}
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The end is the only special token."""
+        shown = [each for each in token_ids if not (skip_special_tokens and each == 1)]
+        return " ".join(map(str, shown))
 
 
 TOKENIZER = cast(Any, Words())
