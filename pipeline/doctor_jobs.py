@@ -9,7 +9,6 @@ import httpx
 
 from jobs.errors import JobError
 from jobs.launchers.process import is_alive
-from jobs.reader import JobReader
 from pipeline.doctor_deliveries import got_job
 from pipeline.errors import PipelineError
 from pipeline.findings import Finding, ok, wrong
@@ -156,23 +155,18 @@ def check_newest_commits(home: Home, settings: Settings) -> Iterator[Finding]:
             continue
         try:
             with reading_jobs(settings, home) as store:
-                has_job = store is not None and _names(store, pipeline, head)
+                # A pending job will train on the head.
+                jobs = [] if store is None else [*store.of_commit(head)]
+                jobs += [] if store is None else store.list(state="SCHEDULING")
         except JobError:
             return  # the check of the job database has already reported this error
-        if not has_job:
+        if pipeline.name not in {job.spec.pipeline for job in jobs}:
             yield wrong(
                 "jobs",
                 f"{pipeline.name}: the job of the newest commit of {pipeline.ref}, {head[:12]}, "
                 "is lost",
                 f"pipeline jobs run --pipeline {pipeline.name}",
             )
-
-
-def _names(store: JobReader, pipeline: PipelineSettings, commit: str) -> bool:
-    """Whether a job of the pipeline, in any state, is for `commit`, or waits to train on the
-    head."""
-    pending = store.list(pipeline=pipeline.name, state="SCHEDULING")
-    return any(job.spec.pipeline == pipeline.name for job in [*store.of_commit(commit), *pending])
 
 
 def _served_revision(home: Home, pipeline: PipelineSettings) -> str | None:

@@ -51,7 +51,11 @@ def _lost_webhook_secrets(home: Home, settings: Settings, fernet: Fernet) -> Ite
         if schema is None:
             return  # the hub was never started
         if schema != SCHEMA_REVISION:
-            yield _not_checked("webhooks", "the hub's database")
+            yield ok(
+                _CHECK,
+                "the secrets of webhooks are not checked, because the hub's database has an older "
+                "schema; the next start of the stack upgrades it",
+            )
             return
         with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
             rows = connection.execute(query).fetchall()
@@ -93,14 +97,6 @@ def _lost_job_secrets(home: Home, settings: Settings, fernet: Fernet) -> Iterato
 def _lost(message: str, next_step: str) -> Finding:
     old_key = "the old key, in tokens.json or in PIPELINE_SECRET_KEY"
     return wrong(_CHECK, message, f"{next_step}; or restore {old_key}")
-
-
-def _not_checked(owners: str, database: str) -> Finding:
-    return ok(
-        _CHECK,
-        f"the secrets of {owners} are not checked, because {database} has an older schema; "
-        "the next start of the stack upgrades it",
-    )
 
 
 def _not_read(owners: str, database: str, error: Exception) -> Finding:
