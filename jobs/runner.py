@@ -116,9 +116,9 @@ class Runner:
         self._next_touch = 0.0
         self._leased: dict[str, _LeasedJob] = {}
         self._left: dict[str, Job] = {}
-        """Handle → job of the attempts that this runner has started, before it lost the lease. While
-        such an attempt is the current one of its job, another runner watches the processes. When it
-        is not the current one any more, this runner kills them."""
+        """Handle → job of the attempts that this runner has started before it lost the lease. While
+        such an attempt is the current one of its job, another runner watches the processes. When
+        it is not the current one any more, this runner kills them."""
         self._has_unseen_changes = False
         """Whether the store may have changed since the last step that did not fail."""
         self._has_new_file = False
