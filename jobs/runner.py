@@ -115,9 +115,10 @@ class Runner:
         self._alive_file = alive_file
         self._next_touch = 0.0
         self._leased: dict[str, _LeasedJob] = {}
-        self._outdated: set[str] = set()
-        """The handles of attempts that this runner has started and that are no longer the current
-        attempts of their jobs. The runner kills their processes."""
+        self._left: dict[str, Job] = {}
+        """Handle → job of the attempts that this runner has started before it lost the lease. While
+        such an attempt is the current one of its job, another runner watches the processes. When
+        it is not the current one any more, this runner kills them."""
         self._has_unseen_changes = False
         """Whether the store may have changed since the last step that did not fail."""
         self._has_new_file = False
@@ -219,11 +220,13 @@ class Runner:
                     self._give_up(leased, launcher, error)
             except LeaseLost as error:
                 logger.warning("%s", error)
-                self._leave(leased)
+                del self._leased[leased.job.id]
+                if leased.handle is not None:
+                    self._left[leased.handle] = leased.job
             except JobNotFound:
                 self._forget(leased, launcher)
-        for handle in list(self._outdated):
-            self._kill_outdated(handle, launcher)
+        for handle, job in list(self._left.items()):
+            self._kill_if_outdated(handle, job, launcher)
         self._has_unseen_changes = False
 
     # Getting jobs
@@ -485,28 +488,21 @@ class Runner:
             if not is_known:
                 self._forget(leased, launcher)
 
-    def _leave(self, leased: _LeasedJob) -> None:
-        """Leave a job alone whose lease is lost. If the job has ended or has a newer attempt, the
-        processes of this runner's attempt are outdated. Otherwise another runner watches them."""
-        if leased.handle is not None:
-            try:
-                job = self._store.get(leased.job.id)
-                is_outdated = job.has_ended or job.attempt > leased.job.attempt
-            except JobNotFound:
-                is_outdated = True
-            if is_outdated:
-                self._outdated.add(leased.handle)
-        del self._leased[leased.job.id]
-
-    def _kill_outdated(self, handle: str, launcher: Launcher) -> None:
-        # The process may not exist yet, so kill until the launcher says that it is gone.
+    def _kill_if_outdated(self, handle: str, left: Job, launcher: Launcher) -> None:
         try:
+            job = self._store.get(left.id)
+            is_outdated = job.has_ended or job.attempt > left.attempt
+        except JobNotFound:
+            is_outdated = True
+        try:
+            # The process may not exist yet, so go on until the launcher says that it is gone.
             if launcher.poll(handle).phase in ("starting", "running"):
-                launcher.stop(handle, force=True)
+                if is_outdated:
+                    launcher.stop(handle, force=True)
                 return
         except (DamagedRecord, OSError) as error:
             logger.warning("Processes of %s may still run: %s", handle, error)
-        self._outdated.discard(handle)
+        del self._left[handle]
 
     def _forget(self, leased: _LeasedJob, launcher: Launcher) -> None:
         """Kill the processes of a job that the store no longer has as a job of this runner, and

@@ -135,13 +135,11 @@ class _Batch:
     def submit(self, request: JobRequest) -> Submission:
         spec = request.spec
         pipeline = spec.pipeline
-        if pipeline is None:
-            return Submission(job=self._insert(request), is_new=True, how="created")
-        if request.by_hand:
-            query = select(JOBS.c.number).where(is_pending(pipeline, by_hand=True))
-            number = self._connection.scalar(query)
-            if number is not None:
-                raise PendingJob(job_id_of(number), pipeline)
+        if pipeline is None or request.by_hand:
+            if pipeline is not None:
+                query = select(JOBS.c.number).where(is_pending(pipeline, by_hand=True))
+                if (number := self._connection.scalar(query)) is not None:
+                    raise PendingJob(job_id_of(number), pipeline)
             return Submission(job=self._insert(request), is_new=True, how="created")
         spec = with_revisions(spec, old_sha=None, new_sha=None, delivery_ids=())
         pending = self._pending_job(pipeline)

@@ -101,5 +101,4 @@ def next_step(jobs: Sequence[Job], step: str) -> str:
 
 def _has_decided(outcome: JobOutcome | None) -> bool:
     # A job that ended in the stage `claim` only repeats the decision of an earlier job.
-    is_new = outcome is None or outcome.stage != "claim"
-    return is_new and (outcome is None or outcome.result not in DECIDED_NOTHING)
+    return outcome is None or not (outcome.stage == "claim" or outcome.result in DECIDED_NOTHING)

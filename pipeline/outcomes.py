@@ -59,12 +59,13 @@ class Outcomes:
                 if is_due:
                     self.poll()
                     is_due = False
-            except (JobError, OSError) as error:
-                logger.error("outcomes cannot be handled now; trying again: %s", error)
-                stop.wait(RETRY_SECONDS)
-            except Exception:
+            except Exception as error:
                 # If the thread ended here, nobody would handle the later outcomes.
-                logger.exception("outcomes cannot be handled; trying again at the next change")
-                is_due = False
+                logger.error(
+                    "outcomes cannot be handled now; trying again: %s",
+                    error,
+                    exc_info=not isinstance(error, JobError),
+                )
+                stop.wait(RETRY_SECONDS)
             if is_last:
                 return

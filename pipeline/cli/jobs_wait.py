@@ -126,8 +126,8 @@ def _arrived(
     store: "JobStore", sha: str, pipeline: str | None, home: Home, deadline: float | None
 ) -> "Job":
     give_up = time.monotonic() + ARRIVAL_SECONDS
-    histories = _Histories(home, sha)
-    while (job := _job_of_commit(store, sha, pipeline, histories)) is None:
+    asked: dict[str, bool] = {}
+    while (job := _job_of_commit(store, sha, pipeline, home, asked)) is None:
         if deadline is not None and time.monotonic() > deadline:
             raise timed_out(f"there is still no job for commit {sha[:8]}")
         if time.monotonic() > give_up:
@@ -141,14 +141,14 @@ def _arrived(
 
 
 def _job_of_commit(
-    store: "JobStore", sha: str, pipeline: str | None, histories: "_Histories"
+    store: "JobStore", sha: str, pipeline: str | None, home: Home, asked: dict[str, bool]
 ) -> "Job | None":
     """The newest job to which a delivery of the commit has led, or which has trained on the commit.
     If there is none, the newest job that has trained on a later commit of the same history."""
     jobs = [job for job in store.of_commit(sha) if pipeline in (None, job.spec.pipeline)]
     if not jobs:
         started = store.list(pipeline=pipeline, limit=NUM_WATCHED)
-        jobs = [job for job in started if histories.contain(job)]
+        jobs = [job for job in started if _contains(home, sha, job, asked)]
     names = sorted({job.spec.pipeline or "" for job in jobs})
     if len(names) > 1:
         raise PipelineError(
@@ -158,27 +158,18 @@ def _job_of_commit(
     return jobs[0] if jobs else None
 
 
-class _Histories:
-    """Finds the jobs that have trained on a commit or on a later one. Asks for each head only
-    once."""
+def _contains(home: Home, sha: str, job: "Job", asked: dict[str, bool]) -> bool:
+    """Whether the job has trained on the commit or on a later one. `asked` has the answers so far:
+    head → whether its history contains the commit."""
+    from pipeline.newest_commit import dataset_of_job
+    from pipeline.stack_record import running_settings
+    from pipeline.tokens import load_tokens
 
-    def __init__(self, home: Home, sha: str) -> None:
-        self._home = home
-        self._sha = sha
-        self._answers: dict[tuple[str | None, str], bool] = {}
-
-    def contain(self, job: "Job") -> bool:
-        from pipeline.newest_commit import dataset_of_job
-        from pipeline.stack_record import running_settings
-        from pipeline.tokens import load_tokens
-
-        revisions, pipeline = job.spec.revisions, job.spec.pipeline
-        if revisions is None or revisions.new_sha is None or pipeline is None:
-            return False
-        key = pipeline, revisions.new_sha
-        if key not in self._answers:
-            hub_url = running_settings(self._home).hub_url
-            dataset = dataset_of_job(job, hub_url, load_tokens(self._home.tokens_file))
-            cache_dir = self._home.root / "snapshots" / pipeline
-            self._answers[key] = dataset.contains(self._sha, revisions.new_sha, cache_dir)
-        return self._answers[key]
+    head = None if job.spec.revisions is None else job.spec.revisions.new_sha
+    if head is None or job.spec.pipeline is None:
+        return False
+    if head not in asked:
+        tokens = load_tokens(home.tokens_file)
+        dataset = dataset_of_job(job, running_settings(home).hub_url, tokens)
+        asked[head] = dataset.contains(sha, head, home.root / "snapshots" / job.spec.pipeline)
+    return asked[head]

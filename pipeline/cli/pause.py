@@ -20,8 +20,8 @@ def pause(name: NameArgument = None) -> None:
     pipeline = _name(name)
     with open_store(project_home()) as store:
         is_new = store.pause(pipeline)
-    print(f"{pipeline} {'is paused' if is_new else 'was paused already'}; to go on: ", end="")
-    print(f"pipeline resume {pipeline}")
+    state = "is paused" if is_new else "was paused already"
+    print(f"{pipeline} {state}; to go on: pipeline resume {pipeline}")
 
 
 def resume(name: NameArgument = None) -> None:

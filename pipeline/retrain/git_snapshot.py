@@ -181,7 +181,6 @@ class GitDataset:
     ) -> subprocess.CompletedProcess[str]:
         """Run git, and return how it ended. Raises HubAway if the server cannot be reached, and
         SnapshotError if the disk is full or git is missing."""
-        seconds = FETCH_SECONDS if seconds is None else seconds
         env = {
             **os.environ,
             "GIT_TERMINAL_PROMPT": "0",
@@ -197,7 +196,7 @@ class GitDataset:
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
-                timeout=seconds,
+                timeout=seconds or FETCH_SECONDS,
                 check=False,
             )
         except FileNotFoundError as error:
@@ -205,7 +204,7 @@ class GitDataset:
                 "git is not installed, but a dataset with a git URL needs it; install git"
             ) from error
         except subprocess.TimeoutExpired as error:
-            reason = f"git took longer than {seconds:.0f} s"
+            reason = f"git took longer than {seconds or FETCH_SECONDS:.0f} s"
             raise self._failed("it", reason, HubAway) from error
         if done.returncode != 0:
             for line in done.stderr.splitlines():

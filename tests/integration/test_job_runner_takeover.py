@@ -184,6 +184,8 @@ def test_a_runner_ends_its_process_once_another_attempt_runs_elsewhere(house: Ho
     # The runner of another machine: it does not see the process, so it plans another attempt.
     with JobStore.open(house.url, clock=lambda: time.time() + 3600) as other:
         until(lambda: other.adopt("other", 3600))
+        until(lambda: job.id not in runner._leased)
+        assert not is_gone(pid)
         assert other.retry(job.id, "other", lost(job)).attempt == 2
-        until(lambda: is_gone(pid) and job.id not in runner._leased)
+        until(lambda: is_gone(pid) and not runner._left)
         other.finish(job.id, "other", None)

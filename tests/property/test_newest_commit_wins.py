@@ -210,13 +210,16 @@ class NewestCommit(RuleBasedStateMachine):
         self.runners[number]._store.close()
         self.runners[number] = self.new_runner(number)
 
-    @rule(number=RUNNERS)
-    def kill_runner_while_it_starts_a_process(self, number: int) -> None:
+    @rule(number=RUNNERS, is_taken_over=st.booleans())
+    def kill_runner_while_it_starts_a_process(self, number: int, is_taken_over: bool) -> None:
+        self.push(arrives=True)
         self.machines[number].kills_runner = True
         with contextlib.suppress(Killed):
             self.step(number)
         self.machines[number].kills_runner = False
         self.kill_runner(number)
+        if is_taken_over:
+            self.take_over(1 - number)
 
     @rule(seconds=st.sampled_from([1.0, 6.0, 30.0]))
     def wait(self, seconds: float) -> None:

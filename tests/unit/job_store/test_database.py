@@ -8,22 +8,10 @@ from sqlalchemy import create_engine, event, inspect, text
 
 from jobs.errors import OtherSchema, StoreError
 from jobs.job import delivery_ids as delivery_ids_of
-from jobs.migrations import HEAD
 from jobs.rows import update_job
-from jobs.schema import METADATA, writing
+from jobs.schema import writing
 from jobs.store import JobStore
 from tests.jobs_fixtures import delivery, spec
-
-
-def test_the_migrations_build_what_the_code_declares(store: JobStore, store_url: str) -> None:
-    from alembic.autogenerate import compare_metadata
-    from alembic.migration import MigrationContext
-
-    engine = create_engine(store_url)
-    with engine.connect() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
-        assert connection.scalar(text("SELECT version_num FROM alembic_version")) == HEAD
-    engine.dispose()
 
 
 def test_the_database_itself_refuses_a_second_pending_job(store: JobStore, store_url: str) -> None:

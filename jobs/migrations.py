@@ -1,16 +1,14 @@
-"""Creates the tables of the job store with Alembic, a library that upgrades database schemas. There
-is no `alembic.ini`: the function `_create` makes Alembic's configuration."""
+"""Creates the tables of the job store, and records which schema they have. There is only one schema
+so far, so nothing is upgraded."""
 
-from pathlib import Path
-
-from sqlalchemy import Connection, Engine, inspect, text
+from sqlalchemy import Connection, Engine, insert, inspect, text
 
 from jobs.errors import OtherSchema
-from jobs.schema import locked, reading
+from jobs.schema import CHANGES, METADATA, locked, reading
 
 HEAD = "jobs1"
-"""The schema under `versions/`. If a store already has it, `migrate` does not load Alembic, because
-loading Alembic takes time."""
+"""The schema that `jobs/schema.py` declares. It is recorded as Alembic, a library that upgrades
+database schemas, records its revisions."""
 
 
 def migrate(engine: Engine) -> None:
@@ -21,8 +19,11 @@ def migrate(engine: Engine) -> None:
     with locked(engine) as connection:
         # Check again under the write lock, because another process may have created the tables
         # since the first check.
-        if _checked_revision(engine, connection) != HEAD:
-            _create(connection)
+        if _checked_revision(engine, connection) is None:
+            METADATA.create_all(connection)
+            connection.execute(insert(CHANGES).values(number=0))
+            connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR NOT NULL)"))
+            connection.execute(text("INSERT INTO alembic_version VALUES (:head)"), {"head": HEAD})
 
 
 def check_schema(engine: Engine) -> str | None:
@@ -38,7 +39,7 @@ def _checked_revision(engine: Engine, connection: Connection) -> str | None:
     if not inspect(connection).has_table("alembic_version"):
         return None
     revision: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))
-    if revision not in (None, HEAD):
+    if revision != HEAD:
         shown = engine.url.render_as_string(hide_password=True)
         raise OtherSchema(
             f"The job store {shown} has schema {revision!r}, which this version of hotpush cannot "
@@ -46,14 +47,3 @@ def _checked_revision(engine: Engine, connection: Connection) -> str | None:
             "changed; use that version, or move the database away to begin with an empty one."
         )
     return revision
-
-
-def _create(connection: Connection) -> None:
-    from alembic import command
-    from alembic.config import Config
-
-    config = Config()
-    # Double each "%" of the path, because the configuration takes a single "%" for a placeholder.
-    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
-    config.attributes["connection"] = connection
-    command.upgrade(config, HEAD)
