@@ -111,8 +111,8 @@ class _Gateway:
 
     async def models(self, request: Request) -> Response:
         """The models of all servers that answer."""
-        answers = (await self._ask_all(request, "/v1/models")).values()
-        data = [model for answer in answers if answer for model in answer.json()["data"]]
+        listed = (await self._ask_models(request)).values()
+        data = [model for models in listed for model in models or ()]
         return JSONResponse({"object": "list", "data": data})
 
     async def forward(self, request: Request) -> Response:
@@ -130,7 +130,7 @@ class _Gateway:
         if model is not None and model in self._servers:
             return self._servers[model]
         # A client that may not send requests here gets the server's refusal, and no names.
-        answers = await self._ask_all(request, "/v1/models")
+        listed = await self._ask_models(request)
         names = ", ".join(self._servers)
         if model is None:
             raise RequestError(
@@ -139,17 +139,25 @@ class _Gateway:
                 param="model",
                 code="model_missing",
             )
-        for name, answer in answers.items():
-            if answer and any(served["release"] == model for served in answer.json()["data"]):
+        for name, models in listed.items():
+            if any(served["release"] == model for served in models or ()):
                 return self._servers[name]
-        if None in answers.values():
-            raise _unreachable([name for name, answer in answers.items() if answer is None])
+        if None in listed.values():
+            raise _unreachable([name for name, models in listed.items() if models is None])
         raise RequestError(
             404,
             f"The model {model[:200]!r} does not exist; here are: {names}",
             param="model",
             code="model_not_found",
         )
+
+    async def _ask_models(self, request: Request) -> dict[str, list[dict[str, Any]] | None]:
+        """What each server lists at `/v1/models`; None if it cannot be reached, or has no room."""
+        answers = await self._ask_all(request, "/v1/models")
+        return {
+            name: answer.json()["data"] if answer is not None and answer.is_success else None
+            for name, answer in answers.items()
+        }
 
     async def _ask_all(self, request: Request, path: str) -> dict[str, httpx.Response | None]:
         """The answer of each server to `GET path`; None if the server cannot be reached. Raises

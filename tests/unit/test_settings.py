@@ -185,9 +185,9 @@ def test_the_environment_overrules_the_file(file: Path, monkeypatch: pytest.Monk
             ["two pipelines are called a"],
         ),
         (
-            '[[pipelines]]\nname = "a"\ndataset = "o/d"\nport = 8001\n'
+            '[[pipelines]]\nname = "a"\ndataset = "o/d"\nport = 8002\n'
             '[[pipelines]]\nname = "b"\ndataset = "o/d"\n',
-            ["port 8001"],
+            ["port 8002"],
         ),
     ],
 )
@@ -249,7 +249,7 @@ def test_each_pipeline_has_a_server_port_of_its_own(file: Path) -> None:
         '[[pipelines]]\nname = "a"\ndataset = "o/d"\n[[pipelines]]\nname = "b"\ndataset = "o/d"\n'
     )
     settings = load_settings()
-    assert [settings.server_port(pipeline) for pipeline in settings.pipelines] == [8000, 8001]
+    assert [settings.server_port(pipeline) for pipeline in settings.pipelines] == [8001, 8002]
 
 
 def test_the_only_pipeline_needs_no_name(file: Path) -> None:
