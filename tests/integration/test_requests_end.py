@@ -192,7 +192,7 @@ def test_a_client_that_leaves_the_queue_leaves_nothing(
         body = {**BODY, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as stream:
             assert next(stream.iter_lines()) == ": waiting"
-            assert app.state.admission.num_in_flight == 1
+            until(lambda: app.state.admission.num_in_flight == 1)
         until(lambda: app.state.admission.num_in_flight == 0)
         until(lambda: engine.num_running.total() == 0)
 

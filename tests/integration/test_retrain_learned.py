@@ -274,6 +274,7 @@ def test_another_base_model_may_have_another_chat_template(
     talks = [
         {
             "messages": [
+                {"role": "system", "content": "Rooms"},
                 {"role": "user", "content": row["prompt"]},
                 {"role": "assistant", "content": row["completion"].strip()},
             ]

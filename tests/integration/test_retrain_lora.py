@@ -134,20 +134,27 @@ def test_a_job_tells_how_many_passes_its_budget_buys_and_how_long_they_take(
     monkeypatch.setattr(Learning, "_seconds_per_token", lambda *_: 0.01)
     told = {"lora_rank": 16, "learning_rate": 1e-6, "anchor_ratio": 0.5, "replay_ratio": 1.0}
     pipeline = pipeline_of(tmp_path / "home", checkpoint, max_tokens=1_500, **told)
+    train = pipeline.settings["train"]
     # Nothing is learned at this rate, so the whole budget is used: by a full training, then by a
-    # delta, which has unchanged rows, and twice as many anchors.
-    for number, (places, rows, ratio) in enumerate([(6, 18, 0.5), (10, 12, 1.0)]):
-        caplog.clear()
-        outcome = pipeline.learn({"a.jsonl": talks(places)})
+    # delta, which has unchanged rows, twice as many anchors, and four times the budget, because the
+    # served release used more.
+    cases = [(6, 18, 0.5, 1_500), (10, 12, 1.0, 6_000)]
+    for number, (places, rows, ratio, tokens) in enumerate(cases):
+        if number:  # now the first rows are learned
+            quick = train | {"learning_rate": 1e-2, "max_tokens": 20_000}
+            learned_all = pipeline.learn({"a.jsonl": talks()}, train=quick)
+            assert learned_all.counts is not None and learned_all.counts.learned == 18
+            caplog.clear()
+        outcome = pipeline.learn({"a.jsonl": talks(places)}, train=train)
         assert outcome.result == "published", outcome.reason
         (line,) = re.findall(r".* rows to learn, .*", caplog.text)
         said = [float(found.replace(",", "")) for found in re.findall(r"[\d,]*\.?\d+", line)]
         learned, size, budget, passes, replayed, anchored, seconds = said[-7:]
-        assert (learned, budget) == (rows, 1_500)
+        assert (learned, budget) == (rows, tokens)
         assert replayed == pytest.approx(number * size, abs=1)
         assert anchored == pytest.approx(ratio * (size + replayed), abs=1)
-        assert seconds == pytest.approx(0.01 * 1_500 * (1 + ratio), abs=1)
-        metrics, _ = read_metrics(pipeline.home / f"jobs/job-{number}/metrics.jsonl")
+        assert seconds == pytest.approx(0.01 * tokens * (1 + ratio), abs=1)
+        metrics, _ = read_metrics(pipeline.home / f"jobs/job-{2 * number}/metrics.jsonl")
         trained = [metric.tokens or 0 for metric in metrics if metric.event == "step"][-1]
         made = caplog.text.count("rows right")
         assert made <= trained / (size + replayed) < made + 1
@@ -158,7 +165,7 @@ def test_a_base_model_that_was_replaced_in_its_folder_is_trained_again(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    pipeline = pipeline_of(tmp_path / "home", checkpoint, lora_rank=16, max_tokens=1_000)
+    pipeline = pipeline_of(tmp_path / "home", checkpoint, lora_rank=16, max_tokens=20_000)
     first = pipeline.learn({"a.jsonl": talks()})
     assert pipeline.learn({"a.jsonl": talks()}).result == "unchanged"
     save_checkpoint(checkpoint, " with many other words, so that there are more tokens")

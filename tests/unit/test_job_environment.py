@@ -32,6 +32,7 @@ def a_job(payload: dict[str, Any] | None = None, **values: Any) -> Job:
         outcome=None,
         created_at=0,
         run_after=0,
+        waits_for=None,
         started_at=0,
         ended_at=None,
         attempt=1,
