@@ -18,6 +18,8 @@ from sqlalchemy import (
 
 metadata = MetaData()
 
+schema_revision = Table("alembic_version", metadata, Column("version_num", String, nullable=False))
+
 repositories = Table(
     "repositories",
     metadata,
@@ -137,8 +139,8 @@ webhooks = Table(
     "webhooks",
     metadata,
     Column("id", String, primary_key=True),
-    # Empty for a webhook that starts a copy of the job `job_id`.
-    Column("url", String, nullable=False),
+    # Null for a webhook that starts a copy of the job `job_id`.
+    Column("url", String),
     Column("job_id", String),
     Column("encrypted_secrets", LargeBinary),
     Column("watched", JSON, nullable=False),

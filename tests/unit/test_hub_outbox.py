@@ -305,3 +305,19 @@ def test_many_go_a_few_at_a_time_and_their_events_with_them(kept: Kept) -> None:
     with kept.database.read() as connection:
         assert connection.scalar(select(func.count()).select_from(schema.events)) == 1
     assert [one.status for one in kept.deliveries()] == ["pending"]
+
+
+def test_a_person_and_a_410_disable_and_a_restart_ends_a_suspension(kept: Kept) -> None:
+    def restart(**how: bool) -> str:
+        with kept.database.write() as connection:
+            outbox.restart(connection, get_webhook(connection, kept.webhook().id), **how)
+        return kept.webhook().status
+
+    assert kept.send(failed(0), suspend_after_seconds=0).status == "suspended"
+    assert restart() == "enabled"
+    assert kept.send(replace(failed(0), response_status=410)).status == "disabled"
+    assert restart() == "disabled"  # a new URL does not enable it
+    assert restart(disabled=False) == "enabled"
+    assert kept.send(failed(0), suspend_after_seconds=0).status == "suspended"
+    assert restart(disabled=True) == "disabled"
+    assert kept.webhook().suspended_at is None

@@ -209,7 +209,8 @@ class Deliverer:
         """Makes one attempt. Never raises: any error becomes the `error` of the attempt."""
         try:
             if webhook.url is not None:
-                return await poster.post(due, webhook.url, self._cipher.decrypt_secret(webhook))
+                secret = self._cipher.decrypt(webhook.encrypted_secret)
+                return await poster.post(due, webhook.url, secret)
             if self._launcher is not None:
                 return await asyncio.to_thread(self._launcher.launch, due, webhook, self._cipher)
             error = "this hub was started without a job store, so its webhooks cannot start jobs"
