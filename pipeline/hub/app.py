@@ -109,7 +109,6 @@ def create_app(
                 database=database,
                 hub_url=settings.url,
                 metrics=metrics,
-                deliver_job_commits=settings.deliver_job_commits,
                 wake=deliverer.wake,
             )
             repositories = Repositories(root.absolute())

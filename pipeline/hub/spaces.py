@@ -63,7 +63,7 @@ def put_setting(
         raise BadRequest(f"The {space.name} has a {other} {key} already: delete it first.")
     values = {
         "value": value if kind == "variable" else None,
-        "encrypted_value": cipher.encrypt(value) if kind == "secret" else None,
+        "encrypted_value": cipher.seal(value) if kind == "secret" else None,
         "description": description,
         "updated_at": time.time(),
     }

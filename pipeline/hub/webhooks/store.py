@@ -172,7 +172,10 @@ class SecretCipher:
             ) from None
 
     def encrypt(self, secret: str | None) -> bytes | None:
-        return self._fernet.encrypt(secret.encode()) if secret else None
+        return self.seal(secret) if secret else None
+
+    def seal(self, value: str) -> bytes:
+        return self._fernet.encrypt(value.encode())
 
     def decrypt(self, sealed: bytes | None) -> str | None:
         """None if nothing is sealed. Raises HubError if the key is wrong."""
