@@ -30,16 +30,6 @@ def test_retry_after_is_honoured(hub: RunningHub, receiver: Receiver) -> None:
     assert second.at - first.at >= 0.95
 
 
-def test_retry_after_in_a_year_that_no_calendar_has_is_none(
-    hub: RunningHub, receiver: Receiver
-) -> None:
-    receiver.answers = [(503, {"Retry-After": "Mon, 01 Jan 99999999999 00:00:00 GMT"})] * 4
-    id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
-    hub.create_dataset("local/facts")
-    found = dead(hub, id)
-    assert (found["attempt"], found["response_status"], found["error"]) == (4, 503, None)
-
-
 def test_an_attempt_that_fails_on_an_old_url_says_nothing_of_the_new_one(
     receiver: Receiver, tmp_path: Path
 ) -> None:

@@ -18,7 +18,6 @@ from pipeline.hub.discussions.store import (
     add_discussion,
     change_status,
     find_discussion,
-    next_num,
 )
 from pipeline.hub.errors import BadRequest, Conflict, DiscussionNotFound
 from pipeline.hub.events.log import EventLog, record_ref_changes
@@ -33,11 +32,9 @@ def open_discussion(
     log: EventLog, repository: Repository, identity: Identity, *, title: str, text: str
 ) -> Discussion:
     with log.database.write() as connection:
-        num = next_num(connection, repository, read_refs(repository))
         found, comment = add_discussion(
             connection,
             repository,
-            num=num,
             title=title,
             text=text,
             author=identity.user,
@@ -72,7 +69,6 @@ def open_pull_request(
         found, comment = add_discussion(
             connection,
             repository,
-            num=next_num(connection, repository, refs),
             title=title,
             text=text,
             author=identity.user,

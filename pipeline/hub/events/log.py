@@ -28,7 +28,6 @@ from pipeline.hub.repositories.refs import (
     read_refs,
     ref_changes,
     remember,
-    retain_unreachable,
 )
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.webhooks import outbox
@@ -142,13 +141,10 @@ class EventLog:
 
 def record_ref_changes(repository: Repository, log: EventLog) -> list[RefChange]:
     """Stores one event with all refs that changed since the last event, and returns these changes.
-    Keeps the commits that were removed from their refs.
 
     The caller holds the repository's lock. When this returns, the event is on disk.
     """
-    refs = read_refs(repository)
-    retain_unreachable(repository, log.database, refs)
-    return log.record_refs(repository, refs)
+    return log.record_refs(repository, read_refs(repository))
 
 
 def _made_by_jobs(

@@ -16,12 +16,10 @@ it sends the delivery again after its restart. A receiver gets each delivery at 
 import random
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from sqlalchemy import Connection, ScalarSelect, and_, delete, exists, insert, select, text, update
-from sqlalchemy.sql.elements import ColumnElement
 
 from pipeline.hub.database import Database
 from pipeline.hub.schema import deliveries as table
@@ -31,8 +29,6 @@ from pipeline.hub.webhooks.store import StoredWebhook, change_webhook, find_webh
 
 HEAD_CHARACTERS = 1000
 """How many characters of a receiver's answer are stored."""
-PRUNE_BATCH = 200
-"""How many rows one transaction removes."""
 
 # This has no bound value, because SQLite uses the index `deliveries_pending` only for exactly this
 # condition.
@@ -228,30 +224,17 @@ def put(
 
 
 def prune(database: Database, *, keep_days: float) -> None:
-    """Removes deliveries that became delivered or dead more than `keep_days` days ago. Then removes
-    events that are older than this and have no delivery. Reads the old rows without a lock and
-    deletes a few at a time, so that no push waits long."""
+    """Removes deliveries that became delivered or dead more than `keep_days` days ago, and events
+    that are older than this and have no delivery. A power cut may undo this relaxed write; the next
+    call then removes the rows again."""
     before = time.time() - 86400 * keep_days
-    _remove(database, table.c.id, _is_over(before))
-    told = exists().where(table.c.event_seq == events.c.seq)
-    _remove(database, events.c.seq, and_(events.c.created_at < before, ~told))
-
-
-def _is_over(before: float) -> ColumnElement[bool]:
-    return and_(
+    is_over = and_(
         table.c.last_attempt_at < before,
         table.c.created_at < before,
         table.c.queued_at < before,
         table.c.status != "pending",
     )
-
-
-def _remove(database: Database, key: ColumnElement[object], is_over: ColumnElement[bool]) -> None:
-    with database.read() as connection:
-        keys: Sequence[object] = connection.scalars(select(key).where(is_over)).all()
-    for first in range(0, len(keys), PRUNE_BATCH):
-        # Check the condition again, because a person may have replayed a delivery after the read.
-        # A power cut may undo this relaxed write. The next call then removes the rows again.
-        with database.write_relaxed() as connection:
-            batch = key.in_(keys[first : first + PRUNE_BATCH])
-            connection.execute(delete(key.table).where(batch, is_over))
+    told = exists().where(table.c.event_seq == events.c.seq)
+    with database.write_relaxed() as connection:
+        connection.execute(delete(table).where(is_over))
+        connection.execute(delete(events).where(events.c.created_at < before, ~told))
