@@ -190,14 +190,6 @@ def test_a_batch_of_ten_thousand_files_is_answered(hub: RunningHub, name: str) -
     assert len({each["actions"]["upload"]["href"] for each in told}) == 10_000
 
 
-def test_locks_are_none_and_none_can_be_taken(hub: RunningHub, name: str) -> None:
-    locks = f"/datasets/{name}.git/info/lfs/locks"
-    assert hub.request("GET", locks).json() == {"locks": []}
-    for path in (locks, f"{locks}/verify", f"{locks}/17/unlock"):
-        answer = hub.request("POST", path, json={"path": "a.bin"})
-        assert (answer.status_code, answer.json()["message"][:21]) == (501, "This hub has no locks")
-
-
 def test_every_route_of_git_lfs_asks_for_the_token(hub: RunningHub, name: str) -> None:
     for method, rest in [
         ("POST", "objects/batch"),
