@@ -28,7 +28,6 @@ from pipeline.hub.events.reconcile import reconcile, reconcile_at_start
 from pipeline.hub.git.backend import header
 from pipeline.hub.large_files.signatures import AccessTokens, SignedUrls
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.repositories.garbage import release_all_unneeded
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.routes import access, dispatch, git_http, lfs, login, transfers, xet
@@ -78,10 +77,10 @@ def create_app(
     `secret_key` is a Fernet key: it encrypts the webhooks' secrets and signs the jobs' tokens. If
     there is a `jobs_store`, a webhook can start a job instead of calling a URL.
 
-    `needed_commits` returns the commits that releases and jobs need. A commit that is on no branch
-    any more is kept while `needed_commits` or a stored event names it. If `needed_commits` is
-    None, such a commit is kept for ever. `remarks_on` makes the lines that git shows the pusher
-    after a push.
+    `needed_commits` returns the commits that releases and jobs need. A garbage collection removes
+    the commits that are on no branch any more, and that neither `needed_commits` nor a stored event
+    names. If `needed_commits` is None, it removes none. `remarks_on` makes the lines that git shows
+    the pusher after a push.
 
     Raises HubError if another hub uses the folder or if a newer hub wrote it. The app's lifespan
     opens the folder when the server starts, and raises the same errors.
@@ -109,7 +108,6 @@ def create_app(
                 database=database,
                 hub_url=settings.url,
                 metrics=metrics,
-                deliver_job_commits=settings.deliver_job_commits,
                 wake=deliverer.wake,
             )
             repositories = Repositories(root.absolute())
@@ -139,11 +137,6 @@ def create_app(
                         "look for refs that moved",
                     ),
                     _every(PRUNE_SECONDS, prune, "remove old deliveries"),
-                    _every(
-                        PRUNE_SECONDS,
-                        partial(release_all_unneeded, repositories, database, needed_commits),
-                        "stop keeping commits that nothing needs",
-                    ),
                 )
             ]
 

@@ -33,8 +33,7 @@ def stored(hub: RunningHub) -> dict[str, str]:
     with closing(sqlite3.connect(hub.root / "hub.sqlite")) as connection:
         rows = connection.execute("SELECT key, value, encrypted_value FROM space_settings")
         return {
-            key: value if sealed is None else cipher.unseal(sealed, key)
-            for key, value, sealed in rows
+            key: value if sealed is None else cipher.decrypt(sealed) for key, value, sealed in rows
         }
 
 

@@ -8,7 +8,7 @@ from pipeline.hub.actions.discussions import check_takes_commits, open_pull_requ
 from pipeline.hub.commits.body import CommitBody
 from pipeline.hub.commits.changes import planned_changes
 from pipeline.hub.commits.checks import check_changes
-from pipeline.hub.commits.fast_import import NewCommit, first_commit, imported_commit, make_commit
+from pipeline.hub.commits.fast_import import NewCommit, first_commit, import_commit, make_commit
 from pipeline.hub.contents.history import read_commit, resolve_revision
 from pipeline.hub.discussions.store import MAX_TITLE, OPEN, list_discussions
 from pipeline.hub.errors import RevisionNotFound
@@ -59,20 +59,20 @@ def commit_to_pull_request(
     start = head if parent is None else resolve_revision(repository, parent)
     new = _new_commit(repository, start, body, identity)
     check_changes(new.changes, repository, start)
-    with imported_commit(repository, start, new) as (_, sha, _):
-        earlier = _opened_before(log, repository, identity, base, sha)
-        if earlier is not None:
-            return earlier
-        opened = open_pull_request(
-            log,
-            repository,
-            identity,
-            title=body.header.summary[:MAX_TITLE],
-            text=body.header.description or body.header.summary,
-            status="open",
-            base=base,
-            head=sha,
-        )
+    sha = import_commit(repository, start, new)
+    earlier = _opened_before(log, repository, identity, base, sha)
+    if earlier is not None:
+        return earlier
+    opened = open_pull_request(
+        log,
+        repository,
+        identity,
+        title=body.header.summary[:MAX_TITLE],
+        text=body.header.description or body.header.summary,
+        status="open",
+        base=base,
+        head=sha,
+    )
     change = RefChange(ref=opened.ref, old_sha=start, new_sha=sha)
     return MadeCommit(sha=sha, changes=[change], pull_request=opened.num)
 

@@ -4,19 +4,18 @@ The caller holds the repository's lock. The format that `git fast-import` reads 
 https://git-scm.com/docs/git-fast-import.
 """
 
-import contextlib
 import secrets
-import subprocess
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO
 
-from pipeline.hub.commits.checks import Change, check_changes, check_files
+from pipeline.hub.commits.checks import Change, check_changes
 from pipeline.hub.contents.attributes import ATTRIBUTES_FILE, NEW_REPOSITORY
 from pipeline.hub.contents.history import read_commit
-from pipeline.hub.errors import BadRequest, DiskFull, EntryNotFound, HubError, PreconditionFailed
-from pipeline.hub.git.process import INCOMING_PREFIX, PLACE, git, git_environment, is_disk_full
+from pipeline.hub.errors import BadRequest, EntryNotFound, HubError, PreconditionFailed
+from pipeline.hub.git.cleanup import clear_repository
+from pipeline.hub.git.process import INCOMING_PREFIX, git
 from pipeline.hub.repositories.names import DEFAULT_BRANCH
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repository
@@ -47,7 +46,7 @@ def make_commit(repository: Repository, ref: str, head: str | None, new: NewComm
 
     Raises PreconditionFailed if the client based the changes on another commit than `head`. Raises
     EntryNotFound if something to delete does not exist. Raises BadRequest if a path would be both
-    a file and a folder, or if git would refuse a file in a push. Raises DiskFull.
+    a file and a folder. Raises DiskFull.
     """
     try:
         if new.parent is not None and not (head or "").startswith(new.parent):
@@ -59,11 +58,10 @@ def make_commit(repository: Repository, ref: str, head: str | None, new: NewComm
         if head is not None and _is_repeated(repository, head, new):
             return head
         raise
-    with imported_commit(repository, head, new) as (incoming, commit, has_changes):
-        if head is not None and not has_changes:
-            return head
-        moves = f"update {ref} {commit} {head or '0' * 40}\ndelete {incoming}\n"
-        git(repository.folder, "update-ref", "--stdin", stdin=moves.encode())
+    commit = import_commit(repository, head, new)
+    if head is not None and _tree(repository, commit) == _tree(repository, head):
+        return head
+    git(repository.folder, "update-ref", ref, commit, head or "0" * 40)
     return commit
 
 
@@ -87,27 +85,20 @@ def _is_repeated(repository: Repository, head: str, new: NewCommit) -> bool:
         check_changes(new.changes, repository, before)
     except (EntryNotFound, BadRequest):
         return False
-    with imported_commit(repository, before, new) as (_, commit, _):
-        return read_commit(repository, commit).tree == made.tree
+    return _tree(repository, import_commit(repository, before, new)) == made.tree
 
 
-@contextlib.contextmanager
-def imported_commit(
-    repository: Repository, parent: str | None, new: NewCommit
-) -> Iterator[tuple[str, str, bool]]:
-    """Makes a commit, and a hidden ref to it that exists only within the block. Gives the ref, the
-    sha of the commit, and whether the commit changes the tree of `parent`.
+def _tree(repository: Repository, commit: str) -> str:
+    return read_commit(repository, commit).tree
 
-    After the block, a later `git gc` removes the commit's objects, unless another ref leads to
-    them. Raises BadRequest for files that git would refuse in a push, and DiskFull.
-    """
-    check_files((each.path, each.read) for each in new.changes if each.action == "add")
+
+def import_commit(repository: Repository, parent: str | None, new: NewCommit) -> str:
+    """Makes a commit, and returns its sha. No ref leads to it, so the next garbage collection
+    removes it if the caller adds none. Raises DiskFull."""
     incoming = f"{INCOMING_PREFIX}{secrets.token_hex(8)}"
     try:
-        run_fast_import(repository, _stream(incoming, parent, new))
-        commit = git(repository.folder, "rev-parse", "--verify", incoming).decode().strip()
-        before = None if parent is None else read_commit(repository, parent).tree
-        yield incoming, commit, read_commit(repository, commit).tree != before
+        _run_fast_import(repository, _stream(incoming, parent, new))
+        return git(repository.folder, "rev-parse", "--verify", incoming).decode().strip()
     finally:
         # Ask git only if the ref exists: on a full disk, git fails even if there is no such ref.
         if (repository.folder / incoming).exists():
@@ -140,43 +131,16 @@ def _quoted(path: str) -> bytes:
     return f'"{escaped}"'.encode()
 
 
-def run_fast_import(repository: Repository, stream: Iterable[bytes]) -> None:
-    """Runs one `git fast-import`. `stream` must end with the line `done`. Raises DiskFull."""
-    process = subprocess.Popen(
-        ["git", f"--git-dir={repository.folder}", "fast-import", "--quiet", "--done"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=git_environment({PLACE: str(repository.folder)}),
-    )
-    assert process.stdin is not None and process.stderr is not None
-    try:
-        _write(process.stdin, stream)
-        reason = process.stderr.read().decode(errors="replace").strip()
-    finally:
-        # If the stream broke off, git gets no last line `done`, so it makes no commit.
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        process.stderr.close()
-        process.wait()
-    if process.returncode != 0:
-        for report in repository.folder.glob("fast_import_crash_*"):
-            report.unlink(missing_ok=True)
-        # If the disk was full, an incomplete pack is left. No other process is writing a pack now,
-        # because the caller holds the repository's lock.
-        for pack in repository.folder.glob("objects/pack/tmp_pack_*"):
-            pack.unlink(missing_ok=True)
-        if is_disk_full(reason):
-            raise DiskFull(
-                "The hub could not store the commit, because its disk is full: make room there, "
-                "then send the commit again."
-            )
-        raise HubError(f"git fast-import failed in {repository.folder}: {reason}")
-
-
-def _write(stdin: IO[bytes], stream: Iterable[bytes]) -> None:
-    # If git ends early, the pipe breaks. The caller then reads the reason from standard error.
-    with contextlib.suppress(BrokenPipeError):
+def _run_fast_import(repository: Repository, stream: Iterable[bytes]) -> None:
+    # First into a file, so that git gets nothing if the stream breaks off.
+    with tempfile.TemporaryFile(dir=repository.folder) as file:
         for piece in stream:
-            stdin.write(piece)
-        stdin.close()
+            file.write(piece)
+        file.seek(0)
+        try:
+            git(repository.folder, "fast-import", "--quiet", "--done", stdin=file)
+        except HubError:
+            # Git leaves a report, and an incomplete pack if the disk is full. No other process is
+            # writing a pack now, because the caller holds the repository's lock.
+            clear_repository(repository.folder)
+            raise

@@ -22,8 +22,12 @@ GRACE_SECONDS = 5.0
 
 _LOCKS = ("*.lock", "refs/**/*.lock", "objects/info/*.lock", "objects/pack/*.lock")
 # The first two are folders in which git unpacks a push until it has checked the push. Older
-# versions of git use the second name. The last are unfinished packs.
-_OBJECTS = ("objects/tmp_objdir-*", "objects/incoming-*", "objects/pack/tmp_*")
+# versions of git use the second name. Then unfinished packs, and marks of a push that was being
+# stored: git never removes a pack that has such a mark.
+_OBJECTS = (
+    *("objects/tmp_objdir-*", "objects/incoming-*", "objects/pack/tmp_*"),
+    "objects/pack/*.keep",
+)
 # What is left of commits over the API: their refs, and the crash reports of `git fast-import`.
 _COMMITS = (f"{INCOMING_PREFIX}*", "fast_import_crash_*")
 
@@ -47,15 +51,14 @@ def end_processes(root: Path) -> None:
     Only Linux shows the environment of a process, by which they are found. On other systems they
     run to their end.
     """
-    pids = set(_processes(root))
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    deadline = time.monotonic() + GRACE_SECONDS
+    while (pids := list(_processes(root))) and time.monotonic() < deadline:
         for pid in pids:
             logger.warning("ending process %d, a git process of an earlier hub", pid)
+            # At once: `clear_repository` removes the locks.
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        deadline = time.monotonic() + GRACE_SECONDS
-        while (pids := set(_processes(root))) and time.monotonic() < deadline:
-            time.sleep(0.02)
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 def _processes(root: Path) -> Iterator[int]:

@@ -22,9 +22,8 @@ from pipeline.hub.webhooks.activity import (
     get_delivery,
     list_deliveries,
     replay_delivery,
-    webhook_of,
 )
-from pipeline.hub.webhooks.states import DeliveryStatus
+from pipeline.hub.webhooks.outbox import DeliveryStatus
 from pipeline.hub.webhooks.store import StoredWebhook, get_webhook
 
 _WEBHOOK = "/api/settings/webhooks/{id}"
@@ -80,8 +79,7 @@ async def show(request: Request) -> Response:
 
     def read() -> OutboxDelivery:
         with hub.database.read() as connection:
-            id = webhook_of(connection, delivery_id)
-            return get_delivery(connection, id, delivery_id)
+            return get_delivery(connection, None, delivery_id)
 
     return JSONResponse({"delivery": as_json(await run_in_threadpool(read))})
 
@@ -109,7 +107,7 @@ def replay(hub: Hub, webhook_id: str | None, delivery_id: str, *, force: bool) -
     """Makes a delivery due again. If `webhook_id` is None, the delivery's webhook is looked up.
     Raises WebhookNotFound, and BadRequest if the webhook is disabled."""
     with hub.database.write() as connection:
-        id = webhook_id or webhook_of(connection, delivery_id)
+        id = get_delivery(connection, webhook_id, delivery_id).webhook_id
         webhook = get_webhook(connection, id)
         _check_enabled(webhook)
         delivery = replay_delivery(connection, id, delivery_id, force=force)

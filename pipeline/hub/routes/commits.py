@@ -24,7 +24,7 @@ from pipeline.hub.commits.body import CommitBody
 from pipeline.hub.commits.changes import MAX_GIT_BYTES, attributes_files
 from pipeline.hub.contents.attributes import IGNORE_FILE, ignored_paths, large_file_paths
 from pipeline.hub.contents.cards import parse_card
-from pipeline.hub.contents.trees import Folders, read_folders
+from pipeline.hub.contents.trees import Entry, read_tree
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.git.process import git
 from pipeline.hub.http_json import (
@@ -36,7 +36,6 @@ from pipeline.hub.http_json import (
 )
 from pipeline.hub.repositories.names import (
     RepositoryName,
-    folders_of,
     new_file_path,
 )
 from pipeline.hub.repositories.objects import pointers_of
@@ -106,10 +105,10 @@ async def preupload(
     def read() -> list[dict[str, object]]:
         repository = hub.find_reached(name, identity)
         _, head = find_branch(repository, "/".join(rest))
-        folders = read_folders(repository, head, folders_of(paths))
-        tracked = large_file_paths(repository, attributes_files(folders), paths)
-        ignored = _ignored(repository, folders, body.gitIgnore, paths)
-        there = _oids(repository, folders, paths)
+        tree = read_tree(repository, head)
+        tracked = large_file_paths(repository, attributes_files(tree), paths)
+        ignored = _ignored(repository, tree, body.gitIgnore, paths)
+        there = _oids(repository, tree, paths)
         return [
             {
                 "path": file.path,
@@ -166,13 +165,13 @@ def _remarks(hub: Hub, repository: Repository, made: MadeCommit) -> Sequence[str
 
 
 def _ignored(
-    repository: Repository, folders: Folders, given: str | None, paths: Sequence[str]
+    repository: Repository, tree: Mapping[str, Entry], given: str | None, paths: Sequence[str]
 ) -> set[str]:
     """The paths that `.gitignore` excludes: the `.gitignore` that the client sends (`given`), or
     else the `.gitignore` in the repository."""
     if given is not None:
         return ignored_paths(repository, given.encode(), paths)
-    there = folders.get("", {}).get(IGNORE_FILE)
+    there = tree.get(IGNORE_FILE)
     if there is None or there.type != "file":
         return set()
     return ignored_paths(repository, git(repository.folder, "cat-file", "blob", there.oid), paths)
@@ -190,14 +189,11 @@ def _is_large(file: PlannedFile) -> bool:
     return file.size > MAX_GIT_BYTES or b"\0" in sample
 
 
-def _oids(repository: Repository, folders: Folders, paths: Sequence[str]) -> Mapping[str, str]:
+def _oids(
+    repository: Repository, tree: Mapping[str, Entry], paths: Sequence[str]
+) -> Mapping[str, str]:
     """Maps each of `paths` that exists to the id of its file: the sha256 of a large file, or else
     the sha of the blob. If the client's file has the same id, the client does not send the file."""
-    there = {}
-    for path in paths:
-        folder, _, name = path.rpartition("/")
-        entry = folders.get(folder, {}).get(name)
-        if entry is not None and entry.type == "file":
-            there[path] = entry.oid
+    there = {path: tree[path].oid for path in paths if path in tree and tree[path].type == "file"}
     pointers = pointers_of(repository, set(there.values()))
     return {path: pointers[oid].oid if oid in pointers else oid for path, oid in there.items()}

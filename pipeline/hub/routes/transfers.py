@@ -71,7 +71,7 @@ async def _signed(request: Request) -> tuple[LargeFiles, str, int]:
     Forbidden if the URL is not valid, and RepositoryNotFound if the repository does not exist any
     more."""
     hub = hub_of(request)
-    size = hub.signed_urls.check(request)
+    size = hub.signed_urls.check(request.method, request.scope["path"], request.query_params)
     repository = await run_in_threadpool(hub.find_by_id, request.path_params["repository_id"])
     return LargeFiles(repository.folder), request.path_params["oid"], size
 

@@ -19,7 +19,6 @@ from pipeline.hub.repositories.names import REPOSITORY_TYPES, RepositoryName
 from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.tokens.auth import Identity, identity_of
 from pipeline.hub.webhooks import outbox
-from pipeline.hub.webhooks.states import WebhookEvent
 from pipeline.hub.webhooks.store import (
     CreateWebhook,
     HubWatchedItem,
@@ -118,7 +117,7 @@ async def change(request: Request) -> Response:
             before = get_webhook(connection, id)
             after = update_webhook(connection, id, new, hub.cipher)
             if after.target_and_proof != before.target_and_proof:
-                outbox.restart(connection, after, "changed")
+                outbox.restart(connection, after)
             return _described(hub, connection, get_webhook(connection, id))
 
     changed = await run_in_threadpool(act)
@@ -129,7 +128,7 @@ async def change(request: Request) -> Response:
 async def enable(request: Request) -> Response:
     """Enables a webhook that is disabled or suspended. The pending deliveries of the webhook are
     sent at once, and earlier failures do not count any more."""
-    changed = await _resume(request, "enabled")
+    changed = await _resume(request, disabled=False)
     hub_of(request).log.wake()
     return changed
 
@@ -137,7 +136,7 @@ async def enable(request: Request) -> Response:
 async def disable(request: Request) -> Response:
     """Disables a webhook. Its pending deliveries wait until it is enabled. For events that happen
     in the meantime, it gets no deliveries."""
-    return await _resume(request, "disabled")
+    return await _resume(request, disabled=True)
 
 
 async def remove(request: Request) -> Response:
@@ -157,13 +156,13 @@ def _changed(webhook: WebhookJson) -> Response:
     return JSONResponse({"webhook": webhook}, headers=headers)
 
 
-async def _resume(request: Request, event: WebhookEvent) -> Response:
+async def _resume(request: Request, *, disabled: bool) -> Response:
     hub = hub_of(request)
 
     def act() -> WebhookJson:
         with hub.database.write() as connection:
             id = request.path_params["id"]
-            outbox.restart(connection, get_webhook(connection, id), event)
+            outbox.restart(connection, get_webhook(connection, id), disabled=disabled)
             return _described(hub, connection, get_webhook(connection, id))
 
     return JSONResponse({"webhook": await run_in_threadpool(act)})
