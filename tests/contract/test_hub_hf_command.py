@@ -45,16 +45,3 @@ def test_repositories(hub: RunningHub, tmp_path: Path) -> None:
     assert repo.id not in told
     repo.hf("repos", "delete", "local/made", "--yes", *DATASET)
     assert not hub.api.repo_exists("local/made", repo_type="dataset")
-
-
-def test_secrets_and_variables_of_a_space(hub: RunningHub, tmp_path: Path) -> None:
-    hub.api.create_repo("local/app", repo_type="space", space_sdk="static")
-    repo = Repo(hub, "unused", tmp_path)
-    repo.hf("spaces", "secrets", "add", "local/app", "-s", "KEY=s3cret", "-s", "OTHER=x")
-    repo.hf("spaces", "secrets", "delete", "local/app", "OTHER", "--yes")
-    shown = repo.hf("spaces", "secrets", "ls", "local/app")
-    assert "KEY" in shown and "s3cret" not in shown and "OTHER" not in shown
-    repo.hf("spaces", "variables", "add", "local/app", "-e", "MODEL=me/base", "-e", "SPARE=x")
-    repo.hf("spaces", "variables", "delete", "local/app", "SPARE", "--yes")
-    shown = repo.hf("spaces", "variables", "ls", "local/app")
-    assert "MODEL" in shown and "me/base" in shown and "SPARE" not in shown

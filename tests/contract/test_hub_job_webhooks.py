@@ -116,7 +116,7 @@ def test_a_replay_starts_nothing_and_a_forced_one_another_copy(
     id = hub.api.create_webhook(job_id=source, watched=WATCHED).id
     push(hub, worktree, "1")
     [first] = wait_until(lambda: [d for d in hub.deliveries(id) if d["status"] == "delivered"])
-    path = f"/api/settings/webhooks/{id}/deliveries/{first['id']}/replay"
+    path = f"/api/settings/deliveries/{first['id']}/replay"
     hub.request("POST", path).raise_for_status()
     wait_until(lambda: hub.deliveries(id)[0]["last_attempt_at"] > first["last_attempt_at"])
     assert len(copies(store, source)) == 1

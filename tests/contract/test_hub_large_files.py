@@ -116,39 +116,12 @@ def test_a_file_is_fetched_by_its_signed_url_also_in_ranges(hub: RunningHub, nam
     part = httpx.get(url, headers={"Range": "bytes=2000000-2000009"}, verify=False)
     assert (part.status_code, part.content) == (206, CONTENT[2_000_000:2_000_010])
     assert httpx.get(url, headers={"Range": "bytes=3000000-"}, verify=False).status_code == 416
-    head = put(url, b"", "HEAD")
-    assert (head.headers["content-length"], head.content) == (str(len(CONTENT)), b"")
 
 
-@pytest.mark.parametrize("prefix", ["/datasets/", "/"], ids=["datasets", "as git users write it"])
-@pytest.mark.parametrize("suffix", [BATCH, BATCH.removeprefix(".git")], ids=["git", "plain"])
-def test_a_repository_is_found_by_each_of_its_names(
-    hub: RunningHub, name: str, prefix: str, suffix: str
-) -> None:
-    told = batch(hub, name, {"oid": OID, "size": 3}, prefix=prefix, suffix=suffix)
-    assert told.status_code == 200
-    assert told.headers["content-type"] == "application/vnd.git-lfs+json"
-    action = told.json()["objects"][0]["actions"]["upload"]
-    assert put(action["href"], b"x").json()["error"].startswith("1 bytes came instead of 3")
-
-
-@pytest.mark.parametrize(
-    ("wanted", "code", "reason"),
-    [
-        ({"oid": OID.upper(), "size": 3}, 422, "in lower case"),
-        ({"oid": "../" * 20 + "abcd", "size": 3}, 422, "not a sha256"),
-        ({"oid": OID, "size": -1}, 422, "cannot have -1 bytes"),
-        ({"oid": OID, "size": 10_000_001}, 422, "max_push_bytes"),
-    ],
-    ids=["upper case", "path", "negative", "too large"],
-)
-def test_a_file_that_can_never_come_is_refused_alone(
-    hub: RunningHub, name: str, wanted: dict[str, object], code: int, reason: str
-) -> None:
-    good = {"oid": "0" * 64, "size": 3}
+def test_a_file_that_can_never_come_is_refused_alone(hub: RunningHub, name: str) -> None:
+    wanted, good = {"oid": OID, "size": 10_000_001}, {"oid": "0" * 64, "size": 3}
     told, fine = batch(hub, name, wanted, good).json()["objects"]
-    assert told["error"]["code"] == code
-    assert reason in told["error"]["message"]
+    assert (told["error"]["code"], "max_push_bytes" in told["error"]["message"]) == (422, True)
     assert "upload" in fine["actions"]
 
 
@@ -157,10 +130,7 @@ def test_a_file_that_is_not_here_is_told(hub: RunningHub, name: str) -> None:
     assert told["error"]["code"] == 404
     size = len(CONTENT)
     actions = batch(hub, name, {"oid": OID, "size": size}).json()["objects"][0]["actions"]
-    verify = actions["verify"]["href"]
-    assert put(verify, b"{}", "POST").status_code == 404
     assert put(actions["upload"]["href"]).status_code == 200
-    assert put(verify, b"{}", "POST").status_code == 200
     told = batch(hub, name, {"oid": OID, "size": 3}).json()["objects"][0]
     assert told["error"]["code"] == 422
 
@@ -170,7 +140,9 @@ def test_a_file_that_is_not_here_is_told(hub: RunningHub, name: str) -> None:
     [
         ({"operation": "steal", "objects": []}, 400),
         ({"operation": "upload"}, 400),
-        ({"operation": "upload", "objects": [{"oid": OID, "size": "many"}]}, 400),
+        ({"operation": "upload", "objects": [{"oid": OID, "size": -1}]}, 400),
+        ({"operation": "upload", "objects": [{"oid": OID.upper(), "size": 3}]}, 400),
+        ({"operation": "upload", "objects": [{"oid": "../" * 20 + "abcd", "size": 3}]}, 400),
         ({"operation": "upload", "objects": [], "hash_algo": "sha512"}, 400),
         ({"operation": "upload", "objects": [{"oid": OID, "size": 1}] * 10_001}, 400),
         ({"operation": "upload", "objects": [{"oid": OID, "size": 1}] * 20_000}, 413),
@@ -188,17 +160,6 @@ def test_a_batch_of_ten_thousand_files_is_answered(hub: RunningHub, name: str) -
     wanted = [{"oid": f"{number:064x}", "size": 1} for number in range(10_000)]
     told = batch(hub, name, *wanted).json()["objects"]
     assert len({each["actions"]["upload"]["href"] for each in told}) == 10_000
-
-
-def test_every_route_of_git_lfs_asks_for_the_token(hub: RunningHub, name: str) -> None:
-    for method, rest in [
-        ("POST", "objects/batch"),
-        ("GET", "locks"),
-        ("POST", "locks/verify"),
-    ]:
-        url = f"{hub.url}/datasets/{name}.git/info/lfs/{rest}"
-        answer = httpx.request(method, url, verify=False)
-        assert (answer.status_code, "www-authenticate" in answer.headers) == (401, True)
 
 
 def test_a_url_is_good_for_what_was_signed_and_nothing_else(hub: RunningHub, name: str) -> None:

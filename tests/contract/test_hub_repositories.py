@@ -2,10 +2,8 @@
 
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,15 +18,12 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from pipeline.hub.contents.cards import Card
-from pipeline.hub.routes import commits
 from tests.hub_fixtures import (
     Receiver,
     RunningHub,
     commit_file,
     recording_receiver,
     running_hub,
-    wait_until,
 )
 
 DATASET: dict[str, Any] = {"repo_type": "dataset"}
@@ -72,7 +67,6 @@ def test_a_name_without_owner_is_the_hubs_owners_on_every_route(
     api.create_branch("plain", branch="side", **DATASET)
     api.delete_branch("plain", branch="side", **DATASET)
     assert [ref.name for ref in api.list_repo_refs("plain", **DATASET).branches] == ["main"]
-    assert hub.request("GET", "/datasets/plain/raw/main/rows.txt").text == "1"
     hub.git("clone", "-q", f"{hub.url}/datasets/plain", "copy", cwd=tmp_path)
     commit_file(hub, tmp_path / "copy", "rows.txt", "2")
     hub.git("push", "-q", cwd=tmp_path / "copy")
@@ -82,7 +76,7 @@ def test_a_name_without_owner_is_the_hubs_owners_on_every_route(
     assert not api.repo_exists("Ada/plain", **DATASET)
 
 
-@pytest.mark.parametrize("name", ["tree", "resolve", "refs", "raw", "info", "settings"])
+@pytest.mark.parametrize("name", ["tree", "resolve", "info", "settings"])
 def test_a_repository_may_be_called_like_a_part_of_a_route(
     hub: RunningHub, tmp_path: Path, name: str
 ) -> None:
@@ -96,11 +90,10 @@ def test_a_repository_may_be_called_like_a_part_of_a_route(
     hub.api.delete_repo(f"Ada/{name}", **DATASET)
 
 
-@pytest.mark.parametrize("name", ["tree", "refs", "settings", "logs", "parquet", "like"])
+@pytest.mark.parametrize("name", ["tree", "refs"])
 def test_a_repository_that_is_called_like_a_part_of_a_route_may_be_missing(
     hub: RunningHub, name: str
 ) -> None:
-    """`logs` and the last two are parts of routes that this hub does not have."""
     id = f"Ada/{name}"
     assert not hub.api.repo_exists(id, **DATASET)
     assert not hub.api.file_exists(id, "rows.txt", **DATASET)
@@ -115,11 +108,10 @@ def test_a_repository_that_is_called_like_a_part_of_a_route_may_be_missing(
             act()
 
 
-@pytest.mark.parametrize("owner", ["datasets", "Spaces", "api", "settings"])
-def test_an_owner_whose_repositories_could_never_be_reached_is_refused(
-    hub: RunningHub, owner: str
-) -> None:
-    body = {"name": "x", "organization": owner, "type": "model"}
+@pytest.mark.parametrize("id", ["datasets/x", "Spaces/x", "api/x", "settings/x", "Ada/refs"])
+def test_a_repository_that_could_never_be_reached_is_refused(hub: RunningHub, id: str) -> None:
+    owner, _, name = id.partition("/")
+    body = {"name": name, "organization": owner, "type": "model"}
     answer = hub.request("POST", "/api/repos/create", json=body)
     assert answer.status_code == 400
     assert "nobody could reach the repository" in answer.json()["error"]
@@ -133,8 +125,7 @@ def test_names_are_compared_without_case(hub: RunningHub, tmp_path: Path) -> Non
     hub.git("clone", "-q", f"{hub.url}/datasets/ada/facts", "copy", cwd=tmp_path)
     with pytest.raises(HfHubHTTPError, match="a dataset Ada/Facts here already"):
         api.create_repo("ada/FACTS", **DATASET)
-    assert api.create_repo("ada/FACTS", exist_ok=True, **DATASET).repo_id == "Ada/Facts"
-    api.create_repo("team/Other", **DATASET)
+    api.create_repo("Team/Other", **DATASET)
     assert [one.id for one in api.list_datasets(author="TEAM")] == ["Team/Other"]
     with pytest.raises(HfHubHTTPError, match="a dataset Ada/Facts here already"):
         api.move_repo("Team/Other", "ada/facts", **DATASET)
@@ -168,23 +159,10 @@ def test_who_moves_a_repository_is_told_which_webhooks_stay_behind(hub: RunningH
         api.delete_webhook(id)
 
 
-def test_a_webhook_that_watches_an_organization_is_told(
-    hub: RunningHub, receiver: Receiver
-) -> None:
-    webhook = hub.api.create_webhook(url=receiver.url, watched=[{"type": "org", "name": "lab"}])
-    hub.api.create_repo("lab/of-an-org", **DATASET)
-    hub.api.create_repo("Ada/of-nobody-else", **DATASET)
-    hub.api.create_repo("lab/another", **DATASET)
-    names = [one.json["repo"]["name"] for one in receiver.wait_for(2)]
-    assert names == ["lab/of-an-org", "lab/another"]
-    hub.api.delete_webhook(webhook.id)
-
-
 def test_who_asks_is_told_with_the_organizations(hub: RunningHub) -> None:
     me = hub.api.whoami()
     assert (me["type"], me["name"], me["fullname"]) == ("user", "Ada", "Ada")
     assert [org["name"] for org in me["orgs"]] == ["Team", "lab"]
-    assert me["avatarUrl"].startswith("data:image/svg+xml,")
     assert me["auth"]["accessToken"] == {"displayName": "hub", "role": "write"}
 
 
@@ -213,17 +191,6 @@ def test_what_is_missing_does_not_exist(hub: RunningHub, tmp_path: Path) -> None
         assert not api.file_exists("Ada/there", "rows.txt", revision=revision, **DATASET)
     for path in ("none", "a/b", "../x", "rows.txt/x", "a//b", "a\nb", "é", "x" * 5000, "a\0b"):
         assert not api.file_exists("Ada/there", path, **DATASET)
-
-
-def test_an_answer_has_the_id_of_its_request(hub: RunningHub) -> None:
-    paths = ("/api/whoami-v2", "/api/datasets/no/such", "/nothing", "/health", "/x/info/refs?a")
-    for path in paths:
-        answer = hub.request("GET", path, headers={"X-Request-Id": "my-id-1"})
-        assert answer.headers.get_list("x-request-id") == ["my-id-1"], path
-        own = hub.request("GET", path, headers={"X-Request-Id": "x" * 300}).headers["x-request-id"]
-        assert len(own) == 16
-    refused = httpx.get(f"{hub.url}/api/whoami-v2", headers={"X-Request-Id": "my-id-2"})
-    assert (refused.status_code, refused.headers["x-request-id"]) == (401, "my-id-2")
 
 
 def test_each_entry_is_told_with_its_last_commit(hub: RunningHub, tmp_path: Path) -> None:
@@ -319,34 +286,6 @@ def test_readmes_are_validated(hub: RunningHub) -> None:
         hub.api._validate_yaml("---\ntags: 1\n---\n", repo_type="dataset")
 
 
-def test_readmes_of_clients_without_a_token_are_checked_one_at_a_time(
-    hub: RunningHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each may take seconds of the hub's time."""
-    checked: list[str] = []
-    goes_on = threading.Event()
-
-    def slow(content: str) -> Card:
-        checked.append(content)
-        assert content == "known" or goes_on.wait(30)
-        return Card()
-
-    def check(content: str, **options: Any) -> int:
-        url, body = f"{hub.url}/api/validate-yaml", {"content": content}
-        return httpx.post(url, json=body, verify=False, **options).status_code
-
-    monkeypatch.setattr(commits, "parse_card", slow)
-    with ThreadPoolExecutor(4) as pool:
-        strangers = [pool.submit(check, "stranger", timeout=60) for _ in range(4)]
-        wait_until(lambda: checked)
-        headers = {"Authorization": f"Bearer {hub.token}"}
-        assert check("known", headers=headers) == 200  # does not wait for the others
-        meanwhile = list(checked)
-        goes_on.set()
-    assert [one.result() for one in strangers] == [200] * 4
-    assert meanwhile == ["stranger", "known"]
-
-
 PUSH_A_CARD = """
 from huggingface_hub import DatasetCard, metadata_update
 DatasetCard("---\\nlicense: mit\\n---\\n# Facts").push_to_hub("Ada/card")
@@ -371,7 +310,7 @@ def test_cards_are_pushed_though_the_client_checks_them_without_a_token(
         assert card is not None and card.to_dict() == {"license": "mit", "tags": tags}
 
 
-def test_lists_are_searched_and_paged(hub: RunningHub, tmp_path: Path) -> None:
+def test_lists_are_searched(hub: RunningHub, tmp_path: Path) -> None:
     api = hub.api
     card = "---\nlicense: mit\ntags: [birds]\nday: 2026-13-45\nratio: .nan\n---\n"
     shas = [
@@ -390,15 +329,6 @@ def test_lists_are_searched_and_paged(hub: RunningHub, tmp_path: Path) -> None:
     [plain] = api.list_datasets(search="list-1", expand=["sha"])
     assert plain.siblings is None and plain.tags == ["birds"]
     assert plain.created_at and plain.last_modified
-
-    path: str | None = "/api/datasets?search=list-&limit=1"
-    seen = []
-    while path is not None:
-        answer = hub.request("GET", path)
-        seen += [one["id"] for one in answer.json()]
-        next_url = answer.links.get("next", {}).get("url")
-        path = None if next_url is None else next_url.removeprefix(hub.url)
-    assert seen == ids[::-1]
 
 
 MODEL_CARD = """---
@@ -430,9 +360,6 @@ def test_own_repositories_are_listed_with_their_size(hub: RunningHub, tmp_path: 
     mine = {repo.id: repo for repo in hub.api.list_user_repos()}
     assert mine["Ada/sized"].storage > 100 and mine["Ada/sized"].visibility == "private"
     assert not any(id.startswith("lab/") for id in mine)
-    hub.api.create_repo("lab/sized")
-    [of_lab] = [one for one in hub.api.list_user_repos("LAB") if one.id == "lab/sized"]
-    assert of_lab.type == "model"
 
 
 def test_a_history_is_squashed(hub: RunningHub, receiver: Receiver, tmp_path: Path) -> None:
@@ -466,46 +393,19 @@ def test_what_the_hub_has_and_this_one_has_not_is_told(hub: RunningHub) -> None:
     hub.api.create_repo("Ada/space", repo_type="space", space_sdk="static")
     for act in (
         lambda: list(hub.api.list_collections(owner="Ada")),
-        lambda: list(hub.api.list_lfs_files("space", repo_type="space")),
-        lambda: hub.api.create_collection("x"),
         lambda: hub.api.get_space_runtime("Ada/space"),
-        lambda: hub.api.restart_space("Ada/space"),
-        lambda: hub.api.list_spaces_hardware(),
-        lambda: hub.api.list_space_templates(),
-        lambda: list(hub.api.search_spaces("x")),
-        lambda: hub.api.get_zero_gpu_quota(),
-        lambda: list(hub.api.list_buckets()),
-        lambda: list(hub.api.list_papers(query="x")),
-        lambda: list(hub.api.list_models(inference="warm")),
+        lambda: hub.api.get_space_variables("Ada/space"),
+        lambda: hub.api.delete_space_secret("Ada/space", "KEY"),
         lambda: list(hub.api.list_datasets(filter="license:mit")),
-        lambda: list(hub.api.list_datasets(gated=True)),
         lambda: list(hub.api.list_models(sort="downloads")),
-        lambda: list(hub.api.list_spaces(models="Ada/model")),
         lambda: hub.api.run_job(image="x", command=["true"], namespace="Ada"),
-        lambda: list(hub.api.list_jobs(namespace="Ada")),
-        lambda: hub.api.inspect_job(job_id="j1", namespace="Ada"),
-        lambda: hub.api.unlike("Ada/space", repo_type="space"),
-        lambda: hub.api.list_liked_repos("Ada").total,
-        lambda: hub.api.get_user_overview("Ada"),
-        # The client sends these three without its token.
-        lambda: hub.api.get_dataset_tags(),
-        lambda: hub.api.get_model_tags(),
-        lambda: hub.api.paper_info("2401.00001"),
-        lambda: list(hub.api.list_pending_access_requests("Ada/space", repo_type="space")),
+        lambda: hub.api.create_repo(
+            "Ada/other", repo_type="space", space_sdk="static", space_secrets=[{"key": "A"}]
+        ),
     ):
         with pytest.raises(HfHubHTTPError, match="not supported by this hub") as refused:
             act()
         assert refused.value.response.status_code == 501
-    for path in (
-        "/api/none",
-        "/api/spaces/Ada/space/none",
-        "/none",
-        "/papers/1",
-        "/oauth/device",
-    ):
+    for path in ("/none", "/oauth/device"):
         answer = hub.request("GET", path)
-        assert answer.status_code in (404, 501)
-        assert "not supported by this hub" in answer.json()["error"], path
-    # Where `InferenceClient` asks for the models of each task.
-    inference = hub.request("GET", "/api/tasks")
-    assert (inference.status_code, "Inference: not supported" in inference.text) == (501, True)
+        assert (answer.status_code, "not supported" in answer.json()["error"]) == (404, True)

@@ -45,9 +45,11 @@ def push(hub: RunningHub, files: Mapping[str, bytes]) -> str:
         commit_message="Rows",
         repo_type="dataset",
     )
-    large = hub.request("GET", f"/datasets/ada/answers/raw/{made.oid}/more.parquet").text
-    assert large.startswith("version https://git-lfs.github.com/spec/v1")
     assert made.oid is not None
+    [large] = hub.api.get_paths_info(
+        "ada/answers", "more.parquet", revision=made.oid, repo_type="dataset"
+    )
+    assert large.lfs is not None
     return made.oid
 
 

@@ -198,13 +198,6 @@ def test_a_tag_is_no_branch(hub: RunningHub, name: str) -> None:
     assert hub.api.list_repo_refs(name, repo_type="dataset").tags == before
 
 
-def test_a_secret_stays_one_whatever_its_address_ends_with(hub: RunningHub) -> None:
-    hub.api.create_repo("local/app", repo_type="space", space_sdk="docker")
-    body = {"key": "PASSWORD", "value": "hidden"}
-    assert hub.request("POST", "/api/spaces/local/app/secrets/", json=body).status_code == 200
-    assert hub.request("GET", "/api/spaces/local/app/variables").json() == {}
-
-
 @pytest.mark.parametrize(
     "path, content, reason",
     [

@@ -92,7 +92,7 @@ def test_purge_removes_the_files_that_only_the_purged_commits_name(place: Place)
     store = XetStore.current(folder)
     before = place.contents()
     assert {b"secret", b"after"} < before
-    answer = place.hub.request("POST", f"/api/settings/purge/dataset/local/facts/{bad}")
+    answer = place.hub.request("POST", f"/api/settings/purge/datasets/local/facts/{bad}")
     assert answer.status_code == 200
     assert place.contents() == before - {b"secret", b"after"}
     assert place.files.size(waiting) == 20

@@ -177,7 +177,7 @@ def test_a_pull_request_is_told_too(hub: RunningHub, clone: Path) -> None:
         + json.dumps({"key": "file", "value": {"path": "pr.jsonl", "content": "{no json"}}).encode()
     )
     url = "/api/datasets/local/facts/commit/main?create_pr=1"
-    told = hub.request("POST", url, content=body).json()["hookOutput"]
+    told = hub.request("POST", url, content=body).headers["X-HF-Warning"]
     assert "pr.jsonl, line 1" in told
     assert "No pipeline follows" not in told
 

@@ -2,56 +2,45 @@
 
 import json
 import os
+import re
 import sqlite3
+import tempfile
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from jobs.spec import JobSpec
 from jobs.store import JobStore
-from tests.hub_fixtures import RunningHub, running_hub
+from pipeline.hub.app import create_app
+from pipeline.hub.settings import HubSettings
+from tests.hub_fixtures import SECRET_KEY, TOKEN, RunningHub, running_hub
 
 NUM_REQUESTS = int(os.environ.get("HUB_REQUESTS", "150"))
 
-OPEN = {"/health", "/live", "/api/agent-harnesses"}
-TEMPLATES = (
-    "/api/settings/webhooks",
-    "/api/settings/webhooks/{}",
-    "/api/settings/webhooks/{}/enable",
-    "/api/settings/webhooks/{}/disable",
-    "/api/settings/webhooks/{}/test",
-    "/api/settings/webhooks/{}/deliveries",
-    "/api/settings/webhooks/{}/deliveries/{}/replay",
-    "/api/settings/deliveries",
-    "/api/settings/deliveries/{}",
-    "/api/settings/deliveries/{}/replay",
-    "/settings/login",
-    "/settings/webhooks",
-    "/settings/webhooks/{}",
-    "/settings/webhooks/{}/replay",
-    "/api/whoami-v2",
-    "/api/repos/create",
-    "/api/repos/delete",
-    "/api/repos/move",
-    "/api/datasets",
-    "/api/datasets/{}/{}",
-    "/api/datasets/{}/{}/{}",
-    "/api/datasets/{}/{}/{}/{}",
-    "/api/datasets/{}/{}/{}/{}/{}",
-    "/api/{}",
-    "/datasets/{}/{}/resolve/{}/{}",
-    "/datasets/{}/{}/info/refs",
-    "/datasets/{}/{}/info/lfs/objects/batch",
-    "/datasets/{}/{}/git-upload-pack",
-    "/datasets/{}/{}/git-receive-pack",
-    "/{}/{}/{}",
-    "/metrics",
-)
+OPEN = {"/health", "/live", "/api/agent-harnesses", "/api/validate-yaml"}
+
+
+def templates() -> list[str]:
+    """Of the paths of all routes."""
+    with tempfile.TemporaryDirectory() as folder:
+        app: Any = create_app(HubSettings(), Path(folder), token=TOKEN, secret_key=SECRET_KEY)
+    cells = [cell.cell_contents for cell in app.__closure__]
+    [api] = [one for one in cells if isinstance(one, FastAPI)]
+    with warnings.catch_warnings(action="ignore"):  # some routes have several methods
+        found = api.openapi()["paths"]
+    paths = [path.replace("{repository}", "datasets/{}/{}") for path in found]
+    return [re.sub(r"{\w+}", "{}", path) for path in paths]
+
+
+TEMPLATES = templates()
 VERBS = [
     "tree",
     "commits",
@@ -64,6 +53,7 @@ VERBS = [
     "preupload",
     "settings",
 ]
+assert all(any(f"/{verb}" in path for path in TEMPLATES) for verb in VERBS)
 
 WATCHED = [{"type": "org", "name": "nobody"}]
 
@@ -78,7 +68,8 @@ documents = st.recursive(
     max_leaves=6,
 )
 FIELDS = (
-    "url jobSourceId watched domains secret secrets name type organization fromRepo toRepo paths"
+    "url jobSourceId watched domains secret secrets name type organization fromRepo toRepo paths "
+    "title description comment status tag message key value files objects operation target"
 )
 bodies = st.one_of(
     st.binary(max_size=64),
@@ -172,7 +163,7 @@ five_parts = st.lists(parts, min_size=5, max_size=5)
 @example("POST", "/api/{}", [""] * 5, float("inf"), {})
 @example("GET", "/api/settings/webhooks/{}", ["\x00"] * 5, b"", {})
 @example("GET", "/api/datasets/{}/{}/{}/{}", ["local", "facts", "tree", "\x00", ""], b"", {})
-@example("POST", "/settings/webhooks/{}/replay", ["WEBHOOK"] * 5, b"token=%00&delivery=%ff", {})
+@example("POST", "/settings/webhooks/{}/replay", ["WEBHOOK"] * 5, b"delivery=%ff", {})
 def test_no_request_makes_the_hub_fail(
     hub: RunningHub,
     client: httpx.Client,
@@ -186,7 +177,8 @@ def test_no_request_makes_the_hub_fail(
     path = path_of(template, parts, webhook)
     headers = {"Authorization": f"Bearer {hub.token}"}
     answer = send(client, method, path, body, params=query, headers=headers)
-    assert answer.status_code < 500, (method, path, answer.text)
+    # 501 is the answer for what the Hugging Face Hub has and this hub has not.
+    assert answer.status_code < 500 or answer.status_code == 501, (method, path, answer.text)
 
 
 @settings(
@@ -217,9 +209,11 @@ def test_nothing_gets_in_without_the_token(
     before = stored(hub)
     headers = {} if proof is None else {"Authorization": proof}
     answer = send(client, method, path, body, headers=headers)
-    # git-lfs asks for the token again and again as long as it is answered 401.
-    refused = 403 if proof is not None and "/info/lfs/" in path else 401
-    assert answer.status_code == refused, (method, path, answer.text)
+    # git-lfs asks for the token again and again as long as it is answered 401. The URLs below
+    # `/api/lfs/` are signed, and no token replaces the signature.
+    is_lfs = proof is not None and "/info/lfs/" in path
+    refused = {403} if is_lfs else {401, 403} if path.startswith("/api/lfs/") else {401}
+    assert answer.status_code in refused, (method, path, answer.text)
     assert stored(hub) == before
 
 

@@ -13,7 +13,6 @@ from pipeline.hub.repositories.names import (
     new_file_path,
     repository_name,
     requested_name,
-    segments,
     stored_path,
 )
 
@@ -73,14 +72,6 @@ def test_a_path_taken_for_a_file_can_be_cloned(index: Path, path: str) -> None:
         ["git", "-C", index, "update-index", "--add", "--replace", "--cacheinfo", entry]
     )
     assert checked.returncode == 0
-
-
-def test_an_encoded_slash_stays_in_its_segment() -> None:
-    assert segments(b"/api/datasets/a/b/tree/refs%2Fpr%2F1/x") == [
-        *("api", "datasets", "a", "b", "tree", "refs/pr/1", "x")
-    ]
-    with pytest.raises(BadRequest, match="UTF-8"):
-        segments(b"/%ff")
 
 
 @given(st.text(st.characters(max_codepoint=0x17F), min_size=1, max_size=12))

@@ -7,7 +7,6 @@ sends the event to the webhooks.
 
 from sqlalchemy import Connection
 
-from pipeline.hub.actions.refs import NO_REF
 from pipeline.hub.discussions.pull_requests import commits_of, squash
 from pipeline.hub.discussions.store import (
     OPEN,
@@ -19,48 +18,30 @@ from pipeline.hub.discussions.store import (
     change_status,
     find_discussion,
 )
-from pipeline.hub.errors import BadRequest, Conflict, DiscussionNotFound
+from pipeline.hub.errors import BadRequest, Conflict
 from pipeline.hub.events.log import EventLog, record_ref_changes
-from pipeline.hub.git.process import PULL_REQUEST_PREFIX, git
-from pipeline.hub.repositories.names import DEFAULT_BRANCH
+from pipeline.hub.git.process import NO_REF, PULL_REQUEST_PREFIX, git
 from pipeline.hub.repositories.refs import read_refs
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.tokens.auth import Identity, signature
 
 
 def open_discussion(
-    log: EventLog, repository: Repository, identity: Identity, *, title: str, text: str
-) -> Discussion:
-    with log.database.write() as connection:
-        found, comment = add_discussion(
-            connection,
-            repository,
-            title=title,
-            text=text,
-            author=identity.user,
-            base=None,
-            status="open",
-        )
-        _record(log, connection, repository, found, comment)
-    return found
-
-
-def open_pull_request(
     log: EventLog,
     repository: Repository,
     identity: Identity,
     *,
     title: str,
     text: str,
-    status: Status,
-    base: str = DEFAULT_BRANCH,
+    status: Status = "open",
+    base: str | None = None,
     head: str | None = None,
 ) -> Discussion:
-    """Opens a pull request for the branch `base`. The pull request's ref first points to the commit
-    `head`, or to the newest commit of `base` if `head` is None. Raises BadRequest if the branch
-    does not exist, or if the title or the text is wrong."""
+    """Opens a discussion, or a pull request for the branch `base`. The pull request's ref first
+    points to the commit `head`, or to the newest commit of `base` if `head` is None. Raises
+    BadRequest if the branch does not exist, or if the title or the text is wrong."""
     refs = read_refs(repository)
-    if base not in refs:
+    if base is not None and base not in refs:
         raise BadRequest(f"The {repository.name} has no commit on {base}: push one first.")
     # Store the discussion before the ref exists. A ref without a discussion could never be deleted,
     # and would keep its commits from being purged. If the hub is killed or git fails before the ref
@@ -76,8 +57,9 @@ def open_pull_request(
             status=status,
         )
         _record(log, connection, repository, found, comment)
-    git(repository.folder, "update-ref", found.ref, head or refs[base], NO_REF)
-    record_ref_changes(repository, log)
+    if base is not None:
+        git(repository.folder, "update-ref", found.ref, head or refs[base], NO_REF)
+        record_ref_changes(repository, log)
     return found
 
 
@@ -147,18 +129,10 @@ def check_takes_commits(log: EventLog, repository: Repository, ref: str) -> None
     """Raises Conflict if the pull request of this ref is closed or merged: such a pull request
     takes no more commits. Raises DiscussionNotFound if there is no pull request for this ref."""
     with log.database.read() as connection:
-        num = num_of(ref.removeprefix(PULL_REQUEST_PREFIX))
+        num = int(ref.removeprefix(PULL_REQUEST_PREFIX))
         discussion = find_discussion(connection, repository, num)
     if discussion.status not in OPEN:
         raise Conflict(f"Pull request {num} is {discussion.status}: open another one.")
-
-
-def num_of(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise DiscussionNotFound(
-            f"{text!r} is not the number of a discussion: write a whole number."
-        )
-    return int(text)
 
 
 def _set_status(

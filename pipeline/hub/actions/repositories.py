@@ -5,10 +5,7 @@ Except for `create`, the caller holds the repository's lock. Afterwards it wakes
 (`EventLog.wake`), which sends the event to the webhooks.
 """
 
-from collections.abc import Callable
 from contextlib import ExitStack
-
-from sqlalchemy.engine import Connection
 
 from pipeline.hub.commits.fast_import import first_commit
 from pipeline.hub.events.log import EventLog
@@ -25,11 +22,9 @@ def create(
     *,
     private: bool,
     author: Signature | None,
-    prepare: Callable[[Connection, Repository], None] = lambda *_: None,
 ) -> Repository:
     """The repository begins with a commit of `author`, or without a commit if `author` is None.
-    Nobody sees it before `prepare` has stored its settings. Raises Conflict if the name is taken.
-    """
+    Raises Conflict if the name is taken."""
     with ExitStack() as on_error:
         # Git works before the transaction, because no push can be stored during it.
         prepared = repositories.prepare(name, on_error=on_error)
@@ -38,7 +33,6 @@ def create(
             repository = repositories.create(
                 connection, prepared, private=private, on_error=on_error
             )
-            prepare(connection, repository)
             if first:
                 remember(connection, repository, first)
             log.record(connection, repository, action="create")

@@ -23,6 +23,8 @@ change what the hub reads. The refs of open pull requests are an exception."""
 PULL_REQUEST_PREFIX = "refs/pr/"
 """Refs of pull requests. The hub creates them. Clients see all of them, and move those of open pull
 requests."""
+NO_REF = "0" * 40
+"""Git's word for the sha of a ref that does not exist."""
 SEEN_PREFIXES = (*PUSHED_PREFIXES, PULL_REQUEST_PREFIX)
 
 # Limits on the memory of each git process. Git never holds a file above `bigFileThreshold` in

@@ -4,7 +4,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
-from urllib.parse import unquote_to_bytes
 
 from pipeline.hub.errors import BadRequest, RepositoryNotFound
 
@@ -83,16 +82,6 @@ def requested_name(type: RepositoryType, owner: str, name: str) -> RepositoryNam
     except BadRequest as error:
         raise RepositoryNotFound(
             f"There is no {type} {f'{owner}/{name}'!r} here. {error}"
-        ) from None
-
-
-def segments(raw_path: bytes) -> list[str]:
-    """The decoded segments of a request's path. An encoded slash (`%2F`) does not end a segment."""
-    try:
-        return [unquote_to_bytes(part).decode() for part in raw_path.strip(b"/").split(b"/")]
-    except UnicodeDecodeError:
-        raise BadRequest(
-            f"The path {raw_path!r} is not UTF-8 after decoding: encode the names as UTF-8."
         ) from None
 
 

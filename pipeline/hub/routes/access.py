@@ -1,110 +1,163 @@
-"""Decides what the token of an API request may do, before the request gets to its route.
+"""Parts of the routes' paths, and what the token of a request may do.
 
-The decision is made from the method and the path. In four cases they are not enough, and the route
-checks again. Only the body of a git LFS batch says whether the batch reads or writes, and only the
-body about a webhook says whether it sets secrets. A list must show only the repositories that the
-token reaches. And while a body comes in, the repository may be replaced by another one. For
-requests of git, `git_http.py` decides.
+A route gets these dependencies as arguments. FastAPI runs them in their order, and each raises the
+error that the client gets. So no route can forget a check: it gets its repository only from
+`Readable` or `Locked`, and the routers of everything else have `everywhere`, `person` or
+`hubs_own`.
 """
 
-from collections.abc import Collection
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Annotated
+from urllib.parse import unquote
 
-from starlette.concurrency import run_in_threadpool
-from starlette.types import Scope
+from fastapi import Depends
+from starlette.convertors import Convertor, register_url_convertor
+from starlette.requests import Request
 
 from pipeline.hub.errors import Forbidden, RepositoryNotFound, Unauthorized
-from pipeline.hub.repositories.names import RepositoryName
+from pipeline.hub.repositories.names import REPOSITORY_TYPES, RepositoryName, RepositoryType
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.routes.paths import api_path, file_path_of, type_of
-from pipeline.hub.service import Hub
-from pipeline.hub.tokens.auth import OF_ITS_BODY_ONLY, READING, Identity, check_sees, out_of_reach
-from pipeline.hub.unsupported import BESIDE_REPOSITORIES
+from pipeline.hub.service import HubOf
+from pipeline.hub.tokens.auth import READING, Identity, check_sees, check_site, out_of_reach
 
-_HUBS_TOKEN_ONLY = ("/api/settings/tokens", "/api/settings/gc", "/api/settings/purge")
-_CLOSED_TO_JOBS = ("/api/settings/", "/settings/", "/api/repos/delete", "/api/repos/move")
-"""Beginnings of the paths that a job may not use: a job may only read and write repositories."""
-_LFS_BATCH = "/info/lfs/objects/batch"
-_OF_NO_REPOSITORY = frozenset({"/api/whoami-v2", "/api/settings/repositories"})
-"""Paths that name no repository. A token that is limited to some repositories may use them too."""
+TYPES: dict[str, RepositoryType] = {f"{type}s": type for type in REPOSITORY_TYPES}
 
 
-async def check(hub: Hub, identity: Identity, scope: Scope, verbs: Collection[str]) -> None:
-    """Raises Forbidden for what the token may not do, Unauthorized for what needs a token, and
-    RepositoryNotFound for a repository that the token does not reach.
+class _Part(Convertor[str]):
+    """Decodes a part of the encoded path, so an encoded slash (`%2F`) does not end the part."""
 
-    `verbs` are the words that may follow the repository's name in a path, such as `tree`.
-    """
-    if identity.owns_hub:
-        return
-    path: str = scope["path"]
-    if path.startswith(_HUBS_TOKEN_ONLY) and not identity.is_anonymous:
-        raise Forbidden(f"{path} needs the hub's own token, which `pipeline env` prints.")
-    if identity.job_id is not None and path.startswith(_CLOSED_TO_JOBS):
+    regex = "[^/]+"
+
+    def convert(self, value: str) -> str:
+        return unquote(value)
+
+    def to_string(self, value: str) -> str:
+        raise NotImplementedError  # the hub makes no URLs from routes
+
+
+class _Rest(_Part):
+    regex = ".*"
+
+
+class _TypedRepository(_Part):
+    regex = f"(?:{'|'.join(TYPES)})/(?:[^/]+/)?[^/]+"
+
+
+class _Repository(_Part):
+    regex = f"(?:(?:{'|'.join(TYPES)})/)?(?:[^/]+/)?[^/]+"
+
+
+register_url_convertor("part", _Part())
+register_url_convertor("rest", _Rest())
+register_url_convertor("typed_repository", _TypedRepository())
+register_url_convertor("repository", _Repository())
+
+API = "/api/{repository:typed_repository}"
+FILES = "/{repository:repository}"
+
+
+async def identified(request: Request, hub: HubOf) -> Identity:
+    """Who makes the request. Raises Unauthorized, and Forbidden for a page of another site."""
+    identity = await hub.guard.check(request.scope)
+    check_site(request.scope)
+    return identity
+
+
+Who = Annotated[Identity, Depends(identified)]
+
+
+async def with_token(request: Request, identity: Who) -> Identity:
+    if identity.is_anonymous:
+        raise Unauthorized(
+            f"{request.url.path} needs a token: set HF_TOKEN, or run `pipeline env`."
+        )
+    return identity
+
+
+async def everywhere(
+    request: Request, identity: Annotated[Identity, Depends(with_token)]
+) -> Identity:
+    """For routes that belong to no repository: a token that is limited to some may not use them."""
+    if identity.is_limited:
+        raise Forbidden(
+            f"The token {identity.token_name!r} is only for some repositories, and "
+            f"{request.url.path} does not belong to one of them: use another token."
+        )
+    if request.method not in READING:
+        identity.require_write(f"{request.method} {request.url.path}")
+    return identity
+
+
+async def person(request: Request, identity: Annotated[Identity, Depends(everywhere)]) -> Identity:
+    """For routes that a job may not use: a job may only read and write repositories."""
+    if identity.job_id is not None:
         raise Forbidden(
             f"This is the token of job {identity.job_id}, which may read and write repositories "
-            f"and nothing else: {path} needs the hub's token."
+            f"and nothing else: {request.url.path} needs the token of a person."
         )
-    if scope["method"] not in READING and not await run_in_threadpool(
-        _may_only_read, hub, scope, verbs
-    ):
-        identity.require_write(f"{scope['method']} {path}")
-    if identity.is_limited:
-        await run_in_threadpool(_check_reach, hub, identity, scope, verbs)
+    return identity
 
 
-def _may_only_read(hub: Hub, scope: Scope, verbs: Collection[str]) -> bool:
-    """Whether a POST may be a request that changes nothing. True for every batch of git LFS,
-    because only its body says whether it changes something, and `lfs.py` reads the body. False for
-    other methods."""
-    path: str = scope["path"]
-    if scope["method"] != "POST":
-        return False
-    if path == OF_ITS_BODY_ONLY:
-        return True
-    if not path.startswith("/api/"):
-        return path.endswith(_LFS_BATCH)
-    if "/paths-info/" not in path or not _is_of_repository(path):
-        return False
-    asked = api_path(scope["raw_path"], verbs, hub.settings.owner, hub.is_there)
-    return asked.rest[:1] == ("paths-info",)
-
-
-def _is_of_repository(path: str) -> bool:
-    parts = path.split("/")
-    return len(parts) > 3 and parts[1] == "api" and type_of(parts[2]) is not None
-
-
-def _check_reach(hub: Hub, identity: Identity, scope: Scope, verbs: Collection[str]) -> None:
-    path, raw, owner = scope["path"], scope["raw_path"], hub.settings.owner
-    is_list = path.startswith("/api/") and type_of(path.removeprefix("/api/").rstrip("/"))
-    if (
-        is_list
-        or path in BESIDE_REPOSITORIES
-        or path == OF_ITS_BODY_ONLY
-        or (path in _OF_NO_REPOSITORY and not identity.is_anonymous)
-    ):
-        return
-    asked = None
-    if _is_of_repository(path):
-        asked = api_path(raw, verbs, owner, hub.is_there)
-    elif not path.startswith("/api/"):
-        asked = file_path_of(raw, owner, hub.is_there)
-    if asked is not None:
-        is_lfs = asked.rest[:2] == ("info", "lfs")
-        check_sees(identity, asked.name, _find(hub, identity, asked.name, as_git=is_lfs))
-    elif identity.is_anonymous:
-        raise Unauthorized(f"{path} needs a token: set HF_TOKEN, or run `pipeline env`.")
-    else:
+async def hubs_own(request: Request, identity: Annotated[Identity, Depends(with_token)]) -> None:
+    if not identity.owns_hub:
         raise Forbidden(
-            f"The token {identity.token_name!r} is only for some repositories, and {path} does not "
-            "belong to one of them: use another token."
+            f"{request.url.path} needs the hub's own token, which `pipeline env` prints."
         )
 
 
-def _find(hub: Hub, identity: Identity, named: RepositoryName, *, as_git: bool) -> Repository:
+async def writer(request: Request, identity: Who) -> Identity:
+    identity.require_write(f"{request.method} {request.url.path}")
+    return identity
+
+
+Writer = Annotated[Identity, Depends(writer)]
+
+
+async def named(request: Request, hub: HubOf) -> RepositoryName:
+    """The repository that the path names. Without an owner, it is one of the hub's owner."""
+    path: str = request.path_params["repository"]
+    first, _, rest = path.partition("/")
+    type = TYPES.get(first) if rest else None
+    owner, _, name = (path if type is None else rest).rpartition("/")
+    return RepositoryName(
+        type=type or "model", owner=owner or hub.settings.owner, name=name.removesuffix(".git")
+    )
+
+
+Named = Annotated[RepositoryName, Depends(named)]
+
+
+def readable(hub: HubOf, identity: Who, name: Named) -> Repository:
+    return hub.find_reached(name, identity)
+
+
+Readable = Annotated[Repository, Depends(readable)]
+
+
+async def locked(hub: HubOf, identity: Writer, name: Named) -> AsyncIterator[Repository]:
+    """The repository, under its lock until the route has made its change. Then the deliverer, which
+    sends the change's event to the webhooks, is woken.
+
+    Declare it after the body: while a body comes in, no lock is held, and the repository may be
+    deleted or replaced.
+    """
+    async with hub.repositories.locked(partial(hub.find_reached, name, identity)) as repository:
+        yield repository
+    hub.log.wake()
+
+
+Locked = Annotated[Repository, Depends(locked, scope="function")]
+
+
+def find_as_git(hub: HubOf, identity: Who, name: Named) -> Repository:
+    """Like `readable`, for git and git-lfs: `/owner/name` also finds a dataset."""
     try:
-        if as_git:
-            return hub.find_as_git(named.type, named.owner, named.name)
-        return hub.find(named)
+        with hub.database.read() as connection:
+            found = hub.repositories.find_as_git(connection, name.type, name.owner, name.name)
     except RepositoryNotFound:
-        raise out_of_reach(identity, named) from None
+        if identity.is_limited:
+            raise out_of_reach(identity, name) from None
+        raise
+    check_sees(identity, name, found)
+    return found

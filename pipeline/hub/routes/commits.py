@@ -1,86 +1,80 @@
 """API routes for commits: `validate-yaml` checks a README before a client commits it, `preupload`
 tells a client how to send each file, and `commit` makes the commit."""
 
-import base64
-import binascii
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from functools import partial
 from tempfile import TemporaryFile
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import APIRouter, Depends
+from pydantic import Base64Bytes, BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.responses import JSONResponse
 
-from pipeline.hub.actions.commits import (
-    MadeCommit,
-    begin,
-    commit_to_branch,
-    commit_to_pull_request,
-    find_branch,
-)
+from pipeline.hub.actions.discussions import check_takes_commits, open_discussion
 from pipeline.hub.commits.body import CommitBody
-from pipeline.hub.commits.changes import MAX_GIT_BYTES, attributes_files
+from pipeline.hub.commits.changes import MAX_GIT_BYTES, attributes_files, planned_changes
+from pipeline.hub.commits.checks import check_changes
+from pipeline.hub.commits.fast_import import NewCommit, first_commit, import_commit, make_commit
 from pipeline.hub.contents.attributes import IGNORE_FILE, ignored_paths, large_file_paths
 from pipeline.hub.contents.cards import parse_card
+from pipeline.hub.contents.history import read_commit, resolve_revision
 from pipeline.hub.contents.trees import Entry, read_tree
-from pipeline.hub.errors import BadRequest
-from pipeline.hub.git.process import git
+from pipeline.hub.discussions.store import MAX_TITLE, OPEN, list_discussions
+from pipeline.hub.errors import RevisionNotFound
+from pipeline.hub.events.log import EventLog, record_ref_changes
+from pipeline.hub.git.process import PULL_REQUEST_PREFIX, git
 from pipeline.hub.http_json import (
     MAX_BODY_BYTES,
+    Json,
     client_warning,
     hub_url,
-    read_json,
+    json_body,
     receive_into,
 )
-from pipeline.hub.repositories.names import (
-    RepositoryName,
-    new_file_path,
-)
+from pipeline.hub.repositories.names import DEFAULT_BRANCH, new_file_path
 from pipeline.hub.repositories.objects import pointers_of
-from pipeline.hub.repositories.refs import read_refs
+from pipeline.hub.repositories.refs import RefChange, read_refs, remember
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.service import Hub, hub_of
-from pipeline.hub.tokens.auth import Identity, identity_of
+from pipeline.hub.routes.access import API, Named, Writer, readable
+from pipeline.hub.service import HubOf
+from pipeline.hub.tokens.auth import Identity, signature
 
 MAX_README_BYTES = 4 * MAX_BODY_BYTES
-"""A README may have images in it. A client without a token can send `MAX_BODY_BYTES`."""
+"""A README may have images in it."""
 
 
 class PlannedFile(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
     path: str
     size: int = Field(ge=0)
-    sample: str = ""
-    """The first 512 bytes of the file, in base64."""
+    sample: Base64Bytes = b""
+    """The first 512 bytes of the file."""
 
 
 class Preupload(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
     files: tuple[PlannedFile, ...]
     gitIgnore: str | None = None
 
 
 class Readme(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
     content: str
 
 
-def routes() -> list[Route]:
-    return [Route("/api/validate-yaml", validate_yaml, methods=["POST"])]
+Made = tuple[str, Sequence[RefChange], int | None]
+"""The sha of a commit, the changes about which the hub may have remarks for the client, and the
+number of the pull request that it opened."""
+
+router = APIRouter()
 
 
-async def validate_yaml(request: Request) -> Response:
+@router.post("/api/validate-yaml")
+async def validate_yaml(
+    hub: HubOf, body: Annotated[Readme, json_body(Readme, max_bytes=MAX_README_BYTES)]
+) -> JSONResponse:
     """Answers 400 if the README has errors, so that the client does not commit it. With warnings
     only, the client may commit it."""
-    is_anonymous = identity_of(request).is_anonymous
-    max_bytes = MAX_BODY_BYTES if is_anonymous else MAX_README_BYTES
-    body = await read_json(request, Readme, max_bytes=max_bytes)
-    async with hub_of(request).anonymous_check if is_anonymous else nullcontext():
+    async with hub.card_slots:
         card = await run_in_threadpool(parse_card, body.content)
     return JSONResponse(
         {
@@ -91,20 +85,27 @@ async def validate_yaml(request: Request) -> Response:
     )
 
 
+@router.post(f"{API}/preupload/{{revision:rest}}")
 async def preupload(
-    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
-) -> Response:
+    hub: HubOf,
+    identity: Writer,
+    name: Named,
+    body: Annotated[Preupload, json_body(Preupload)],
+    revision: str,
+) -> Json:
     """Says for each file whether the client sends it in the commit (`regular`) or before the commit
     (`lfs`), and whether `.gitignore` excludes it. Also gives the id of the present file at the same
     path."""
-    body = await read_json(request, Preupload)
     paths = [new_file_path(file.path) for file in body.files]
-    identity = identity_of(request)
-    await _begin(hub, name, identity)
+    find = partial(hub.find_reached, name, identity)
+    # Most repositories have a commit, and then the request need not wait for the lock.
+    if not await run_in_threadpool(lambda: read_refs(find())):
+        async with hub.repositories.locked(find) as repository:
+            await run_in_threadpool(begin, hub.log, repository, identity)
 
-    def read() -> list[dict[str, object]]:
-        repository = hub.find_reached(name, identity)
-        _, head = find_branch(repository, "/".join(rest))
+    def read() -> list[Json]:
+        repository = find()
+        _, head = find_branch(repository, revision)
         tree = read_tree(repository, head)
         tracked = large_file_paths(repository, attributes_files(tree), paths)
         ignored = _ignored(repository, tree, body.gitIgnore, paths)
@@ -119,49 +120,39 @@ async def preupload(
             for file, path in zip(body.files, paths, strict=True)
         ]
 
-    return JSONResponse({"files": await run_in_threadpool(read)})
+    return {"files": await run_in_threadpool(read)}
 
 
-async def _begin(hub: Hub, name: RepositoryName, identity: Identity) -> None:
-    """Makes the first commit if the repository has no commit."""
-    # Most repositories have a commit, and then the request need not wait for the lock.
-    if not await run_in_threadpool(lambda: read_refs(hub.find(name))):
-        async with hub.locked(name, identity) as repository:
-            await run_in_threadpool(begin, hub.log, repository, identity)
-
-
-async def commit(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
-    """Makes one commit with all operations, or fails and makes none. With `?create_pr=1`, the
-    commit goes to a new pull request."""
-    identity = identity_of(request)
-    identity.require_write("a commit")
-    await run_in_threadpool(hub.find, name)
-    revision, opens = "/".join(rest), request.query_params.get("create_pr") in ("1", "true")
+@router.post(f"{API}/commit/{{revision:rest}}", dependencies=[Depends(readable)])
+async def commit(
+    request: Request,
+    hub: HubOf,
+    identity: Writer,
+    name: Named,
+    revision: str,
+    create_pr: bool = False,
+) -> JSONResponse:
+    """Makes one commit with all operations, or fails and makes none. With `create_pr`, the commit
+    goes to a new pull request."""
     with TemporaryFile(dir=hub.repositories.incoming) as file:
         await receive_into(file, request, max_bytes=hub.settings.max_push_bytes)
         async with hub.commit_slots:
             body = await run_in_threadpool(CommitBody, file)
-        act = commit_to_pull_request if opens else commit_to_branch
+        act = commit_to_pull_request if create_pr else commit_to_branch
+        # Find the repository again: while the body came in, another one may have got its name.
         # Take the slot after the lock. Otherwise a request that waits for the lock would hold a
         # slot, which another request could use.
-        async with hub.locked(name, identity) as repository, hub.commit_slots:
+        find = partial(hub.find_reached, name, identity)
+        async with hub.repositories.locked(find) as repository, hub.commit_slots:
             made = await run_in_threadpool(act, hub.log, repository, identity, revision, body)
-            remarks = await run_in_threadpool(_remarks, hub, repository, made)
+            sha, changes, num = made
+            remarks = await run_in_threadpool(hub.remarks_on, repository, changes)
     hub.log.wake()
     web = f"{hub_url(request)}/{repository.name.path}"
-    answer: dict[str, object] = {
-        "success": True,
-        "commitOid": made.sha,
-        "commitUrl": f"{web}/commit/{made.sha}",
-        "hookOutput": "\n".join(remarks),
-    }
-    if made.pull_request is not None:
-        answer["pullRequestUrl"] = f"{web}/discussions/{made.pull_request}"
-    return JSONResponse(answer, headers=client_warning(made.sha, remarks))
-
-
-def _remarks(hub: Hub, repository: Repository, made: MadeCommit) -> Sequence[str]:
-    return hub.remarks_on(repository, made.changes) if made.changes else ()
+    answer: Json = {"success": True, "commitOid": sha, "commitUrl": f"{web}/commit/{sha}"}
+    if num is not None:
+        answer["pullRequestUrl"] = f"{web}/discussions/{num}"
+    return JSONResponse(answer, headers=client_warning(sha, remarks))
 
 
 def _ignored(
@@ -180,13 +171,7 @@ def _ignored(
 def _is_large(file: PlannedFile) -> bool:
     """Whether the file is too large for git, or binary. A file is binary if its sample has a NUL
     byte."""
-    try:
-        sample = base64.b64decode(file.sample, validate=True)
-    except binascii.Error:
-        raise BadRequest(
-            f"The sample of {file.path!r} is not valid base64: encode it again."
-        ) from None
-    return file.size > MAX_GIT_BYTES or b"\0" in sample
+    return file.size > MAX_GIT_BYTES or b"\0" in file.sample
 
 
 def _oids(
@@ -197,3 +182,97 @@ def _oids(
     there = {path: tree[path].oid for path in paths if path in tree and tree[path].type == "file"}
     pointers = pointers_of(repository, set(there.values()))
     return {path: pointers[oid].oid if oid in pointers else oid for path, oid in there.items()}
+
+
+def begin(log: EventLog, repository: Repository, identity: Identity) -> None:
+    """Makes the first commit if the repository has no commit. On the Hugging Face Hub every
+    repository has a commit, and clients such as `Dataset.push_to_hub` fail without it. No event is
+    stored, because the first commit brings no data."""
+    if read_refs(repository):
+        return
+    first = first_commit(repository, signature(identity))
+    with log.database.write() as connection:
+        remember(connection, repository, [first])
+
+
+def commit_to_branch(
+    log: EventLog, repository: Repository, identity: Identity, revision: str, body: CommitBody
+) -> Made:
+    ref, head = find_branch(repository, revision)
+    if ref.startswith(PULL_REQUEST_PREFIX):
+        check_takes_commits(log, repository, ref)
+    sha = make_commit(repository, ref, head, _new_commit(repository, head, body, identity))
+    return sha, () if sha == head else record_ref_changes(repository, log), None
+
+
+def commit_to_pull_request(
+    log: EventLog, repository: Repository, identity: Identity, revision: str, body: CommitBody
+) -> Made:
+    """Makes the commit on a new pull request. The commit's parent is the commit that the client
+    names, or else the head of the branch."""
+    base, head = find_branch(repository, revision, or_pull_request=False)
+    parent = body.header.parentCommit
+    start = head if parent is None else resolve_revision(repository, parent)
+    new = _new_commit(repository, start, body, identity)
+    check_changes(new.changes, repository, start)
+    sha = import_commit(repository, start, new)
+    earlier = _opened_before(log, repository, identity, base, sha)
+    if earlier is not None:
+        return earlier
+    opened = open_discussion(
+        log,
+        repository,
+        identity,
+        title=body.header.summary[:MAX_TITLE],
+        text=body.header.description or body.header.summary,
+        base=base,
+        head=sha,
+    )
+    return sha, [RefChange(ref=opened.ref, old_sha=start, new_sha=sha)], opened.num
+
+
+def _opened_before(
+    log: EventLog, repository: Repository, identity: Identity, base: str, sha: str
+) -> Made | None:
+    """The pull request that an earlier try of the same request has opened. A client that lost the
+    answer sends the request again. The commits then differ only in their time."""
+    with log.database.read() as connection:
+        mine = list_discussions(
+            connection, repository, pull_requests=True, statuses=OPEN, author=identity.user
+        )
+    heads, wanted = read_refs(repository), read_commit(repository, sha)
+    for each in mine:
+        head = heads.get(each.ref)
+        if each.base == base and head is not None and read_commit(repository, head) == wanted:
+            return head, (), each.num
+    return None
+
+
+def find_branch(
+    repository: Repository, revision: str, *, or_pull_request: bool = True
+) -> tuple[str, str | None]:
+    """The full name of the branch, and the sha of its head. With `or_pull_request`, the ref of a
+    pull request counts as a branch. The sha is None for the default branch of a repository without
+    commits. Raises RevisionNotFound for any other branch that does not exist."""
+    refs = read_refs(repository)
+    ref = revision if revision.startswith("refs/") else f"refs/heads/{revision}"
+    is_branch = ref.startswith("refs/heads/") or (
+        or_pull_request and ref.startswith(PULL_REQUEST_PREFIX)
+    )
+    if not is_branch or (ref not in refs and (refs or ref != DEFAULT_BRANCH)):
+        raise RevisionNotFound(
+            f"The {repository.name} has no branch {revision!r}, and a commit can only be made on "
+            "a branch: create the branch first."
+        )
+    return ref, refs.get(ref)
+
+
+def _new_commit(
+    repository: Repository, head: str | None, body: CommitBody, identity: Identity
+) -> NewCommit:
+    return NewCommit(
+        message=body.header.message,
+        author=signature(identity),
+        changes=planned_changes(repository, head, body),
+        parent=body.header.parentCommit,
+    )

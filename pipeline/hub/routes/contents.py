@@ -1,10 +1,12 @@
 """API routes that read a repository: its description, trees, commits and files."""
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from html import escape
+from typing import Annotated
 from urllib.parse import parse_qs
 
+from fastapi import APIRouter, Query
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -20,71 +22,68 @@ from pipeline.hub.contents.trees import (
     read_file,
     stream_file,
 )
-from pipeline.hub.errors import BadRequest, EntryNotFound, LargeFileNotFound, RevisionNotFound
-from pipeline.hub.http_json import iso_time, next_page, query_flag, query_int, read_body
+from pipeline.hub.errors import BadRequest, EntryNotFound, NotFound, RevisionNotFound
+from pipeline.hub.http_json import Json, iso_time, next_page, read_body
 from pipeline.hub.large_files.store import LargeFiles
-from pipeline.hub.repositories.names import RepositoryName, stored_path
+from pipeline.hub.repositories.names import stored_path
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes import file_answers
-from pipeline.hub.service import Hub
-from pipeline.hub.tokens.auth import identity_of
+from pipeline.hub.routes.access import API, FILES, Named, Readable, Who
+from pipeline.hub.service import HubOf
 from pipeline.pointers import Pointer, may_be_pointer
 
 COMMITS_PER_PAGE = 1000
 MAX_PATHS = 10_000
 
-Json = dict[str, object]
+api = APIRouter(prefix=API)
+files = APIRouter(prefix=FILES)
 
 
-async def describe(
-    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
-) -> Response:
-    """Describes the repository at a revision (`rest`, by default `main`). If the request names no
-    revision and `main` does not exist, the description has no files. Raises RevisionNotFound if the
-    request names a revision that does not exist."""
-    with_sizes = query_flag(request, "blobs")
+@api.get("")
+def describe_newest(repository: Readable, blobs: bool = False) -> JSONResponse:
+    """Describes the repository at `main`. Without a commit there, it has no files."""
+    try:
+        return describe(repository, "main", blobs)
+    except RevisionNotFound:
+        return JSONResponse({**facts(repository), "sha": None, "siblings": []})
 
-    def read() -> Json:
-        repository = hub.find(name)
-        try:
-            commit = resolve_revision(repository, "/".join(rest) or "main")
-        except RevisionNotFound:
-            if rest:
-                raise
-            return {**facts(repository), "sha": None, "siblings": []}
-        [newest] = list_commits(repository, commit, skip=0, limit=1)
-        entries = list_tree(repository, commit, recursive=True)
-        readme = next((one for one in entries if one.path == README and one.type == "file"), None)
-        card = Card() if readme is None else read_card(repository.folder, readme.oid)
-        return {
-            **facts(repository),
-            **facts_of_card(repository, card),
-            "cardData": card.metadata,
-            "sha": commit,
-            "lastModified": iso_time(newest.committed_at),
-            "siblings": [_sibling(entry, with_sizes) for entry in entries if entry.type == "file"],
+
+@api.get("/revision/{revision:rest}")
+def describe(repository: Readable, revision: str, blobs: bool = False) -> JSONResponse:
+    commit = resolve_revision(repository, revision)
+    entries = list_tree(repository, commit, recursive=True)
+    return JSONResponse(
+        {
+            **described(repository, commit),
+            "siblings": [_sibling(entry, blobs) for entry in entries if entry.type == "file"],
         }
-
-    return JSONResponse(await run_in_threadpool(read))
-
-
-async def tree(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
-    recursive = query_flag(request, "recursive")
-    expand = query_flag(request, "expand")
-
-    def read() -> list[Json]:
-        repository = hub.find(name)
-        commit = resolve_revision(repository, rest[0] if rest else "main")
-        folder = _path_in(name, commit, rest[1:]) if any(rest[1:]) else ""
-        entries = list_tree(repository, commit, folder, recursive=recursive)
-        return _entries(repository, commit, entries, expand=expand)
-
-    return JSONResponse(await run_in_threadpool(read))
+    )
 
 
+# FastAPI registers the lower one first: `Ada/tree/tree/main` is the repository `Ada/tree`.
+@api.get("/tree/{revision:part}/{path:rest}")
+@api.get("/tree/{revision:part}")
+def tree(
+    repository: Readable,
+    revision: str,
+    path: str = "",
+    recursive: bool = False,
+    expand: bool = False,
+) -> JSONResponse:
+    commit = resolve_revision(repository, revision)
+    try:
+        folder = path and stored_path([path])
+    except BadRequest as error:
+        name = repository.name
+        raise EntryNotFound(f"The {name} has no such folder: {error}", commit=commit) from None
+    entries = list_tree(repository, commit, folder, recursive=recursive)
+    return JSONResponse(_entries(repository, commit, entries, expand=expand))
+
+
+@api.post("/paths-info/{revision:rest}")
 async def paths_info(
-    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
-) -> Response:
+    request: Request, hub: HubOf, identity: Who, name: Named, revision: str
+) -> JSONResponse:
     try:
         form = parse_qs((await read_body(request)).decode(), max_num_fields=MAX_PATHS)
     except ValueError as error:
@@ -95,8 +94,8 @@ async def paths_info(
     expand = form.get("expand", [""])[0].lower() in ("1", "true")
 
     def read() -> list[Json]:
-        repository = hub.find_reached(name, identity_of(request))
-        commit = resolve_revision(repository, "/".join(rest) or "main")
+        repository = hub.find_reached(name, identity)
+        commit = resolve_revision(repository, revision)
         entries = find_paths(repository, commit, paths)
         items = _entries(repository, commit, entries, expand=expand)
         for entry, item in zip(entries, items, strict=True):
@@ -111,95 +110,69 @@ async def paths_info(
     return JSONResponse(await run_in_threadpool(read))
 
 
-async def commits(
-    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
-) -> Response:
-    """The commits, newest first. `?p=` is the number of the page, from 0. The link to the next page
+@api.get("/commits/{revision:rest}")
+def commits(
+    request: Request,
+    repository: Readable,
+    revision: str,
+    p: Annotated[int, Query(ge=0, lt=10**6)] = 0,
+    limit: Annotated[int, Query(ge=1)] = COMMITS_PER_PAGE,
+    at: str | None = None,
+    expand: Annotated[Sequence[str], Query(alias="expand[]")] = (),
+) -> JSONResponse:
+    """The commits, newest first. `p` is the number of the page, from 0. The link to the next page
     also has the sha of the newest commit on the first page (`at`). So a push between two pages does
     not change which commits are on which page."""
-    page = query_int(request, "p", 0, at_most=10**6)
-    limit = max(1, query_int(request, "limit", COMMITS_PER_PAGE, at_most=COMMITS_PER_PAGE))
-    formatted = "formatted" in request.query_params.getlist("expand[]")
-
-    def read() -> Response:
-        repository = hub.find(name)
-        revision = request.query_params.get("at") or "/".join(rest) or "main"
-        commit = resolve_revision(repository, revision)
-        found = list_commits(repository, commit, skip=page * limit, limit=limit + 1)
-        items: list[Json] = []
-        for one in found[:limit]:
-            item: Json = {
-                "id": one.sha,
-                "title": one.title,
-                "message": one.message,
-                "date": iso_time(one.committed_at),
-                "authors": [{"user": one.author}],
-            }
-            if formatted:
-                item["formatted"] = {"title": escape(one.title), "message": escape(one.message)}
-            items.append(item)
-        more = len(found) > limit
-        return JSONResponse(
-            items, headers=next_page(request, {"p": page + 1, "at": commit}) if more else None
-        )
-
-    return await run_in_threadpool(read)
+    limit = min(limit, COMMITS_PER_PAGE)
+    commit = resolve_revision(repository, at or revision)
+    found = list_commits(repository, commit, skip=p * limit, limit=limit + 1)
+    items: list[Json] = []
+    for one in found[:limit]:
+        item: Json = {
+            "id": one.sha,
+            "title": one.title,
+            "message": one.message,
+            "date": iso_time(one.committed_at),
+            "authors": [{"user": one.author}],
+        }
+        if "formatted" in expand:
+            item["formatted"] = {"title": escape(one.title), "message": escape(one.message)}
+        items.append(item)
+    more = len(found) > limit
+    return JSONResponse(
+        items, headers=next_page(request, {"p": p + 1, "at": commit}) if more else None
+    )
 
 
-async def resolve(
-    request: Request, hub: Hub, name: RepositoryName, revision: str, rest: Sequence[str]
-) -> Response:
+@files.api_route("/resolve/{revision:part}/{path:rest}", methods=["GET", "HEAD"])
+@files.api_route("/resolve/{revision:part}", methods=["GET", "HEAD"])
+def resolve(request: Request, repository: Readable, revision: str, path: str = "") -> Response:
     """The bytes of a file. If git has a pointer there, the bytes of the large file that it names.
     HEAD gets only the headers, which a client needs for its cache."""
-    return await _file(request, hub, name, revision, rest, follow=True)
-
-
-async def raw(
-    request: Request, hub: Hub, name: RepositoryName, revision: str, rest: Sequence[str]
-) -> Response:
-    """The bytes of a file as git has them. For a large file these are the bytes of its pointer."""
-    return await _file(request, hub, name, revision, rest, follow=False)
-
-
-async def _file(
-    request: Request,
-    hub: Hub,
-    name: RepositoryName,
-    revision: str,
-    rest: Sequence[str],
-    *,
-    follow: bool,
-) -> Response:
-
-    def read() -> tuple[Repository, str, Entry]:
-        repository = hub.find(name)
-        try:
-            path = stored_path(rest)
-        except BadRequest as error:
-            commit = resolve_revision(repository, revision)
-            raise EntryNotFound(str(error), commit=commit) from None
-        return repository, *find_file(repository, revision, path)
-
-    repository, commit, file = await run_in_threadpool(read)
+    try:
+        commit, file = find_file(repository, revision, stored_path([path]))
+    except BadRequest as error:
+        commit = resolve_revision(repository, revision)
+        raise EntryNotFound(str(error), commit=commit) from None
     headers = {"X-Repo-Commit": commit, "ETag": f'"{file.oid}"'}
-    look_inside = follow and may_be_pointer(file.size_bytes)
-    if look_inside or (request.method == "GET" and file.size_bytes <= SMALL_FILE_BYTES):
-        content = await run_in_threadpool(read_file, repository, file)
-        if look_inside and (pointer := Pointer.parse(content)) is not None:
-            return await _large_file(request, repository, commit, file, pointer)
-        return file_answers.answer_small(request, content, headers)
+    is_small = request.method == "GET" and file.size_bytes <= SMALL_FILE_BYTES
+    if is_small or may_be_pointer(file.size_bytes):
+        content = read_file(repository, file)
+        if (pointer := Pointer.parse(content)) is not None:
+            return _large_file(request, repository, commit, file, pointer)
+        return file_answers.answer(request, len(content), headers, content)
     return file_answers.answer(
         request, file.size_bytes, headers, partial(stream_file, repository, file)
     )
 
 
-async def _large_file(
+def _large_file(
     request: Request, repository: Repository, commit: str, file: Entry, pointer: Pointer
 ) -> Response:
-    files = LargeFiles(repository.folder)
-    size = await run_in_threadpool(files.size, pointer.oid)
+    large = LargeFiles(repository.folder)
+    size = large.size(pointer.oid)
     if size is None:
-        raise LargeFileNotFound(
+        raise NotFound(
             f"{file.path} of the {repository.name} is a large file, and the hub does not have its "
             f"content ({pointer.oid}): push it from a clone that has it, with "
             "`git lfs push --all <this hub>`.",
@@ -212,17 +185,15 @@ async def _large_file(
         "X-Linked-Etag": tag,
         "X-Linked-Size": str(size),
     }
-    return file_answers.answer(request, size, headers, partial(files.read, pointer.oid))
+    return file_answers.answer(request, size, headers, partial(large.read, pointer.oid))
 
 
 def facts(repository: Repository) -> Json:
     return {
-        "_id": repository.id,
         "id": repository.name.id,
         "author": repository.name.owner,
         "private": repository.private,
         "gated": False,
-        "disabled": False,
         "tags": [],
         "downloads": 0,
         "likes": 0,
@@ -231,13 +202,31 @@ def facts(repository: Repository) -> Json:
     }
 
 
-def facts_of_card(repository: Repository, card: Card) -> Json:
-    """The facts that can be in a list without the whole card. The Hugging Face Hub also infers the
-    task and the library of a model from its files; this hub takes them from the card only."""
-    told: Json = {"tags": card.texts("tags")}
+@lru_cache(maxsize=10_000)
+def described(repository: Repository, commit: str) -> Json:
+    """The facts at a commit, and those of its card. The Hugging Face Hub also infers the task and
+    the library of a model from its files; this hub takes them from the card only."""
+    [newest] = list_commits(repository, commit, skip=0, limit=1)
+    readme = next(iter(find_paths(repository, commit, [README])), None)
+    card = Card()
+    if readme is not None and readme.type == "file":
+        card = read_card(repository.folder, readme.oid)
+    told: Json = {"tags": card.texts("tags"), "cardData": card.metadata}
     if repository.name.type == "model":
         told |= {key: text for key in ("pipeline_tag", "library_name") for text in card.texts(key)}
-    return told
+    return {
+        **facts(repository),
+        **told,
+        "sha": commit,
+        "lastModified": iso_time(newest.committed_at),
+    }
+
+
+def forget_cards() -> None:
+    """Empties the caches. Called after a purge, because a card in them may be of a removed
+    commit."""
+    described.cache_clear()
+    read_card.cache_clear()
 
 
 def _entries(
@@ -272,13 +261,6 @@ def _sibling(entry: Entry, with_sizes: bool) -> Json:
 
 def _sizes(entry: Entry, pointer: Pointer) -> Json:
     return {"size": pointer.size, "pointerSize": entry.size_bytes}
-
-
-def _path_in(name: RepositoryName, commit: str, parts: Sequence[str]) -> str:
-    try:
-        return stored_path(parts)
-    except BadRequest as error:
-        raise EntryNotFound(f"The {name} has no such folder: {error}", commit=commit) from None
 
 
 def _is_path(path: str) -> bool:

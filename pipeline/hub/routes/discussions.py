@@ -1,188 +1,152 @@
 """API routes for discussions and pull requests."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from html import escape
-from typing import Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
-from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
+from fastapi import APIRouter, Path
+from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 from pipeline.hub.actions import discussions as acts
-from pipeline.hub.actions.discussions import num_of
 from pipeline.hub.discussions.pull_requests import commits_of, difference, try_merge
 from pipeline.hub.discussions.store import (
     CLOSED,
     OPEN,
     Discussion,
     DiscussionEvent,
-    Status,
     find_discussion,
     list_discussions,
     list_events,
 )
-from pipeline.hub.errors import BadRequest, HubError
-from pipeline.hub.http_json import hub_url, iso_time, query_int, read_json
-from pipeline.hub.repositories.names import RepositoryName
+from pipeline.hub.errors import HubError
+from pipeline.hub.http_json import Json, hub_url, iso_time, json_body
+from pipeline.hub.repositories.names import DEFAULT_BRANCH
 from pipeline.hub.repositories.refs import read_refs
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.service import Hub
-from pipeline.hub.tokens.auth import Identity, identity_of
+from pipeline.hub.routes.access import API, Locked, Readable, Writer
+from pipeline.hub.service import HubOf
 
 logger = logging.getLogger(__name__)
 
-PER_PAGE = 50
-MAX_PAGE = 10_000
 
-Answer = TypeVar("Answer")
-Json = dict[str, object]
+router = APIRouter(prefix=f"{API}/discussions")
+Num = Annotated[int, Path(lt=10**9)]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class NewDiscussion(_Body):
+class NewDiscussion(BaseModel):
     title: str
     description: str
     pullRequest: bool = False
 
 
-class NewComment(_Body):
+class NewComment(BaseModel):
     comment: str
 
 
-class NewStatus(_Body):
+class NewStatus(BaseModel):
     status: Literal["open", "closed"]
     comment: str | None = None
 
 
-class Merge(_Body):
+class Merge(BaseModel):
     comment: str | None = None
 
 
-async def read(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
-    """GET of `discussions` (the list) and of `discussions/<num>`."""
-    if not rest:
-        return await _list(request, hub, name)
-    if len(rest) > 1:
-        raise HTTPException(404)
-    num, with_difference = num_of(rest[0]), request.query_params.get("diff") == "1"
-
-    def details() -> Json:
-        repository = hub.find(name)
-        with hub.database.read() as connection:
-            discussion = find_discussion(connection, repository, num)
-            events = list_events(connection, discussion)
-        found = [(event.created_at, _event_as_json(event)) for event in events]
-        document = _as_json(discussion, repository)
-        if discussion.is_pull_request:
-            document |= _describe_pull_request(repository, discussion, found, with_difference)
-        document["events"] = [event for _, event in sorted(found, key=lambda pair: pair[0])]
-        return document
-
-    return JSONResponse(await run_in_threadpool(details))
+@router.get("")
+def show_all(
+    hub: HubOf,
+    repository: Readable,
+    type: Literal["all", "discussion", "pull_request"] = "all",
+    status: Literal["all", "open", "closed"] = "all",
+    author: str | None = None,
+) -> Json:
+    """The discussions, newest first. `huggingface_hub` reads pages; this is the only one."""
+    with hub.database.read() as connection:
+        found = list_discussions(
+            connection,
+            repository,
+            pull_requests=None if type == "all" else type == "pull_request",
+            statuses={"all": (*OPEN, *CLOSED), "open": OPEN, "closed": CLOSED}[status],
+            author=author,
+        )
+    shown = [_as_json(one, repository) for one in found]
+    return {"discussions": shown, "count": len(shown), "start": 0}
 
 
-async def _list(request: Request, hub: Hub, name: RepositoryName) -> Response:
-    """The discussions, newest first. `?p=` is the number of the page, from 0. The query may also
-    have `type`, `status` and `author`: only the discussions that match them are listed."""
-    query = request.query_params
-    page = query_int(request, "p", 0, at_most=MAX_PAGE)
-    kinds = {"all": None, "discussion": False, "pull_request": True}
-    statuses: dict[str, tuple[Status, ...]] = {
-        "all": (*OPEN, *CLOSED),
-        "open": OPEN,
-        "closed": CLOSED,
+@router.get("/{num}")
+def show(hub: HubOf, repository: Readable, num: Num, diff: bool = False) -> Json:
+    with hub.database.read() as connection:
+        discussion = find_discussion(connection, repository, num)
+        events = list_events(connection, discussion)
+    found = [(event.created_at, _event_as_json(event)) for event in events]
+    document = _as_json(discussion, repository)
+    if discussion.is_pull_request:
+        document |= _describe_pull_request(repository, discussion, found, diff)
+    document["events"] = [event for _, event in sorted(found, key=lambda pair: pair[0])]
+    return document
+
+
+@router.post("")
+def create(
+    request: Request,
+    hub: HubOf,
+    identity: Writer,
+    body: Annotated[NewDiscussion, json_body(NewDiscussion)],
+    repository: Locked,
+) -> Json:
+    made = acts.open_discussion(
+        hub.log,
+        repository,
+        identity,
+        title=body.title,
+        text=body.description,
+        status="draft" if body.pullRequest else "open",
+        base=DEFAULT_BRANCH if body.pullRequest else None,
+    )
+    return {
+        "num": made.num,
+        "pullRequest": made.is_pull_request,
+        "url": f"{hub_url(request)}/{repository.name.path}/discussions/{made.num}",
     }
-    type, status = query.get("type", "all"), query.get("status", "all")
-    for key, value, known in (("type", type, [*kinds]), ("status", status, [*statuses])):
-        if value not in known:
-            raise BadRequest(f"{key}={value!r}: choose one of {', '.join(known)}.")
-
-    def read() -> Json:
-        repository = hub.find(name)
-        with hub.database.read() as connection:
-            matching = list_discussions(
-                connection,
-                repository,
-                pull_requests=kinds[type],
-                author=query.get("author"),
-            )
-        found = [one for one in matching if one.status in statuses[status]]
-        start = page * PER_PAGE
-        shown = [_as_json(one, repository) for one in found[start : start + PER_PAGE]]
-        return {
-            "discussions": shown,
-            "count": len(found),
-            "start": start,
-            # Also counts those that `status` leaves out.
-            "numClosedDiscussions": sum(one.status in CLOSED for one in matching),
-        }
-
-    return JSONResponse(await run_in_threadpool(read))
 
 
-async def change(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
-    """POST to `discussions` (opens a discussion) and `discussions/<num>/{comment,status,merge}`."""
-    identity = identity_of(request)
-    identity.require_write("a discussion")
-    if not rest:
-        return await _create(request, hub, name, identity)
-    key, act = await _change_of(request, rest)
-    change = partial(act, hub.log, identity=identity, num=num_of(rest[0]))
-    changed = await _changing(hub, name, identity, change)
-    return JSONResponse({} if changed is None else {key: _event_as_json(changed)})
+@router.post("/{num}/comment")
+def comment(
+    hub: HubOf,
+    identity: Writer,
+    body: Annotated[NewComment, json_body(NewComment)],
+    repository: Locked,
+    num: Num,
+) -> Json:
+    added = acts.add(hub.log, repository, identity, num, text=body.comment)
+    return {"newMessage": _event_as_json(added)}
 
 
-async def _change_of(
-    request: Request, rest: Sequence[str]
-) -> tuple[str, Callable[..., DiscussionEvent | None]]:
-    """The key of the answer, and the function that makes the change."""
-    match rest:
-        case [_, "comment"]:
-            comment = await read_json(request, NewComment)
-            return "newMessage", partial(acts.add, text=comment.comment)
-        case [_, "status"]:
-            new = await read_json(request, NewStatus)
-            act = partial(acts.set_status, status=new.status, comment=new.comment)
-            return "newStatus", act
-        case [_, "merge"]:
-            merge = await read_json(request, Merge)
-            return "", partial(acts.merge_pull_request, comment=merge.comment)
-    raise HTTPException(404)
-
-
-async def _create(request: Request, hub: Hub, name: RepositoryName, identity: Identity) -> Response:
-    body = await read_json(request, NewDiscussion)
-
-    act = (
-        partial(acts.open_pull_request, status="draft")
-        if body.pullRequest
-        else acts.open_discussion
+@router.post("/{num}/status")
+def set_status(
+    hub: HubOf,
+    identity: Writer,
+    body: Annotated[NewStatus, json_body(NewStatus)],
+    repository: Locked,
+    num: Num,
+) -> Json:
+    changed = acts.set_status(
+        hub.log, repository, identity, num, status=body.status, comment=body.comment
     )
-    opening = partial(act, hub.log, identity=identity, title=body.title, text=body.description)
-    discussion = await _changing(hub, name, identity, opening)
-    return JSONResponse(
-        {
-            "num": discussion.num,
-            "pullRequest": discussion.is_pull_request,
-            "url": f"{hub_url(request)}/{name.path}/discussions/{discussion.num}",
-        }
-    )
+    return {"newStatus": _event_as_json(changed)}
 
 
-async def _changing(
-    hub: Hub, name: RepositoryName, identity: Identity, act: Callable[[Repository], Answer]
-) -> Answer:
-    async with hub.locked(name, identity) as repository:
-        answer = await run_in_threadpool(act, repository)
-    hub.log.wake()
-    return answer
+@router.post("/{num}/merge")
+def merge(
+    hub: HubOf,
+    identity: Writer,
+    body: Annotated[Merge, json_body(Merge)],
+    repository: Locked,
+    num: Num,
+) -> Json:
+    acts.merge_pull_request(hub.log, repository, identity, num, comment=body.comment)
+    return {}
 
 
 def _as_json(discussion: Discussion, repository: Repository) -> Json:
@@ -200,33 +164,18 @@ def _as_json(discussion: Discussion, repository: Repository) -> Json:
 
 
 def _event_as_json(event: DiscussionEvent) -> Json:
+    data = event.data
+    if event.type == "comment":
+        history = data["history"]
+        assert isinstance(history, list)
+        latest = {"raw": history[-1]["raw"], "html": f"<p>{escape(history[-1]['raw'])}</p>"}
+        data = {"edited": False, "hidden": False, "latest": latest}
     return {
         "id": event.id,
         "type": event.type,
         "author": {"name": event.author, "type": "user"},
         "createdAt": iso_time(event.created_at),
-        "data": _comment_as_json(event.data) if event.type == "comment" else event.data,
-    }
-
-
-def _comment_as_json(data: Mapping[str, object]) -> Json:
-    history = data["history"]
-    assert isinstance(history, list)
-    versions = [
-        {
-            "raw": version["raw"],
-            "html": f"<p>{escape(version['raw'])}</p>",
-            "updatedAt": iso_time(version["updated_at"]),
-            "author": {"name": version["author"], "type": "user"},
-        }
-        for version in history
-    ]
-    return {
-        "edited": len(versions) > 1,
-        "hidden": data["hidden"],
-        "numEdits": len(versions) - 1,
-        "history": versions,
-        "latest": versions[-1],
+        "data": data,
     }
 
 

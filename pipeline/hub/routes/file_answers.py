@@ -17,21 +17,18 @@ class Read(Protocol):
     def __call__(self, *, start: int, length: int) -> AsyncIterator[bytes]: ...
 
 
-def answer(request: Request, size: int, headers: Mapping[str, str], read: Read) -> Response:
-    """The answer with a file of `size` bytes, which `read` gives. The bytes are streamed, so only
-    one chunk is in memory at a time. Raises RangeNotSatisfiable."""
+def answer(
+    request: Request, size: int, headers: Mapping[str, str], content: Read | bytes
+) -> Response:
+    """The answer with a file of `size` bytes: its `content`, or a function that gives it. Then the
+    bytes are streamed, so only one chunk is in memory at a time. Raises RangeNotSatisfiable."""
     status, (start, end), headers = _head(request, size, headers)
     if request.method == "HEAD":
         return Response(status_code=status, headers=headers)
-    body = read(start=start, length=end - start)
+    if isinstance(content, bytes):
+        return Response(content[start:end], status_code=status, headers=headers)
+    body = content(start=start, length=end - start)
     return StreamingResponse(body, status_code=status, headers=headers)
-
-
-def answer_small(request: Request, content: bytes, headers: Mapping[str, str]) -> Response:
-    """Like `answer`, but for a file that is already in memory."""
-    status, (start, end), headers = _head(request, len(content), headers)
-    body = b"" if request.method == "HEAD" else content[start:end]
-    return Response(body, status_code=status, headers=headers)
 
 
 def _head(

@@ -7,244 +7,131 @@ for the refs that the push moved.
 https://git-scm.com/docs/http-protocol, https://git-scm.com/docs/git-http-backend
 """
 
-import asyncio
-import logging
 import os
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from functools import partial
 from tempfile import TemporaryFile
-from typing import IO, Literal
+from typing import IO, Annotated
 
-from sqlalchemy.exc import OperationalError
+from fastapi import APIRouter, Depends
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pipeline.hub.database import Database
 from pipeline.hub.discussions.store import open_refs
-from pipeline.hub.errors import (
-    BadRequest,
-    DiskFull,
-    RepositoryNotFound,
-    RequestError,
-    TooLarge,
-    Unauthorized,
-)
-from pipeline.hub.events.log import EventLog, record_ref_changes
+from pipeline.hub.errors import BadRequest
+from pipeline.hub.events.log import record_ref_changes
 from pipeline.hub.git import backend
 from pipeline.hub.git.cleanup import clear_repository
-from pipeline.hub.http_json import disk_full
-from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.repositories.names import RepositoryType
-from pipeline.hub.repositories.refs import RefChange
-from pipeline.hub.repositories.store import Repositories, Repository
-from pipeline.hub.settings import HubSettings
-from pipeline.hub.tokens.auth import Guard, Identity, check_sees, out_of_reach
+from pipeline.hub.http_json import GIT_SERVICES, receive_into
+from pipeline.hub.repositories.store import Repository
+from pipeline.hub.routes.access import FILES, Named, Who, find_as_git
+from pipeline.hub.service import Hub, HubOf
 
-logger = logging.getLogger(__name__)
-
-_PATH = re.compile(
-    r"/(?!api/)(?:(?P<type>dataset|space)s/)?(?:(?P<owner>[^/]+)/)?(?P<name>[^/]+?)(?:\.git)?"
-    r"/(?P<route>info/refs|git-upload-pack|git-receive-pack)"
-)
-_SERVICES = ("git-upload-pack", "git-receive-pack")
 _LS_REFS = b"0014command=ls-refs"
-_SPOOL_BYTES = 1024 * 1024
+
+router = APIRouter(prefix=FILES)
 
 
-@dataclass(frozen=True, kw_only=True)
-class GitRequest:
-    type: RepositoryType
-    owner: str | None
-    """None if the URL has no owner. Such a URL means a repository of the hub's owner."""
-    name: str
-    route: Literal["info/refs", "git-upload-pack", "git-receive-pack"]
+async def _service(request: Request, identity: Who) -> str:
+    """The git service that the request asks for. Raises Unauthorized, Forbidden and BadRequest."""
+    service = request.url.path.rpartition("/")[2]
+    if service == "refs":
+        service = request.query_params.get("service", "")
+        if service not in GIT_SERVICES:
+            raise BadRequest(
+                "This hub only answers git's smart HTTP protocol: use git 1.6.6 or newer."
+            )
+    elif request.headers.get("content-type") != f"application/x-{service}-request":
+        raise BadRequest(f"{service} only answers git: use git for this address.")
+    if service == "git-receive-pack":
+        identity.require_write("a push")
+    return service
 
 
-class _Disconnected(Exception):
-    """The client went away before the hub had its complete request."""
+Found = Annotated[Repository, Depends(find_as_git)]
 
 
-def match(scope: Scope) -> GitRequest | None:
-    """Parses the path of a request. None if git does not use this path. Checks only the path."""
-    found = _PATH.fullmatch(scope["path"])
-    if found is None:
-        return None
-    type: RepositoryType = found["type"] or "model"  # type: ignore[assignment]
-    return GitRequest(
-        type=type,
-        owner=found["owner"],
-        name=found["name"],
-        route=found["route"],  # type: ignore[arg-type]
-    )
+async def _body(
+    request: Request, hub: HubOf, _: Annotated[str, Depends(_service)], __: Found
+) -> AsyncIterator[IO[bytes]]:
+    """The complete body, in a file. It comes after the checks of the token and the repository."""
+    with TemporaryFile(dir=hub.repositories.incoming) as file:
+        await receive_into(file, request, max_bytes=hub.settings.max_push_bytes)
+        file.seek(0)
+        yield file
 
 
-class GitHttp:
-    def __init__(
-        self,
-        settings: HubSettings,
-        guard: Guard,
-        repositories: Repositories,
-        database: Database,
-        log: EventLog,
-        metrics: HubMetrics,
-        remarks_on: Callable[[Repository, Sequence[RefChange]], Sequence[str]],
-    ) -> None:
-        self._settings = settings
-        self._guard = guard
-        self._repositories = repositories
-        self._database = database
-        self._log = log
-        self._metrics = metrics
-        self._remarks_on = remarks_on
-        # Each slot is for one process of git. A clone keeps its slot until its client has read the
-        # whole answer. Pushes have separate slots, so that no push waits for such a client.
-        self._clone_slots = asyncio.Semaphore(settings.max_git_processes)
-        self._push_slots = asyncio.Semaphore(settings.max_git_processes)
-        # Every clone and every push begins with a list of the refs. Git makes the complete list
-        # before the hub sends it, so no slow client keeps one of these slots.
-        self._list_slots = asyncio.Semaphore(settings.max_git_processes)
+Body = Annotated[IO[bytes], Depends(_body)]
 
-    async def __call__(
-        self, request: GitRequest, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        try:
-            identity = await self._guard.check(scope)
-            service = _check(request, scope)
-            if service == "git-receive-pack":
-                identity.require_write("a push")
-            repository = await asyncio.to_thread(self._admit, request, identity)
-            with TemporaryFile(dir=self._repositories.incoming) as body:
-                await self._receive_body(receive, body)
-                environment = partial(self._environment, request, scope, body.tell())
-                body.seek(0)
-                if request.route == "git-receive-pack":
-                    await self._push(request, identity, environment, body, send)
-                    return
-                variables = await asyncio.to_thread(environment, repository)
-                if request.route == "info/refs" or _asks_for_refs(body):
-                    await self._list_refs(variables, body, send)
-                else:
-                    async with self._clone_slots:
-                        await backend.serve(variables, body, receive, send)
-        except _Disconnected:
-            logger.info("a client went away in the middle of %s", scope["path"])
-        except RequestError as error:
-            await _send_error(send, error)
-        except (OSError, OperationalError) as error:
-            await _send_error(send, disk_full(error))
 
-    def _admit(self, request: GitRequest, identity: Identity) -> Repository:
-        """The repository that the request names. If the token does not reach it, this raises the
-        same error as for a repository that does not exist."""
-        named = f"{request.type} {request.owner or self._settings.owner}/{request.name}"
-        try:
-            repository = self._find(request)
-        except RepositoryNotFound:
-            if identity.is_limited:
-                raise out_of_reach(identity, named) from None
-            raise
-        check_sees(identity, named, repository)
-        return repository
+@router.get("/info/refs")
+async def list_refs(request: Request, hub: HubOf, repository: Found, body: Body) -> Response:
+    async with hub.git_slots["list"]:
+        variables = await run_in_threadpool(_environment, hub, request, repository, body)
+        return _answer(*backend.parse_answer(await backend.run(variables, body)))
 
-    def _find(self, request: GitRequest) -> Repository:
-        owner = request.owner or self._settings.owner
-        with self._database.read() as connection:
-            return self._repositories.find_as_git(connection, request.type, owner, request.name)
 
-    def _environment(
-        self, request: GitRequest, scope: Scope, num_bytes: int, repository: Repository
-    ) -> dict[str, str]:
-        with self._database.read() as connection:
-            refs = open_refs(connection, repository)
-        return backend.cgi_environment(request.route, repository.folder, scope, num_bytes, refs)
+@router.post("/git-upload-pack")
+async def clone(request: Request, hub: HubOf, repository: Found, body: Body) -> Response:
+    if _asks_for_refs(body):
+        return await list_refs(request, hub, repository, body)
+    return _Clone(hub, await run_in_threadpool(_environment, hub, request, repository, body), body)
 
-    async def _receive_body(self, receive: Receive, body: IO[bytes]) -> None:
-        size, waiting = 0, bytearray()
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise _Disconnected
-            waiting += message.get("body", b"")
-            size += len(message.get("body", b""))
-            more = message.get("more_body", False)
-            if size > self._settings.max_push_bytes:
-                raise TooLarge(
-                    f"A push may send {self._settings.max_push_bytes} bytes at most: push fewer "
-                    "commits at once, or raise [hub] max_push_bytes."
-                )
-            if waiting and (not more or len(waiting) >= _SPOOL_BYTES):
-                try:
-                    await asyncio.to_thread(body.write, bytes(waiting))
-                    await asyncio.to_thread(body.flush)
-                except OSError as error:
-                    raise DiskFull(
-                        f"The hub could not store the push ({error.strerror}): make room on the "
-                        "hub's disk, then push again."
-                    ) from error
-                waiting.clear()
 
-    async def _list_refs(self, environment: dict[str, str], body: IO[bytes], send: Send) -> None:
-        async with self._list_slots:
-            told = await backend.run(environment, body)
-        status, headers, refs = backend.parse_answer(told)
-        await backend.send_start(send, status, headers)
-        await backend.send_end(send, refs)
+class _Clone(Response):
+    """Git's answer to a clone, sent while git writes it."""
 
-    async def _push(
-        self,
-        request: GitRequest,
-        identity: Identity,
-        environment: Callable[[Repository], dict[str, str]],
-        body: IO[bytes],
-        send: Send,
-    ) -> None:
-        # Find the repository again under its lock. While the body came in, the repository may have
-        # been removed or moved. The token may not reach the repository that has its name now. And
-        # the environment names the open pull requests: one of them may have been merged, and would
-        # not have the commits of this push.
-        async with self._repositories.locked(partial(self._admit, request, identity)) as repository:
-            variables = await asyncio.to_thread(environment, repository)
-            # Git runs to its end even if the client goes away, because it may have moved refs
-            # already.
-            async with self._push_slots:
-                status, headers, answer = await self._receive_pack(repository, variables, body)
-        await backend.send_start(send, status, headers)
-        await backend.send_end(send, answer)
+    def __init__(self, hub: Hub, environment: dict[str, str], body: IO[bytes]) -> None:
+        super().__init__()
+        self._slots = hub.git_slots["clone"]
+        self._environment = environment
+        self._body = body
 
-    async def _receive_pack(
-        self, repository: Repository, environment: dict[str, str], body: IO[bytes]
-    ) -> tuple[int, backend.Headers, bytes]:
-        told = await backend.run(environment, body)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._slots:
+            await backend.serve(self._environment, self._body, receive, send)
+
+
+@router.post("/git-receive-pack")
+async def push(request: Request, hub: HubOf, identity: Who, name: Named, body: Body) -> Response:
+    # Find the repository again under its lock. While the body came in, the repository may have
+    # been removed or moved. The token may not reach the repository that has its name now. And the
+    # environment names the open pull requests: one of them may have been merged, and would not have
+    # the commits of this push.
+    find = partial(find_as_git, hub, identity, name)
+    async with hub.repositories.locked(find) as repository, hub.git_slots["push"]:
+        variables = await run_in_threadpool(_environment, hub, request, repository, body)
+        # Git runs to its end even if the client goes away, because it may have moved refs already.
+        told = await backend.run(variables, body)
         if not told.is_whole:
-            await asyncio.to_thread(clear_repository, repository.folder)
+            await run_in_threadpool(clear_repository, repository.folder)
         # The event must be on disk before the client gets git's "ok".
-        changes = await asyncio.to_thread(record_ref_changes, repository, self._log)
+        changes = await run_in_threadpool(record_ref_changes, repository, hub.log)
         status, headers, answer = backend.parse_answer(told)
         # A request that moves no ref is "unchanged": git refused the push, or this is the empty
         # request that git sends before a large push.
         result = "error" if status != 200 else "ok" if changes else "unchanged"
-        self._metrics.pushes.labels(result=result).inc()
-        remarks = await asyncio.to_thread(self._remarks_on, repository, changes) if changes else []
-        return status, headers, backend.with_remarks(answer, remarks)
+        hub.metrics.pushes.labels(result=result).inc()
+        remarks = await run_in_threadpool(hub.remarks_on, repository, changes)
+    return _answer(status, headers, backend.with_remarks(answer, remarks))
 
 
-def _check(request: GitRequest, scope: Scope) -> str:
-    """The git service that the request asks for. Raises BadRequest."""
-    service = scope["query_string"].decode("latin-1").removeprefix("service=")
-    if request.route == "info/refs":
-        if scope["method"] != "GET" or service not in _SERVICES:
-            raise BadRequest(
-                "This hub only answers git's smart HTTP protocol: use git 1.6.6 or newer."
-            )
-    elif scope["method"] != "POST" or backend.header(scope, b"content-type") != (
-        f"application/x-{request.route}-request".encode()
-    ):
-        raise BadRequest(
-            f"{request.route} only answers the POST that git sends: use git for this address."
-        )
-    return service if request.route == "info/refs" else request.route
+def _environment(
+    hub: Hub, request: Request, repository: Repository, body: IO[bytes]
+) -> dict[str, str]:
+    with hub.database.read() as connection:
+        refs = open_refs(connection, repository)
+    route = "info/refs" if request.method == "GET" else request.url.path.rpartition("/")[2]
+    size = os.fstat(body.fileno()).st_size
+    return backend.cgi_environment(route, repository.folder, request.scope, size, refs)
+
+
+def _answer(status: int, headers: backend.Headers, content: bytes) -> Response:
+    answer = Response(content, status)
+    answer.raw_headers = headers
+    return answer
 
 
 def _asks_for_refs(body: IO[bytes]) -> bool:
@@ -252,16 +139,3 @@ def _asks_for_refs(body: IO[bytes]) -> bool:
     the refs: https://git-scm.com/docs/gitprotocol-v2"""
     # `body.read` would move the file position, and git starts to read at this position.
     return os.pread(body.fileno(), len(_LS_REFS), 0) == _LS_REFS
-
-
-async def _send_error(send: Send, error: RequestError) -> None:
-    """Answers in plain text: git prints each line of it after "remote: "."""
-    text = f"{error}\n".encode()
-    headers = [
-        (b"content-type", b"text/plain; charset=utf-8"),
-        (b"content-length", str(len(text)).encode()),
-    ]
-    if isinstance(error, Unauthorized):
-        headers.append((b"www-authenticate", b'Basic realm="hub"'))
-    await backend.send_start(send, error.status, headers)
-    await backend.send_end(send, text)

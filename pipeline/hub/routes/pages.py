@@ -1,32 +1,37 @@
 """HTML pages for a person: the list of webhooks, and for each webhook its deliveries, with a button
 that sends a delivery again.
 
-A browser shows with a cookie that a person has logged in (`login.py`). A person may also have given
-the browser the token by Basic authentication. The browser then adds it to a form that a page of
-another site posts to the hub. So each form of these pages has a second token, which no other site
-knows.
+To log in, a person sends a token in a form. The browser then has a cookie with this token, which
+only the hub can decrypt. The cookie counts for these pages only, and never for the API or for git:
+a browser sends it to each port of a host, so other programs of this machine may get it.
 """
 
 import json
-import secrets
 from functools import cache
 from importlib.resources import files
+from typing import Annotated
 from urllib.parse import parse_qs
 
+from cryptography.fernet import Fernet, InvalidToken
+from fastapi import APIRouter, Depends
 from jinja2 import Environment, Template
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
-from starlette.routing import Route
 
-from pipeline.hub.errors import Forbidden
+from pipeline.hub.errors import RequestError, Unauthorized
 from pipeline.hub.http_json import iso_time, read_body
-from pipeline.hub.routes.activity import replay
-from pipeline.hub.service import hub_of
-from pipeline.hub.webhooks.activity import OutboxDelivery, list_deliveries
-from pipeline.hub.webhooks.store import StoredWebhook, get_webhook, list_webhooks
+from pipeline.hub.routes.access import everywhere, person
+from pipeline.hub.routes.activity import send_again
+from pipeline.hub.service import HubOf
+from pipeline.hub.tokens.auth import Identity, check_site
+from pipeline.hub.webhooks.activity import list_deliveries
+from pipeline.hub.webhooks.store import get_webhook, list_webhooks
 
 PAGES = "/settings/webhooks"
+LOGIN = "/settings/login"
+COOKIE = "hub_session"
+SESSION_SECONDS = 12 * 3600
 NUM_SHOWN = 50
 
 HEADERS = {
@@ -36,55 +41,93 @@ HEADERS = {
     ),
     "Referrer-Policy": "same-origin",
 }
-_form_token = secrets.token_urlsafe(32)
 
 
-def routes() -> list[Route]:
-    return [
-        Route(PAGES, show_all, methods=["GET"]),
-        Route(f"{PAGES}/{{id}}", show, methods=["GET"]),
-        Route(f"{PAGES}/{{id}}/replay", send_again, methods=["POST"]),
-    ]
+class LoginNeeded(RequestError):
+    """A browser has no valid login; it gets the form."""
+
+    status = 401
 
 
-async def show_all(request: Request) -> Response:
-    hub = hub_of(request)
+async def _logged_in(request: Request, hub: HubOf) -> Identity:
+    """Who has sent the request: its own token counts, or else the token of its cookie. Raises
+    LoginNeeded, and Forbidden for a page of another site."""
+    check_site(request.scope)
+    if "authorization" in request.headers:
+        return await hub.guard.check(request.scope)
+    cookie = request.cookies.get(COOKIE, "").encode()
+    try:
+        token = Fernet(hub.secret_key).decrypt(cookie, ttl=SESSION_SECONDS)
+        return await _identity(request, hub, token)
+    except (InvalidToken, Unauthorized):
+        raise LoginNeeded("") from None
 
-    def read() -> list[StoredWebhook]:
-        with hub.database.read() as connection:
-            return list_webhooks(connection)
 
-    found = await run_in_threadpool(read)
-    return HTMLResponse(_template().render(webhooks=found), headers=HEADERS)
+async def _identity(request: Request, hub: HubOf, token: bytes) -> Identity:
+    others = [each for each in request.scope["headers"] if each[0] != b"authorization"]
+    headers = [*others, (b"authorization", b"Bearer " + token)]
+    return await hub.guard.check({**request.scope, "state": {}, "headers": headers})
 
 
-async def show(request: Request) -> Response:
-    hub = hub_of(request)
+async def _reader(request: Request, identity: Annotated[Identity, Depends(_logged_in)]) -> Identity:
+    return await person(request, await everywhere(request, identity))
 
-    def read() -> tuple[StoredWebhook, list[OutboxDelivery]]:
-        with hub.database.read() as connection:
-            webhook = get_webhook(connection, request.path_params["id"])
-            found = list_deliveries(connection, webhook.id, status=None, limit=NUM_SHOWN)
-            return webhook, list(found)
 
-    webhook, deliveries = await run_in_threadpool(read)
-    page = _template().render(webhook=webhook, deliveries=deliveries, form_token=_form_token)
+pages = APIRouter(prefix=PAGES, dependencies=[Depends(_reader)])
+login = APIRouter(prefix=LOGIN)
+
+
+async def on_login_needed(_: Request, error: Exception) -> Response:
+    # If the scheme were Basic, the browser would ask for a login itself. It would then send it with
+    # every request to the hub, even if a page of another site causes the request.
+    headers = {**HEADERS, "WWW-Authenticate": "Bearer"}
+    form = _template("login.html").render(message=error)
+    return HTMLResponse(form, status_code=401, headers=headers)
+
+
+@login.post("")
+async def log_in(request: Request, hub: HubOf) -> Response:
+    """Gives the browser the cookie, and leads it to the list of webhooks. Raises Forbidden if a
+    page of another site has sent the form."""
+    check_site(request.scope)
+    token = (await _form(request)).get("token", "").strip().encode()
+    try:
+        await _identity(request, hub, token)
+    except Unauthorized:
+        raise LoginNeeded("The hub does not accept this token.") from None
+    answer = RedirectResponse(PAGES, status_code=303)
+    cookie = Fernet(hub.secret_key).encrypt(token).decode()
+    answer.set_cookie(COOKIE, cookie, path=PAGES, httponly=True, samesite="strict")
+    return answer
+
+
+@pages.get("")
+def show_all(hub: HubOf) -> Response:
+    with hub.database.read() as connection:
+        page = _template("webhooks.html").render(webhooks=list_webhooks(connection))
     return HTMLResponse(page, headers=HEADERS)
 
 
-async def send_again(request: Request) -> Response:
-    """Sends a delivery again. Raises Forbidden if the form does not have the second token, which
-    only the pages of this hub have."""
+@pages.get("/{id}")
+def show(hub: HubOf, id: str) -> Response:
+    with hub.database.read() as connection:
+        webhook = get_webhook(connection, id)
+        found = list_deliveries(connection, id, status=None, limit=NUM_SHOWN)
+    page = _template("webhooks.html").render(webhook=webhook, deliveries=found)
+    return HTMLResponse(page, headers=HEADERS)
+
+
+@pages.post("/{id}/replay")
+async def replay(request: Request, hub: HubOf, id: str) -> Response:
+    form = await _form(request)
+    force = "force" in form
+    await run_in_threadpool(send_again, hub, form.get("delivery", ""), force=force)
+    return RedirectResponse(f"{PAGES}/{id}", status_code=303)
+
+
+async def _form(request: Request) -> dict[str, str]:
     fields = parse_qs((await read_body(request)).decode("latin-1"))
-    if not secrets.compare_digest(fields.get("token", [""])[0].encode(), _form_token.encode()):
-        raise Forbidden(
-            "This form does not come from a page of this hub, or the hub has restarted after the "
-            "page was loaded: load the page again."
-        )
-    id = request.path_params["id"]
-    delivery_id = fields.get("delivery", [""])[0]
-    await run_in_threadpool(replay, hub_of(request), id, delivery_id, force="force" in fields)
-    return RedirectResponse(request.url.path.removesuffix("/replay"), status_code=303)
+    return {name: values[0] for name, values in fields.items()}
 
 
 def _indented(payload: str) -> str:
@@ -92,8 +135,8 @@ def _indented(payload: str) -> str:
 
 
 @cache
-def _template() -> Template:
-    source = files("pipeline.hub.routes").joinpath("webhooks.html").read_text(encoding="utf-8")
+def _template(name: str) -> Template:
+    source = files("pipeline.hub.routes").joinpath(name).read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["utc"] = iso_time
     environment.filters["indented"] = _indented

@@ -1,128 +1,141 @@
 """API routes that list, create and delete branches and tags. Each change stores an event, as a push
 does."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, StringConstraints
-from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from fastapi import APIRouter
+from pydantic import BaseModel, StringConstraints
 
-from pipeline.hub.actions import refs as acts
-from pipeline.hub.errors import BadRequest
-from pipeline.hub.events.log import EventLog
-from pipeline.hub.git.process import PULL_REQUEST_PREFIX
-from pipeline.hub.http_json import read_json
-from pipeline.hub.repositories.names import DEFAULT_BRANCH, SHA, RepositoryName, is_ref_name
-from pipeline.hub.repositories.refs import peeled_refs
+from pipeline.hub.contents.history import resolve_revision
+from pipeline.hub.errors import BadRequest, Conflict, RevisionNotFound
+from pipeline.hub.events.log import record_ref_changes
+from pipeline.hub.git.process import NO_REF, PULL_REQUEST_PREFIX, git
+from pipeline.hub.http_json import Json, json_body
+from pipeline.hub.repositories.names import DEFAULT_BRANCH, SHA, is_ref_name
+from pipeline.hub.repositories.refs import peeled_refs, read_refs
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.service import Hub
-from pipeline.hub.tokens.auth import identity_of, signature
-
-
-class NewBranch(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    startingPoint: str | None = None
-
+from pipeline.hub.routes.access import API, Locked, Readable, Writer
+from pipeline.hub.service import Hub, HubOf
+from pipeline.hub.tokens.auth import signature
 
 Message = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
 """The message of a commit or a tag. Git allows no NUL character in it."""
 
+router = APIRouter(prefix=API)
+
+
+class NewBranch(BaseModel):
+    startingPoint: str | None = None
+
 
 class Squash(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
     message: Message | None = None
 
 
 class NewTag(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
     tag: str
     message: Message | None = None
 
 
-async def list_refs(request: Request, hub: Hub, name: RepositoryName) -> Response:
-    with_prs = request.query_params.get("include_prs", "").lower() in ("1", "true")
-
-    def read() -> dict[str, object]:
-        repository = hub.find(name)
-        return {
-            "branches": _as_json(repository, "refs/heads/"),
-            "tags": _as_json(repository, "refs/tags/"),
-            "converts": [],
-            "pullRequests": _as_json(repository, PULL_REQUEST_PREFIX) if with_prs else [],
-        }
-
-    return JSONResponse(await run_in_threadpool(read))
+@router.get("/refs")
+def list_refs(repository: Readable, include_prs: bool = False) -> Json:
+    return {
+        "branches": _as_json(repository, "refs/heads/"),
+        "tags": _as_json(repository, "refs/tags/"),
+        "converts": [],
+        "pullRequests": _as_json(repository, PULL_REQUEST_PREFIX) if include_prs else [],
+    }
 
 
-async def create_branch(
-    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
-) -> Response:
-    ref = _new("refs/heads/", "/".join(rest))
-    body = await read_json(request, NewBranch)
-    act = partial(acts.create_branch, ref=ref, start=body.startingPoint)
-    await _change_refs(request, hub, name, act)
-    return Response(status_code=200)
+@router.post("/branch/{branch:rest}")
+def create_branch(
+    hub: HubOf,
+    body: Annotated[NewBranch, json_body(NewBranch)],
+    repository: Locked,
+    branch: str,
+) -> None:
+    """The branch begins at `startingPoint`, by default at the newest commit of `main`."""
+    ref = _new(repository, "refs/heads/", branch)
+    if body.startingPoint is None and not read_refs(repository):
+        raise BadRequest(
+            f"The {repository.name} has no commit yet, and a branch must begin at a commit: push a "
+            "commit to the branch. The push also creates the branch."
+        )
+    commit = resolve_revision(repository, body.startingPoint or "main")
+    git(repository.folder, "update-ref", ref, commit, NO_REF)
+    record_ref_changes(repository, hub.log)
 
 
-async def delete_branch(
-    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
-) -> Response:
-    ref = _full("refs/heads/", "/".join(rest))
+@router.delete("/branch/{branch:rest}")
+def delete_branch(hub: HubOf, repository: Locked, branch: str) -> None:
+    ref = _full("refs/heads/", branch)
     if ref == DEFAULT_BRANCH:
         raise BadRequest(
             f"Cannot delete {DEFAULT_BRANCH}: it is the default branch. Delete another branch, or "
             "the repository."
         )
-    await _change_refs(request, hub, name, partial(acts.delete_ref, ref=ref))
-    return Response(status_code=200)
+    _delete(hub, repository, ref)
 
 
-async def create_tag(
-    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
-) -> Response:
-    body = await read_json(request, NewTag)
-    ref = _new("refs/tags/", body.tag)
-    act = partial(
-        acts.create_tag,
-        ref=ref,
-        revision="/".join(rest),
-        message=body.message,
-        author=signature(identity_of(request)),
-    )
-    await _change_refs(request, hub, name, act)
-    return Response(status_code=200)
-
-
-async def delete_tag(
-    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
-) -> Response:
-    ref = _full("refs/tags/", "/".join(rest))
-    await _change_refs(request, hub, name, partial(acts.delete_ref, ref=ref))
-    return Response(status_code=200)
-
-
-async def super_squash(
-    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
-) -> Response:
-    ref = _full("refs/heads/", "/".join(rest))
-    body = await read_json(request, Squash)
-    author = signature(identity_of(request))
-    act = partial(acts.super_squash, ref=ref, message=body.message, author=author)
-    await _change_refs(request, hub, name, act)
-    return JSONResponse({})
-
-
-async def _change_refs(
-    request: Request, hub: Hub, name: RepositoryName, act: Callable[[EventLog, Repository], None]
+@router.post("/tag/{revision:rest}")
+def create_tag(
+    hub: HubOf,
+    identity: Writer,
+    body: Annotated[NewTag, json_body(NewTag)],
+    repository: Locked,
+    revision: str,
 ) -> None:
-    async with hub.locked(name, identity_of(request)) as repository:
-        await run_in_threadpool(act, hub.log, repository)
+    """Creates an annotated tag if there is a `message`."""
+    commit = resolve_revision(repository, revision)
+    ref = _new(repository, "refs/tags/", body.tag)
+    if body.message:
+        git(
+            repository.folder,
+            # By default, git would remove lines that begin with `#`, such as titles in Markdown.
+            *("tag", "-a", "--cleanup=verbatim", "-F", "-", body.tag, commit),
+            stdin=f"{body.message}\n".encode(),
+            extra=signature(identity).environment,
+        )
+    else:
+        git(repository.folder, "update-ref", ref, commit, NO_REF)
+    record_ref_changes(repository, hub.log)
+
+
+@router.delete("/tag/{tag:rest}")
+def delete_tag(hub: HubOf, repository: Locked, tag: str) -> None:
+    _delete(hub, repository, _full("refs/tags/", tag))
+
+
+@router.post("/super-squash/{branch:rest}")
+def super_squash(
+    hub: HubOf,
+    identity: Writer,
+    body: Annotated[Squash, json_body(Squash)],
+    repository: Locked,
+    branch: str,
+) -> Json:
+    """Replaces all commits of the branch by one commit without a parent. The files of the branch
+    stay the same."""
+    ref = _full("refs/heads/", branch)
+    head = resolve_revision(repository, ref)
+    squashed = git(
+        repository.folder,
+        *("commit-tree", f"{head}^{{tree}}", "-F", "-"),
+        stdin=(body.message or f"Super-squash branch {ref}").encode(),
+        extra=signature(identity).environment,
+    )
+    git(repository.folder, "update-ref", ref, squashed.decode().strip(), head)
+    record_ref_changes(repository, hub.log)
+    return {}
+
+
+def _delete(hub: Hub, repository: Repository, ref: str) -> None:
+    if ref not in read_refs(repository):
+        raise RevisionNotFound(
+            f"The {repository.name} has no {ref} that could be deleted: check the name."
+        )
+    git(repository.folder, "update-ref", "-d", ref)
+    record_ref_changes(repository, hub.log)
 
 
 def _as_json(repository: Repository, prefix: str) -> list[dict[str, str]]:
@@ -132,13 +145,23 @@ def _as_json(repository: Repository, prefix: str) -> list[dict[str, str]]:
     ]
 
 
-def _new(prefix: str, name: str) -> str:
+def _new(repository: Repository, prefix: str, name: str) -> str:
     if SHA.fullmatch(name):
         raise BadRequest(
             f"{name!r} has the form of a commit's sha, so nobody could read a branch or a tag of "
             "this name: choose another name."
         )
-    return _full(prefix, name)
+    ref = _full(prefix, name)
+    for existing in read_refs(repository):
+        if existing == ref:
+            raise Conflict(f"Reference {ref} already exists: choose another name.")
+        if existing.startswith(f"{ref}/") or ref.startswith(f"{existing}/"):
+            # Not a Conflict: with `exist_ok`, a client takes status 409 to mean that `ref` exists.
+            raise BadRequest(
+                f"Reference {ref} cannot exist together with {existing}, because git stores each "
+                "ref as a file, and one of the two would be a folder: choose another name."
+            )
+    return ref
 
 
 def _full(prefix: str, name: str) -> str:

@@ -1,124 +1,82 @@
-"""API routes for the secrets and the variables of a Space."""
+"""API routes for the secrets of a Space, which its app gets as environment variables. They are
+stored encrypted, and no route shows their values."""
 
-from collections.abc import Callable, Iterable, Sequence
+import time
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, StringConstraints
+from fastapi import APIRouter
+from pydantic import BaseModel, StringConstraints
+from sqlalchemy import select
+from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection
-from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
-from pipeline.hub.actions.spaces import change_settings
-from pipeline.hub.http_json import iso_time, read_json
-from pipeline.hub.repositories.names import RepositoryName
+from pipeline.hub.errors import BadRequest
+from pipeline.hub.http_json import Json, iso_time, json_body
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.service import Hub
-from pipeline.hub.spaces import Kind, delete_setting, list_settings, put_setting
-from pipeline.hub.tokens.auth import identity_of, require_a_person
-from pipeline.hub.webhooks.store import SecretCipher
+from pipeline.hub.routes.access import API, Locked, Readable, Writer
+from pipeline.hub.schema import space_secrets as table
+from pipeline.hub.service import HubOf
+from pipeline.hub.tokens.auth import Identity, require_a_person
 
-MAX_VALUE_CHARACTERS = 64 * 1024
-SETTINGS = "secrets and variables of a Space"
-"""What `require_a_person` calls them in its error."""
-
-Key = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,254}$")]
-Value = Annotated[
-    str, StringConstraints(min_length=1, max_length=MAX_VALUE_CHARACTERS, pattern=r"^[^\x00]*$")
-]
+router = APIRouter(prefix=f"{API}/secrets")
 
 
-class NewSetting(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    key: Key
-    value: Value
+class NewSecret(BaseModel):
+    key: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,254}$")]
+    value: Annotated[
+        str, StringConstraints(min_length=1, max_length=64 * 1024, pattern=r"^[^\x00]*$")
+    ]
     description: Annotated[str, StringConstraints(max_length=4096)] | None = None
 
 
-class OldSetting(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    key: Key
-
-
-async def show(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
-    kind = _kind(request, name, rest)
-    if kind == "secret":  # a reader may not see even the names of secrets
-        _check_writer(request)
-    return JSONResponse(await run_in_threadpool(lambda: _listed(hub, hub.find(name), kind)))
-
-
-async def put(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
-    kind = _kind(request, name, rest)
-    _check_writer(request)
-    body = await read_json(request, NewSetting)
-
-    def change(connection: Connection, space: Repository) -> None:
-        put_settings(connection, space, kind, hub.cipher, [body])
-
-    return await _changed(request, hub, name, kind, change)
-
-
-async def remove(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
-    kind = _kind(request, name, rest)
-    _check_writer(request)
-    key = (await read_json(request, OldSetting)).key
-
-    def change(connection: Connection, space: Repository) -> None:
-        delete_setting(connection, space, kind, key)
-
-    return await _changed(request, hub, name, kind, change)
-
-
-def put_settings(
-    connection: Connection,
-    space: Repository,
-    kind: Kind,
-    cipher: SecretCipher,
-    settings: Iterable[NewSetting],
-) -> None:
-    for each in settings:
-        put_setting(connection, space, kind, cipher, **each.model_dump())
-
-
-async def _changed(
-    request: Request,
-    hub: Hub,
-    name: RepositoryName,
-    kind: Kind,
-    change: Callable[[Connection, Repository], None],
-) -> Response:
-    """Answers with all secrets, or all variables, after the change; `kind` says which."""
-    space = await run_in_threadpool(
-        change_settings, hub.log, hub.repositories, name, identity_of(request), change
-    )
-    hub.log.wake()
-    return JSONResponse(await run_in_threadpool(_listed, hub, space, kind))
-
-
-def _kind(request: Request, name: RepositoryName, rest: Sequence[str]) -> Kind:
-    if name.type != "space" or rest:
-        raise HTTPException(404)
-    return "secret" if request.url.path.rstrip("/").endswith("/secrets") else "variable"
-
-
-def _check_writer(request: Request) -> None:
-    identity = identity_of(request)
-    require_a_person(identity, SETTINGS)
-    identity.require_write(f"{request.method} {request.url.path}")
-
-
-def _listed(hub: Hub, space: Repository, kind: Kind) -> dict[str, object]:
+@router.get("")
+def show(hub: HubOf, identity: Writer, space: Readable) -> Json:
+    """Answers only a writer: a reader may not see even the names of secrets."""
+    _check(identity, space)
     with hub.database.read() as connection:
-        settings = list_settings(connection, space, kind)
+        return _listed(connection, space)
+
+
+@router.post("")
+def put(
+    hub: HubOf,
+    identity: Writer,
+    secret: Annotated[NewSecret, json_body(NewSecret)],
+    space: Locked,
+) -> Json:
+    """Adds or replaces a secret. Like the Hugging Face Hub, stores an event of the scope
+    `repo.config`."""
+    _check(identity, space)
+    values = {
+        "encrypted_value": hub.cipher.seal(secret.value),
+        "description": secret.description,
+        "updated_at": time.time(),
+    }
+    with hub.database.write() as connection:
+        connection.execute(
+            insert(table)
+            .values(repository_id=space.id, key=secret.key, **values)
+            .on_conflict_do_update(index_elements=["repository_id", "key"], set_=values)
+        )
+        hub.log.record(connection, space, action="update", scope="repo.config")
+        return _listed(connection, space)
+
+
+def _check(identity: Identity, space: Repository) -> None:
+    require_a_person(identity, "secrets of a Space")
+    if space.name.type != "space":
+        raise BadRequest(f"A {space.name.type} has no secrets: only a Space has any.")
+
+
+def _listed(connection: Connection, space: Repository) -> Json:
+    rows = connection.execute(
+        select(table).where(table.c.repository_id == space.id).order_by(table.c.key)
+    )
     return {
-        each.key: {
-            "key": each.key,
-            **({} if each.value is None else {"value": each.value}),
-            "description": each.description,
-            "updatedAt": iso_time(each.updated_at),
+        row.key: {
+            "key": row.key,
+            "description": row.description,
+            "updatedAt": iso_time(row.updated_at),
         }
-        for each in settings
+        for row in rows
     }

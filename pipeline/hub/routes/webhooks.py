@@ -2,22 +2,21 @@
 
 import contextlib
 import difflib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from secrets import token_hex
-from typing import TypedDict
+from typing import Annotated
 
+from fastapi import APIRouter, Depends
 from sqlalchemy import Connection
-from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.responses import JSONResponse
 
 from jobs.errors import JobNotFound
 from pipeline.hub.errors import BadRequest, Forbidden
-from pipeline.hub.http_json import client_warning, read_json
+from pipeline.hub.http_json import Json, client_warning, json_body
 from pipeline.hub.repositories.names import REPOSITORY_TYPES, RepositoryName
-from pipeline.hub.service import Hub, hub_of
-from pipeline.hub.tokens.auth import Identity, identity_of
+from pipeline.hub.routes.access import person
+from pipeline.hub.service import Hub, HubOf
+from pipeline.hub.tokens.auth import Identity
 from pipeline.hub.webhooks import outbox
 from pipeline.hub.webhooks.store import (
     CreateWebhook,
@@ -30,152 +29,114 @@ from pipeline.hub.webhooks.store import (
     list_webhooks,
     update_webhook,
 )
-from receiver.webhooks import Domain, WebhookStatus
 
-_BASE = "/api/settings/webhooks"
-
-
-class WebhookJson(TypedDict, total=False):
-    id: str
-    url: str
-    watched: list[dict[str, str]]
-    domains: list[Domain]
-    disabled: bool
-    status: WebhookStatus
-    job: Mapping[str, object]
-    secret: str
-    warnings: list[str]
+router = APIRouter(prefix="/api/settings/webhooks")
+Person = Annotated[Identity, Depends(person)]
 
 
-def routes() -> list[Route]:
-    return [
-        Route(_BASE, list_all, methods=["GET"]),
-        Route(_BASE, create, methods=["POST"]),
-        Route(f"{_BASE}/{{id}}", show, methods=["GET"]),
-        Route(f"{_BASE}/{{id}}", change, methods=["POST"]),
-        Route(f"{_BASE}/{{id}}", remove, methods=["DELETE"]),
-        Route(f"{_BASE}/{{id}}/enable", enable, methods=["POST"]),
-        Route(f"{_BASE}/{{id}}/disable", disable, methods=["POST"]),
-    ]
+@router.get("")
+def list_all(hub: HubOf, _: Person) -> list[Json]:
+    with hub.database.read() as connection:
+        return [_described(hub, connection, one) for one in list_webhooks(connection)]
 
 
-async def list_all(request: Request) -> Response:
-    hub = hub_of(request)
-
-    def read() -> list[WebhookJson]:
-        with hub.database.read() as connection:
-            return [_described(hub, connection, one) for one in list_webhooks(connection)]
-
-    return JSONResponse(await run_in_threadpool(read))
+@router.get("/{id}")
+def show(hub: HubOf, _: Person, id: str) -> Json:
+    with hub.database.read() as connection:
+        return {"webhook": _described(hub, connection, get_webhook(connection, id))}
 
 
-async def show(request: Request) -> Response:
-    hub = hub_of(request)
-
-    def read() -> WebhookJson:
-        with hub.database.read() as connection:
-            webhook = get_webhook(connection, request.path_params["id"])
-            return _described(hub, connection, webhook)
-
-    return JSONResponse({"webhook": await run_in_threadpool(read)})
-
-
-async def create(request: Request) -> Response:
-    hub = hub_of(request)
-    body = await read_json(request, CreateWebhook)
+@router.post("")
+def create(
+    hub: HubOf, identity: Person, body: Annotated[CreateWebhook, json_body(CreateWebhook)]
+) -> JSONResponse:
     if body.url is None and body.jobSourceId is None:
         raise BadRequest("url: a webhook needs the URL that it calls, or a job in `jobSourceId`.")
     if body.secrets is not None and body.jobSourceId is None:
         raise BadRequest("secrets: only a webhook that starts a job has any: leave them out.")
-    _check_secrets(identity_of(request), body)
+    _check(hub, identity, body)
     new = body.model_copy(update=_watched(hub, body))
-
-    def act() -> WebhookJson:
-        _check_job(hub, body)
-        with hub.database.write() as connection:
-            created = create_webhook(connection, new, hub.cipher)
-            return _described(hub, connection, created)
-
-    created = await run_in_threadpool(act)
-    if body.secret:
-        created["secret"] = body.secret
-    return _changed(created)
+    with hub.database.write() as connection:
+        created = create_webhook(connection, new, hub.cipher)
+        described = _described(hub, connection, created)
+    return _changed(described | ({"secret": body.secret} if body.secret else {}))
 
 
-async def change(request: Request) -> Response:
+@router.post("/{id}")
+def change(
+    hub: HubOf, identity: Person, body: Annotated[UpdateWebhook, json_body(UpdateWebhook)], id: str
+) -> JSONResponse:
     """Changes a webhook. If the URL, the job or the secret changes, a suspended webhook is enabled
     again, and the pending deliveries are due at once."""
-    hub = hub_of(request)
-    body = await read_json(request, UpdateWebhook)
-    _check_secrets(identity_of(request), body)
+    _check(hub, identity, body)
     new = body.model_copy(update=_watched(hub, body))
-
-    def act() -> WebhookJson:
-        _check_job(hub, body)
-        with hub.database.write() as connection:
-            id = request.path_params["id"]
-            before = get_webhook(connection, id)
-            after = update_webhook(connection, id, new, hub.cipher)
-            if after.target_and_proof != before.target_and_proof:
-                outbox.restart(connection, after)
-            return _described(hub, connection, get_webhook(connection, id))
-
-    changed = await run_in_threadpool(act)
+    with hub.database.write() as connection:
+        before = get_webhook(connection, id)
+        after = update_webhook(connection, id, new, hub.cipher)
+        if after.target_and_proof != before.target_and_proof:
+            outbox.restart(connection, after)
+        described = _described(hub, connection, get_webhook(connection, id))
     hub.log.wake()
-    return _changed(changed)
+    return _changed(described)
 
 
-async def enable(request: Request) -> Response:
+@router.post("/{id}/enable")
+def enable(hub: HubOf, _: Person, id: str) -> Json:
     """Enables a webhook that is disabled or suspended. The pending deliveries of the webhook are
     sent at once, and earlier failures do not count any more."""
-    changed = await _resume(request, disabled=False)
-    hub_of(request).log.wake()
-    return changed
+    return _restart(hub, id, disabled=False)
 
 
-async def disable(request: Request) -> Response:
+@router.post("/{id}/disable")
+def disable(hub: HubOf, _: Person, id: str) -> Json:
     """Disables a webhook. Its pending deliveries wait until it is enabled. For events that happen
     in the meantime, it gets no deliveries."""
-    return await _resume(request, disabled=True)
+    return _restart(hub, id, disabled=True)
 
 
-async def remove(request: Request) -> Response:
-    hub = hub_of(request)
-
-    def act() -> None:
-        with hub.database.write() as connection:
-            delete_webhook(connection, request.path_params["id"])
-
-    await run_in_threadpool(act)
-    return JSONResponse({})
+@router.delete("/{id}")
+def remove(hub: HubOf, _: Person, id: str) -> Json:
+    with hub.database.write() as connection:
+        delete_webhook(connection, id)
+    return {}
 
 
-def _changed(webhook: WebhookJson) -> Response:
+def _restart(hub: Hub, id: str, *, disabled: bool) -> Json:
+    with hub.database.write() as connection:
+        outbox.restart(connection, get_webhook(connection, id), disabled=disabled)
+        described = _described(hub, connection, get_webhook(connection, id))
+    hub.log.wake()
+    return {"webhook": described}
+
+
+def _changed(webhook: Json) -> JSONResponse:
     # Each answer has a topic of its own, because a client prints one warning for each topic.
-    headers = client_warning(f"webhook {token_hex(8)}", webhook.get("warnings", ()))
+    warnings = webhook.get("warnings", ())
+    assert isinstance(warnings, (list, tuple))
+    headers = client_warning(f"webhook {token_hex(8)}", warnings)
     return JSONResponse({"webhook": webhook}, headers=headers)
 
 
-async def _resume(request: Request, *, disabled: bool) -> Response:
-    hub = hub_of(request)
-
-    def act() -> WebhookJson:
-        with hub.database.write() as connection:
-            id = request.path_params["id"]
-            outbox.restart(connection, get_webhook(connection, id), disabled=disabled)
-            return _described(hub, connection, get_webhook(connection, id))
-
-    return JSONResponse({"webhook": await run_in_threadpool(act)})
-
-
-def _watched(hub: Hub, body: CreateWebhook | UpdateWebhook) -> dict[str, object]:
+def _watched(hub: Hub, body: CreateWebhook | UpdateWebhook) -> Json:
     """What the webhook watches. A name without an owner means a repository of the hub's owner, as
     in every other request."""
     return {"watched": tuple(item.with_owner(hub.settings.owner) for item in body.watched)}
 
 
-def _check_job(hub: Hub, body: CreateWebhook | UpdateWebhook) -> None:
-    """Raises BadRequest if the request names a job that a webhook cannot start."""
+def _check(hub: Hub, identity: Identity, body: CreateWebhook | UpdateWebhook) -> None:
+    """Raises BadRequest if the request names a job that a webhook cannot start, and Forbidden if it
+    has secrets and its token is not the hub's own.
+
+    The secrets become environment variables of a job. Many variables make a program run other code
+    (`BASH_ENV`, `LD_PRELOAD`, `PYTHONWARNINGS`, …), and others send its requests, with its tokens,
+    to another server. No list of such names is complete. A job runs as the user who started the
+    stack, so only this user may set its variables.
+    """
+    if body.secrets and not identity.owns_hub:
+        raise Forbidden(
+            "secrets: they become environment variables of a job, and so may change what the job "
+            "runs. Only the hub's own token, which `pipeline env` prints, may set them."
+        )
     if body.jobSourceId is None:
         return
     if body.url is not None:
@@ -191,26 +152,11 @@ def _check_job(hub: Hub, body: CreateWebhook | UpdateWebhook) -> None:
         raise BadRequest(str(error)) from None
 
 
-def _check_secrets(identity: Identity, body: CreateWebhook | UpdateWebhook) -> None:
-    """Raises Forbidden if the request has secrets and its token is not the hub's own.
-
-    The secrets become environment variables of a job. Many variables make a program run other code
-    (`BASH_ENV`, `LD_PRELOAD`, `PYTHONWARNINGS`, …), and others send its requests, with its tokens,
-    to another server. No list of such names is complete. A job runs as the user who started the
-    stack, so only this user may set its variables.
-    """
-    if body.secrets and not identity.owns_hub:
-        raise Forbidden(
-            "secrets: they become environment variables of a job, and so may change what the job "
-            "runs. Only the hub's own token, which `pipeline env` prints, may set them."
-        )
-
-
-def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> WebhookJson:
+def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> Json:
     """The webhook in the form that `huggingface_hub` parses, with `status` and `warnings` in
     addition. The secret is left out. Only the answer to the request that creates a webhook has it.
     """
-    described: WebhookJson = {
+    described: Json = {
         "id": webhook.id,
         "watched": [item.model_dump() for item in webhook.watched],
         "domains": list(webhook.domains),
@@ -222,8 +168,9 @@ def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> Webh
     else:
         described["job"] = {"sourceId": webhook.job_id}
     present = [repository.name for repository in hub.repositories.all(connection)]
-    if found := _warnings(webhook, present):
-        described["warnings"] = found
+    # Not an error, because somebody may create the repository later.
+    if warnings := [reason for item in webhook.watched for reason in _in_vain(item, present)]:
+        described["warnings"] = warnings
     if webhook.job_id is not None and hub.launcher is not None:
         # If the job does not exist any more, the answer has only its id.
         with contextlib.suppress(JobNotFound):
@@ -231,13 +178,7 @@ def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> Webh
     return described
 
 
-def _warnings(webhook: StoredWebhook, present: Collection[RepositoryName]) -> list[str]:
-    """A warning for each watched item that matches no repository now. This is not an error, because
-    somebody may create the repository later. `present` are the names of all repositories."""
-    return [reason for item in webhook.watched for reason in _in_vain(item, present)]
-
-
-def _in_vain(item: HubWatchedItem, present: Collection[RepositoryName]) -> Iterator[str]:
+def _in_vain(item: HubWatchedItem, present: list[RepositoryName]) -> Iterator[str]:
     if any(item.covers(name) for name in present):
         return
     if item.type in ("org", "user"):
