@@ -20,7 +20,6 @@ from pipeline.retrain.evaluate import FULL_ATTEMPT, Evaluation, Trained, compare
 from pipeline.retrain.export import export, round_weights
 from pipeline.retrain.gate import lost_refusals
 from pipeline.retrain.golden import load_golden_questions
-from pipeline.retrain.group import rank
 from pipeline.retrain.job import RetrainJob
 from pipeline.retrain.lowrank import low_rank
 from pipeline.retrain.measure import MeasuredRows, Measurement, MeasuringProgress, measure
@@ -29,7 +28,6 @@ from pipeline.retrain.parent import Parent
 from pipeline.retrain.plan import TrainingPlan, make_plan
 from pipeline.retrain.probe import make_probe, probe_texts
 from pipeline.retrain.processes import train_in_processes
-from pipeline.retrain.reporters import open_reporters
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import row_losses
 from pipeline.retrain.tokens import answer_ends, sequences
@@ -188,20 +186,12 @@ class Learning:
 
     def _train(self, plan: TrainingPlan, attempt: int) -> Checkpoint:
         job, settings = self.job, self.job.settings
-        reports_here = rank() == 0 and not is_finished(job.dir, attempt)
         self.is_fresh = False
         model, matrices = self.loaded.model, usual_rank(settings)
         answers = settings.bases_dir / ANSWERS_DIR
         with (
             frozen_trunk(model, plan, answers) if matrices else nullcontext(plan) as plan,
             low_rank(model, plan, matrices),
-            open_reporters(
-                settings.train.report_to if reports_here else (),
-                folder=job.dir,
-                pipeline=settings.pipeline,
-                job_id=job.id,
-            ) as reports,
-            job.metrics.reporting_to(reports),
         ):
             return train(
                 model,

@@ -24,7 +24,6 @@ from pipeline.retrain.parent import (
 )
 from pipeline.retrain.promote import promote
 from pipeline.retrain.report import report_on, too_long
-from pipeline.retrain.reporters import check_reporters
 from pipeline.retrain.row_lengths import row_lengths
 from pipeline.retrain.snapshot import DatasetSnapshot, take_snapshot
 from serving.errors import ReleaseError, Superseded
@@ -46,7 +45,6 @@ def retrain(job: RetrainJob) -> JobOutcome:
     when the job wants to serve its own, the job starts again from that release. Otherwise a
     rollback would be undone, because the new release would contain what the rollback has removed.
     """
-    check_reporters(job.settings.train.report_to)
     while True:
         try:
             return _retrain(job)

@@ -156,10 +156,6 @@ class TrainSettings(_Settings):
     """How many processes share the work of each step. If there are GPUs, each process uses one. If
     `tokens_per_step` is set, the losses are the same as with one process. If it has room for fewer
     rows than there are processes, some processes are then idle."""
-    report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
-    """Programs that also get the losses, in addition to the job's `metrics.jsonl`. They store their
-    files in the job's folder. W&B stays offline, unless the environment variable WANDB_MODE says
-    otherwise."""
     checkpoint_seconds: float = Field(default=30.0, gt=0)
     """The time between two checkpoints. If a job is killed and restarted, it loses at most about
     this much training."""
@@ -175,10 +171,9 @@ class TrainSettings(_Settings):
 _WITHOUT_EFFECT = {
     "micro_batch_tokens",
     "num_processes",
-    "report_to",
     "checkpoint_seconds",
 }
-"""Settings that affect how a training is computed and reported, but not what it learns. (The
+"""Settings that affect how a training is computed, but not what it learns. (The
 number of processes may affect the size of a step. But another machine is no reason to train
 again.)"""
 
