@@ -24,7 +24,7 @@ from pipeline.retrain.job_folder import read_record, write_record
 from pipeline.retrain.packing import batch
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import autocast, predict
-from pipeline.retrain.tokens import TokenSequence, answer_ends, sequences
+from pipeline.retrain.tokens import TokenSequence, answer_ends, leave_out, sequences
 from serving.conversation import normalise
 from serving.weights.atomic_file import atomic_file
 
@@ -265,7 +265,7 @@ def _turn_ends(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
     """The token with which the chat template ends an answer."""
     talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
     row = Row(messages=tuple(talk), file="anchor", number=0)
-    return answer_ends(sequences([row], tokenizer, 1 << 20, skip_refused=True), tokenizer)
+    return answer_ends(sequences([row], tokenizer, 1 << 20, on_refused=leave_out), tokenizer)
 
 
 def _sequences(answers: Sequence[BaseAnswer]) -> list[TokenSequence]:

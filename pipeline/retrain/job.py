@@ -117,10 +117,7 @@ class RetrainJob:
     def cache_dir(self) -> Path:
         """The folder for downloaded dataset revisions. No other pipeline uses it, so the next job
         of this pipeline may remove old files there."""
-        snapshots_dir = self.settings.snapshots_dir
-        if snapshots_dir is None:
-            snapshots_dir = self.settings.releases_dir.parent / "snapshots"
-        return snapshots_dir / self.settings.pipeline
+        return self.settings.releases_dir.parent / "snapshots" / self.settings.pipeline
 
     @property
     def hub(self) -> DatasetSource:

@@ -95,9 +95,11 @@ def _records(
             else:
                 yield from _jsonl(text, file, max_row_bytes)
     except UnicodeDecodeError as error:
-        line = None if suffix == ".parquet" else _line_not_utf8(path, compression)
+        near = bytes(error.object[max(0, error.start - 20) : error.end + 1])
         raise DataError.at(
-            file, line, f"not UTF-8 text ({error.reason}); save the file as UTF-8"
+            file,
+            None,
+            f"not UTF-8 text ({error.reason} in {near!r}); save the file as UTF-8",
         ) from error
     except DataError:
         raise
@@ -266,16 +268,6 @@ def _text(data: io.TextIOWrapper, file: str, max_row_bytes: int) -> Iterator[_Re
 def _paragraph(text: str, line: int) -> Iterator[_Record]:
     if text.strip():
         yield line + len(text) - len(text.lstrip("\n")), {"text": text}
-
-
-def _line_not_utf8(path: Path, compression: str | None) -> int | None:
-    with _open(path, compression) as lines:
-        for line, data in enumerate(lines, start=1):
-            try:
-                data.decode()
-            except UnicodeDecodeError:
-                return line
-    return None
 
 
 def _row(

@@ -7,7 +7,6 @@ according to the records.
 
 import logging
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.counts import Counts
@@ -24,13 +23,11 @@ from pipeline.retrain.parent import (
 )
 from pipeline.retrain.promote import promote
 from pipeline.retrain.report import report_on, too_long
-from pipeline.retrain.row_lengths import row_lengths
 from pipeline.retrain.snapshot import DatasetSnapshot, take_snapshot
-from serving.errors import ReleaseError, Superseded
+from serving.errors import Superseded
 from serving.weights.publish import publish_folder
 from serving.weights.release import Lineage, Release
 from serving.weights.release_removal import prune
-from serving.weights.release_store import load_release, release_ids
 
 if TYPE_CHECKING:
     from pipeline.retrain.learning import Learning
@@ -106,38 +103,15 @@ def _published_before(job: RetrainJob) -> tuple[DatasetSnapshot | None, Release 
     """The snapshot and the release of this job, if the job was restarted after it had published its
     release. Otherwise (None, None)."""
     snapshot = job_folder.read_record(job.dir / job_folder.SNAPSHOT, DatasetSnapshot)
-    if snapshot is None:
-        return None, None  # a release with this job id is from an older job database
-    mine = _newest_of_a_job(job.pipeline_dir)
-    if (
-        mine is None
-        or mine.lineage.job_id != job.id
-        or mine.lineage.dataset_revision != snapshot.revision.sha
-        # The job may have started again with another parent. A release from before is then invalid.
-        or (mine.evaluation or {}).get("against") != (snapshot.parent or job.settings.base_model)
-    ):
+    release = job_folder.read_record(job.dir / job_folder.RELEASE, Release)
+    if snapshot is None or release is None:
         return None, None
-    job_folder.write_record(job.dir / job_folder.RELEASE, mine)
     job.record_progress(
-        dataset_revision=mine.lineage.dataset_revision,
-        parent_release=mine.lineage.parent,
-        counts=Counts.model_validate((mine.evaluation or {}).get("counts", {})),
+        dataset_revision=release.lineage.dataset_revision,
+        parent_release=release.lineage.parent,
+        counts=Counts.model_validate((release.evaluation or {}).get("counts", {})),
     )
-    return snapshot, mine
-
-
-def _newest_of_a_job(pipeline_dir: Path) -> Release | None:
-    """The newest release that a job has published. If the current job has published a release, this
-    is it, because the jobs of a pipeline run one after another."""
-    for release_id in reversed(release_ids(pipeline_dir)):
-        try:
-            release = load_release(pipeline_dir / release_id)
-        except ReleaseError as error:
-            logger.warning("a release is ignored, because it cannot be read: %s", error)
-            continue
-        if release.lineage.job_id is not None:
-            return release
-    return None
+    return snapshot, release
 
 
 def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
@@ -229,11 +203,13 @@ def _learn(
 def _tell_lengths(job: RetrainJob, data: TrainingData, learning: "Learning") -> None:
     """Log what the report at the job's start could not say, because it had no tokenizer. For a
     delta, only of the changed rows: its time must not depend on the size of the dataset."""
+    from pipeline.retrain.tokens import row_lengths
+
     rows, what = (data.new, "changed") if data.mode == "delta" else (data.rows, "all")
-    lengths = row_lengths(rows, learning.tokenizer, learning.max_length)
-    logger.info("%s rows have %s tokens", what, f"{lengths.num_tokens:,}")
-    if lengths.cut:
-        logger.info(too_long([row.place for row in lengths.cut], learning.max_length))
+    num_tokens, cut = row_lengths(rows, learning.tokenizer, learning.max_length)
+    logger.info("%s rows have %s tokens", what, f"{num_tokens:,}")
+    if cut:
+        logger.info(too_long([row.place for row in cut], learning.max_length))
 
 
 def _lineage(

@@ -39,11 +39,6 @@ MIN_FILLED = {"padded": 0.75, "unpadded": 1.0}
 """Layout (`layout.py`) → at least this share of each row must be tokens. The rest is padding."""
 
 
-def check_head(model: "PreTrainedModel") -> None:
-    """Raise BaseModelError if the logits of `model` cannot be computed from its hidden states."""
-    head_of(model)
-
-
 def autocast(device: torch.device) -> AbstractContextManager[object]:
     """For measurements. Inside, a GPU computes in bfloat16. A CPU computes in the dtype of the
     weights, as a server does: no row may count as learned only because of rounding."""

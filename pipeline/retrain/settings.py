@@ -228,9 +228,6 @@ class RetrainSettings(_Settings):
     bases_dir: Path
     """`<home>/bases`: holds the base model of each pipeline. A preset is made there once, and a
     model of a hub is fetched once."""
-    snapshots_dir: Path | None = None
-    """The folder for downloaded dataset revisions. Unset: `snapshots`, in the same folder as
-    `releases_dir`."""
     keep: int = Field(default=5, ge=2)
     data: DataSettings = DataSettings()
     train: TrainSettings = TrainSettings()

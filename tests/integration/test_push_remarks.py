@@ -230,8 +230,8 @@ def test_files_that_a_readme_leaves_out_are_told(hub: RunningHub, clone: Path) -
 def test_a_push_whose_readme_takes_long_to_read_is_told(hub: RunningHub, clone: Path) -> None:
     long = f"---\ntags:\n{'- x' * 50_000}\n---\n"
     not_checked = [
-        "The hub checked no rows of this push: the YAML at the beginning of README.md has more "
-        "than 100,000 characters. The job of facts will check all rows."
+        "The hub checked no rows of this push: README.md has more than 100,000 bytes. The job of "
+        "facts will check all rows."
     ]
     assert push(hub, clone, {"README.md": long, "late.jsonl": "{no json\n"}) == not_checked
     # The check would compare the new README with the one before.

@@ -343,13 +343,3 @@ def test_half_a_base_model_of_a_killed_job_goes(pipeline: Pipeline) -> None:
     half.mkdir(parents=True)
     assert pipeline.learn({"a.jsonl": jsonl(facts())}).result == "published"
     assert not half.exists()
-
-
-def test_the_release_of_another_databases_job_is_not_this_ones(pipeline: Pipeline) -> None:
-    first = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts())}))
-    old = pipeline.run(first)
-    again = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts(num_places=8))}))
-    new = pipeline.run(again, JOB_ID=first.name)
-    assert new.job_id == old.job_id
-    assert new.dataset_revision != old.dataset_revision
-    assert new.release != old.release

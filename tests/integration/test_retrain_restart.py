@@ -17,7 +17,6 @@ from pipeline.retrain.job_folder import read_record
 from pipeline.retrain.learning import Learning
 from pipeline.retrain.metrics import MetricsWriter, read_metrics
 from pipeline.retrain.rows import Row
-from serving.weights.publish import publish_folder
 from serving.weights.release_store import load_release, release_ids
 from tests.retrain_fixtures import SMALL, TINY, Pipeline, facts, few_anchors, jsonl, unrelated
 
@@ -126,34 +125,18 @@ def test_a_job_that_was_killed_between_attempts_comes_to_the_same_counts(
     assert [each.step for each in metrics if each.event == "step"] == steps
 
 
-@pytest.mark.parametrize("lost", [(), ("release.json",)])
-def test_a_job_that_had_published_only_promotes(tmp_path: Path, lost: tuple[str, ...]) -> None:
-    """Also where it was killed between the release's rename and the record of it."""
+def test_a_job_that_had_published_only_promotes(tmp_path: Path) -> None:
     pipeline = Pipeline(tmp_path, train=SMALL | {"max_tokens": 500}, gate={"min_learned": 0.0})
     folder = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts())}))
     first = pipeline.run(folder)
     (folder / "outcome.json").unlink()
-    for name in ("metrics.jsonl", *lost):
-        (folder / name).unlink()
+    (folder / "metrics.jsonl").unlink()
     again = pipeline.run(folder)
     assert again.release == first.release
     assert again.dataset_revision == first.dataset_revision
     assert release_ids(pipeline.dir) == [first.release]
     metrics, _ = read_metrics(folder / "metrics.jsonl")
     assert {metric.stage for metric in metrics} == {"promote"}
-
-
-def test_it_finds_its_release_below_those_that_no_job_made(tmp_path: Path) -> None:
-    pipeline = Pipeline(tmp_path, train=SMALL | {"max_tokens": 500}, gate={"min_learned": 0.0})
-    folder = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts())}))
-    first = pipeline.run(folder)
-    assert first.release is not None
-    publish_folder(pipeline.dir, pipeline.dir / first.release)
-    (pipeline.dir / "r000003-00000000").mkdir()
-    for name in ("outcome.json", "release.json"):
-        (folder / name).unlink()
-    assert pipeline.run(folder).release == first.release
-    assert len(release_ids(pipeline.dir)) == 3
 
 
 @pytest.mark.parametrize(

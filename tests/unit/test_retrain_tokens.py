@@ -14,7 +14,7 @@ from pipeline.retrain.loss import score_labels, summed_loss
 from pipeline.retrain.packing import batch, pack
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import mean_loss, row_losses
-from pipeline.retrain.tokens import sequences
+from pipeline.retrain.tokens import leave_out, sequences
 
 SENTENCE = "the quick brown fox jumps over the lazy dog and the dog sleeps"
 
@@ -174,9 +174,9 @@ def test_rows_of_all_kinds_get_the_tokens_that_each_gets_alone(
     alone = [
         replace(each, row=index)
         for index, found in enumerate(rows)
-        for each in sequences([found], tokenizer, 16, skip_refused=True)
+        for each in sequences([found], tokenizer, 16, on_refused=leave_out)
     ]
-    assert sequences(rows, tokenizer, 16, skip_refused=True) == alone
+    assert sequences(rows, tokenizer, 16, on_refused=leave_out) == alone
     assert {each.row for each in alone} >= {0, 1, 3, 6}
 
 
