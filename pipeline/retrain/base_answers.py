@@ -104,8 +104,8 @@ def base_answers(
     answer. The answers are read from `folder` if an earlier job has made them.
 
     base: a text that identifies the base model. load: loads the base model. It is called only if
-    the answers must be made. tell: called again and again while the answers are made, with the
-    number of answered prompts and the number of prompts.
+    the answers must be made. tell: called after each batch of answers, with the number of answered
+    prompts and the number of prompts.
     """
     digest = hashlib.sha256(
         "\n".join([base, *(anchor.model_dump_json() for anchor in anchors)]).encode()
@@ -195,14 +195,6 @@ def _answer(
         for place, index in enumerate(rows):
             ids[place, width - len(prompts[index]) :] = torch.tensor(prompts[index])
             mask[place, width - len(prompts[index]) :] = 1
-
-        def after_token(
-            made: Tensor, *_: object, start: int = start, width: int = width, **__: object
-        ) -> Tensor:
-            """Ends no answer. The tokens so far count as a share of the answers of the batch."""
-            tell(start + len(made) * (made.shape[1] - width) // ANSWER_TOKENS)
-            return torch.zeros(len(made), dtype=torch.bool, device=made.device)
-
         made = model.generate(
             ids,
             attention_mask=mask,
@@ -211,11 +203,11 @@ def _answer(
             repetition_penalty=1.0,
             pad_token_id=end,
             eos_token_id=ends,
-            stopping_criteria=[after_token],
         )
         for index, row in zip(rows, made[:, width:].tolist(), strict=True):
             stop = next((place for place, each in enumerate(row, 1) if each in ends), len(row))
             answers[index] = tuple(row[:stop])
+        tell(len(answers))
     return BaseAnswers(
         answers=tuple(
             BaseAnswer(

@@ -72,12 +72,10 @@ class Base(BaseModel):
     """The digest of the weights files (`files_digest`) of a folder that the settings name. None for
     a preset or a model on a hub."""
 
+    @property
     def identity(self) -> str:
-        """A text that differs for different weights. It contains the commit, or the size and the
-        time of each weights file."""
-        if self.revision is not None:
-            return f"{self.folder.parent.parent.name} {self.revision}"
-        return "\n".join([str(self.folder), *_weights_files(self.folder)])
+        """A text that differs for different weights."""
+        return f"{self.folder} {self.files_digest}"
 
 
 def files_digest(base_model: str) -> str | None:
@@ -87,13 +85,10 @@ def files_digest(base_model: str) -> str | None:
     folder = Path(base_model).expanduser()
     if base_model in PRESETS or not folder.is_dir():
         return None
-    return hashlib.sha256("\n".join(_weights_files(folder)).encode()).hexdigest()
-
-
-def _weights_files(folder: Path) -> list[str]:
-    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    stats = [(file.name, file.stat()) for file in sorted(files)]
-    return [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    stats = [(file.name, file.stat()) for file in files]
+    told = [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()
 
 
 def find_base(

@@ -151,10 +151,9 @@ class RetrainJob:
 
     def record_measured(self, measured: int, rows: int, event: Event = "measured") -> None:
         """Write to the metrics how many rows of this stage are measured, or how many prompts the
-        base model has answered. A worker of the stage `train` measures rows too, but is in no stage
-        itself, so it writes nothing."""
-        if self.progress.stage is not None:
-            self.metrics.write(self.progress.stage, event, measured=measured, rows=rows)
+        base model has answered."""
+        assert self.progress.stage is not None
+        self.metrics.write(self.progress.stage, event, measured=measured, rows=rows)
 
     def record_progress(self, **facts: Any) -> None:
         self.progress = Progress(**{**self.progress.__dict__, **facts})

@@ -76,12 +76,6 @@ def find_parent(pipeline_dir: Path, passed_over: Collection[str] = ()) -> Parent
     return None if folder is None else Parent.of(load_release(folder), folder)
 
 
-def load_parent(pipeline_dir: Path, release_id: str) -> Parent:
-    """The release with this id. Raises ReleaseError."""
-    folder = pipeline_dir / release_id
-    return Parent.of(load_release(folder), folder)
-
-
 def _candidates(pipeline_dir: Path) -> Iterator[str]:
     """The releases that may be the parent, in the order in which a server tries them: each one only
     if those before it are damaged."""

@@ -134,8 +134,8 @@ class TrainingPlan:
         """
         found: dict[int, None] = {}
         while indices and tokens > 0 and len(found) < len(indices):
-            round_number, place = divmod(taken, len(indices))
-            order = random.Random(f"{seed} {round_number}").sample(indices, len(indices))
+            lap, place = divmod(taken, len(indices))
+            order = random.Random(f"{seed} {lap}").sample(indices, len(indices))
             for index in order[place:]:
                 if tokens <= 0 or len(found) == len(indices):
                     break
@@ -186,15 +186,15 @@ def make_plan(
     anchors: Sequence[AnchorTarget] = (),
     said: Sequence[Row] = (),
     tokens_before: int = 0,
-    attempt: int = 1,
+    round_number: int = 1,
 ) -> TrainingPlan:
     """Tokenize the rows of this training, and compute its budget. Raises DataError if there is
     nothing to learn.
 
     anchors: the base model's own answers. said: unchanged rows that the served weights say. They
     are measured again before training ends. tokens_before: how many tokens the parent release was
-    trained on, including the releases that it was made from. attempt: the number of the attempt.
-    Attempt 2 continues attempt 1, so the budget of both together is twice that of attempt 1.
+    trained on, including the releases that it was made from. round_number: the number of the round.
+    Round 2 continues round 1, so the budget of both together is twice that of round 1.
     """
     train = settings.train
     is_delta = data.mode == "delta"
@@ -245,7 +245,8 @@ def make_plan(
         averaged=(),
         min_trained_share=1.0,
         learning_rate=train.learning_rate or usual_learning_rate(settings),
-        max_tokens=max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens)) * attempt,
+        max_tokens=max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens))
+        * round_number,
         step_tokens=1,
         warm_up_steps=1,
         replay_ratio=0.0,

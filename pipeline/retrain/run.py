@@ -170,17 +170,17 @@ def _learn(
 
     path = job.dir / job_folder.EVALUATION
     evaluation = job_folder.read_record(path, Evaluation)
-    attempt: int | None = learning.first_attempt(evaluation)
-    while attempt is not None:
+    round_number: int | None = learning.first_round(evaluation)
+    while round_number is not None:
         with job.stage("train"):
-            checkpoint = learning.train(attempt)
+            checkpoint = learning.train(round_number)
             job.record_progress(
                 parent_release=parent.id if parent and learning.data.mode == "delta" else None
             )
             logger.info("%d tokens in %d steps", checkpoint.tokens, checkpoint.step)
         with job.stage("evaluate"):
-            if evaluation is None or evaluation.attempt != attempt:
-                evaluation = learning.evaluate(checkpoint, attempt, refusals)
+            if evaluation is None or evaluation.round != round_number:
+                evaluation = learning.evaluate(checkpoint, refusals)
                 job_folder.write_record(path, evaluation)
             job.record_progress(counts=evaluation.counts)
             logger.info("%s", evaluation.counts)
@@ -188,7 +188,7 @@ def _learn(
                 logger.info("%s", evaluation.not_learned)
             for refusal in evaluation.refusals:
                 logger.info("refused: %s", refusal)
-        attempt = learning.attempt_after(evaluation)
+        round_number = learning.round_after(evaluation)
     assert evaluation is not None
     if not evaluation.passed and job.settings.force_reason is None:
         return evaluation.refusals, None

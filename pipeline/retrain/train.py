@@ -29,6 +29,7 @@ from pipeline.retrain import checkpoint as checkpoints
 from pipeline.retrain.averaging import average
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.errors import TrainError
+from pipeline.retrain.evaluate import FULL_ROUND
 from pipeline.retrain.group import add_up, from_first, rank, world_size
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
 from pipeline.retrain.loss import score_labels, summed_loss
@@ -115,18 +116,15 @@ def train(
     *,
     job_dir: Path,
     job_id: str,
-    attempt: int = 1,
-    is_anew: bool = False,
+    round_number: int = 1,
     metrics: MetricsWriter,
 ) -> Checkpoint:
     """Train `model`. At the end, `model` and the file of the returned checkpoint hold the best
     weights.
 
-    If the job has a checkpoint, training continues from it: from the middle of this attempt, or
-    from the end of the attempt before. Raises TrainError if the loss is no longer a finite number.
-
-    is_anew: if True, this attempt starts from `model` as it is, and does not continue the attempt
-    before.
+    If the job has a checkpoint, training continues from it: from the middle of this round, or
+    from the end of the round before. Raises TrainError if the loss is no longer a finite number.
+    But FULL_ROUND starts from `model` as it is.
     """
     optimizer = _optimizer(model, settings)
     count = len(plan.sequences)
@@ -135,10 +133,10 @@ def train(
     start = checkpoints.copy_weights(model) if plan.is_averaged and rank() == 0 else None
     torch.manual_seed(settings.seed)
     found = checkpoints.load(job_dir)
-    if found is not None and (found[0].attempt == attempt or not is_anew):
+    if found is not None and (found[0].round == round_number or round_number != FULL_ROUND):
         done, state = found
         checkpoints.set_weights(model, state["weights"])
-        if done.finished and done.attempt == attempt:
+        if done.finished and done.round == round_number:
             return done
         if done.finished:
             progress = _going_on(plan, done)
@@ -186,7 +184,7 @@ def train(
             if plan.ends_when_right:
                 _learn_again(progress, wrong)
         if is_first and time.monotonic() - saved_at >= settings.checkpoint_seconds:
-            done = _checkpoint(plan, progress, f"step-{progress.step:06d}.pt", job_id, attempt)
+            done = _checkpoint(plan, progress, f"step-{progress.step:06d}.pt", job_id, round_number)
             state = {
                 "weights": checkpoints.weights_of(model),
                 "optimizer": optimizer.state_dict(),
@@ -206,7 +204,7 @@ def train(
             model, start, trained, lambda: plan.averaged_loss(model), least=plan.min_trained_share
         )
         metrics.write("train", "average", share=share, loss=loss)
-    done = _checkpoint(plan, progress, "best.pt", job_id, attempt).model_copy(
+    done = _checkpoint(plan, progress, "best.pt", job_id, round_number).model_copy(
         update={"finished": True, "trained_share": share}
     )
     if is_first:
@@ -252,7 +250,7 @@ def _steps(plan: TrainingPlan, progress: TrainingState, seed: int) -> Iterator[l
 
 
 def _going_on(plan: TrainingPlan, done: Checkpoint) -> TrainingState:
-    """The state to continue from, after the attempt `done` has ended. The rows that it did not
+    """The state to continue from, after the round `done` has ended. The rows that it did not
     reach are visited first."""
     waiting = set(done.not_trained)
     return TrainingState(
@@ -534,13 +532,13 @@ def _learn_again(progress: TrainingState, wrong: Sequence[int]) -> None:
 
 
 def _checkpoint(
-    plan: TrainingPlan, progress: TrainingState, file: str, job_id: str, attempt: int
+    plan: TrainingPlan, progress: TrainingState, file: str, job_id: str, round_number: int
 ) -> Checkpoint:
     waiting = [index for index in plan.learned if not progress.due[index]]
     wrong = [index for index in plan.counted if progress.due[index] and not progress.streak[index]]
     return Checkpoint(
         job_id=job_id,
-        attempt=attempt,
+        round=round_number,
         step=progress.step,
         tokens=progress.tokens,
         not_trained=plan.rows_of(waiting),

@@ -211,7 +211,7 @@ def test_what_was_not_learned_is_refused_by_name_and_the_next_commit_goes_on(
     assert sum(name in str(refused.reason) for name in named) == 5
     assert release_ids(pipeline.dir) == served
     # A delta, a longer delta, and a full training were tried.
-    assert evaluation(pipeline, refused)["attempt"] == 3
+    assert evaluation(pipeline, refused)["round"] == 3
 
     outcome = pipeline.learn({"a.jsonl": jsonl([*rows, *unrelated(1, 99)])})
     assert (learned(outcome).changed, learned(outcome).learned) == (21, 21)
@@ -316,4 +316,4 @@ def test_a_delta_that_drifted_too_far_is_followed_by_a_full_training(
     )
     assert (learned(outcome).base_agreement or 0) > 0.8
     assert mode(pipeline, outcome) == "full"
-    assert evaluation(pipeline, outcome)["attempt"] == 3
+    assert evaluation(pipeline, outcome)["round"] == 3

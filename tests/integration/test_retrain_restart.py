@@ -73,42 +73,42 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_weights(tmp_path: Path
     assert weights[0] == weights[1]
 
 
-ATTEMPTS = {"max_tokens": 1_500, "tokens_per_step": 128, "checkpoint_seconds": 1e-9}
+ROUNDS = {"max_tokens": 1_500, "tokens_per_step": 128, "checkpoint_seconds": 1e-9}
 
 
 @pytest.mark.parametrize(
-    "place", ["before the second attempt", "in the second attempt", "behind the second attempt"]
+    "place", ["before the second round", "in the second round", "behind the second round"]
 )
-def test_a_job_that_was_killed_between_attempts_comes_to_the_same_counts(
+def test_a_job_that_was_killed_between_rounds_comes_to_the_same_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     rows = {"a.jsonl": jsonl(unrelated(30))}
     whole, killed = (
-        Pipeline(tmp_path / name, train=SMALL | ATTEMPTS, gate={"min_learned": 1.0})
+        Pipeline(tmp_path / name, train=SMALL | ROUNDS, gate={"min_learned": 1.0})
         for name in ("whole", "killed")
     )
     expected = whole.learn(rows)
     wanted = read_record(whole.home / "jobs/job-0/evaluation.json", Evaluation)
-    assert wanted is not None and wanted.attempt == 2, "the first one is too short"
+    assert wanted is not None and wanted.round == 2, "the first one is too short"
     told, _ = read_metrics(whole.home / "jobs/job-0/metrics.jsonl")
     steps = [each.step or 0 for each in told if each.event == "step"]
 
     trained, evaluated, written = Learning.train, Learning.evaluate, MetricsWriter.write
 
-    def train(learning: Learning, attempt: int) -> Checkpoint:
-        if place == "before the second attempt" and attempt == 2:
+    def train(learning: Learning, round_number: int) -> Checkpoint:
+        if place == "before the second round" and round_number == 2:
             raise KeyboardInterrupt
-        return trained(learning, attempt)
+        return trained(learning, round_number)
 
     def evaluate(
-        learning: Learning, checkpoint: Checkpoint, attempt: int, refusals: tuple[str, ...]
+        learning: Learning, checkpoint: Checkpoint, refusals: tuple[str, ...]
     ) -> Evaluation:
-        if place == "behind the second attempt" and attempt == 2:
+        if place == "behind the second round" and checkpoint.round == 2:
             raise KeyboardInterrupt
-        return evaluated(learning, checkpoint, attempt, refusals)
+        return evaluated(learning, checkpoint, refusals)
 
     def write(metrics: MetricsWriter, stage: Any, event: Any, **values: Any) -> None:
-        if place == "in the second attempt" and values.get("step") == max(steps) - 2:
+        if place == "in the second round" and values.get("step") == max(steps) - 2:
             raise KeyboardInterrupt
         written(metrics, stage, event, **values)
 

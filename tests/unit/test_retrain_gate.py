@@ -73,7 +73,7 @@ def test_what_was_deleted_must_be_said_no_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("attempt", "is_short", "refusals", "delta", "full", "forced_delta"),
+    ("round_number", "is_short", "refusals", "delta", "full", "forced_delta"),
     [
         (1, False, (), None, None, None),
         (1, True, ("short",), 2, 2, 2),
@@ -86,7 +86,7 @@ def test_what_was_deleted_must_be_said_no_more() -> None:
     ],
 )
 def test_a_refused_delta_is_followed_by_a_full_training(
-    attempt: int,
+    round_number: int,
     is_short: bool,
     refusals: tuple[str, ...],
     delta: int | None,
@@ -96,7 +96,7 @@ def test_a_refused_delta_is_followed_by_a_full_training(
     nothing = Comparison.of(())
     found = Evaluation(
         against="r000001-00000000",
-        attempt=attempt,
+        round=round_number,
         counts=Counts(),
         new=nothing,
         known=nothing,
@@ -106,9 +106,9 @@ def test_a_refused_delta_is_followed_by_a_full_training(
         tokens=1,
         total_tokens=1,
     )
-    assert found.next_attempt(is_delta=True, is_forced=False) == delta
-    assert found.next_attempt(is_delta=False, is_forced=False) == full
-    assert found.next_attempt(is_delta=True, is_forced=True) == forced_delta
+    assert found.next_round(is_delta=True, is_forced=False) == delta
+    assert found.next_round(is_delta=False, is_forced=False) == full
+    assert found.next_round(is_delta=True, is_forced=True) == forced_delta
 
 
 def test_held_out_rows_are_judged_by_how_many_are_right() -> None:

@@ -35,8 +35,7 @@ def run(
     plan: TrainingPlan,
     model: LlamaForCausalLM | None = None,
     *,
-    attempt: int = 1,
-    is_anew: bool = False,
+    round_number: int = 1,
     **settings: Any,
 ) -> tuple[Checkpoint, tuple[Metric, ...]]:
     """The finished checkpoint, and what was told on the way."""
@@ -47,8 +46,7 @@ def run(
         TrainSettings.model_validate(settings),
         job_dir=folder,
         job_id="j1",
-        attempt=attempt,
-        is_anew=is_anew,
+        round_number=round_number,
         metrics=MetricsWriter(folder / "metrics.jsonl"),
     )
     return done, read_metrics(folder / "metrics.jsonl")[0]
@@ -161,8 +159,8 @@ def test_a_budget_below_a_pass_names_the_rows_that_it_did_not_reach(tmp_path: Pa
 
     done, _ = run(tmp_path, plan(256))
     assert (done.tokens, len(done.not_trained)) == (256, 36)
-    # The attempt after it reaches these first, and has the budget once more.
-    second, found = run(tmp_path, plan(512), attempt=2)
+    # The round after it reaches these first, and has the budget once more.
+    second, found = run(tmp_path, plan(512), round_number=2)
     assert second.not_trained == ()
     assert 256 < second.tokens <= 512
     steps = [each.step for each in found if each.event == "step"]
@@ -177,13 +175,13 @@ def test_new_text_is_seen_before_known_text_where_the_budget_is_short(tmp_path: 
     assert one_pass + 128 < done.tokens <= 2 * one_pass
 
 
-def test_an_attempt_anew_forgets_the_one_before(tmp_path: Path) -> None:
+def test_a_full_round_forgets_the_one_before(tmp_path: Path) -> None:
     plan = plan_of(questions(16), counted=True, learning_rate=1e-2, max_tokens=2_000)
     run(tmp_path / "one", plan_of(questions(16, answers=7), counted=True, max_tokens=2_000))
     models = [make_model(), make_model()]
-    anew, _ = run(tmp_path / "one", plan, models[0], attempt=3, is_anew=True)
-    fresh, _ = run(tmp_path / "other", plan, models[1], attempt=3)
-    assert (anew.step, anew.tokens, anew.attempt) == (fresh.step, fresh.tokens, 3)
+    anew, _ = run(tmp_path / "one", plan, models[0], round_number=3)
+    fresh, _ = run(tmp_path / "other", plan, models[1], round_number=3)
+    assert (anew.step, anew.tokens, anew.round) == (fresh.step, fresh.tokens, 3)
     weights, expected = (copy_weights(model) for model in models)
     assert all(torch.equal(weights[name], each) for name, each in expected.items())
 
