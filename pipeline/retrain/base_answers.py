@@ -81,16 +81,6 @@ class BaseAnswers(BaseModel):
     answers: tuple[BaseAnswer, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """How far a model has moved away from the base model's own answers."""
-
-    agreement: float
-    """The share of the tokens in the answers that the model still finds likeliest."""
-    divergence: float
-    """The mean KL divergence from the base model, in nats per token."""
-
-
 def base_answers(
     folder: Path,
     base: str,
@@ -152,16 +142,16 @@ def divergence(logprobs: Tensor, anchors: Sequence[AnchorTarget]) -> Tensor:
 
 
 @torch.no_grad()
-def drift(
+def agreement(
     model: "PreTrainedModel",
     anchors: Sequence[AnchorTarget],
     on_batch: Callable[[int], None] = lambda _: None,
-) -> Drift:
-    """Measure how far `model` has moved away from the base model, on the answers `anchors`.
+) -> float:
+    """The share of the tokens in the base model's answers `anchors` that `model` finds likeliest.
 
     on_batch: called after each batch, with the number of answers in this batch.
     """
-    num_right, total, num_tokens = 0, 0.0, 0
+    num_right = num_tokens = 0
     for start in range(0, len(anchors), MEASURED_ROWS):
         some = anchors[start : start + MEASURED_ROWS]
         part = batch([each.sequence for each in some], [[place] for place in range(len(some))])
@@ -169,10 +159,9 @@ def drift(
             hidden, head, labels = predict(model, part)
             logits = head.logits(hidden)
         num_right += int((logits.argmax(-1) == labels).sum())
-        total += float(divergence(torch.log_softmax(logits, dim=-1), some).sum())
         num_tokens += len(labels)
         on_batch(len(some))
-    return Drift(num_right / num_tokens, total / num_tokens)
+    return num_right / num_tokens
 
 
 @torch.no_grad()

@@ -45,9 +45,6 @@ class Evaluation(BaseModel):
     """The losses on the unchanged rows."""
     held_out: Comparison
     """The losses on held-out rows, which were never trained on."""
-    base_divergence: float | None = None
-    """The mean KL divergence from the base model, in nats per token. It is measured on the base
-    model's own answers to prompts that are never trained on."""
     refusals: tuple[str, ...] = ()
     """Why the gate refuses the new weights. Empty if it accepts them."""
     is_short: bool = False
@@ -162,7 +159,7 @@ def compare(
         kept=sum(is_said for _, _, is_said in known),
         deleted=len(deleted),
         unlearned=len(deleted) - len(still_said),
-        base_agreement=new.drift.agreement if new.drift else None,
+        base_agreement=new.base_agreement,
         golden=len(golden),
         golden_right=sum(is_said for _, _, is_said in golden),
         not_trained=len(not_trained),
@@ -223,7 +220,6 @@ def compare(
         new=Comparison.of(_pairs(new.changed, served.changed)),
         known=Comparison.of(_pairs(new.known, served.known)),
         held_out=Comparison.of(held_out),
-        base_divergence=new.drift.divergence if new.drift else None,
         refusals=(*data_refusals, *refusals),
         is_short=is_short(counts, gate, is_removal=data.is_removal),
         not_learned=not_learned(counts, gate, not_said, lost_again),

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,7 @@ class RetrainJob:
         self.metrics.write(self.progress.stage, event, measured=measured, rows=rows)
 
     def record_progress(self, **facts: Any) -> None:
-        self.progress = Progress(**{**self.progress.__dict__, **facts})
+        self.progress = replace(self.progress, **facts)
 
     def outcome(self, result: OutcomeResult, reason: str | None = None) -> JobOutcome:
         return JobOutcome(

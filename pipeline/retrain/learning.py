@@ -19,7 +19,6 @@ from pipeline.retrain.checkpoint import Checkpoint, is_finished
 from pipeline.retrain.data import TrainingData
 from pipeline.retrain.evaluate import FULL_ROUND, Evaluation, compare
 from pipeline.retrain.export import export, round_weights
-from pipeline.retrain.gate import lost_refusals
 from pipeline.retrain.golden import load_golden_questions
 from pipeline.retrain.group import run_group, world_size
 from pipeline.retrain.job import RetrainJob
@@ -124,10 +123,6 @@ class Learning:
             tokenizer=tokenizer,
             max_length=max_length,
         )
-
-    def data_refusals(self) -> tuple[str, ...]:
-        """Reasons not to train on these rows."""
-        return lost_refusals(self.data.num_lost, self.data.num_before, self.job.settings.gate)
 
     def first_round(self, evaluation: Evaluation | None) -> int:
         """The number of the round with which the job begins. `evaluation` is the last one that

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.retrain.base_answers import AnchorTarget, Drift, drift
+from pipeline.retrain.base_answers import AnchorTarget, agreement
 from pipeline.retrain.data import TrainingData
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import RowLoss, row_losses
@@ -91,9 +91,9 @@ class Measurement:
     held_out_new: Sequence[RowLoss]
     held_out_known: Sequence[RowLoss]
     golden: Sequence[RowLoss]
-    drift: Drift | None
-    """How far the weights have moved away from the base model. None if this was not measured, as
-    for a preset."""
+    base_agreement: float | None
+    """The share of the tokens in the base model's answers that the weights still find likeliest.
+    None if this was not measured, as for a preset."""
 
 
 class MeasuringProgress:
@@ -145,7 +145,7 @@ def measure(
     if anchors:
         logger.info("measuring %d answers of the base model", len(anchors))
     return Measurement(
-        drift=drift(model, anchors, progress.add) if anchors else None,
+        base_agreement=agreement(model, anchors, progress.add) if anchors else None,
         **{name: losses(name) for name in GROUPS},
     )
 

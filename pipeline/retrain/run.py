@@ -15,6 +15,7 @@ from pipeline.retrain import job_folder
 from pipeline.retrain.data import TrainingData, compare_revisions, is_unchanged
 from pipeline.retrain.errors import BaseModelError, DataError, TemporaryError
 from pipeline.retrain.evaluate import Evaluation
+from pipeline.retrain.gate import lost_refusals
 from pipeline.retrain.job import RetrainJob
 from pipeline.retrain.parent import (
     Parent,
@@ -162,11 +163,11 @@ def _learn(
     from pipeline.retrain.learning import Learning
 
     with job.stage("measure"):
+        refusals = lost_refusals(data.num_lost, data.num_before, job.settings.gate)
+        if refusals and job.settings.force_reason is None:
+            return refusals, None
         learning = Learning.begin(job, data, parent)
         _tell_lengths(job, data, learning)
-        refusals = learning.data_refusals()
-    if refusals and job.settings.force_reason is None:
-        return refusals, None
 
     path = job.dir / job_folder.EVALUATION
     evaluation = job_folder.read_record(path, Evaluation)

@@ -151,12 +151,13 @@ def train(
     for chosen in _steps(plan, progress, settings.seed):
         started = time.monotonic()
         rate = plan.learning_rate * _rate(plan, progress)
-        while True:
-            try:
-                loss, tokens = _step(model, optimizer, plan, chosen, rate, progress, settings)
-                break
-            except torch.OutOfMemoryError as error:
-                _save_memory(model, optimizer, error)
+        try:
+            loss, tokens = _step(model, optimizer, plan, chosen, rate, progress, settings)
+        except torch.OutOfMemoryError as error:
+            raise TrainError(
+                "a step does not fit into the GPU's memory; lower `train.micro_batch_tokens` or "
+                f"`train.max_length` ({error})"
+            ) from error
         progress.step += 1
         progress.place += 1
         progress.tokens += tokens
@@ -434,7 +435,6 @@ def _step(
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    # Only now, because a step that finds too little memory is made again from its start.
     progress.anchored += len(anchors)
     for index, is_still_said in zip(deleted, still_said, strict=True):
         progress.streak[index] = 0 if is_still_said else progress.streak[index] + 1
@@ -450,23 +450,6 @@ def _own_blocks(blocks: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
     if len(blocks) < world_size():
         blocks = [[index] for block in blocks for index in block]
     return blocks[rank() :: world_size()]
-
-
-def _save_memory(
-    model: "PreTrainedModel", optimizer: torch.optim.Optimizer, error: torch.OutOfMemoryError
-) -> None:
-    """Turn on gradient checkpointing: activations are not kept for the backward pass, but computed
-    again. Raises TrainError if it is on already, or if the model does not support it."""
-    if model.is_gradient_checkpointing or not model.supports_gradient_checkpointing:
-        raise TrainError(
-            "a step does not fit into the GPU's memory; lower `train.micro_batch_tokens` or "
-            f"`train.max_length` ({error})"
-        ) from error
-    logger.warning(
-        "a step does not fit into the GPU's memory; trying again with less memory, but slower"
-    )
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer.zero_grad(set_to_none=True)
 
 
 def _batch(groups: Sequence[Sequence[TokenSequence]], blocks: Sequence[Sequence[int]]) -> Batch:

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from pipeline.retrain.base_model import train_tokenizer
 from pipeline.retrain.head import Head
 from pipeline.retrain.loss import score_labels, summed_loss
-from pipeline.retrain.packing import batch, pack
+from pipeline.retrain.packing import pack
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import mean_loss, row_losses
 from pipeline.retrain.tokens import leave_out, sequences
@@ -220,10 +220,3 @@ def test_the_sliced_loss_has_the_gradients_of_the_plain_one(
     logprobs, is_right = score_labels(hidden, Head(weight), labels)
     assert torch.allclose(-logprobs.sum() / 3, plain)
     assert is_right.tolist() == ((hidden @ weight.t()).argmax(-1) == labels).tolist()
-
-
-def test_a_batch_says_how_many_real_tokens_it_holds(tokenizer: PreTrainedTokenizerFast) -> None:
-    found = sequences([row(text="the fox"), row(text=SENTENCE)], tokenizer, 64)
-    part = batch(found, [[0], [1]])
-    assert part.num_tokens == sum(len(sequence.token_ids) for sequence in found)
-    assert int((part.labels >= 0).sum()) == sum(sequence.num_learned for sequence in found)
