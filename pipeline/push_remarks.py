@@ -266,7 +266,7 @@ def _unreadable_rows(
             dataset = read_dataset(folder, paths, pipeline.data, bad.append)
             bad += _refused(dataset.train, pipeline, home)
             problems = grouped(bad)
-            yield from map(str, problems[:MAX_NAMED])
+            yield from problems[:MAX_NAMED]
             if len(problems) > MAX_NAMED:
                 yield "More is wrong with other rows: see `pipeline data check`."
             if bad or missing:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from pydantic import BaseModel, ConfigDict
-from safetensors.torch import load_file, save
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from pipeline.retrain.anchors import Anchor
 from pipeline.retrain.chat import chat_template
-from pipeline.retrain.job_folder import read_record, write_record
 from pipeline.retrain.packing import batch
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import autocast, predict
@@ -61,6 +61,9 @@ class BaseAnswer(BaseModel):
     answer."""
 
 
+_ANSWERS = TypeAdapter(tuple[BaseAnswer, ...])
+
+
 @dataclass(frozen=True, slots=True)
 class AnchorTarget:
     """An answer of the base model, and at each of its tokens the tokens that the base model found
@@ -71,14 +74,6 @@ class AnchorTarget:
     """The likeliest token ids: (answer tokens, LIKELIEST)."""
     logprobs: Tensor
     """The log probability (natural log) of each of these tokens, in the same shape."""
-
-
-class BaseAnswers(BaseModel):
-    """The record `anchors-<digest>.json` in the folder of the answers."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    answers: tuple[BaseAnswer, ...]
 
 
 def base_answers(
@@ -100,24 +95,25 @@ def base_answers(
     digest = hashlib.sha256(
         "\n".join([base, *(anchor.model_dump_json() for anchor in anchors)]).encode()
     ).hexdigest()
-    path = folder / f"anchors-{digest[:16]}.json"
-    tensors = path.with_suffix(".safetensors")
-    answers = read_record(path, BaseAnswers)
-    if answers is None:
+    path = folder / f"anchors-{digest[:16]}.safetensors"
+    if not path.exists():
         logger.info("the base model answers %d everyday prompts, once", len(anchors))
         tell(0, len(anchors))
         loaded = load()
-        answers = _answer(loaded, anchors, lambda answered: tell(answered, len(anchors)))
+        made = _answer(loaded, anchors, lambda answered: tell(answered, len(anchors)))
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Write the record last, because it says that the tensors are complete. Jobs of several
-        # pipelines may do this at the same time, but they write the same answers.
-        with atomic_file(tensors) as file:
-            file.write(save(_likeliest(loaded, answers)))
-        write_record(path, answers)
+        # Jobs of several pipelines may do this at the same time, but they write the same answers.
+        with atomic_file(path) as file:
+            file.write(
+                save(_likeliest(loaded, made), {"answers": _ANSWERS.dump_json(made).decode()})
+            )
+    with safe_open(path, "pt") as stored:
+        answers = _ANSWERS.validate_json(stored.metadata()["answers"])
+        tensors = {name: stored.get_tensor(name) for name in ("token_ids", "logprobs")}
     trained: list[AnchorTarget] = []
     measured: list[AnchorTarget] = []
     left = max_measured_tokens
-    for answer, target in zip(answers.answers, _targets(answers, load_file(tensors)), strict=True):
+    for answer, target in zip(answers, _targets(answers, tensors), strict=True):
         if not answer.measured:
             trained.append(target)
             continue
@@ -167,7 +163,7 @@ def agreement(
 @torch.no_grad()
 def _answer(
     loaded: "LoadedModel", anchors: Sequence[Anchor], tell: Callable[[int], None]
-) -> BaseAnswers:
+) -> tuple[BaseAnswer, ...]:
     """Generate the greedy answers, in batches that are padded on the left."""
     tokenizer, model = loaded.tokenizer, loaded.model
     model.eval()
@@ -197,20 +193,16 @@ def _answer(
             stop = next((place for place, each in enumerate(row, 1) if each in ends), len(row))
             answers[index] = tuple(row[:stop])
         tell(len(answers))
-    return BaseAnswers(
-        answers=tuple(
-            BaseAnswer(
-                measured=anchor.measured, prompt=tuple(prompts[index]), answer=answers[index]
-            )
-            for index, anchor in enumerate(anchors)
-        )
+    return tuple(
+        BaseAnswer(measured=anchor.measured, prompt=tuple(prompts[index]), answer=answers[index])
+        for index, anchor in enumerate(anchors)
     )
 
 
 @torch.no_grad()
-def _likeliest(loaded: "LoadedModel", answers: BaseAnswers) -> dict[str, Tensor]:
+def _likeliest(loaded: "LoadedModel", answers: Sequence[BaseAnswer]) -> dict[str, Tensor]:
     """At each token of the answers, the likeliest tokens and their log probabilities."""
-    found = _sequences(answers.answers)
+    found = _sequences(answers)
     ids, logprobs = [], []
     for start in range(0, len(found), MEASURED_ROWS):
         rows = range(start, min(start + MEASURED_ROWS, len(found)))
@@ -223,8 +215,8 @@ def _likeliest(loaded: "LoadedModel", answers: BaseAnswers) -> dict[str, Tensor]
     return {"token_ids": torch.cat(ids), "logprobs": torch.cat(logprobs)}
 
 
-def _targets(answers: BaseAnswers, tensors: Mapping[str, Tensor]) -> list[AnchorTarget]:
-    found = _sequences(answers.answers)
+def _targets(answers: Sequence[BaseAnswer], tensors: Mapping[str, Tensor]) -> list[AnchorTarget]:
+    found = _sequences(answers)
     lengths = [sequence.num_learned for sequence in found]
     parts = (torch.split(tensors[name], lengths) for name in ("token_ids", "logprobs"))
     return [AnchorTarget(*each) for each in zip(found, *parts, strict=True)]
