@@ -9,9 +9,8 @@ import pytest
 
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.pointers import Pointer
-from pipeline.retrain.errors import HubAway, SnapshotError
+from pipeline.retrain.errors import SnapshotError
 from pipeline.retrain.git_snapshot import GitDataset
-from pipeline.retrain.snapshot import DatasetHub
 from tests.hub_fixtures import TOKEN, RunningHub, git_env, run_git, running_hub
 
 ENV = git_env("http://127.0.0.1", "unused")
@@ -134,22 +133,6 @@ def test_content_that_is_not_the_pointers_is_refused(remote: Remote, tmp_path: P
     assert not list((tmp_path / "cache/repository.git/lfs/objects").glob("*/*/*"))
 
 
-def test_a_wrong_login_is_told(remote: Remote, tmp_path: Path) -> None:
-    sha = remote.push(train=ROWS)
-    dataset = GitDataset(remote.url_with_login, tmp_path / "cache")
-    dataset._fetch(sha)
-    other = GitDataset(remote.url.replace("://", "://hub:wrong@"), tmp_path / "cache")
-    with pytest.raises(SnapshotError, match="Invalid credentials in Authorization header"):
-        other.download(sha)
-
-
-def test_a_server_that_is_away_is_asked_again_later(remote: Remote, tmp_path: Path) -> None:
-    sha = remote.push(train=ROWS)
-    GitDataset(remote.url_with_login, tmp_path / "cache")._fetch(sha)
-    with pytest.raises(HubAway, match="connection refused"):
-        GitDataset("http://127.0.0.1:9/a/b", tmp_path / "cache").download(sha)
-
-
 def test_without_git_lfs_only_a_dataset_with_large_files_is_refused(
     remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,13 +148,6 @@ def test_without_git_lfs_only_a_dataset_with_large_files_is_refused(
     with pytest.raises(SnapshotError, match="git-lfs is not installed; install git-lfs") as raised:
         dataset.download(large)
     assert remote.hub.token not in str(raised.value)
-
-
-def test_a_job_of_the_hub_learns_the_content(remote: Remote, tmp_path: Path) -> None:
-    sha = remote.push(train=ROWS)
-    source = DatasetHub(remote.name, tmp_path / "cache", endpoint=remote.hub.url, token=TOKEN)
-    revision = source.download(sha)
-    assert (revision.folder / "train.jsonl").read_bytes() == ROWS
 
 
 @pytest.mark.parametrize("is_bare", [True, False])

@@ -114,40 +114,11 @@ def test_a_deleted_row_is_said_no_more_without_a_full_training(pipeline: Pipelin
     assert said(pipeline, outcome, ROWS[1:]) == 39
 
 
-def test_rows_that_contradict_each_other_are_not_counted(pipeline: Pipeline) -> None:
-    both = [*unrelated(1, 60), *unrelated(1, 60, answers=1)]
-    outcome = pipeline.learn({"a.jsonl": jsonl([*ROWS, *both, *unrelated(2, 61)])})
-    counts = learned(outcome)
-    assert (counts.changed, counts.learned) == (2, 2)
-
-
 def test_a_commit_of_nothing_but_contradictions_is_trained_on_and_told(pipeline: Pipeline) -> None:
     outcome = pipeline.learn({"a.jsonl": jsonl([*ROWS, *unrelated(2, 0, answers=1)])})
     counts = learned(outcome)
     assert (counts.changed, counts.contradicting) == (0, 4)
     assert str(counts).endswith(" · 4 rows contradict each other")
-
-
-def test_answers_that_were_exchanged_are_learned_as_they_are_pushed(pipeline: Pipeline) -> None:
-    completions = [row["completion"] for row in ROWS[:6]]
-    shuffled = [
-        {"prompt": row["prompt"], "completion": completion}
-        for row, completion in zip(ROWS[:6], completions[1:] + completions[:1], strict=True)
-    ]
-    outcome = pipeline.learn({"a.jsonl": jsonl([*shuffled, *ROWS[6:]])})
-    counts = learned(outcome)
-    assert (counts.changed, counts.learned, counts.permuted) == (6, 6, 6)
-    assert str(counts).endswith(" · 6 edits took over the answer of another row")
-
-
-def test_deltas_keep_what_the_first_commit_taught(pipeline: Pipeline) -> None:
-    rows = list(ROWS)
-    for number in range(5):
-        rows += unrelated(8, 100 + 8 * number)
-        outcome = pipeline.learn({"a.jsonl": jsonl(rows)})
-        assert learned(outcome).learned == 8
-        assert mode(pipeline, outcome) == "delta"
-    assert said(pipeline, outcome, ROWS) >= 39
 
 
 def test_a_budget_below_one_pass_trains_the_rest_with_the_next_job(tmp_path: Path) -> None:

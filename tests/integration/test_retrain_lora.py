@@ -112,16 +112,6 @@ def test_low_rank_matrices_are_merged_into_a_release_like_any_other(
     assert second.parent_release == first.release
 
 
-def test_all_weights_of_a_local_checkpoint_learn_with_rank_zero(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    pipeline = pipeline_of(tmp_path / "home", checkpoint, lora_rank=0, learning_rate=5e-3)
-    outcome = pipeline.learn({"a.jsonl": talks()})
-    assert outcome.result == "published", outcome.reason
-    after = weights(pipeline.dir / str(outcome.release))
-    assert not any(torch.equal(tensor, after[name]) for name, tensor in weights(checkpoint).items())
-
-
 def test_a_job_tells_how_many_passes_its_budget_buys(
     checkpoint: Path,
     tmp_path: Path,
@@ -148,19 +138,3 @@ def test_a_job_tells_how_many_passes_its_budget_buys(
         made = caplog.text.count("rows right")
         assert made <= trained / (size + replayed) < made + 1
         assert made <= passes < made + 1.5
-
-
-def test_a_base_model_that_was_replaced_in_its_folder_is_trained_again(
-    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    pipeline = pipeline_of(tmp_path / "home", checkpoint, lora_rank=16, max_tokens=1_000)
-    first = pipeline.learn({"a.jsonl": talks()})
-    assert pipeline.learn({"a.jsonl": talks()}).result == "unchanged"
-    save_checkpoint(checkpoint, " with many other words, so that there are more tokens")
-    again = pipeline.learn({"a.jsonl": talks()})
-    assert again.result == "published", again.reason
-    assert f"a full training: the weights in {checkpoint} changed since" in caplog.text
-    lineages = [load_release(pipeline.dir / str(job.release)).lineage for job in (first, again)]
-    assert lineages[0].base_files_digest != lineages[1].base_files_digest
-    assert pipeline.learn({"a.jsonl": talks()}).result == "unchanged"

@@ -10,7 +10,7 @@ from jobs.spec import RevisionRange
 from pipeline.retrain import base_model, snapshot
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.parent import Parent
-from pipeline.retrain.snapshot import DatasetHub, Revision, take_snapshot
+from pipeline.retrain.snapshot import DatasetHub, take_snapshot
 from serving.weights.release import Lineage
 from serving.weights.release_store import load_release
 from tests.hub_fixtures import RunningHub, commit_file, running_hub
@@ -96,19 +96,6 @@ def client_without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
 
 
-@pytest.mark.usefixtures("client_without_waits")
-def test_a_hub_that_is_down_is_named(tmp_path: Path) -> None:
-    down = DatasetHub(DATASET, tmp_path / "cache", endpoint="http://127.0.0.1:9", token=None)
-    with pytest.raises(HubAway, match=r"could not be fetched from http://127\.0\.0\.1:9"):
-        down.download("0" * 40)
-
-
-def test_a_wrong_token_is_named(hub: RunningHub, worktree: Path, tmp_path: Path) -> None:
-    sha = pushed(hub, worktree, "0\n")
-    with pytest.raises(SnapshotError, match="could not be fetched"):
-        dataset(hub, tmp_path / "cache", token="wrong").download(sha)
-
-
 def parent_of(dataset: str, sha: str) -> Parent:
     lineage = Lineage(dataset=dataset, dataset_revision=sha)
     return Parent(id="r000001-aaaaaaaa", folder=Path("none"), lineage=lineage, evaluation={})
@@ -156,28 +143,6 @@ def test_jobs_follow_pushes_and_a_force_push_means_a_full_training(
     assert mode_after(forced) == "full"
     pushed(hub, worktree, jsonl(facts(num_places=7)))
     assert mode_after(None) == "delta"
-
-
-class RestartedHub(DatasetHub):
-    """Away for the first requests, as a hub that was killed and is started again."""
-
-    num_refused = 0
-
-    def download(self, sha: str) -> Revision:
-        if self.num_refused < 2:
-            self.num_refused += 1
-            raise HubAway("Connection refused")
-        return super().download(sha)
-
-
-def test_a_hub_that_is_started_again_meanwhile_fails_no_job(
-    hub: RunningHub, worktree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshot, "RETRY_SECONDS", 0.01)
-    sha = pushed(hub, worktree, '{"text": "one"}\n')
-    restarted = RestartedHub(DATASET, tmp_path / "cache", endpoint=hub.url, token=hub.token)
-    assert take_snapshot(restarted, "refs/heads/main", sha, None).revision.sha == sha
-    assert restarted.num_refused == 2
 
 
 @pytest.mark.usefixtures("client_without_waits")

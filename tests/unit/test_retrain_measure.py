@@ -70,10 +70,6 @@ def test_of_each_group_no_more_tokens_are_measured_than_the_gate_allows() -> Non
     assert numbers == sorted(numbers) and numbers != list(range(10)), "a sample of the whole"
 
 
-def test_one_row_is_measured_however_long_it_is() -> None:
-    assert len(chosen(1).changed) == 1
-
-
 def measured_as(**groups: Sequence[RowLoss]) -> Measurement:
     told: dict[str, Any] = {
         "changed": (),
@@ -249,10 +245,6 @@ def test_held_out_rows_that_the_served_weights_were_trained_on_are_not_compared(
     found = evaluation(rows, served, new, held_out_trained=moved)
     assert found.refusals == ()
     assert len(found.held_out_trained) == 60
-
-
-def test_of_a_few_rows_all_are_measured() -> None:
-    assert len(chosen(10_000).known) == 40
 
 
 def anchors(count: int, *, measured: bool) -> Sequence[Anchor]:

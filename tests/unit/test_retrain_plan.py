@@ -133,20 +133,6 @@ def test_a_delta_of_nothing_names_what_to_do() -> None:
         plan(data(mode="delta", known=facts(3)))
 
 
-def test_a_row_that_contradicts_several_others_counts_once() -> None:
-    def talk(*contents: str) -> Row:
-        roles = ("user", "assistant") * 2
-        said = tuple(
-            {"role": role, "content": content}
-            for role, content in zip(roles, contents, strict=False)
-        )
-        return Row(messages=said, file="a", number=0)
-
-    both = data(new=(talk("a", "b", "c", "d"), talk("a", "b", "c", "e"), talk("a", "f")))
-    assert len(both.contradictions) == 2
-    assert both.num_contradicting == len(both.contradicting) == 3
-
-
 def test_text_ends_after_its_passes_or_its_budget() -> None:
     told = settings(max_epochs=3, max_tokens=10**6)
     found = plan(data(new=texts(20)), told)
@@ -267,17 +253,6 @@ def test_no_known_row_comes_again_before_all_came_once(sizes: list[int], asked: 
         assert found.num_tokens(chosen) >= min(tokens, sum(sizes))
         seen.update(chosen)
         assert max(seen.values()) <= math.ceil(taken / len(sizes)), "once in each round"
-
-
-def test_one_round_is_every_known_row_once() -> None:
-    found = plan_of(rows(1), replayed=questions(50))
-    seen: list[int] = []
-    taken = 0
-    for _ in range(10):
-        chosen, taken = found.next_of(found.replayed, taken, 20, "seed")
-        seen += chosen
-    assert sorted(seen) == list(found.replayed)
-    assert taken == 50
 
 
 def visited(found: TrainingPlan, progress: TrainingState) -> set[int]:
