@@ -268,12 +268,7 @@ def train_tokenizer(rows: Iterable[Row]) -> "PreTrainedTokenizerFast":
 def _texts(rows: Iterable[Row]) -> Iterable[str]:
     left = TOKENIZER_BYTES
     for row in rows:
-        for text in (row.text, row.prompt, row.completion):
-            if text is not None:
-                left -= len(text)
-                yield text
-        for message in row.messages or ():
-            text = message["content"]
+        for text in row.texts:
             if isinstance(text, str):
                 left -= len(text)
                 yield text

@@ -354,16 +354,11 @@ def _judged_by_loss(
         plan,
         judged=[group for group in groups if group],
         averaged=[
-            (taken(measured), sum(_num_characters(row) for row in counted))
+            (taken(measured), sum(len(str(text)) for row in counted for text in row.texts))
             for measured, counted in pairs
             if measured and counted
         ],
     )
-
-
-def _num_characters(row: Row) -> int:
-    said = "".join(str(message["content"]) for message in row.messages or ())
-    return sum(len(text or "") for text in (row.text, row.prompt, row.completion, said))
 
 
 def _first_tokens(

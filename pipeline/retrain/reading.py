@@ -285,7 +285,9 @@ def _row(
     except ValueError as error:
         raise DataError(str(error), place(file, number, line)) from error
     row = Row(**content, file=file, number=number, line=line)
-    size = _size(row)
+    size = sum(
+        len(text.encode() if isinstance(text, str) else json.dumps(text)) for text in row.texts
+    )
     if size > max_row_bytes:
         raise _too_large(place(file, number, line), size, max_row_bytes)
     return row
@@ -344,15 +346,6 @@ def _conversation(value: object, tools: object, *, is_learned: bool) -> dict[str
     if not any(message["role"] == "assistant" for message in talk.messages):
         raise wrong("has no answer to learn")
     return {"messages": talk.messages, "tools": talk.tools or None, "masked": tuple(masked)}
-
-
-def _size(row: Row) -> int:
-    said = [message["content"] for message in row.messages or ()]
-    return sum(
-        len(text.encode() if isinstance(text, str) else json.dumps(text))
-        for text in (row.text, row.prompt, row.completion, *said)
-        if text
-    )
 
 
 def _too_large(where: str, size: int, limit: int) -> DataError:

@@ -120,7 +120,7 @@ def report_on(
     return DataReport(
         num_rows=len(rows),
         num_held_out=len(held_out),
-        num_characters=sum(map(_num_characters, rows)),
+        num_characters=sum(len(text) for row in rows for text in row.texts),
         num_tokens=num_tokens,
         max_length=max_length,
         cut=tuple(row.place for row in cut),
@@ -167,11 +167,6 @@ def _contradiction(rows: Sequence[Row]) -> str:
     answers = sorted(first_of_each.items(), key=lambda each: (each[1].file, each[1].number))
     shown = _listed(f"{_short(answer)} ({row.place})" for answer, row in answers)
     return f"{_short(by_question[0][question].asked)} → {shown}"
-
-
-def _num_characters(row: Row) -> int:
-    said = [message["content"] for message in row.messages or ()]
-    return sum(len(text) for text in (row.text, row.prompt, row.completion, *said) if text)
 
 
 def _rows(count: int) -> str:
