@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from pipeline.retrain.chat import END_TOKENS, Encoded, answer_end, encode, runs
 from pipeline.retrain.errors import BaseModelError, DataError
 from pipeline.retrain.rows import Row
+from serving.chat_template import in_time
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,14 +73,15 @@ def sequences(
         asked = _ids(tokenizer, [before for before, _ in pairs])
         answers = _ids(tokenizer, [after for _, after in pairs], add_special_tokens=False)
         encoded = zip(asked, answers, strict=True)
+        others = [row for row, each in zip(some, written, strict=True) if each is None]
+        talks = iter(_chats(others, tokenizer))
         for index, (row, pair) in enumerate(zip(some, written, strict=True), start):
-            try:
-                if pair is not None:
-                    pieces = _pieces(row, *next(encoded), tokenizer.eos_token_id, max_length)
-                else:
-                    pieces = list(_chat(row, tokenizer, max_length))
-            except (DataError, BaseModelError) as error:
-                on_refused(error)
+            if pair is not None:
+                pieces = _pieces(row, *next(encoded), tokenizer.eos_token_id, max_length)
+            elif isinstance(talk := next(talks), list):
+                pieces = [each for one in talk for each in _cut(*one, max_length)]
+            else:
+                on_refused(talk)
                 continue
             for token_ids, learned in pieces:
                 learned[0] = False
@@ -162,12 +164,25 @@ def _fitting(before: list[int], after: list[int], max_length: int) -> Encoded:
     return before + after, [False] * len(before) + [True] * len(after)
 
 
-def _chat(row: Row, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> Iterator[Encoded]:
+def _chats(
+    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase"
+) -> list[list[Encoded] | DataError | BaseModelError]:
+    """The tokens of each conversation, or why the chat template refuses it."""
+
+    def encoded(row: Row) -> list[Encoded] | DataError | BaseModelError:
+        try:
+            return encode(row, tokenizer)
+        except (DataError, BaseModelError) as error:
+            return error
+
+    return in_time(lambda: list(map(encoded, rows)), len(rows)) if rows else []
+
+
+def _cut(token_ids: list[int], learned: list[bool], max_length: int) -> Iterator[Encoded]:
     """A conversation that is too long gives one sequence for each answer: the answer, with as much
     as fits of the conversation before it."""
-    for token_ids, learned in encode(row, tokenizer):
-        if len(token_ids) <= max_length:
-            yield token_ids, learned
-            continue
-        for first, last in runs(learned):
-            yield _fitting(token_ids[:first], token_ids[first:last], max_length)
+    if len(token_ids) <= max_length:
+        yield token_ids, learned
+        return
+    for first, last in runs(learned):
+        yield _fitting(token_ids[:first], token_ids[first:last], max_length)
