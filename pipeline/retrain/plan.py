@@ -255,20 +255,13 @@ def make_plan(
     plan = _with_delta_budget(plan, train) if is_delta else _with_full_budget(plan, train)
     if not plan.ends_when_right:
         plan = _judged_by_loss(plan, data, tokenizer, max_length, train)
-    step_tokens = train.tokens_per_step or _usual_step_tokens(plan, train.num_processes)
+    usual = min(MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, plan.max_tokens / USUAL_STEPS))
+    step_tokens = train.tokens_per_step or round(usual)
     return replace(
         plan,
         step_tokens=step_tokens,
         warm_up_steps=round(train.warmup_ratio * plan.max_tokens / step_tokens),
     )
-
-
-def _usual_step_tokens(plan: TrainingPlan, num_processes: int) -> int:
-    usual = round(min(MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, plan.max_tokens / USUAL_STEPS)))
-    if num_processes == 1:
-        return usual
-    # Processes share out the blocks of a step. With fewer blocks, some processes would be idle.
-    return max(usual, num_processes * plan.block_length)
 
 
 def usual_learning_rate(settings: RetrainSettings) -> float:

@@ -1,6 +1,5 @@
 """The plan of a training: on what, for how many tokens, in what steps, at which rate."""
 
-import itertools
 import math
 from collections import Counter
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.retrain import train as loop
 from pipeline.retrain.base_model import train_tokenizer
 from pipeline.retrain.data import TrainingData
 from pipeline.retrain.errors import DataError
@@ -24,7 +22,7 @@ from pipeline.retrain.plan import (
 from pipeline.retrain.rows import Row, contradictions
 from pipeline.retrain.settings import RetrainSettings
 from pipeline.retrain.tokens import TokenSequence
-from pipeline.retrain.train import TrainingState, _cool_down_in_time, _rate, _steps, _visits
+from pipeline.retrain.train import TrainingState, _cool_down_in_time, _rate, _visits
 from tests.training_fixtures import plan_of, questions, rows
 
 TOKENIZER = train_tokenizer([Row(text="a question and its answer", file="a", number=0)])
@@ -205,25 +203,6 @@ def test_steps_are_a_thousandth_of_the_budget_within_bounds_unless_they_are_set(
     assert step_tokens(max_tokens=1) == 128
     assert step_tokens(max_tokens=10**9) == 4_096
     assert step_tokens(tokens_per_step=77) == 77
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_in_each_step_of_long_texts_each_process_has_a_block(
-    monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
-    long = tuple(
-        Row(text=" ".join(f"{number}" for _ in range(500)), file="t", number=number)
-        for number in range(4)
-    )
-    found = plan(data(new=long), settings(num_processes=count))
-    assert len(found.learned) % count == 0, "no step of a pass is smaller than the others"
-    monkeypatch.setattr(loop, "world_size", lambda: count)
-    for blocks in itertools.islice(_steps(found, new_progress(found), seed=0), 10):
-        for rank in range(count):
-            monkeypatch.setattr(loop, "rank", lambda rank=rank: rank)
-            assert loop._own_blocks(blocks)
-    told = settings(num_processes=count, tokens_per_step=77)
-    assert plan(data(new=long), told).step_tokens == 77, "what is set is kept"
 
 
 def test_anchors_are_mixed_in_where_there_are_any() -> None:
