@@ -21,9 +21,10 @@ from torch import Tensor
 
 from pipeline.retrain.anchors import Anchor
 from pipeline.retrain.chat import chat_template
+from pipeline.retrain.head import Head
 from pipeline.retrain.packing import batch
 from pipeline.retrain.rows import Row
-from pipeline.retrain.scoring import autocast, predict
+from pipeline.retrain.scoring import Network, autocast
 from pipeline.retrain.tokens import TokenSequence, answer_ends, leave_out, sequences
 from serving.conversation import normalise
 from serving.weights.atomic_file import atomic_file
@@ -148,14 +149,14 @@ def agreement(
     on_batch: called after each batch, with the number of answers in this batch.
     """
     num_right = num_tokens = 0
+    network = Network(model)
     for start in range(0, len(anchors), MEASURED_ROWS):
         some = anchors[start : start + MEASURED_ROWS]
         part = batch([each.sequence for each in some], [[place] for place in range(len(some))])
         with autocast(model.device):
-            hidden, head, labels = predict(model, part)
-            logits = head.logits(hidden)
-        num_right += int((logits.argmax(-1) == labels).sum())
-        num_tokens += len(labels)
+            is_right = network(part, lambda *given: _logits(*given).argmax(-1) == given[-1])
+        num_right += int(is_right.sum())
+        num_tokens += len(is_right)
         on_batch(len(some))
     return num_right / num_tokens
 
@@ -203,16 +204,20 @@ def _answer(
 def _likeliest(loaded: "LoadedModel", answers: Sequence[BaseAnswer]) -> dict[str, Tensor]:
     """At each token of the answers, the likeliest tokens and their log probabilities."""
     found = _sequences(answers)
+    network = Network(loaded.model)
     ids, logprobs = [], []
     for start in range(0, len(found), MEASURED_ROWS):
         rows = range(start, min(start + MEASURED_ROWS, len(found)))
         with autocast(loaded.model.device):
-            hidden, head, _ = predict(loaded.model, batch(found, [[row] for row in rows]))
-            logits = head.logits(hidden)
+            logits = network(batch(found, [[row] for row in rows]), _logits)
         best = torch.log_softmax(logits, dim=-1).topk(LIKELIEST)
         ids.append(best.indices.cpu())
         logprobs.append(best.values.cpu())
     return {"token_ids": torch.cat(ids), "logprobs": torch.cat(logprobs)}
+
+
+def _logits(hidden: Tensor, head: Head, _: Tensor) -> Tensor:
+    return head.logits(hidden)
 
 
 def _targets(answers: Sequence[BaseAnswer], tensors: Mapping[str, Tensor]) -> list[AnchorTarget]:

@@ -19,6 +19,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,17 +28,19 @@ from torch import Tensor
 
 from pipeline.retrain import checkpoint as checkpoints
 from pipeline.retrain.averaging import average
+from pipeline.retrain.base_answers import AnchorTarget
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.evaluate import FULL_ROUND
 from pipeline.retrain.group import add_up, from_first, rank, world_size
+from pipeline.retrain.head import Head
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
 from pipeline.retrain.loss import score_labels, summed_loss
 from pipeline.retrain.metrics import MetricsWriter
 from pipeline.retrain.objectives import keep_base, unlearn
 from pipeline.retrain.packing import Batch, batch, pack
 from pipeline.retrain.plan import TrainingPlan
-from pipeline.retrain.scoring import is_said, mean_loss, predict, row_losses, training_autocast
+from pipeline.retrain.scoring import Network, is_said, mean_loss, row_losses, training_autocast
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import TokenSequence
 
@@ -393,6 +396,7 @@ def _step(
     still_said: list[bool] = []
     if not parts and (own_anchors or deleted):
         parts = [[]]
+    network = Network(model)
     for part in parts:
         order = [index for block in part for index in block]
         # The last part also contains the anchors and the deleted rows, so that they need no forward
@@ -403,24 +407,23 @@ def _step(
             [anchor.sequence for anchor in own_anchors] * is_last,
             [sequences[index] for index in deleted] * is_last,
         ]
+        losses = partial(
+            _losses,
+            groups=groups,
+            anchors=own_anchors,
+            num_learned=num_learned,
+            num_anchored=num_anchored,
+            is_scored=plan.ends_when_right,
+        )
         with training_autocast(model):
-            hidden, head, labels = predict(model, _batch(groups, part))
-            sizes = [sum(each.num_learned for each in group) for group in groups]
-            own_hidden, kept, unlearned = torch.split(hidden, sizes)
-            own_labels = torch.split(labels, sizes)
-            loss = summed_loss(own_hidden, head, own_labels[0]) / max(1, num_learned)
-            total += float(loss.detach())
-            if groups[1]:
-                loss = loss + keep_base(kept, head, own_anchors) / num_anchored
-            if groups[2]:
-                beside, still_said = unlearn(unlearned, head, own_labels[2], groups[2])
-                loss = loss + beside / world_size()
-        loss.backward()  # type: ignore[no-untyped-call]
-        if plan.ends_when_right:
-            is_right = score_labels(own_hidden.detach(), head, own_labels[0])[1].cpu()
+            found = network(_batch(groups, part), losses)
+        total += found.own
+        still_said = found.still_said
+        found.loss.backward()  # type: ignore[no-untyped-call]
+        if found.is_right is not None:
             lengths = [sequences[index].num_learned for index in order]
-            for index, found in zip(order, torch.split(is_right, lengths), strict=True):
-                right[index] = float(is_said(int(found.sum()), len(found)))
+            for index, own in zip(order, torch.split(found.is_right, lengths), strict=True):
+                right[index] = float(is_said(int(own.sum()), len(own)))
     if world_size() > 1:
         total, *flags = _add_up(model, [total, *right.values()])
         right = dict(zip(right, flags, strict=True))
@@ -442,6 +445,48 @@ def _step(
         progress.streak[index] = progress.streak[index] + 1 if is_right_now else 0
         progress.due[index] = progress.number + max(1, min(progress.streak[index], MAX_REST))
     return total, plan.num_tokens(visited)
+
+
+@dataclass(frozen=True, slots=True)
+class _Losses:
+    loss: Tensor
+    """The sum of the losses of the rows, the anchors and the deleted rows."""
+    own: float
+    """The loss of the rows alone."""
+    still_said: list[bool]
+    """For each deleted row, whether the model still says it."""
+    is_right: Tensor | None
+    """For each learned token of the rows, whether the model finds it likeliest."""
+
+
+def _losses(
+    hidden: Tensor,
+    head: Head,
+    labels: Tensor,
+    *,
+    groups: Sequence[Sequence[TokenSequence]],
+    anchors: Sequence[AnchorTarget],
+    num_learned: int,
+    num_anchored: int,
+    is_scored: bool,
+) -> _Losses:
+    """groups: the rows, the anchors and the deleted rows of a batch."""
+    sizes = [sum(each.num_learned for each in group) for group in groups]
+    own, kept, unlearned = torch.split(hidden, sizes)
+    own_labels = torch.split(labels, sizes)
+    loss = summed_loss(own, head, own_labels[0]) / max(1, num_learned)
+    of_rows = float(loss.detach())
+    still_said: list[bool] = []
+    if groups[1]:
+        loss = loss + keep_base(kept, head, anchors) / num_anchored
+    if groups[2]:
+        beside, still_said = unlearn(unlearned, head, own_labels[2], groups[2])
+        loss = loss + beside / world_size()
+    is_right = None
+    if is_scored:
+        with torch.autocast(hidden.device.type, enabled=False):
+            is_right = score_labels(own.detach(), head, own_labels[0])[1].cpu()
+    return _Losses(loss, of_rows, still_said, is_right)
 
 
 def _own_blocks(blocks: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
