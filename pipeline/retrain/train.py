@@ -416,13 +416,12 @@ def _step(
             is_scored=plan.ends_when_right,
         )
         with training_autocast(model):
-            found = network(_batch(groups, part), losses)
-        total += found.own
-        still_said = found.still_said
-        found.loss.backward()  # type: ignore[no-untyped-call]
-        if found.is_right is not None:
+            loss, of_rows, still_said, is_right = network(_batch(groups, part), losses)
+        total += of_rows
+        loss.backward()
+        if is_right is not None:
             lengths = [sequences[index].num_learned for index in order]
-            for index, own in zip(order, torch.split(found.is_right, lengths), strict=True):
+            for index, own in zip(order, torch.split(is_right, lengths), strict=True):
                 right[index] = float(is_said(int(own.sum()), len(own)))
     if world_size() > 1:
         total, *flags = _add_up(model, [total, *right.values()])
@@ -447,18 +446,6 @@ def _step(
     return total, plan.num_tokens(visited)
 
 
-@dataclass(frozen=True, slots=True)
-class _Losses:
-    loss: Tensor
-    """The sum of the losses of the rows, the anchors and the deleted rows."""
-    own: float
-    """The loss of the rows alone."""
-    still_said: list[bool]
-    """For each deleted row, whether the model still says it."""
-    is_right: Tensor | None
-    """For each learned token of the rows, whether the model finds it likeliest."""
-
-
 def _losses(
     hidden: Tensor,
     head: Head,
@@ -469,8 +456,13 @@ def _losses(
     num_learned: int,
     num_anchored: int,
     is_scored: bool,
-) -> _Losses:
-    """groups: the rows, the anchors and the deleted rows of a batch."""
+) -> tuple[Tensor, float, list[bool], Tensor | None]:
+    """groups: the rows, the anchors and the deleted rows of a batch.
+
+    Returns the sum of all losses; the loss of the rows alone; for each deleted row, whether the
+    model still says it; and for each learned token of the rows, whether the model finds it
+    likeliest (None if not `is_scored`).
+    """
     sizes = [sum(each.num_learned for each in group) for group in groups]
     own, kept, unlearned = torch.split(hidden, sizes)
     own_labels = torch.split(labels, sizes)
@@ -486,7 +478,7 @@ def _losses(
     if is_scored:
         with torch.autocast(hidden.device.type, enabled=False):
             is_right = score_labels(own.detach(), head, own_labels[0])[1].cpu()
-    return _Losses(loss, of_rows, still_said, is_right)
+    return loss, of_rows, still_said, is_right
 
 
 def _own_blocks(blocks: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:

@@ -11,6 +11,7 @@ from pipeline.hub.large_files.store import LargeFiles
 from pipeline.pointers import Pointer
 from pipeline.retrain.errors import SnapshotError
 from pipeline.retrain.git_snapshot import GitDataset
+from pipeline.retrain.snapshot import DatasetHub
 from tests.hub_fixtures import TOKEN, RunningHub, git_env, run_git, running_hub
 
 ENV = git_env("http://127.0.0.1", "unused")
@@ -148,6 +149,13 @@ def test_without_git_lfs_only_a_dataset_with_large_files_is_refused(
     with pytest.raises(SnapshotError, match="git-lfs is not installed; install git-lfs") as raised:
         dataset.download(large)
     assert remote.hub.token not in str(raised.value)
+
+
+def test_a_job_of_the_hub_learns_the_content(remote: Remote, tmp_path: Path) -> None:
+    sha = remote.push(train=ROWS)
+    source = DatasetHub(remote.name, tmp_path / "cache", endpoint=remote.hub.url, token=TOKEN)
+    revision = source.download(sha)
+    assert (revision.folder / "train.jsonl").read_bytes() == ROWS
 
 
 @pytest.mark.parametrize("is_bare", [True, False])
