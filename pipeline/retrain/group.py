@@ -62,9 +62,9 @@ def process_group() -> Iterator[None]:
 def run_group(count: int, work: Callable[[bytes], None], given: bytes) -> None:
     """Call `work(given)` in `count` processes, which form a group.
 
-    If one process ends too early, the others are ended too. Raises TrainError with the error of the
-    first process that failed, and TemporaryError if a process was killed: the next attempt of the
-    job continues from the last checkpoint.
+    If one process ends too early, the others are ended too. Raises the TrainError of the first
+    process that failed. If it was killed or failed otherwise, raises TemporaryError: the next
+    attempt of the job continues from the last checkpoint.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -83,14 +83,13 @@ def run_group(count: int, work: Callable[[bytes], None], given: bytes) -> None:
     try:
         elastic_launch(config, _member)(os.getpid(), work, given)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        if failure.exitcode < 0:
-            raise TemporaryError(
-                f"one of {count} training processes was killed ({failure.signal_name()})"
-            ) from error
-        said = failure.message
+        said = error.get_first_failure()[1].message
         reason = said["message"] if isinstance(said, dict) else said
-        raise TrainError(reason.removeprefix("TrainError: ")) from error
+        if reason.startswith("TrainError: "):
+            raise TrainError(reason.removeprefix("TrainError: ")) from error
+        raise TemporaryError(
+            f"one of {count} training processes ended too early ({reason}); see the job's log"
+        ) from error
     finally:
         for kind, handler in handlers.items():
             signal.signal(kind, handler)
