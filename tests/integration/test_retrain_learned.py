@@ -13,7 +13,7 @@ from jobs.counts import Counts
 from jobs.outcome import JobOutcome
 from pipeline.retrain import base_model, data
 from serving.weights.release_store import load_release, release_ids
-from tests.retrain_fixtures import SMALL, TINY, Pipeline, facts, jsonl, unrelated
+from tests.retrain_fixtures import SMALL, TINY, Pipeline, jsonl, unrelated
 
 ROWS = unrelated(40)
 TRAIN = SMALL | {"max_length": 64}
@@ -157,16 +157,6 @@ def test_deleted_rows_that_others_still_teach_are_no_reason_to_refuse(
     counts = learned(outcome)
     assert mode(pipeline, outcome) == "full"
     assert counts.deleted == 20 and counts.unlearned < 10
-
-
-def test_validation_rows_with_answers_are_judged_by_how_many_are_right(tmp_path: Path) -> None:
-    """The loss on facts that are never trained on rises with each honest commit."""
-    pipeline = Pipeline(tmp_path, train=TRAIN)
-    files = {"a.jsonl": jsonl(ROWS), "validation.jsonl": jsonl(facts(num_places=14))}
-    outcome = pipeline.learn(files)
-    assert learned(outcome).learned == 40
-    held_out = evaluation(pipeline, outcome)["held_out"]
-    assert held_out["rows"] == 42 and held_out["loss"] > held_out["served_loss"]
 
 
 def test_what_was_not_learned_is_refused_by_name_and_the_next_commit_goes_on(
