@@ -248,7 +248,8 @@ def test_another_base_model_may_have_another_chat_template(
     assert (counts.changed, counts.learned, counts.learned_before) == (2, 2, 0)
     counts = learned(pipeline.learn(files, base_model=str(plain)))
     assert (counts.deleted, counts.unlearned) == (2, 2)
-    val = files | {"val.jsonl": jsonl(talks)}
+    system = {"role": "system", "content": "Be brief."}
+    val = files | {"val.jsonl": jsonl({"messages": [system, *talk["messages"]]} for talk in talks)}
     full = train | {"mode": "full"}
     failed = pipeline.learn(val, base_model=str(plain), train=full, skip_if="never")
     assert (failed.result, failed.stage) == ("failed", "measure")

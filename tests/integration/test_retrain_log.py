@@ -59,6 +59,7 @@ def test_it_counts_tokens_and_names_the_rows_that_are_too_long(
     folder = tmp_path / "revisions" / pipeline.commit({"c.jsonl": jsonl([TEXT])}).sha
     other = tmp_path / "other"
     train_tokenizer([]).save_pretrained(other)
+    (other / "config.json").write_text("{}")
     for base, used in (
         ("preset:tiny", tokenizer),
         (str(other), AutoTokenizer.from_pretrained(other)),
