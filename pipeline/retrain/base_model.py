@@ -121,7 +121,6 @@ def find_base(
         raise BaseModelError(f"no preset {base_model!r}; choose one of {', '.join(PRESETS)}")
     folder = Path(base_model).expanduser()
     if folder.is_dir():
-        _check_folder(folder)
         return Base(folder=folder, files_digest=files_digest(base_model))
     if not HUB_ID.fullmatch(base_model):
         raise BaseModelError(
@@ -129,15 +128,6 @@ def find_base(
             "config.json, a hub id (owner/name, or owner/name@revision), or preset:tiny"
         )
     return _fetch(base_model, bases_dir / "hub", endpoint, token, pinned, has_weights)
-
-
-def _check_folder(folder: Path) -> None:
-    for needed in ("config.json", "tokenizer_config.json"):
-        if not (folder / needed).is_file():
-            raise BaseModelError(
-                f"{folder} is no model checkpoint: it has no {needed}; save one there with "
-                "`save_pretrained` (of the model and of the tokenizer)"
-            )
 
 
 def _fetch(
@@ -180,7 +170,6 @@ def _fetch(
             f"base model {base_model!r} could not be fetched from {endpoint or 'huggingface.co'} "
             f"({reason}); check the name and the connection, or set `base_model` to a folder"
         ) from error
-    _check_folder(folder)
     return Base(folder=folder, revision=info.sha)
 
 

@@ -202,7 +202,7 @@ def test_a_missing_base_model_is_named(
 
 def test_a_folder_without_a_model_is_named(pipeline: Pipeline, tmp_path: Path) -> None:
     outcome = pipeline.learn({"a.jsonl": jsonl(facts())}, base_model=str(tmp_path))
-    assert "has no config.json" in str(outcome.reason)
+    assert f"{tmp_path} cannot be loaded as a causal model: " in str(outcome.reason)
 
 
 def test_a_local_folder_is_a_base_model_and_keeps_its_dtype(
