@@ -28,8 +28,9 @@ from pipeline.retrain.model import LoadedModel, load_model, load_tokenizer, usua
 from pipeline.retrain.parent import Parent
 from pipeline.retrain.plan import TrainingPlan, make_plan
 from pipeline.retrain.probe import make_probe, probe_texts
+from pipeline.retrain.report import too_long
 from pipeline.retrain.rows import Row
-from pipeline.retrain.tokens import answer_ends, sequences
+from pipeline.retrain.tokens import answer_ends, row_lengths, sequences
 from pipeline.retrain.train import train
 from pipeline.retrain.trunk import frozen_trunk
 from serving.chat_template import PROMPT_DATE
@@ -58,11 +59,6 @@ class Learning:
     rows: MeasuredRows
     before: Measurement
     """The measurement of the served weights."""
-    tokenizer: "PreTrainedTokenizerBase"
-    """The tokenizer of the weights from which training starts. If the base model has changed, it is
-    not that of the served weights."""
-    max_length: int
-    """The largest number of tokens of a sequence, with these weights."""
     is_fresh: bool = True
     """Whether the weights in `loaded` are unchanged since they were loaded."""
     ends: frozenset[int] = frozenset()
@@ -102,6 +98,7 @@ class Learning:
             tokenizer, max_length = load_tokenizer(base.folder, settings)
             asked = (*rows.held_out_new, *rows.held_out_known, *rows.golden)
             sequences(asked, tokenizer, max_length)
+        _tell_lengths(data, tokenizer, max_length)
         before = measure(
             loaded.model,
             loaded.tokenizer,
@@ -120,8 +117,6 @@ class Learning:
             measured_anchors=measured,
             rows=rows,
             before=before,
-            tokenizer=tokenizer,
-            max_length=max_length,
         )
 
     def first_round(self, evaluation: Evaluation | None) -> int:
@@ -266,6 +261,18 @@ class Learning:
             f"{replayed:,}",
             f"{round((size + replayed) * plan.anchor_ratio):,}",
         )
+
+
+def _tell_lengths(
+    data: TrainingData, tokenizer: "PreTrainedTokenizerBase", max_length: int
+) -> None:
+    """Log what the report at the job's start could not say, because it had no tokenizer. For a
+    delta, only of the changed rows: its time must not depend on the size of the dataset."""
+    rows, what = (data.new, "changed") if data.mode == "delta" else (data.rows, "all")
+    num_tokens, cut = row_lengths(rows, tokenizer, max_length)
+    logger.info("%s rows have %s tokens", what, f"{num_tokens:,}")
+    if cut:
+        logger.info(too_long([row.place for row in cut], max_length))
 
 
 def _train(

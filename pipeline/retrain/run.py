@@ -23,7 +23,7 @@ from pipeline.retrain.parent import (
     find_parent,
 )
 from pipeline.retrain.promote import promote
-from pipeline.retrain.report import report_on, too_long
+from pipeline.retrain.report import report_on
 from pipeline.retrain.snapshot import DatasetSnapshot, take_snapshot
 from serving.errors import Superseded
 from serving.weights.publish import publish_folder
@@ -167,7 +167,6 @@ def _learn(
         if refusals and job.settings.force_reason is None:
             return refusals, None
         learning = Learning.begin(job, data, parent)
-        _tell_lengths(job, data, learning)
 
     path = job.dir / job_folder.EVALUATION
     evaluation = job_folder.read_record(path, Evaluation)
@@ -199,18 +198,6 @@ def _learn(
         release = learning.export(evaluation, lineage)
         job_folder.write_record(job.dir / job_folder.RELEASE, release)
     return (), release
-
-
-def _tell_lengths(job: RetrainJob, data: TrainingData, learning: "Learning") -> None:
-    """Log what the report at the job's start could not say, because it had no tokenizer. For a
-    delta, only of the changed rows: its time must not depend on the size of the dataset."""
-    from pipeline.retrain.tokens import row_lengths
-
-    rows, what = (data.new, "changed") if data.mode == "delta" else (data.rows, "all")
-    num_tokens, cut = row_lengths(rows, learning.tokenizer, learning.max_length)
-    logger.info("%s rows have %s tokens", what, f"{num_tokens:,}")
-    if cut:
-        logger.info(too_long([row.place for row in cut], learning.max_length))
 
 
 def _lineage(
