@@ -26,13 +26,13 @@ from pipeline.retrain.data import divide
 from pipeline.retrain.data_files import shown, why_no_data
 from pipeline.retrain.dataset import check_not_empty, read_dataset
 from pipeline.retrain.errors import BaseModelAway, BaseModelError, DataError
-from pipeline.retrain.git_snapshot import DatasetSource, GitDataset
+from pipeline.retrain.git_snapshot import GitDataset
 from pipeline.retrain.own_token import own_token
 from pipeline.retrain.parent import find_parent
 from pipeline.retrain.report import DataReport, report_on
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import DataSettings, is_git_url
-from pipeline.retrain.snapshot import DatasetHub
+from pipeline.retrain.snapshot import DatasetHub, DatasetSource
 from pipeline.rules import branch_ref
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens

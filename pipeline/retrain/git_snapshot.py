@@ -18,7 +18,7 @@ from pathlib import Path
 from pipeline.pointers import Pointer, may_be_pointer
 from pipeline.retrain.data_files import NEEDED, shown, why_no_data
 from pipeline.retrain.errors import HubAway, SnapshotError
-from pipeline.retrain.snapshot import DatasetHub, Revision
+from pipeline.retrain.snapshot import Revision
 
 FETCH_SECONDS = 1800.0
 AWAY = re.compile(
@@ -222,10 +222,6 @@ class GitDataset:
         return kind(
             _LOGIN.sub("://", f"{what} could not be fetched from {self.dataset}: {lines[-1]}")
         )
-
-
-DatasetSource = DatasetHub | GitDataset
-"""The source of a dataset: a hub, or a git URL."""
 
 
 def _pointed_to(path: Path) -> str | None:

@@ -17,11 +17,11 @@ from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.spec import JobSpec, RevisionRange
 from pipeline.retrain import job_folder
 from pipeline.retrain.errors import RetrainError
-from pipeline.retrain.git_snapshot import DatasetSource, GitDataset
+from pipeline.retrain.git_snapshot import GitDataset
 from pipeline.retrain.metrics import Event, MetricsWriter, Stage
 from pipeline.retrain.own_token import OWN_TOKEN, OWN_TOKEN_SOURCE, cached_login
 from pipeline.retrain.settings import RetrainSettings, is_git_url
-from pipeline.retrain.snapshot import DatasetHub
+from pipeline.retrain.snapshot import DatasetHub, DatasetSource
 from serving.errors import ReleaseError
 from serving.weights.release_store import served_release
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import httpx
 from pydantic import BaseModel, ConfigDict
@@ -17,9 +17,6 @@ from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.hub_away import is_away
 from pipeline.retrain.parent import Parent
 from serving.errors import first_line
-
-if TYPE_CHECKING:
-    from pipeline.retrain.git_snapshot import DatasetSource
 
 logger = logging.getLogger(__name__)
 
@@ -185,8 +182,20 @@ class DatasetHub:
             ) from error
 
 
+class DatasetSource(Protocol):
+    """The source of a dataset: `DatasetHub` for a dataset on a hub, or `GitDataset` for a git
+    URL."""
+
+    dataset: str
+
+    def head(self, ref: str) -> str: ...
+    def download(self, sha: str) -> Revision: ...
+    def is_ancestor(self, old: str, new: str) -> bool: ...
+    def forget_others(self, *shas: str) -> None: ...
+
+
 def take_snapshot(
-    hub: "DatasetSource", ref: str, sha: str | None, parent: Parent | None
+    hub: DatasetSource, ref: str, sha: str | None, parent: Parent | None
 ) -> DatasetSnapshot:
     """Download the revision to train on, and the revision that the parent release was trained on.
 
@@ -204,9 +213,7 @@ def take_snapshot(
             time.sleep(RETRY_SECONDS)
 
 
-def _take(
-    hub: "DatasetSource", ref: str, sha: str | None, parent: Parent | None
-) -> DatasetSnapshot:
+def _take(hub: DatasetSource, ref: str, sha: str | None, parent: Parent | None) -> DatasetSnapshot:
     revision = hub.download(sha or hub.head(ref))
     base, no_delta = _base(hub, revision, parent)
     return DatasetSnapshot(
@@ -220,7 +227,7 @@ def _take(
 
 
 def _base(
-    hub: "DatasetSource", revision: Revision, parent: Parent | None
+    hub: DatasetSource, revision: Revision, parent: Parent | None
 ) -> tuple[Revision | None, str | None]:
     if parent is None:
         return None, "there is no release to go on from"

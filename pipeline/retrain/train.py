@@ -421,8 +421,8 @@ def _step(
         loss.backward()
         if is_right is not None:
             lengths = [sequences[index].num_learned for index in order]
-            for index, own in zip(order, torch.split(is_right, lengths), strict=True):
-                right[index] = float(is_said(int(own.sum()), len(own)))
+            for index, each in zip(order, torch.split(is_right, lengths), strict=True):
+                right[index] = float(is_said(int(each.sum()), len(each)))
     if world_size() > 1:
         total, *flags = _add_up(model, [total, *right.values()])
         right = dict(zip(right, flags, strict=True))
