@@ -70,6 +70,36 @@ def test_history_is_followed_over_its_pages(
     assert not found.is_ancestor(last, first)
 
 
+def test_history_is_followed_no_further_than_to_what_is_known(
+    hub: RunningHub, worktree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = pushed(hub, worktree, "0\n")
+    for number in range(20):
+        hub.git("commit", "-q", "--allow-empty", "-m", str(number), cwd=worktree)
+    middle = pushed(hub, worktree, "1\n")
+    walked: list[str] = []
+    history = DatasetHub._history
+
+    def counted(self: DatasetHub, sha: str) -> Iterator[str]:
+        for each in history(self, sha):
+            walked.append(each)
+            yield each
+
+    monkeypatch.setattr(DatasetHub, "_history", counted)
+    assert dataset(hub, tmp_path / "cache").is_ancestor(first, middle)
+    assert len(walked) == 22
+    walked.clear()
+    last = pushed(hub, worktree, "2\n")
+    found = dataset(hub, tmp_path / "cache")
+    assert found.is_ancestor(first, last)
+    assert walked == [last, middle]
+    # What came after one commit says nothing of another, and a force-push takes it away.
+    assert not found.is_ancestor(last, middle)
+    hub.git("checkout", "-q", "--orphan", "anew", cwd=worktree)
+    anew = pushed(hub, worktree, "3\n", "--force")
+    assert not found.is_ancestor(first, anew)
+
+
 @pytest.mark.parametrize(
     ("name", "sha", "expected"),
     [
