@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NoReturn
 from pipeline.retrain.chat import END_TOKENS, Encoded, answer_end, encode, runs
 from pipeline.retrain.errors import BaseModelError, DataError
 from pipeline.retrain.rows import Row
-from serving.chat_template import in_time
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,7 +73,7 @@ def sequences(
         answers = _ids(tokenizer, [after for _, after in pairs], add_special_tokens=False)
         encoded = zip(asked, answers, strict=True)
         others = [row for row, each in zip(some, written, strict=True) if each is None]
-        talks = iter(_chats(others, tokenizer))
+        talks = iter(encode(others, tokenizer) if others else ())
         for index, (row, pair) in enumerate(zip(some, written, strict=True), start):
             if pair is not None:
                 pieces = _pieces(row, *next(encoded), tokenizer.eos_token_id, max_length)
@@ -162,20 +161,6 @@ def _fitting(before: list[int], after: list[int], max_length: int) -> Encoded:
     after = after[: max(max_length - len(before), max_length // 2)]
     before = before[max(0, len(before) + len(after) - max_length) :]
     return before + after, [False] * len(before) + [True] * len(after)
-
-
-def _chats(
-    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase"
-) -> list[list[Encoded] | DataError | BaseModelError]:
-    """The tokens of each conversation, or why the chat template refuses it."""
-
-    def encoded(row: Row) -> list[Encoded] | DataError | BaseModelError:
-        try:
-            return encode(row, tokenizer)
-        except (DataError, BaseModelError) as error:
-            return error
-
-    return in_time(lambda: list(map(encoded, rows)), len(rows)) if rows else []
 
 
 def _cut(token_ids: list[int], learned: list[bool], max_length: int) -> Iterator[Encoded]:
