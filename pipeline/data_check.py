@@ -6,8 +6,8 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.errors import PipelineError
 from pipeline.hub.repositories.names import repository_name
@@ -36,6 +36,9 @@ from pipeline.retrain.snapshot import DatasetHub, DatasetSource
 from pipeline.rules import branch_ref
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def pipeline_of(
@@ -70,7 +73,7 @@ def check_data(
     branch that the pipeline follows.
     """
     reading = pipeline.data if pipeline is not None else DataSettings()
-    bad: list[DataError] = []
+    bad: list[PipelineError] = []
     with _files(folder, home, settings, pipeline) as (root, files, links):
         bad += [
             DataError.at(
@@ -106,18 +109,24 @@ def check_data(
     parent = find_parent(home.releases_dir / pipeline.name) if pipeline is not None else None
     rows, share = divide(dataset, reading, parent.held_out_share if parent is not None else None)
     held_out = [*dataset.held_out, *share]
-    tokens = _TokenCounts()
-    if pipeline is not None:
-        tokens = _count_tokens(rows, home, settings, pipeline)
+    num_tokens, max_length, cut = None, None, list[Row]()
+    try:
+        if pipeline is not None and (found := _tokenizer(rows, home, settings, pipeline)):
+            from pipeline.retrain.tokens import row_lengths
+
+            tokenizer, max_length = found
+            num_tokens, cut = row_lengths(rows, tokenizer, max_length, bad.append)
+    except BaseModelError as error:
+        bad.append(error)
     return report_on(
         dataset,
         rows,
         held_out,
-        bad=[*bad, *tokens.refused],
+        bad=bad,
         elsewhere=pointers,
-        num_tokens=tokens.count,
-        max_length=tokens.max_length,
-        cut=tokens.cut,
+        num_tokens=num_tokens,
+        max_length=max_length,
+        cut=cut,
     )
 
 
@@ -236,22 +245,6 @@ def _git(*arguments: str, folder: Path = Path()) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-@dataclass
-class _TokenCounts:
-    max_length: int | None = None
-    """The largest number of tokens in one training sequence. Training splits a longer plain text
-    into several sequences, and cuts any other row that is longer. None if there is no tokenizer."""
-    count: int | None = None
-    """The number of tokens in all rows, without the rows that the tokenizer refuses. None if there
-    is no tokenizer, or if it has no chat template to encode conversations."""
-    cut: list[Row] = field(default_factory=list)
-    """The rows that training cuts: the rows with an answer (all rows except plain text) that have
-    more than `max_length` tokens."""
-    refused: list[PipelineError] = field(default_factory=list)
-    """One error for each row that the tokenizer refuses. If `count` is None, one error for all
-    rows."""
-
-
 def tokenizer_folder(pipeline: PipelineSettings, home: Home) -> Path | None:
     """The folder of the tokenizer that a job would use: the release from which it starts to train,
     or the base model. None if the base model was not made or fetched yet. Raises ReleaseError."""
@@ -267,20 +260,16 @@ def tokenizer_folder(pipeline: PipelineSettings, home: Home) -> Path | None:
     return next((each for each in folders if (each / "tokenizer_config.json").is_file()), None)
 
 
-def _count_tokens(
-    rows: Sequence[Row],
-    home: Home,
-    settings: Settings,
-    pipeline: PipelineSettings,
-) -> _TokenCounts:
-    """Counts the tokens of the rows, with the tokenizer that a job would use."""
+def _tokenizer(
+    rows: Sequence[Row], home: Home, settings: Settings, pipeline: PipelineSettings
+) -> tuple["PreTrainedTokenizerBase", int] | None:
+    """The tokenizer that a job would use, and the largest number of tokens in one training
+    sequence. None if `transformers` is not installed, or the hub of the base model does not answer.
+    Raises BaseModelError."""
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        return _TokenCounts()
-    from pipeline.retrain.row_lengths import UNCUT_LENGTH
-    from pipeline.retrain.tokens import sequences
-
+        return None
     base_model = str(pipeline.base_folder() or pipeline.base_model)
     context: int | None = CONTEXT
     folder = tokenizer_folder(pipeline, home)
@@ -299,26 +288,10 @@ def _count_tokens(
                 has_weights=False,
             ).folder
         except BaseModelAway:
-            return _TokenCounts()
-        except BaseModelError as error:
-            return _TokenCounts(refused=[error])
+            return None
     if folder is not None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         context = json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings")
     else:
         tokenizer = train_tokenizer(rows)  # as the first job makes it
-    longest = longest_sequence(pipeline.train.max_length, base_model, context)
-    tokens, count = _TokenCounts(longest), 0
-    for row in rows:
-        try:
-            sizes = [len(each.token_ids) for each in sequences([row], tokenizer, UNCUT_LENGTH)]
-        except DataError as error:
-            tokens.refused.append(error)
-            continue
-        except BaseModelError as error:
-            return _TokenCounts(longest, refused=[error])
-        count += sum(sizes)
-        if row.is_counted and max(sizes, default=0) > longest:
-            tokens.cut.append(row)
-    tokens.count = count
-    return tokens
+    return tokenizer, longest_sequence(pipeline.train.max_length, base_model, context)

@@ -24,7 +24,6 @@ from pipeline.journal import WAYS_ON, next_step
 from pipeline.other_hubs import check_other_hubs
 from pipeline.paths import settings_file
 from pipeline.probes import port_fault
-from pipeline.retrain.reporters import check_reporters
 from pipeline.services import services_of
 from pipeline.settings import PipelineSettings
 from pipeline.stack_record import stale_settings, suspended_stack
@@ -157,11 +156,6 @@ def _check_training(pipeline: PipelineSettings) -> Iterator[Finding]:
             "needs",
             f"{INSTALL_TORCH}; or set `command` under [[pipelines]]",
         )
-    for name in pipeline.train.report_to:
-        try:
-            check_reporters([name])
-        except PipelineError as error:
-            yield wrong("trainer", f"{pipeline.name}: {error}", READ_IT)
 
 
 def check_services(facts: Facts) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
-from pipeline.card_head import HEAD, MAX_HEAD_CHARACTERS
+from pipeline.card_head import MAX_HEAD_CHARACTERS
 from pipeline.data_check import tokenizer_folder
 from pipeline.errors import PipelineError
 from pipeline.hub.contents.trees import changed_files, find_paths, list_paths, read_file
@@ -39,8 +39,7 @@ MAX_BYTES = 4 * 1024 * 1024
 CHECKED_SUFFIXES, and the changed files that may be pointers to large files. If they have more
 bytes, no rows are checked, and missing large files are not reported. The limit is needed because
 the client waits for the hub's answer during the check. The hub reads each file once, however many
-pipelines there are. But it parses the rows again for each pipeline. A
-README that alone has more bytes is not read."""
+pipelines there are. But it parses the rows again for each pipeline."""
 CHECKED_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 """Only rows of files with these suffixes are checked. The hub does not open compressed files, such
 as `.jsonl.gz` and `.parquet`: a small compressed file may become so large when it is unpacked that
@@ -114,11 +113,10 @@ class PushRemarks:
                 yield f"No pipeline follows the branch {name!r}; pipelines follow {followed}."
             if not pipelines:
                 continue
-            if _has_long_head(repository, change):
+            if _has_long_card(repository, change):
                 yield (
-                    "The hub checked no rows of this push: the YAML at the beginning of README.md "
-                    f"has more than {MAX_HEAD_CHARACTERS:,} characters. {_jobs_of(pipelines)} will "
-                    "check all rows."
+                    f"The hub checked no rows of this push: README.md has more than "
+                    f"{MAX_HEAD_CHARACTERS:,} bytes. {_jobs_of(pipelines)} will check all rows."
                 )
                 continue
             if is_pushed_branch:
@@ -126,15 +124,13 @@ class PushRemarks:
             yield from _unreadable_rows(repository, change, pipelines, self._home)
 
 
-def _has_long_head(repository: Repository, change: RefChange) -> bool:
-    """Whether the README, before or after the push, has a head that takes long to read."""
-    for commit in filter(None, (change.old_sha, change.new_sha)):
-        for entry in find_paths(repository, commit, [CARD]):
-            if MAX_HEAD_CHARACTERS < entry.size_bytes <= MAX_BYTES:
-                head = HEAD.match(read_file(repository, entry).decode(errors="replace"))
-                if head is not None and len(head[2]) > MAX_HEAD_CHARACTERS:
-                    return True
-    return False
+def _has_long_card(repository: Repository, change: RefChange) -> bool:
+    """Whether the README, before or after the push, takes long to read."""
+    return any(
+        entry.size_bytes > MAX_HEAD_CHARACTERS
+        for commit in filter(None, (change.old_sha, change.new_sha))
+        for entry in find_paths(repository, commit, [CARD])
+    )
 
 
 def _jobs_of(pipelines: Sequence[PipelineSettings]) -> str:
@@ -171,7 +167,7 @@ def _ignored_data_files(
 
 @dataclass(frozen=True)
 class _Listing:
-    """The paths of all files of a commit, and the text of its README (empty if it is not read)."""
+    """The paths of all files of a commit, and the text of its README."""
 
     paths: Sequence[str]
     card: str
@@ -181,7 +177,6 @@ class _Listing:
         card = "".join(
             read_file(repository, entry).decode(errors="replace")
             for entry in find_paths(repository, commit, [CARD])
-            if entry.size_bytes <= MAX_BYTES
         )
         return cls(list_paths(repository, commit), card)
 
@@ -271,7 +266,7 @@ def _unreadable_rows(
             dataset = read_dataset(folder, paths, pipeline.data, bad.append)
             bad += _refused(dataset.train, pipeline, home)
             problems = grouped(bad)
-            yield from map(str, problems[:MAX_NAMED])
+            yield from problems[:MAX_NAMED]
             if len(problems) > MAX_NAMED:
                 yield "More is wrong with other rows: see `pipeline data check`."
             if bad or missing:

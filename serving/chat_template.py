@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import datetime
-from threading import Thread
-from typing import Any, NoReturn, Self
+from threading import Thread, local
+from typing import Any, NoReturn, Self, TypeVar
 
 import jinja2
 from jinja2 import TemplateError, meta
@@ -24,6 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from serving.conversation import Conversation, Message, parts_of, text_of
 from serving.errors import ReleaseError
+
+T = TypeVar("T")
 
 PROMPT_DATE = "prompt_date"
 """The field of tokenizer_config.json that holds the day for `strftime_now`. A training writes it: a
@@ -131,7 +133,7 @@ class ChatTemplate:
             "documents": conversation.documents or None,
         }
         try:
-            return _in_time(lambda: compiled.template.render(given))
+            return in_time(lambda: compiled.template.render(given))
         except TooSlow:
             raise
         # A filter or a method that gets a value of an unexpected type may raise anything, such as
@@ -140,12 +142,22 @@ class ChatTemplate:
             raise ChatTemplateError(" ".join(str(error).split()) or repr(error)) from None
 
 
-def _in_time(function: Callable[[], str]) -> str:
-    """The result of `function`, or TooSlow if it takes more than MAX_RENDER_SECONDS. jinja2 keeps a
-    template away from the objects of this process, but lets it loop forever."""
-    result: Future[str] = Future()
+_watched = local()
+
+
+def in_time(function: Callable[[], T], num_renderings: int = 1) -> T:
+    """The result of `function`, which renders a template, or TooSlow if it takes too long. jinja2
+    keeps a template away from the objects of this process, but lets it loop forever.
+
+    It takes a thread. So call it once around many renderings: it then watches all of them together.
+    """
+    if getattr(_watched, "is_on", False):
+        return function()
+    result: Future[T] = Future()
+    seconds = MAX_RENDER_SECONDS * num_renderings
 
     def work() -> None:
+        _watched.is_on = True
         try:
             result.set_result(function())
         except BaseException as error:
@@ -154,13 +166,13 @@ def _in_time(function: Callable[[], str]) -> str:
     thread = Thread(target=work, daemon=True)
     thread.start()
     try:
-        return result.result(MAX_RENDER_SECONDS)
+        return result.result(seconds)
     except TimeoutError:
         # This raises an exception in the thread, so that a loop ends.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread.ident or 0), ctypes.py_object(TooSlow)
         )
-        raise TooSlow(f"the chat template takes more than {MAX_RENDER_SECONDS:g} seconds") from None
+        raise TooSlow(f"the chat template takes more than {seconds:g} seconds") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +246,7 @@ def _takes_parts(template: jinja2.Template, special_tokens: Mapping[str, str]) -
     content = [{"type": "text", "text": "Hello"}]
     given = {**special_tokens, "messages": [{"role": "user", "content": content}]}
     try:
-        shown = _in_time(lambda: template.render(given))
+        shown = in_time(lambda: template.render(given))
     except TooSlow:
         raise
     except Exception:

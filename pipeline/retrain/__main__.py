@@ -39,18 +39,21 @@ def main(
     try:
         job = job_of(environ)
         outcome = retrain(job)
-    except (PipelineError, ServingError) as error:
-        logger.error("%s", error)
-        passes = isinstance(error, TemporaryError | NotEnoughSpace) or is_temporary(error)
-        outcome = _failed(job, environ, str(error), may_pass=passes)
     except Exception as error:
-        logger.exception("the job failed with an unexpected error")
-        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        outcome = _failed(
-            job,
-            environ,
-            f"{reason} (unexpected; the job's log has the traceback)",
-            may_pass=is_temporary(error),
+        if isinstance(error, PipelineError | ServingError):
+            logger.error("%s", error)
+            reason = " ".join(str(error).split())
+        else:
+            logger.exception("the job failed with an unexpected error")
+            said = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            reason = f"{said} (unexpected; the job's log has the traceback)"
+        failed = JobOutcome(result="failed", exit_code=1, job_id=environ.get("JOB_ID"))
+        outcome = (failed if job is None else job.outcome("failed")).model_copy(
+            update={
+                "reason": reason,
+                "may_pass": isinstance(error, TemporaryError | NotEnoughSpace)
+                or is_temporary(error),
+            }
         )
     logger.info("%s %s", outcome.result, outcome.reason or "")
     if "JOB_DIR" in environ:
@@ -62,19 +65,6 @@ def main(
             logger.error("the outcome cannot be written: %s", error)
             return TEMPORARY_FAILURE
     return outcome.exit_code or 0
-
-
-def _failed(
-    job: RetrainJob | None, environ: Mapping[str, str], reason: str, *, may_pass: bool
-) -> JobOutcome:
-    one_line = " ".join(reason.split())
-    if job is None:
-        outcome = JobOutcome(
-            result="failed", reason=one_line, exit_code=1, job_id=environ.get("JOB_ID")
-        )
-    else:
-        outcome = job.outcome("failed", one_line)
-    return outcome.model_copy(update={"may_pass": may_pass})
 
 
 if __name__ == "__main__":

@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from pydantic import BaseModel, ConfigDict
-from safetensors.torch import load_file, save
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from pipeline.retrain.anchors import Anchor
 from pipeline.retrain.chat import chat_template
-from pipeline.retrain.job_folder import read_record, write_record
+from pipeline.retrain.head import Head
 from pipeline.retrain.packing import batch
 from pipeline.retrain.rows import Row
-from pipeline.retrain.scoring import autocast, predict
-from pipeline.retrain.tokens import TokenSequence, answer_ends, sequences
+from pipeline.retrain.scoring import Network, autocast
+from pipeline.retrain.tokens import TokenSequence, answer_ends, leave_out, sequences
 from serving.conversation import normalise
 from serving.weights.atomic_file import atomic_file
 
@@ -61,6 +62,9 @@ class BaseAnswer(BaseModel):
     answer."""
 
 
+_ANSWERS = TypeAdapter(tuple[BaseAnswer, ...])
+
+
 @dataclass(frozen=True, slots=True)
 class AnchorTarget:
     """An answer of the base model, and at each of its tokens the tokens that the base model found
@@ -71,24 +75,6 @@ class AnchorTarget:
     """The likeliest token ids: (answer tokens, LIKELIEST)."""
     logprobs: Tensor
     """The log probability (natural log) of each of these tokens, in the same shape."""
-
-
-class BaseAnswers(BaseModel):
-    """The record `anchors-<digest>.json` in the folder of the answers."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    answers: tuple[BaseAnswer, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """How far a model has moved away from the base model's own answers."""
-
-    agreement: float
-    """The share of the tokens in the answers that the model still finds likeliest."""
-    divergence: float
-    """The mean KL divergence from the base model, in nats per token."""
 
 
 def base_answers(
@@ -104,30 +90,31 @@ def base_answers(
     answer. The answers are read from `folder` if an earlier job has made them.
 
     base: a text that identifies the base model. load: loads the base model. It is called only if
-    the answers must be made. tell: called again and again while the answers are made, with the
-    number of answered prompts and the number of prompts.
+    the answers must be made. tell: called after each batch of answers, with the number of answered
+    prompts and the number of prompts.
     """
     digest = hashlib.sha256(
         "\n".join([base, *(anchor.model_dump_json() for anchor in anchors)]).encode()
     ).hexdigest()
-    path = folder / f"anchors-{digest[:16]}.json"
-    tensors = path.with_suffix(".safetensors")
-    answers = read_record(path, BaseAnswers)
-    if answers is None:
+    path = folder / f"anchors-{digest[:16]}.safetensors"
+    if not path.exists():
         logger.info("the base model answers %d everyday prompts, once", len(anchors))
         tell(0, len(anchors))
         loaded = load()
-        answers = _answer(loaded, anchors, lambda answered: tell(answered, len(anchors)))
+        made = _answer(loaded, anchors, lambda answered: tell(answered, len(anchors)))
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Write the record last, because it says that the tensors are complete. Jobs of several
-        # pipelines may do this at the same time, but they write the same answers.
-        with atomic_file(tensors) as file:
-            file.write(save(_likeliest(loaded, answers)))
-        write_record(path, answers)
+        # Jobs of several pipelines may do this at the same time, but they write the same answers.
+        with atomic_file(path) as file:
+            file.write(
+                save(_likeliest(loaded, made), {"answers": _ANSWERS.dump_json(made).decode()})
+            )
+    with safe_open(path, "pt") as stored:
+        answers = _ANSWERS.validate_json(stored.metadata()["answers"])
+        tensors = {name: stored.get_tensor(name) for name in ("token_ids", "logprobs")}
     trained: list[AnchorTarget] = []
     measured: list[AnchorTarget] = []
     left = max_measured_tokens
-    for answer, target in zip(answers.answers, _targets(answers, load_file(tensors)), strict=True):
+    for answer, target in zip(answers, _targets(answers, tensors), strict=True):
         if not answer.measured:
             trained.append(target)
             continue
@@ -152,33 +139,32 @@ def divergence(logprobs: Tensor, anchors: Sequence[AnchorTarget]) -> Tensor:
 
 
 @torch.no_grad()
-def drift(
+def agreement(
     model: "PreTrainedModel",
     anchors: Sequence[AnchorTarget],
     on_batch: Callable[[int], None] = lambda _: None,
-) -> Drift:
-    """Measure how far `model` has moved away from the base model, on the answers `anchors`.
+) -> float:
+    """The share of the tokens in the base model's answers `anchors` that `model` finds likeliest.
 
     on_batch: called after each batch, with the number of answers in this batch.
     """
-    num_right, total, num_tokens = 0, 0.0, 0
+    num_right = num_tokens = 0
+    network = Network(model)
     for start in range(0, len(anchors), MEASURED_ROWS):
         some = anchors[start : start + MEASURED_ROWS]
         part = batch([each.sequence for each in some], [[place] for place in range(len(some))])
         with autocast(model.device):
-            hidden, head, labels = predict(model, part)
-            logits = head.logits(hidden)
-        num_right += int((logits.argmax(-1) == labels).sum())
-        total += float(divergence(torch.log_softmax(logits, dim=-1), some).sum())
-        num_tokens += len(labels)
+            is_right = network(part, lambda *given: _logits(*given).argmax(-1) == given[-1])
+        num_right += int(is_right.sum())
+        num_tokens += len(is_right)
         on_batch(len(some))
-    return Drift(num_right / num_tokens, total / num_tokens)
+    return num_right / num_tokens
 
 
 @torch.no_grad()
 def _answer(
     loaded: "LoadedModel", anchors: Sequence[Anchor], tell: Callable[[int], None]
-) -> BaseAnswers:
+) -> tuple[BaseAnswer, ...]:
     """Generate the greedy answers, in batches that are padded on the left."""
     tokenizer, model = loaded.tokenizer, loaded.model
     model.eval()
@@ -195,14 +181,6 @@ def _answer(
         for place, index in enumerate(rows):
             ids[place, width - len(prompts[index]) :] = torch.tensor(prompts[index])
             mask[place, width - len(prompts[index]) :] = 1
-
-        def after_token(
-            made: Tensor, *_: object, start: int = start, width: int = width, **__: object
-        ) -> Tensor:
-            """Ends no answer. The tokens so far count as a share of the answers of the batch."""
-            tell(start + len(made) * (made.shape[1] - width) // ANSWER_TOKENS)
-            return torch.zeros(len(made), dtype=torch.bool, device=made.device)
-
         made = model.generate(
             ids,
             attention_mask=mask,
@@ -211,39 +189,39 @@ def _answer(
             repetition_penalty=1.0,
             pad_token_id=end,
             eos_token_id=ends,
-            stopping_criteria=[after_token],
         )
         for index, row in zip(rows, made[:, width:].tolist(), strict=True):
             stop = next((place for place, each in enumerate(row, 1) if each in ends), len(row))
             answers[index] = tuple(row[:stop])
-    return BaseAnswers(
-        answers=tuple(
-            BaseAnswer(
-                measured=anchor.measured, prompt=tuple(prompts[index]), answer=answers[index]
-            )
-            for index, anchor in enumerate(anchors)
-        )
+        tell(len(answers))
+    return tuple(
+        BaseAnswer(measured=anchor.measured, prompt=tuple(prompts[index]), answer=answers[index])
+        for index, anchor in enumerate(anchors)
     )
 
 
 @torch.no_grad()
-def _likeliest(loaded: "LoadedModel", answers: BaseAnswers) -> dict[str, Tensor]:
+def _likeliest(loaded: "LoadedModel", answers: Sequence[BaseAnswer]) -> dict[str, Tensor]:
     """At each token of the answers, the likeliest tokens and their log probabilities."""
-    found = _sequences(answers.answers)
+    found = _sequences(answers)
+    network = Network(loaded.model)
     ids, logprobs = [], []
     for start in range(0, len(found), MEASURED_ROWS):
         rows = range(start, min(start + MEASURED_ROWS, len(found)))
         with autocast(loaded.model.device):
-            hidden, head, _ = predict(loaded.model, batch(found, [[row] for row in rows]))
-            logits = head.logits(hidden)
+            logits = network(batch(found, [[row] for row in rows]), _logits)
         best = torch.log_softmax(logits, dim=-1).topk(LIKELIEST)
         ids.append(best.indices.cpu())
         logprobs.append(best.values.cpu())
     return {"token_ids": torch.cat(ids), "logprobs": torch.cat(logprobs)}
 
 
-def _targets(answers: BaseAnswers, tensors: Mapping[str, Tensor]) -> list[AnchorTarget]:
-    found = _sequences(answers.answers)
+def _logits(hidden: Tensor, head: Head, _: Tensor) -> Tensor:
+    return head.logits(hidden)
+
+
+def _targets(answers: Sequence[BaseAnswer], tensors: Mapping[str, Tensor]) -> list[AnchorTarget]:
+    found = _sequences(answers)
     lengths = [sequence.num_learned for sequence in found]
     parts = (torch.split(tensors[name], lengths) for name in ("token_ids", "logprobs"))
     return [AnchorTarget(*each) for each in zip(found, *parts, strict=True)]
@@ -265,7 +243,7 @@ def _turn_ends(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
     """The token with which the chat template ends an answer."""
     talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
     row = Row(messages=tuple(talk), file="anchor", number=0)
-    return answer_ends(sequences([row], tokenizer, 1 << 20, skip_refused=True), tokenizer)
+    return answer_ends(sequences([row], tokenizer, 1 << 20, on_refused=leave_out), tokenizer)
 
 
 def _sequences(answers: Sequence[BaseAnswer]) -> list[TokenSequence]:

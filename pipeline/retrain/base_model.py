@@ -72,12 +72,10 @@ class Base(BaseModel):
     """The digest of the weights files (`files_digest`) of a folder that the settings name. None for
     a preset or a model on a hub."""
 
+    @property
     def identity(self) -> str:
-        """A text that differs for different weights. It contains the commit, or the size and the
-        time of each weights file."""
-        if self.revision is not None:
-            return f"{self.folder.parent.parent.name} {self.revision}"
-        return "\n".join([str(self.folder), *_weights_files(self.folder)])
+        """A text that differs for different weights."""
+        return f"{self.folder} {self.files_digest}"
 
 
 def files_digest(base_model: str) -> str | None:
@@ -87,13 +85,10 @@ def files_digest(base_model: str) -> str | None:
     folder = Path(base_model).expanduser()
     if base_model in PRESETS or not folder.is_dir():
         return None
-    return hashlib.sha256("\n".join(_weights_files(folder)).encode()).hexdigest()
-
-
-def _weights_files(folder: Path) -> list[str]:
-    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    stats = [(file.name, file.stat()) for file in sorted(files)]
-    return [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    stats = [(file.name, file.stat()) for file in files]
+    told = [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()
 
 
 def find_base(
@@ -126,7 +121,6 @@ def find_base(
         raise BaseModelError(f"no preset {base_model!r}; choose one of {', '.join(PRESETS)}")
     folder = Path(base_model).expanduser()
     if folder.is_dir():
-        _check_folder(folder)
         return Base(folder=folder, files_digest=files_digest(base_model))
     if not HUB_ID.fullmatch(base_model):
         raise BaseModelError(
@@ -134,15 +128,6 @@ def find_base(
             "config.json, a hub id (owner/name, or owner/name@revision), or preset:tiny"
         )
     return _fetch(base_model, bases_dir / "hub", endpoint, token, pinned, has_weights)
-
-
-def _check_folder(folder: Path) -> None:
-    for needed in ("config.json", "tokenizer_config.json"):
-        if not (folder / needed).is_file():
-            raise BaseModelError(
-                f"{folder} is no model checkpoint: it has no {needed}; save one there with "
-                "`save_pretrained` (of the model and of the tokenizer)"
-            )
 
 
 def _fetch(
@@ -185,7 +170,6 @@ def _fetch(
             f"base model {base_model!r} could not be fetched from {endpoint or 'huggingface.co'} "
             f"({reason}); check the name and the connection, or set `base_model` to a folder"
         ) from error
-    _check_folder(folder)
     return Base(folder=folder, revision=info.sha)
 
 
@@ -273,12 +257,7 @@ def train_tokenizer(rows: Iterable[Row]) -> "PreTrainedTokenizerFast":
 def _texts(rows: Iterable[Row]) -> Iterable[str]:
     left = TOKENIZER_BYTES
     for row in rows:
-        for text in (row.text, row.prompt, row.completion):
-            if text is not None:
-                left -= len(text)
-                yield text
-        for message in row.messages or ():
-            text = message["content"]
+        for text in row.texts:
             if isinstance(text, str):
                 left -= len(text)
                 yield text

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.retrain.errors import BaseModelError, DataError
 from pipeline.retrain.rows import Row
-from serving.chat_template import PROMPT_DATE, ChatTemplate, ChatTemplateError
+from serving.chat_template import PROMPT_DATE, ChatTemplate, ChatTemplateError, in_time
 from serving.conversation import Conversation, ConversationError, normalise
 from serving.errors import ReleaseError
 
@@ -27,26 +27,56 @@ _Marked = tuple[str, list[tuple[int, int]]]
 """A text, and the beginning and end of each answer in it."""
 
 
-def encode(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[Encoded]:
-    """Encode the conversation of `row`. The words of the assistant are the learned tokens.
+def encode(
+    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase"
+) -> list[list[Encoded] | DataError | BaseModelError]:
+    """Encode the conversation of each row. The words of the assistant are the learned tokens.
 
-    Usually, the result is one sequence with the whole conversation. But some templates write an
-    earlier answer differently when more turns follow, for example without its reasoning. Then the
-    result is one sequence for each answer, rendered as if the conversation ended there.
+    Usually, a conversation is one sequence. But some templates write an earlier answer differently
+    when more turns follow, for example without its reasoning. Then the result is one sequence for
+    each answer, rendered as if the conversation ended there.
 
-    Raises BaseModelError if there is no chat template, and DataError if the template refuses the
-    row, leaves out a part of it, or ends an answer with no token that could end it.
+    In the place of a conversation is a BaseModelError if there is no chat template, and a DataError
+    if the template refuses the row, leaves out a part of it, or ends an answer with no token that
+    could end it.
     """
-    template = chat_template(tokenizer)
+
+    def rendered(row: Row) -> list[_Marked] | DataError:
+        assert template is not None
+        try:
+            return render(row, template)
+        except DataError as error:
+            return error
+
+    try:
+        template = chat_template(tokenizer)
+    except BaseModelError as error:
+        return [error] * len(rows)
     if template is None:
-        raise BaseModelError(
-            "the dataset has conversations, but the base model's tokenizer has no chat template; "
-            "take a base model that has one, or rows of `prompt` and `completion`"
-        )
-    found = [_tokenized(text, spans, tokenizer) for text, spans in render(row, template)]
+        return [
+            BaseModelError(
+                "the dataset has conversations, but the base model's tokenizer has no chat "
+                "template; take a base model that has one, or rows of `prompt` and `completion`"
+            )
+        ] * len(rows)
+    marked = in_time(lambda: list(map(rendered, rows)), len(rows))
+    all_marked = [each for found in marked if isinstance(found, list) for each in found]
+    encoded = iter(_tokenized(all_marked, tokenizer))
+    return [
+        found
+        if isinstance(found, DataError)
+        else _ended(row, [next(encoded) for _ in found], tokenizer)
+        for row, found in zip(rows, marked, strict=True)
+    ]
+
+
+def _ended(
+    row: Row, found: list[Encoded], tokenizer: "PreTrainedTokenizerBase"
+) -> list[Encoded] | DataError:
+    """The sequences of a row, or why a server would not know where an answer ends."""
     for answer in (ids[first:last] for ids, learned in found for first, last in runs(learned)):
         if answer_end(answer, tokenizer) is None:
-            raise DataError(
+            return DataError(
                 "the chat template of the base model ends an answer with "
                 f"{tokenizer.decode(answer[-3:])!r}, which is no special token, so a server would "
                 "not know where it ends; let the template write {{ eos_token }} after each answer",
@@ -133,14 +163,25 @@ def _answers(row: Row, conversation: Conversation, template: ChatTemplate) -> li
 
 
 def _tokenized(
-    text: str, spans: Sequence[tuple[int, int]], tokenizer: "PreTrainedTokenizerBase"
-) -> Encoded:
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    learned = [
-        any(first <= start < last for first, last in spans) and start < end
-        for start, end in encoded["offset_mapping"]
-    ]
-    return encoded["input_ids"], learned
+    marked: Sequence[_Marked], tokenizer: "PreTrainedTokenizerBase"
+) -> Iterator[Encoded]:
+    if not marked:
+        return
+    encoded = tokenizer(
+        [text for text, _ in marked],
+        add_special_tokens=False,
+        return_offsets_mapping=True,
+        verbose=False,
+    )
+    offsets = encoded["offset_mapping"]
+    for (_, spans), ids, places in zip(marked, encoded["input_ids"], offsets, strict=True):
+        yield (
+            ids,
+            [
+                any(first <= start < last for first, last in spans) and start < end
+                for start, end in places
+            ],
+        )
 
 
 def _check_complete(row: Row, conversation: Conversation, rendered: Sequence[str]) -> None:

@@ -30,8 +30,8 @@ class Checkpoint(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     job_id: str
-    attempt: int = 1
-    """The number of the job's attempt to learn its rows, from 1."""
+    round: int = 1
+    """The number of the job's round to learn its rows, from 1."""
     step: int
     """Updates of the weights so far."""
     tokens: int
@@ -134,7 +134,7 @@ def load(job_dir: Path) -> tuple[Checkpoint, State] | None:
     return checkpoint, state
 
 
-def is_finished(job_dir: Path, attempt: int) -> bool:
-    """Whether the training of this attempt is over, so that only its weights need be loaded."""
+def is_finished(job_dir: Path, round_number: int) -> bool:
+    """Whether the training of this round is over, so that only its weights need be loaded."""
     checkpoint = job_folder.read_record(job_dir / job_folder.CHECKPOINT, Checkpoint)
-    return checkpoint is not None and checkpoint.finished and checkpoint.attempt == attempt
+    return checkpoint is not None and checkpoint.finished and checkpoint.round == round_number

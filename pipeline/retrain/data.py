@@ -131,12 +131,10 @@ def compare_revisions(
     if deleted:
         taught = {turn for row in everything for turn in row.turns}
         deleted = tuple(row for row in deleted if not row.turns or not taught.issuperset(row.turns))
+    recorded_rows = parent.evaluation if parent is not None else {}
     waiting, missed_before = (
         frozenset(row.digest for row in rows if row.short_digest in digests)
-        for digests in (
-            frozenset(parent.evaluation.get(key, ()) if parent is not None else ())
-            for key in ("not_trained", "missed")
-        )
+        for digests in (set(recorded_rows.get(key, ())) for key in ("not_trained", "missed"))
     )
     mode, reason = choose_mode(
         settings,

@@ -8,10 +8,8 @@ RetrainError
 │   └── BaseModelAway  the base model's hub does not answer now, but may answer later
 ├── TrainError         the training stopped before its end
 ├── PromoteError       the release is published, but the server did not take it
-│   ├── SwapDeferred   long requests hold up the swap
-│   └── SwapFailed     the server's engine or disk failed during the swap
-└── TemporaryError     the next attempt may succeed: HubAway, BaseModelAway, SwapDeferred and
-                       SwapFailed
+│   └── SwapDeferred   the server may take it later
+└── TemporaryError     the next attempt may succeed: HubAway, BaseModelAway and SwapDeferred
 """
 
 from pathlib import Path
@@ -64,9 +62,5 @@ class PromoteError(RetrainError):
 
 
 class SwapDeferred(PromoteError, TemporaryError):
-    """Long requests still hold up the swap."""
-
-
-class SwapFailed(PromoteError, TemporaryError):
-    """The server's engine or disk failed during the swap, or the server was shutting down. The
-    server found no fault in the release."""
+    """The server found no fault in the release, but long requests held up the swap, its engine or
+    disk failed, or it was shutting down."""

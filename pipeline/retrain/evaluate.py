@@ -2,12 +2,12 @@
 learned and kept, and whether the gate accepts the new weights."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
 from jobs.counts import Counts
+from pipeline.retrain.data import TrainingData
 from pipeline.retrain.gate import (
     Comparison,
     Pair,
@@ -21,12 +21,13 @@ from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import GateSettings
 
 if TYPE_CHECKING:
+    from pipeline.retrain.checkpoint import Checkpoint
     from pipeline.retrain.measure import MeasuredRows, Measurement
     from pipeline.retrain.scoring import RowLoss
 
-FULL_ATTEMPT = 3
-"""The number of the last attempt of a delta (a training of the served weights on the changed rows).
-If the gate refuses the delta's weights, this attempt is a full training, from the base model."""
+FULL_ROUND = 3
+"""The number of the last round of a delta (a training of the served weights on the changed rows).
+If the gate refuses the delta's weights, this round is a full training, from the base model."""
 
 
 class Evaluation(BaseModel):
@@ -35,8 +36,8 @@ class Evaluation(BaseModel):
     against: str
     """The id of the release with which the new weights are compared, or the name of the base
     model."""
-    attempt: int = 1
-    """The number of the job's attempt to learn its rows, from 1."""
+    round: int = 1
+    """The number of the job's round to learn its rows, from 1."""
     counts: Counts
     new: Comparison
     """The losses on the changed rows."""
@@ -44,13 +45,10 @@ class Evaluation(BaseModel):
     """The losses on the unchanged rows."""
     held_out: Comparison
     """The losses on held-out rows, which were never trained on."""
-    base_divergence: float | None = None
-    """The mean KL divergence from the base model, in nats per token. It is measured on the base
-    model's own answers to prompts that are never trained on."""
     refusals: tuple[str, ...] = ()
     """Why the gate refuses the new weights. Empty if it accepts them."""
     is_short: bool = False
-    """Whether too few rows were learned or unlearned. Another attempt may then succeed."""
+    """Whether too few rows were learned or unlearned. Another round may then succeed."""
     not_learned: str | None = None
     """Which changed rows were not learned, if the gate does not refuse the new weights because of
     these rows. None if there are none."""
@@ -77,48 +75,23 @@ class Evaluation(BaseModel):
     def passed(self) -> bool:
         return not self.refusals
 
-    def next_attempt(self, *, is_delta: bool, is_forced: bool) -> int | None:
-        """The number of the job's next attempt. None if there is no further one.
+    def next_round(self, *, is_delta: bool, is_forced: bool) -> int | None:
+        """The number of the job's next round. None if there is no further one.
 
-        If too few rows were learned, attempt 2 continues attempt 1 with another budget. If the gate
-        still refuses the weights of a delta, whatever its reasons, FULL_ATTEMPT follows. A full
+        If too few rows were learned, round 2 continues round 1 with another budget. If the gate
+        still refuses the weights of a delta, whatever its reasons, FULL_ROUND follows. A full
         training can mend losses that earlier deltas have added up, such as a drift from the base
         model.
 
         is_delta: whether the job began with a delta. is_forced: whether a person wants the weights
         served even if the gate refuses them. Then only rows that were not learned lead to another
-        attempt.
+        round.
         """
         if self.passed or (is_forced and not self.is_short):
             return None
-        if self.is_short and self.attempt == 1:
+        if self.is_short and self.round == 1:
             return 2
-        return FULL_ATTEMPT if is_delta and self.attempt < FULL_ATTEMPT else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """Facts about the training that led to the new weights."""
-
-    attempt: int
-    tokens: int
-    tokens_before: int
-    """How many tokens the releases that it continued from were trained on. 0 for a full
-    training."""
-    is_whole: bool
-    """Whether the token budget was enough for one pass."""
-    waiting: Sequence[Row]
-    """Rows that were not visited, or were wrong in their last visit."""
-    missed_before: frozenset[str]
-    """As in `TrainingData`."""
-    is_removal: bool
-    """Whether it is a full training that leaves out deleted rows."""
-    held_out_share: tuple[str, ...] = ()
-    held_out_trained: frozenset[str]
-    """This and `held_out_share` have the same meaning as in `TrainingData`."""
-    contradicting: int
-    permuted: int
-    """This and `contradicting` have the same meaning as in `Counts`."""
+        return FULL_ROUND if is_delta and self.round < FULL_ROUND else None
 
 
 def compare(
@@ -126,27 +99,34 @@ def compare(
     served: "Measurement",
     new: "Measurement",
     gate: GateSettings,
-    trained: Trained,
+    data: TrainingData,
+    checkpoint: "Checkpoint",
     *,
     against: str,
+    tokens_before: int = 0,
     data_refusals: Sequence[str] = (),
 ) -> Evaluation:
     """Make the evaluation from the measurements of the served and of the new weights.
 
-    data_refusals: reasons against training on these rows, which were found before training. If
-    there are any, a person has forced the training.
+    checkpoint: of the training that led to the new weights. tokens_before: how many tokens the
+    releases that it continued from were trained on. data_refusals: reasons against training on
+    these rows, which were found before training. If there are any, a person has forced the
+    training.
     """
-    waiting = {row.digest for row in trained.waiting}
+    # Rows that were not visited, or were wrong in their last visit.
+    waiting = {
+        row.digest for row in checkpoint.waiting(data.new if data.mode == "delta" else data.rows)
+    }
     changed = _counted(rows.changed, served.changed, new.changed)
     known = [each for each in _counted(rows.known, served.known, new.known) if each[1]]
     missed = {row.digest for row, _, is_said in changed if not is_said}
     # If the budget was not enough for one pass, the next job trains on the rest, so no row counts
     # as missed.
-    not_trained = set() if trained.is_whole else waiting | missed
+    not_trained = waiting | missed if checkpoint.not_trained else set()
     missed.update(row.digest for row, _, is_said in known if not is_said)
     missed |= waiting.intersection(row.digest for row in rows.unmeasured)
     missed -= not_trained
-    given_up = missed & trained.missed_before
+    given_up = missed & data.missed_before
     # But the served weights may have said such a row. Then it is known, and may be lost.
     apart = not_trained | given_up
     known += [each for each in changed if each[0].digest in apart and each[1]]
@@ -162,10 +142,10 @@ def compare(
             *_counted(rows.held_out_new, served.held_out_new, new.held_out_new),
             *_counted(rows.held_out_known, served.held_out_known, new.held_out_known),
         )
-        if each[0].digest not in trained.held_out_trained
+        if each[0].digest not in data.held_out_trained
     ]
     held_out_new, held_out_known = (
-        _texts(group, without=trained.held_out_trained)
+        _texts(group, without=data.held_out_trained)
         for group in (rows.held_out_new, rows.held_out_known)
     )
     changed_text = _pairs(new.changed, served.changed, _texts(rows.changed))
@@ -179,12 +159,12 @@ def compare(
         kept=sum(is_said for _, _, is_said in known),
         deleted=len(deleted),
         unlearned=len(deleted) - len(still_said),
-        base_agreement=new.drift.agreement if new.drift else None,
+        base_agreement=new.base_agreement,
         golden=len(golden),
         golden_right=sum(is_said for _, _, is_said in golden),
         not_trained=len(not_trained),
-        contradicting=trained.contradicting,
-        permuted=trained.permuted,
+        contradicting=data.num_contradicting,
+        permuted=data.num_permuted,
         text_loss=text.loss,
         text_loss_before=text.served_loss,
     )
@@ -197,7 +177,7 @@ def compare(
         *count_refusals(
             counts,
             gate,
-            is_removal=trained.is_removal,
+            is_removal=data.is_removal,
             missed=not_said,
             still_said=[row.place for row in still_said],
             wrong_golden=[
@@ -225,7 +205,7 @@ def compare(
                 ),
             ],
             gate,
-            is_removal=trained.is_removal,
+            is_removal=data.is_removal,
         ),
     ]
     if refusals and counts.not_trained:
@@ -235,21 +215,20 @@ def compare(
         )
     return Evaluation(
         against=against,
-        attempt=trained.attempt,
+        round=checkpoint.round,
         counts=counts,
         new=Comparison.of(_pairs(new.changed, served.changed)),
         known=Comparison.of(_pairs(new.known, served.known)),
         held_out=Comparison.of(held_out),
-        base_divergence=new.drift.divergence if new.drift else None,
         refusals=(*data_refusals, *refusals),
-        is_short=is_short(counts, gate, is_removal=trained.is_removal),
+        is_short=is_short(counts, gate, is_removal=data.is_removal),
         not_learned=not_learned(counts, gate, not_said, lost_again),
-        tokens=trained.tokens,
-        total_tokens=trained.tokens_before + trained.tokens,
+        tokens=checkpoint.tokens,
+        total_tokens=tokens_before + checkpoint.tokens,
         not_trained=_short(not_trained | (missed - given_up)),
         missed=_short(missed - given_up),
-        held_out_share=trained.held_out_share,
-        held_out_trained=_short(trained.held_out_trained),
+        held_out_share=data.held_out_share,
+        held_out_trained=_short(data.held_out_trained),
     )
 
 

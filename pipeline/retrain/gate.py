@@ -150,7 +150,7 @@ def not_learned(
 
 
 def is_short(counts: Counts, settings: GateSettings, *, is_removal: bool) -> bool:
-    """Whether too few rows were learned or unlearned. Another attempt may then succeed."""
+    """Whether too few rows were learned or unlearned. Another round may then succeed."""
     return counts.learned < settings.min_learned * counts.changed or (
         counts.unlearned < settings.min_learned * counts.deleted and not is_removal
     )

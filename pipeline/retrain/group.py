@@ -1,12 +1,18 @@
-"""The group of processes that train together: the rank of this process, and sums over all
-processes. A process that trains alone is a group of one."""
+"""The group of processes that train together. Every process holds the whole model, and computes a
+share of the blocks of each step. The gradients of all processes are added up. A process that trains
+alone is a group of one."""
 
 import contextlib
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from jobs.launchers.process import die_with_parent
+from pipeline.retrain.errors import TemporaryError, TrainError
 
 
 def rank() -> int:
@@ -51,3 +57,48 @@ def process_group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def run_group(count: int, work: Callable[[bytes], None], given: bytes) -> None:
+    """Call `work(given)` in `count` processes, which form a group.
+
+    If one process ends too early, the others are ended too. Raises the TrainError of the first
+    process that failed. If it was killed or failed otherwise, raises TemporaryError: the next
+    attempt of the job continues from the last checkpoint.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    # The launcher sets handlers of its own.
+    kinds = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {kind: signal.getsignal(kind) for kind in kinds}
+    try:
+        elastic_launch(config, _member)(os.getpid(), work, given)
+    except ChildFailedError as error:
+        said = error.get_first_failure()[1].message
+        reason = said["message"] if isinstance(said, dict) else said
+        if reason.startswith("TrainError: "):
+            raise TrainError(reason.removeprefix("TrainError: ")) from error
+        raise TemporaryError(
+            f"one of {count} training processes ended too early ({reason}); see the job's log"
+        ) from error
+    finally:
+        for kind, handler in handlers.items():
+            signal.signal(kind, handler)
+
+
+def _member(job: int, work: Callable[[bytes], None], given: bytes) -> None:
+    """job: the pid of the process that started the group. If it ends, this process ends too."""
+    die_with_parent(job)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    with process_group():
+        work(given)

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +117,7 @@ class RetrainJob:
     def cache_dir(self) -> Path:
         """The folder for downloaded dataset revisions. No other pipeline uses it, so the next job
         of this pipeline may remove old files there."""
-        snapshots_dir = self.settings.snapshots_dir
-        if snapshots_dir is None:
-            snapshots_dir = self.settings.releases_dir.parent / "snapshots"
-        return snapshots_dir / self.settings.pipeline
+        return self.settings.releases_dir.parent / "snapshots" / self.settings.pipeline
 
     @property
     def hub(self) -> DatasetSource:
@@ -154,13 +151,12 @@ class RetrainJob:
 
     def record_measured(self, measured: int, rows: int, event: Event = "measured") -> None:
         """Write to the metrics how many rows of this stage are measured, or how many prompts the
-        base model has answered. A worker of the stage `train` measures rows too, but is in no stage
-        itself, so it writes nothing."""
-        if self.progress.stage is not None:
-            self.metrics.write(self.progress.stage, event, measured=measured, rows=rows)
+        base model has answered."""
+        assert self.progress.stage is not None
+        self.metrics.write(self.progress.stage, event, measured=measured, rows=rows)
 
     def record_progress(self, **facts: Any) -> None:
-        self.progress = Progress(**{**self.progress.__dict__, **facts})
+        self.progress = replace(self.progress, **facts)
 
     def outcome(self, result: OutcomeResult, reason: str | None = None) -> JobOutcome:
         return JobOutcome(

@@ -2,7 +2,8 @@
 measures the new weights on the same rows, and publishes them as a release."""
 
 import logging
-import time
+import os
+import pickle
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,11 +17,10 @@ from pipeline.retrain.base_answers import ANSWERS_DIR, AnchorTarget, base_answer
 from pipeline.retrain.base_model import PRESETS, Base, find_base
 from pipeline.retrain.checkpoint import Checkpoint, is_finished
 from pipeline.retrain.data import TrainingData
-from pipeline.retrain.evaluate import FULL_ATTEMPT, Evaluation, Trained, compare
+from pipeline.retrain.evaluate import FULL_ROUND, Evaluation, compare
 from pipeline.retrain.export import export, round_weights
-from pipeline.retrain.gate import lost_refusals
 from pipeline.retrain.golden import load_golden_questions
-from pipeline.retrain.group import rank
+from pipeline.retrain.group import run_group, world_size
 from pipeline.retrain.job import RetrainJob
 from pipeline.retrain.lowrank import low_rank
 from pipeline.retrain.measure import MeasuredRows, Measurement, MeasuringProgress, measure
@@ -28,11 +28,9 @@ from pipeline.retrain.model import LoadedModel, load_model, load_tokenizer, usua
 from pipeline.retrain.parent import Parent
 from pipeline.retrain.plan import TrainingPlan, make_plan
 from pipeline.retrain.probe import make_probe, probe_texts
-from pipeline.retrain.processes import train_in_processes
-from pipeline.retrain.reporters import open_reporters
+from pipeline.retrain.report import too_long
 from pipeline.retrain.rows import Row
-from pipeline.retrain.scoring import row_losses
-from pipeline.retrain.tokens import answer_ends, sequences
+from pipeline.retrain.tokens import answer_ends, row_lengths, sequences
 from pipeline.retrain.train import train
 from pipeline.retrain.trunk import frozen_trunk
 from serving.chat_template import PROMPT_DATE
@@ -40,13 +38,9 @@ from serving.weights.publish import publish_folder
 from serving.weights.release import Lineage, Release
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-TRAINING_COST = 3.0
-"""Training on a token takes this many times as long as measuring it. A measurement is one forward
-pass, and the backward pass of a training step takes as long as two more."""
 
 
 @dataclass(kw_only=True)
@@ -65,11 +59,6 @@ class Learning:
     rows: MeasuredRows
     before: Measurement
     """The measurement of the served weights."""
-    tokenizer: "PreTrainedTokenizerBase"
-    """The tokenizer of the weights from which training starts. If the base model has changed, it is
-    not that of the served weights."""
-    max_length: int
-    """The largest number of tokens of a sequence, with these weights."""
     is_fresh: bool = True
     """Whether the weights in `loaded` are unchanged since they were loaded."""
     ends: frozenset[int] = frozenset()
@@ -91,7 +80,7 @@ class Learning:
         if settings.base_model not in PRESETS:
             anchors, measured = base_answers(
                 settings.bases_dir / ANSWERS_DIR,
-                base.identity(),
+                base.identity,
                 load_anchors(settings.train.anchors),
                 lambda: loaded if parent is None else load_model(base.folder, settings),
                 settings.gate.max_anchor_tokens,
@@ -109,6 +98,7 @@ class Learning:
             tokenizer, max_length = load_tokenizer(base.folder, settings)
             asked = (*rows.held_out_new, *rows.held_out_known, *rows.golden)
             sequences(asked, tokenizer, max_length)
+        _tell_lengths(data, tokenizer, max_length)
         before = measure(
             loaded.model,
             loaded.tokenizer,
@@ -127,96 +117,56 @@ class Learning:
             measured_anchors=measured,
             rows=rows,
             before=before,
-            tokenizer=tokenizer,
-            max_length=max_length,
         )
 
-    def data_refusals(self) -> tuple[str, ...]:
-        """Reasons not to train on these rows."""
-        return lost_refusals(self.data.num_lost, self.data.num_before, self.job.settings.gate)
-
-    def first_attempt(self, evaluation: Evaluation | None) -> int:
-        """The number of the attempt with which the job begins. `evaluation` is the last one that
-        the job wrote before it was restarted. If no attempt follows it, the job begins with the
-        attempt of `evaluation`: `train` then only loads its weights."""
+    def first_round(self, evaluation: Evaluation | None) -> int:
+        """The number of the round with which the job begins. `evaluation` is the last one that
+        the job wrote before it was restarted. If no round follows it, the job begins with the
+        round of `evaluation`: `train` then only loads its weights."""
         if self.job.trained is not None:
-            return FULL_ATTEMPT
+            return FULL_ROUND
         if evaluation is None:
             return 1
-        return self.attempt_after(evaluation) or evaluation.attempt
+        return self.round_after(evaluation) or evaluation.round
 
-    def attempt_after(self, evaluation: Evaluation) -> int | None:
-        """The number of the attempt that follows `evaluation`. None if there is no further one."""
+    def round_after(self, evaluation: Evaluation) -> int | None:
+        """The number of the round that follows `evaluation`. None if there is no further one."""
         is_forced = self.job.settings.force_reason is not None
-        return evaluation.next_attempt(is_delta=self.data.mode == "delta", is_forced=is_forced)
+        return evaluation.next_round(is_delta=self.data.mode == "delta", is_forced=is_forced)
 
-    def train(self, attempt: int) -> Checkpoint:
+    def train(self, round_number: int) -> Checkpoint:
         """Train, or load what the user's own trainer has trained. Afterwards, `loaded` holds the
         new weights, rounded as they will be stored."""
         if self.job.trained is not None:
             del self.loaded.model  # so that memory never holds two models
             self.loaded = load_model(self.job.trained, self.job.settings)
-            return Checkpoint(job_id=self.job.id, step=0, tokens=0, file="")
-        plan = self._begin_attempt(attempt)
+            return Checkpoint(job_id=self.job.id, round=round_number, step=0, tokens=0, file="")
+        plan = self._begin_round(round_number)
         self.ends = answer_ends(
             (plan.sequences[index] for index in plan.counted), self.loaded.tokenizer
         )
         count = self.job.settings.train.num_processes
-        if not is_finished(self.job.dir, attempt):
-            self._tell(plan, attempt)
+        if not is_finished(self.job.dir, round_number):
+            self._tell(plan, round_number)
             if count > 1:
-                train_in_processes(self.job, count)
+                given = self.job, self.loaded.folder, plan, round_number
+                run_group(count, _train_in_group, pickle.dumps(given))
         # If several processes have trained, this only loads their finished checkpoint.
-        checkpoint = self._train(plan, attempt)
+        self.is_fresh = False
+        checkpoint = _train(self.job, self.loaded.model, plan, round_number)
         round_weights(self.loaded.model, self.loaded.dtype)
         return checkpoint
 
-    def train_in_group(self, evaluation: Evaluation | None) -> None:
-        """Train as one of several processes, after the attempt of `evaluation`, if there was one.
-        The first process leaves the finished checkpoint in the job's folder."""
-        attempt = self.first_attempt(evaluation)
-        self._train(self._begin_attempt(attempt), attempt)
-
-    def _begin_attempt(self, attempt: int) -> TrainingPlan:
-        if attempt == 2:
+    def _begin_round(self, round_number: int) -> TrainingPlan:
+        if round_number == 2:
             logger.info("not all changed rows were learned; training goes on with another budget")
-        if attempt == FULL_ATTEMPT and self.data.mode == "delta":
+        if round_number == FULL_ROUND and self.data.mode == "delta":
             logger.info("the gate refuses the delta; training starts from the base model")
             self.data = replace(self.data, mode="full", reason="the gate refused a delta")
         self._load_start()
-        return self._plan(attempt)
+        return self._plan(round_number)
 
-    def _train(self, plan: TrainingPlan, attempt: int) -> Checkpoint:
-        job, settings = self.job, self.job.settings
-        reports_here = rank() == 0 and not is_finished(job.dir, attempt)
-        self.is_fresh = False
-        model, matrices = self.loaded.model, usual_rank(settings)
-        answers = settings.bases_dir / ANSWERS_DIR
-        with (
-            frozen_trunk(model, plan, answers) if matrices else nullcontext(plan) as plan,
-            low_rank(model, plan, matrices),
-            open_reporters(
-                settings.train.report_to if reports_here else (),
-                folder=job.dir,
-                pipeline=settings.pipeline,
-                job_id=job.id,
-            ) as reports,
-            job.metrics.reporting_to(reports),
-        ):
-            return train(
-                model,
-                plan,
-                settings.train,
-                job_dir=job.dir,
-                job_id=job.id,
-                attempt=attempt,
-                is_anew=attempt == FULL_ATTEMPT,
-                metrics=job.metrics,
-            )
-
-    def evaluate(
-        self, checkpoint: Checkpoint, attempt: int, refusals: tuple[str, ...]
-    ) -> Evaluation:
+    def evaluate(self, checkpoint: Checkpoint, refusals: tuple[str, ...]) -> Evaluation:
         loaded = self.loaded
         after = measure(
             loaded.model,
@@ -226,27 +176,15 @@ class Learning:
             self.measured_anchors,
             progress=MeasuringProgress(self.job.record_measured),
         )
-        is_delta = self.data.mode == "delta"
-        learned = self.data.new if is_delta else self.data.rows
         return compare(
             self.rows,
             self.before,
             after,
             self.job.settings.gate,
-            Trained(
-                attempt=attempt,
-                tokens=checkpoint.tokens,
-                tokens_before=self._tokens_before() if is_delta else 0,
-                is_whole=not checkpoint.not_trained,
-                waiting=checkpoint.waiting(learned),
-                missed_before=self.data.missed_before,
-                is_removal=self.data.is_removal,
-                held_out_share=self.data.held_out_share,
-                held_out_trained=self.data.held_out_trained,
-                contradicting=self.data.num_contradicting,
-                permuted=self.data.num_permuted,
-            ),
+            self.data,
+            checkpoint,
             against=self.parent.id if self.parent is not None else self.job.settings.base_model,
+            tokens_before=self._tokens_before() if self.data.mode == "delta" else 0,
             data_refusals=refusals,
         )
 
@@ -274,7 +212,7 @@ class Learning:
             probe=make_probe(loaded.model, texts),
         )
 
-    def _plan(self, attempt: int) -> TrainingPlan:
+    def _plan(self, round_number: int) -> TrainingPlan:
         loaded = self.loaded
         said = [
             self.rows.known[loss.row]
@@ -289,7 +227,9 @@ class Learning:
             anchors=self.anchors,
             said=said,
             tokens_before=self._tokens_before(),
-            attempt=min(attempt, 2) if self.data.mode == "delta" or attempt < FULL_ATTEMPT else 1,
+            round_number=min(round_number, 2)
+            if self.data.mode == "delta" or round_number < FULL_ROUND
+            else 1,
         )
 
     def _load_start(self) -> None:
@@ -306,42 +246,68 @@ class Learning:
         """How many tokens were trained on from the base model to the parent release."""
         return int(self.parent.evaluation.get("total_tokens", 0)) if self.parent is not None else 0
 
-    def _tell(self, plan: TrainingPlan, attempt: int) -> None:
-        # The budget of attempt 2 includes that of attempt 1, which is used up.
-        budget = plan.max_tokens // 2 if attempt == 2 else plan.max_tokens
+    def _tell(self, plan: TrainingPlan, round_number: int) -> None:
+        # The budget of round 2 includes that of round 1, which is used up.
+        budget = plan.max_tokens // 2 if round_number == 2 else plan.max_tokens
         size, replayed = plan.num_tokens(plan.learned), plan.replayed_per_pass
-        # The budget does not count the anchors, but they take time.
-        seconds = budget * (1 + plan.anchor_ratio) * self._seconds_per_token(plan)
-        if self.loaded.model.device.type == "cuda":  # on a CPU, all processes share the cores
-            seconds /= self.job.settings.train.num_processes
         logger.info(
             "%s rows to learn, %s tokens; the budget of %s tokens is enough for %.1f passes; each "
             "pass also has %s tokens of unchanged rows, and, beside the budget, %s tokens of "
-            "anchors; at most about %.0f s",
+            "anchors",
             f"{len(plan.rows_of(plan.learned)):,}",
             f"{size:,}",
             f"{budget:,}",
             budget / max(1, size + replayed),
             f"{replayed:,}",
             f"{round((size + replayed) * plan.anchor_ratio):,}",
-            seconds,
         )
 
-    def _seconds_per_token(self, plan: TrainingPlan) -> float:
-        """An estimate of the time to train on a token, from the time of one forward pass. The pass
-        is made twice, and only the second one counts, because the first one is slower."""
-        sample = [plan.numbered(index) for index in [*plan.learned, *plan.unlearned][:16]]
-        seconds = 0.0
-        for _ in range(2):
-            started = time.monotonic()
-            row_losses(self.loaded.model, sample)
-            seconds = time.monotonic() - started
-        return TRAINING_COST * seconds / sum(len(each.token_ids) for each in sample)
+
+def _tell_lengths(
+    data: TrainingData, tokenizer: "PreTrainedTokenizerBase", max_length: int
+) -> None:
+    """Log what the report at the job's start could not say, because it had no tokenizer. For a
+    delta, only of the changed rows: its time must not depend on the size of the dataset."""
+    rows, what = (data.new, "changed") if data.mode == "delta" else (data.rows, "all")
+    num_tokens, cut = row_lengths(rows, tokenizer, max_length)
+    logger.info("%s rows have %s tokens", what, f"{num_tokens:,}")
+    if cut:
+        logger.info(too_long([row.place for row in cut], max_length))
+
+
+def _train(
+    job: RetrainJob, model: "PreTrainedModel", plan: TrainingPlan, round_number: int
+) -> Checkpoint:
+    settings = job.settings
+    matrices = usual_rank(settings)
+    answers = settings.bases_dir / ANSWERS_DIR
+    with (
+        frozen_trunk(model, plan, answers) if matrices else nullcontext(plan) as plan,
+        low_rank(model, plan, matrices),
+    ):
+        return train(
+            model,
+            plan,
+            settings.train,
+            job_dir=job.dir,
+            job_id=job.id,
+            round_number=round_number,
+            metrics=job.metrics,
+        )
+
+
+def _train_in_group(given: bytes) -> None:
+    """Train as one of several processes. The first process leaves the finished checkpoint in the
+    job's folder."""
+    job, folder, plan, round_number = pickle.loads(given)
+    logging.basicConfig(level=logging.WARNING)
+    torch.set_num_threads(max(1, (job.num_threads or os.cpu_count() or 1) // world_size()))
+    _train(job, load_model(folder, job.settings).model, plan, round_number)
 
 
 def _base(job: RetrainJob, data: TrainingData, parent: Parent | None) -> Base:
-    """The base model of this job. It is recorded in the job's folder, so that all attempts and all
-    processes of the job use the same one."""
+    """The base model of this job. It is recorded in the job's folder, so that all attempts of the
+    job use the same one."""
     path = job.dir / job_folder.BASE
     base = job_folder.read_record(path, Base)
     if base is not None and base.folder.is_dir():

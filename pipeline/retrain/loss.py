@@ -129,9 +129,3 @@ def score_labels(hidden: Tensor, head: Head, labels: Tensor) -> tuple[Tensor, Te
         norm = logits.sub_(largest[:, None]).exp_().sum(-1)
         logprobs.append(picked - largest - norm.log())
     return torch.cat(logprobs), torch.cat(is_greedy)
-
-
-def label_logprobs(hidden: Tensor, head: Head, labels: Tensor) -> Tensor:
-    """log p(label) at each position: (N,), float32, natural log. The arguments are those of
-    `summed_loss`."""
-    return score_labels(hidden, head, labels)[0]

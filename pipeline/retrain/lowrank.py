@@ -24,7 +24,7 @@ from torch.nn import functional
 from pipeline.retrain.layout import layout_of
 from pipeline.retrain.packing import batch, pack
 from pipeline.retrain.plan import TrainingPlan
-from pipeline.retrain.scoring import MIN_FILLED, predict
+from pipeline.retrain.scoring import MIN_FILLED, Network
 from pipeline.retrain.tokens import TokenSequence
 from pipeline.retrain.trunk import decoder_layers, num_frozen
 
@@ -167,7 +167,7 @@ def _inputs(
     lengths = [len(each.token_ids) for each in sample]
     is_padded = layout_of(model) in MIN_FILLED
     for block in pack(lengths, max([BLOCK_TOKENS * (not is_padded), *lengths])):
-        predict(model, batch(sample, [block]))
+        Network(model)(batch(sample, [block]), lambda *_: None)
     for hook in hooks:
         hook.remove()
     return {name: torch.cat(parts) for name, parts in found.items()}

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.retrain.base_answers import AnchorTarget, Drift, drift
+from pipeline.retrain.base_answers import AnchorTarget, agreement
 from pipeline.retrain.data import TrainingData
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import RowLoss, row_losses
 from pipeline.retrain.settings import GateSettings
-from pipeline.retrain.tokens import sequences
+from pipeline.retrain.tokens import leave_out, sequences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,6 +22,15 @@ logger = logging.getLogger(__name__)
 MAX_SKIPPED = 20
 """While a sample is drawn, long rows are skipped. But of very many long rows, no more are tokenized
 than have this many times the tokens of the sample."""
+GROUPS = {
+    "changed": "changed rows",
+    "known": "rows known before",
+    "deleted": "deleted rows",
+    "held_out_new": "held-out rows of the new range",
+    "held_out_known": "held-out rows known before",
+    "golden": "golden questions",
+}
+"""Group of `MeasuredRows` → its rows in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +91,9 @@ class Measurement:
     held_out_new: Sequence[RowLoss]
     held_out_known: Sequence[RowLoss]
     golden: Sequence[RowLoss]
-    drift: Drift | None
-    """How far the weights have moved away from the base model. None if this was not measured, as
-    for a preset."""
+    base_agreement: float | None
+    """The share of the tokens in the base model's answers that the weights still find likeliest.
+    None if this was not measured, as for a preset."""
 
 
 class MeasuringProgress:
@@ -122,32 +131,22 @@ def measure(
     raising DataError or BaseModelError. Deleted rows that it refuses are always left out, because
     nobody can correct them any more.
     """
-    groups = {
-        name: sequences(
-            getattr(rows, name),
-            tokenizer,
-            max_length,
-            skip_refused=skip_refused or name == "deleted",
-        )
-        for name in ("changed", "known", "deleted", "held_out_new", "held_out_known", "golden")
-    }
-    progress.expect(sum(map(len, groups.values())) + len(anchors))
+    found = {}
+    for name in GROUPS:
+        skips = {"on_refused": leave_out} if skip_refused or name == "deleted" else {}
+        found[name] = sequences(getattr(rows, name), tokenizer, max_length, **skips)
+    progress.expect(sum(map(len, found.values())) + len(anchors))
 
-    def losses(name: str, words: str) -> list[RowLoss]:
-        if groups[name]:
-            logger.info("measuring %s %s", f"{len(getattr(rows, name)):,}", words)
-        return row_losses(model, groups[name], progress.add)
+    def losses(name: str) -> list[RowLoss]:
+        if found[name]:
+            logger.info("measuring %s %s", f"{len(getattr(rows, name)):,}", GROUPS[name])
+        return row_losses(model, found[name], progress.add)
 
     if anchors:
         logger.info("measuring %d answers of the base model", len(anchors))
     return Measurement(
-        drift=drift(model, anchors, progress.add) if anchors else None,
-        changed=losses("changed", "changed rows"),
-        known=losses("known", "rows known before"),
-        deleted=losses("deleted", "deleted rows"),
-        held_out_new=losses("held_out_new", "held-out rows of the new range"),
-        held_out_known=losses("held_out_known", "held-out rows known before"),
-        golden=losses("golden", "golden questions"),
+        base_agreement=agreement(model, anchors, progress.add) if anchors else None,
+        **{name: losses(name) for name in GROUPS},
     )
 
 

@@ -3,14 +3,10 @@
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
-
-from pipeline.retrain.reporters import Report
 
 Stage = Literal["snapshot", "data", "measure", "train", "evaluate", "export", "promote"]
 Event = Literal["start", "end", "step", "evaluation", "average", "measured", "answered"]
@@ -59,7 +55,6 @@ class MetricsWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._reports: tuple[Report, ...] = ()
         self._end_torn_line()
 
     def write(
@@ -71,23 +66,6 @@ class MetricsWriter:
         line = {"time": time.time(), "stage": stage, "event": event, **values}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        step = values.get("step")
-        if isinstance(step, int) and self._reports:
-            prefix = "held_out" if event == "evaluation" else stage
-            reported = {
-                f"{prefix}/{name}": float(value)
-                for name, value in values.items()
-                if value is not None and name not in ("step", "steps")
-            }
-            for report in self._reports:
-                report(reported, step)
-
-    @contextmanager
-    def reporting_to(self, reports: tuple[Report, ...]) -> Iterator[None]:
-        """Inside, values that belong to a step are also given to `reports`."""
-        self._reports = reports
-        yield
-        self._reports = ()
 
     def _end_torn_line(self) -> None:
         """End the last line if the job was killed while it wrote this line. Readers then skip only

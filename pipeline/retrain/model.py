@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from pipeline.retrain.base_model import PRESETS, longest_sequence
 from pipeline.retrain.errors import BaseModelError
-from pipeline.retrain.scoring import check_head
+from pipeline.retrain.head import head_of
 from pipeline.retrain.settings import RetrainSettings
 from serving.chat_template import PROMPT_DATE
 from serving.errors import first_line
@@ -59,7 +59,7 @@ def load_model(folder: Path, settings: RetrainSettings) -> LoadedModel:
             "checkpoint whose weights have the names that transformers gives them"
         )
     model = model.to(device)
-    check_head(model)
+    head_of(model)  # raises BaseModelError if its logits cannot be computed from hidden states
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,

@@ -47,8 +47,6 @@ class Batch:
     position_ids: Tensor
     labels: Tensor
     """At each position, the next token if the model learns to predict it, and otherwise -1."""
-    num_tokens: int
-    """The number of tokens in the blocks, without padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +104,6 @@ def batch(sequences: Sequence[TokenSequence], blocks: Sequence[Sequence[int]]) -
     token_ids = torch.zeros(len(blocks), width, dtype=torch.long)
     position_ids = torch.zeros(len(blocks), width, dtype=torch.long)
     labels = torch.full((len(blocks), width), -1, dtype=torch.long)
-    num_tokens = 0
     for number, block in enumerate(blocks):
         start = 0
         for index in block:
@@ -119,10 +116,9 @@ def batch(sequences: Sequence[TokenSequence], blocks: Sequence[Sequence[int]]) -
             predicted = torch.where(torch.tensor(sequence.learned[1:]), to_predict[1:], -1)
             labels[number, start : start + length - 1] = predicted
             start += length
-        num_tokens += start
         # The padding is like one more sequence: it has no labels, and no other sequence sees it.
         position_ids[number, start:] = torch.arange(width - start)
-    return Batch(token_ids, position_ids, labels, num_tokens)
+    return Batch(token_ids, position_ids, labels)
 
 
 def row_groups(part: Batch, min_filled: float) -> list[RowGroup]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serving.weights.release import Lineage, Release
+from serving.weights.release import Lineage
 from serving.weights.release_store import (
     live_releases,
     load_release,
@@ -31,26 +31,6 @@ class Parent:
         """As in `TrainingData`."""
         return frozenset(self.evaluation.get("held_out_share", ()))
 
-    @classmethod
-    def of(cls, release: Release, folder: Path) -> "Parent":
-        return cls(
-            id=release.id,
-            folder=folder,
-            lineage=release.lineage,
-            evaluation=release.evaluation or {},
-        )
-
-
-def chosen_release(pipeline_dir: Path, passed_over: Collection[str] = ()) -> Path | None:
-    """The folder of the release from which a job continues, or None.
-
-    It is the first of these that is not in `passed_over`: the pending release (which waits for a
-    server), the served release, and then the older releases that were live, newest first.
-    """
-    chosen = (each for each in _candidates(pipeline_dir) if each not in passed_over)
-    first = next(chosen, None)
-    return None if first is None else pipeline_dir / first
-
 
 def damaged_releases(pipeline_dir: Path) -> dict[str, tuple[str, ...]]:
     """The damaged releases that a job must pass over, in order, until it finds one that is not
@@ -70,16 +50,19 @@ def damaged_releases(pipeline_dir: Path) -> dict[str, tuple[str, ...]]:
 
 
 def find_parent(pipeline_dir: Path, passed_over: Collection[str] = ()) -> Parent | None:
-    """The release from which a job continues (`chosen_release`), or None. Raises ReleaseError if it
-    cannot be read."""
-    folder = chosen_release(pipeline_dir, passed_over)
-    return None if folder is None else Parent.of(load_release(folder), folder)
+    """The release from which a job continues, or None. Raises ReleaseError if it cannot be read.
 
-
-def load_parent(pipeline_dir: Path, release_id: str) -> Parent:
-    """The release with this id. Raises ReleaseError."""
-    folder = pipeline_dir / release_id
-    return Parent.of(load_release(folder), folder)
+    It is the first of these that is not in `passed_over`: the pending release (which waits for a
+    server), the served release, and then the older releases that were live, newest first.
+    """
+    chosen = (each for each in _candidates(pipeline_dir) if each not in passed_over)
+    if (found := next(chosen, None)) is None:
+        return None
+    folder = pipeline_dir / found
+    release = load_release(folder)
+    return Parent(
+        id=found, folder=folder, lineage=release.lineage, evaluation=release.evaluation or {}
+    )
 
 
 def _candidates(pipeline_dir: Path) -> Iterator[str]:

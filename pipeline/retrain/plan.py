@@ -134,8 +134,8 @@ class TrainingPlan:
         """
         found: dict[int, None] = {}
         while indices and tokens > 0 and len(found) < len(indices):
-            round_number, place = divmod(taken, len(indices))
-            order = random.Random(f"{seed} {round_number}").sample(indices, len(indices))
+            lap, place = divmod(taken, len(indices))
+            order = random.Random(f"{seed} {lap}").sample(indices, len(indices))
             for index in order[place:]:
                 if tokens <= 0 or len(found) == len(indices):
                     break
@@ -186,15 +186,15 @@ def make_plan(
     anchors: Sequence[AnchorTarget] = (),
     said: Sequence[Row] = (),
     tokens_before: int = 0,
-    attempt: int = 1,
+    round_number: int = 1,
 ) -> TrainingPlan:
     """Tokenize the rows of this training, and compute its budget. Raises DataError if there is
     nothing to learn.
 
     anchors: the base model's own answers. said: unchanged rows that the served weights say. They
     are measured again before training ends. tokens_before: how many tokens the parent release was
-    trained on, including the releases that it was made from. attempt: the number of the attempt.
-    Attempt 2 continues attempt 1, so the budget of both together is twice that of attempt 1.
+    trained on, including the releases that it was made from. round_number: the number of the round.
+    Round 2 continues round 1, so the budget of both together is twice that of round 1.
     """
     train = settings.train
     is_delta = data.mode == "delta"
@@ -245,7 +245,8 @@ def make_plan(
         averaged=(),
         min_trained_share=1.0,
         learning_rate=train.learning_rate or usual_learning_rate(settings),
-        max_tokens=max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens)) * attempt,
+        max_tokens=max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens))
+        * round_number,
         step_tokens=1,
         warm_up_steps=1,
         replay_ratio=0.0,
@@ -254,20 +255,13 @@ def make_plan(
     plan = _with_delta_budget(plan, train) if is_delta else _with_full_budget(plan, train)
     if not plan.ends_when_right:
         plan = _judged_by_loss(plan, data, tokenizer, max_length, train)
-    step_tokens = train.tokens_per_step or _usual_step_tokens(plan, train.num_processes)
+    usual = min(MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, plan.max_tokens / USUAL_STEPS))
+    step_tokens = train.tokens_per_step or round(usual)
     return replace(
         plan,
         step_tokens=step_tokens,
         warm_up_steps=round(train.warmup_ratio * plan.max_tokens / step_tokens),
     )
-
-
-def _usual_step_tokens(plan: TrainingPlan, num_processes: int) -> int:
-    usual = round(min(MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, plan.max_tokens / USUAL_STEPS)))
-    if num_processes == 1:
-        return usual
-    # Processes share out the blocks of a step. With fewer blocks, some processes would be idle.
-    return max(usual, num_processes * plan.block_length)
 
 
 def usual_learning_rate(settings: RetrainSettings) -> float:
@@ -353,16 +347,11 @@ def _judged_by_loss(
         plan,
         judged=[group for group in groups if group],
         averaged=[
-            (taken(measured), sum(_num_characters(row) for row in counted))
+            (taken(measured), sum(len(str(text)) for row in counted for text in row.texts))
             for measured, counted in pairs
             if measured and counted
         ],
     )
-
-
-def _num_characters(row: Row) -> int:
-    said = "".join(str(message["content"]) for message in row.messages or ())
-    return sum(len(text or "") for text in (row.text, row.prompt, row.completion, said))
 
 
 def _first_tokens(

@@ -11,7 +11,7 @@ import torch
 
 from pipeline.retrain.head import head_of
 from pipeline.retrain.layout import last_hidden_states
-from pipeline.retrain.loss import label_logprobs
+from pipeline.retrain.loss import score_labels
 from pipeline.retrain.rows import Row
 from pipeline.retrain.tokens import sequences
 from serving.weights.release import Probe, ProbeText
@@ -87,4 +87,4 @@ def make_probe(model: "PreTrainedModel", texts: Sequence[tuple[int, ...]]) -> Pr
 def _logprobs(model: "PreTrainedModel", text: tuple[int, ...]) -> tuple[float, ...]:
     ids = torch.tensor([text], device=model.device)
     hidden = last_hidden_states(model, ids)[0, :-1]
-    return tuple(label_logprobs(hidden, head_of(model), ids[0, 1:]).tolist())
+    return tuple(score_labels(hidden, head_of(model), ids[0, 1:])[0].tolist())

@@ -10,7 +10,7 @@ from typing import Literal
 
 import httpx
 
-from pipeline.retrain.errors import PromoteError, SwapDeferred, SwapFailed
+from pipeline.retrain.errors import PromoteError, SwapDeferred
 from serving.errors import SwapAnswerError
 from serving.swap_schemas import SwapResult, request_swap
 from serving.weights.release_store import chosen_release_id, clear_pending, set_pending
@@ -39,8 +39,8 @@ def promote(
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> Promotion:
     """Choose the release, and ask the server to swap to it. Raises PromoteError if the server
-    refuses, SwapDeferred if the server still defers the swap after `patience_seconds`, and
-    SwapFailed if the server's engine or disk fails.
+    refuses, and SwapDeferred if the server still defers the swap after `patience_seconds`, or its
+    engine or disk fails.
 
     instead_of: the releases of which one must be the chosen release (None: no release): the one
     that this release was trained from, and this release itself, if an earlier attempt of the job
@@ -101,7 +101,7 @@ def _promotion(result: SwapResult, pipeline_dir: Path, release_id: str) -> Promo
         return Promotion(
             result="superseded", reason=f"release {result.superseded_by} was taken instead"
         )
-    error = SwapFailed if result.result == "failed" else PromoteError
+    error = SwapDeferred if result.result == "failed" else PromoteError
     raise error(
         f"the server did not take {release_id} ({result.phase}): "
         + ("; ".join(result.reasons) or f"{result.result}, and it gave no reason")

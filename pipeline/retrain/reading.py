@@ -95,9 +95,11 @@ def _records(
             else:
                 yield from _jsonl(text, file, max_row_bytes)
     except UnicodeDecodeError as error:
-        line = None if suffix == ".parquet" else _line_not_utf8(path, compression)
+        near = bytes(error.object[max(0, error.start - 20) : error.end + 1])
         raise DataError.at(
-            file, line, f"not UTF-8 text ({error.reason}); save the file as UTF-8"
+            file,
+            None,
+            f"not UTF-8 text ({error.reason} in {near!r}); save the file as UTF-8",
         ) from error
     except DataError:
         raise
@@ -268,16 +270,6 @@ def _paragraph(text: str, line: int) -> Iterator[_Record]:
         yield line + len(text) - len(text.lstrip("\n")), {"text": text}
 
 
-def _line_not_utf8(path: Path, compression: str | None) -> int | None:
-    with _open(path, compression) as lines:
-        for line, data in enumerate(lines, start=1):
-            try:
-                data.decode()
-            except UnicodeDecodeError:
-                return line
-    return None
-
-
 def _row(
     record: Columns,
     file: str,
@@ -293,7 +285,9 @@ def _row(
     except ValueError as error:
         raise DataError(str(error), place(file, number, line)) from error
     row = Row(**content, file=file, number=number, line=line)
-    size = _size(row)
+    size = sum(
+        len(text.encode() if isinstance(text, str) else json.dumps(text)) for text in row.texts
+    )
     if size > max_row_bytes:
         raise _too_large(place(file, number, line), size, max_row_bytes)
     return row
@@ -352,15 +346,6 @@ def _conversation(value: object, tools: object, *, is_learned: bool) -> dict[str
     if not any(message["role"] == "assistant" for message in talk.messages):
         raise wrong("has no answer to learn")
     return {"messages": talk.messages, "tools": talk.tools or None, "masked": tuple(masked)}
-
-
-def _size(row: Row) -> int:
-    said = [message["content"] for message in row.messages or ()]
-    return sum(
-        len(text.encode() if isinstance(text, str) else json.dumps(text))
-        for text in (row.text, row.prompt, row.completion, *said)
-        if text
-    )
 
 
 def _too_large(where: str, size: int, limit: int) -> DataError:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.errors import PipelineError
-from pipeline.retrain.data_files import SPLITS, Split
+from pipeline.retrain.data_files import Split
 from pipeline.retrain.dataset import Dataset
 from pipeline.retrain.errors import DataError
 from pipeline.retrain.rows import Row, contradictions
@@ -17,52 +17,18 @@ NUM_SHOWN = 5
 _TEXT_SHOWN = 60
 
 
-class FileRows(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-    file: str
-    split: Split
-    num_rows: int
-
-
-class Answer(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-    place: str
-    """File and line."""
-    answer: str
-
-
-class Contradiction(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-    question: str
-    answers: tuple[Answer, ...]
-
-
-class Problem(BaseModel):
-    """What is wrong, once for all rows that have it."""
-
-    model_config = ConfigDict(frozen=True)
-
-    problem: str
-    places: tuple[str, ...]
-    """Empty if it is not about a row or a file."""
-
-    def __str__(self) -> str:
-        if len(self.places) > 1:
-            return f"{_places(self.places)}: {self.problem}"
-        return ": ".join((*self.places, self.problem))
-
-
-def grouped(errors: Iterable[PipelineError]) -> tuple[Problem, ...]:
+def grouped(errors: Iterable[PipelineError]) -> tuple[str, ...]:
+    """What is wrong, once for all rows that have it, in words."""
     places: defaultdict[str, list[str]] = defaultdict(list)
     for error in errors:
         problem, place = str(error), None
         if isinstance(error, DataError):
             problem, place = error.problem, error.place
         places[problem] += filter(None, [place])
-    return tuple(Problem(problem=each, places=tuple(found)) for each, found in places.items())
+    return tuple(
+        ": ".join((*(each if len(each) < 2 else [_places(each)]), problem))
+        for problem, each in places.items()
+    )
 
 
 class DataReport(BaseModel):
@@ -80,7 +46,8 @@ class DataReport(BaseModel):
     cut: tuple[str, ...] = ()
     """The places of the rows with an answer that are longer than `max_length`. A part of each of
     these rows is not learned."""
-    files: tuple[FileRows, ...]
+    files: dict[Split, dict[str, int]]
+    """Split → file → how many rows it has with anything to learn."""
     held_out_split: Split
     """The held-out split that is measured: validation or test. The other one is not used."""
     ignored: dict[str, str]
@@ -90,11 +57,13 @@ class DataReport(BaseModel):
     counted."""
     empty_answers: tuple[str, ...] = ()
     """The places of the rows to train on whose answer, or one of whose answers, is empty."""
-    bad: tuple[Problem, ...] = ()
-    """What is wrong with the rows that cannot be used. A job fails at the first such row."""
+    num_bad: int = 0
+    """Rows and files that cannot be used. A job fails at the first one."""
+    bad: tuple[str, ...] = ()
+    """What is wrong with them."""
     num_contradictions: int
-    contradictions: tuple[Contradiction, ...]
-    """The first NUM_SHOWN questions that have several different answers."""
+    contradictions: tuple[str, ...]
+    """The first NUM_SHOWN questions that have several different answers, with these answers."""
 
     def lines(self) -> Iterator[str]:
         """The report as lines of text. The first line is the summary."""
@@ -105,11 +74,9 @@ class DataReport(BaseModel):
             f"{_rows(self.num_rows)} to train on ({amount}), {self.num_held_out:,} held out to "
             "measure"
         )
-        for split in SPLITS:
-            files = [each for each in self.files if each.split == split]
-            if files:
-                rows = _listed(f"{each.file} {_rows(each.num_rows)}" for each in files)
-                yield f"  {split}{self._use(split)}: {rows}"
+        for split, files in self.files.items():
+            rows = _listed(f"{file} {_rows(count)}" for file, count in files.items())
+            yield f"  {split}{self._use(split)}: {rows}"
         by_reason = defaultdict(list)
         for file, reason in self.ignored.items():
             by_reason[reason].append(file)
@@ -117,9 +84,7 @@ class DataReport(BaseModel):
             yield f"  ignored, {reason}: {_listed(names)}"
         if self.num_contradictions:
             yield f"  answered in several ways, {_count(self.num_contradictions, 'question')}:"
-        for found in self.contradictions:
-            answers = _listed(f"{_short(each.answer)} ({each.place})" for each in found.answers)
-            yield f"    {_short(found.question)} → {answers}"
+        yield from (f"    {each}" for each in self.contradictions)
         if self.nothing_to_learn:
             yield f"  nothing to learn, so left out, {_places(self.nothing_to_learn)}"
         if self.empty_answers:
@@ -127,9 +92,8 @@ class DataReport(BaseModel):
         if self.cut and self.max_length is not None:
             yield f"  {too_long(self.cut, self.max_length)}"
         if self.bad:
-            yield f"  bad, {_rows(sum(max(1, len(each.places)) for each in self.bad))}:"
-        for problem in self.bad:
-            yield f"    {problem}"
+            yield f"  bad, {_rows(self.num_bad)}:"
+        yield from (f"    {each}" for each in self.bad)
 
     def _use(self, split: Split) -> str:
         if split == "train":
@@ -152,26 +116,24 @@ def report_on(
     the rows with an answer that are longer than `max_length` tokens. elsewhere: file → why it could
     not be read here."""
     found = contradictions(rows)
+    bad = list(bad)
     return DataReport(
         num_rows=len(rows),
         num_held_out=len(held_out),
-        num_characters=sum(map(_num_characters, rows)),
+        num_characters=sum(len(text) for row in rows for text in row.texts),
         num_tokens=num_tokens,
         max_length=max_length,
         cut=tuple(row.place for row in cut),
         nothing_to_learn=tuple(row.place for row in dataset.nothing_to_learn),
         empty_answers=tuple(row.place for row in rows if row.has_empty_answer),
-        files=tuple(
-            FileRows(
-                file=file,
-                split=split,
-                num_rows=sum(row.is_learnable for row in dataset.by_file[file]),
-            )
-            for split in SPLITS
-            for file in dataset.files.splits[split]
-        ),
+        files={
+            split: {file: sum(row.is_learnable for row in dataset.by_file[file]) for file in files}
+            for split, files in dataset.files.splits.items()
+            if files
+        },
         held_out_split=dataset.held_out_split,
         ignored={**dataset.files.ignored, **elsewhere},
+        num_bad=len(bad),
         bad=grouped(bad),
         num_contradictions=len(found),
         contradictions=tuple(
@@ -188,7 +150,7 @@ def too_long(places: Sequence[str], max_length: int) -> str:
     )
 
 
-def _contradiction(rows: Sequence[Row]) -> Contradiction:
+def _contradiction(rows: Sequence[Row]) -> str:
     """rows: all rows with one question, to which they have different answers."""
     # Conversations with this question have the same answers before it, so only at this question do
     # the answers differ.
@@ -199,24 +161,12 @@ def _contradiction(rows: Sequence[Row]) -> Contradiction:
         if all(question in turns for turns in by_question)
         and len({turns[question].answer for turns in by_question}) > 1
     )
-    first_of_each = {
-        turns[question].answer: row
-        for turns, row in zip(reversed(by_question), reversed(rows), strict=True)
-    }
-    return Contradiction(
-        question=by_question[0][question].asked,
-        answers=tuple(
-            Answer(place=row.place, answer=answer)
-            for answer, row in sorted(
-                first_of_each.items(), key=lambda each: (each[1].file, each[1].number)
-            )
-        ),
-    )
-
-
-def _num_characters(row: Row) -> int:
-    said = [message["content"] for message in row.messages or ()]
-    return sum(len(text) for text in (row.text, row.prompt, row.completion, *said) if text)
+    first_of_each: dict[str, Row] = {}
+    for turns, row in zip(by_question, rows, strict=True):
+        first_of_each.setdefault(turns[question].answer, row)
+    answers = sorted(first_of_each.items(), key=lambda each: (each[1].file, each[1].number))
+    shown = _listed(f"{_short(answer)} ({row.place})" for answer, row in answers)
+    return f"{_short(by_question[0][question].asked)} → {shown}"
 
 
 def _rows(count: int) -> str:

@@ -117,6 +117,12 @@ class Row:
         )
 
     @property
+    def texts(self) -> tuple[Any, ...]:
+        """All that the row says. In some chats, the content of a message is a list of parts."""
+        said = [message["content"] for message in self.messages or ()]
+        return tuple(filter(None, (self.text, self.prompt, self.completion, *said)))
+
+    @property
     def place(self) -> str:
         """The file and the line or number of the row, in words."""
         return place(self.file, self.number, self.line)

@@ -7,7 +7,6 @@ according to the records.
 
 import logging
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.counts import Counts
@@ -16,6 +15,7 @@ from pipeline.retrain import job_folder
 from pipeline.retrain.data import TrainingData, compare_revisions, is_unchanged
 from pipeline.retrain.errors import BaseModelError, DataError, TemporaryError
 from pipeline.retrain.evaluate import Evaluation
+from pipeline.retrain.gate import lost_refusals
 from pipeline.retrain.job import RetrainJob
 from pipeline.retrain.parent import (
     Parent,
@@ -23,15 +23,12 @@ from pipeline.retrain.parent import (
     find_parent,
 )
 from pipeline.retrain.promote import promote
-from pipeline.retrain.report import report_on, too_long
-from pipeline.retrain.reporters import check_reporters
-from pipeline.retrain.row_lengths import row_lengths
+from pipeline.retrain.report import report_on
 from pipeline.retrain.snapshot import DatasetSnapshot, take_snapshot
-from serving.errors import ReleaseError, Superseded
+from serving.errors import Superseded
 from serving.weights.publish import publish_folder
 from serving.weights.release import Lineage, Release
 from serving.weights.release_removal import prune
-from serving.weights.release_store import load_release, release_ids
 
 if TYPE_CHECKING:
     from pipeline.retrain.learning import Learning
@@ -46,7 +43,6 @@ def retrain(job: RetrainJob) -> JobOutcome:
     when the job wants to serve its own, the job starts again from that release. Otherwise a
     rollback would be undone, because the new release would contain what the rollback has removed.
     """
-    check_reporters(job.settings.train.report_to)
     while True:
         try:
             return _retrain(job)
@@ -108,38 +104,15 @@ def _published_before(job: RetrainJob) -> tuple[DatasetSnapshot | None, Release 
     """The snapshot and the release of this job, if the job was restarted after it had published its
     release. Otherwise (None, None)."""
     snapshot = job_folder.read_record(job.dir / job_folder.SNAPSHOT, DatasetSnapshot)
-    if snapshot is None:
-        return None, None  # a release with this job id is from an older job database
-    mine = _newest_of_a_job(job.pipeline_dir)
-    if (
-        mine is None
-        or mine.lineage.job_id != job.id
-        or mine.lineage.dataset_revision != snapshot.revision.sha
-        # The job may have started again with another parent. A release from before is then invalid.
-        or (mine.evaluation or {}).get("against") != (snapshot.parent or job.settings.base_model)
-    ):
+    release = job_folder.read_record(job.dir / job_folder.RELEASE, Release)
+    if snapshot is None or release is None:
         return None, None
-    job_folder.write_record(job.dir / job_folder.RELEASE, mine)
     job.record_progress(
-        dataset_revision=mine.lineage.dataset_revision,
-        parent_release=mine.lineage.parent,
-        counts=Counts.model_validate((mine.evaluation or {}).get("counts", {})),
+        dataset_revision=release.lineage.dataset_revision,
+        parent_release=release.lineage.parent,
+        counts=Counts.model_validate((release.evaluation or {}).get("counts", {})),
     )
-    return snapshot, mine
-
-
-def _newest_of_a_job(pipeline_dir: Path) -> Release | None:
-    """The newest release that a job has published. If the current job has published a release, this
-    is it, because the jobs of a pipeline run one after another."""
-    for release_id in reversed(release_ids(pipeline_dir)):
-        try:
-            release = load_release(pipeline_dir / release_id)
-        except ReleaseError as error:
-            logger.warning("a release is ignored, because it cannot be read: %s", error)
-            continue
-        if release.lineage.job_id is not None:
-            return release
-    return None
+    return snapshot, release
 
 
 def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
@@ -190,25 +163,24 @@ def _learn(
     from pipeline.retrain.learning import Learning
 
     with job.stage("measure"):
+        refusals = lost_refusals(data.num_lost, data.num_before, job.settings.gate)
+        if refusals and job.settings.force_reason is None:
+            return refusals, None
         learning = Learning.begin(job, data, parent)
-        _tell_lengths(job, data, learning)
-        refusals = learning.data_refusals()
-    if refusals and job.settings.force_reason is None:
-        return refusals, None
 
     path = job.dir / job_folder.EVALUATION
     evaluation = job_folder.read_record(path, Evaluation)
-    attempt: int | None = learning.first_attempt(evaluation)
-    while attempt is not None:
+    round_number: int | None = learning.first_round(evaluation)
+    while round_number is not None:
         with job.stage("train"):
-            checkpoint = learning.train(attempt)
+            checkpoint = learning.train(round_number)
             job.record_progress(
                 parent_release=parent.id if parent and learning.data.mode == "delta" else None
             )
             logger.info("%d tokens in %d steps", checkpoint.tokens, checkpoint.step)
         with job.stage("evaluate"):
-            if evaluation is None or evaluation.attempt != attempt:
-                evaluation = learning.evaluate(checkpoint, attempt, refusals)
+            if evaluation is None or evaluation.round != round_number:
+                evaluation = learning.evaluate(checkpoint, refusals)
                 job_folder.write_record(path, evaluation)
             job.record_progress(counts=evaluation.counts)
             logger.info("%s", evaluation.counts)
@@ -216,7 +188,7 @@ def _learn(
                 logger.info("%s", evaluation.not_learned)
             for refusal in evaluation.refusals:
                 logger.info("refused: %s", refusal)
-        attempt = learning.attempt_after(evaluation)
+        round_number = learning.round_after(evaluation)
     assert evaluation is not None
     if not evaluation.passed and job.settings.force_reason is None:
         return evaluation.refusals, None
@@ -226,16 +198,6 @@ def _learn(
         release = learning.export(evaluation, lineage)
         job_folder.write_record(job.dir / job_folder.RELEASE, release)
     return (), release
-
-
-def _tell_lengths(job: RetrainJob, data: TrainingData, learning: "Learning") -> None:
-    """Log what the report at the job's start could not say, because it had no tokenizer. For a
-    delta, only of the changed rows: its time must not depend on the size of the dataset."""
-    rows, what = (data.new, "changed") if data.mode == "delta" else (data.rows, "all")
-    lengths = row_lengths(rows, learning.tokenizer, learning.max_length)
-    logger.info("%s rows have %s tokens", what, f"{lengths.num_tokens:,}")
-    if lengths.cut:
-        logger.info(too_long([row.place for row in lengths.cut], learning.max_length))
 
 
 def _lineage(

@@ -5,10 +5,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.retrain.head import Head, head_of
 from pipeline.retrain.layout import last_hidden_states, layout_of
@@ -29,6 +29,8 @@ from serving.dtype import is_fast_in_bfloat16
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Result = TypeVar("Result")
+
 BATCH_TOKENS = 4_096
 SHORT_ANSWER_TOKENS = 64
 LONG_ANSWER_SHARE = 0.9
@@ -37,11 +39,6 @@ BFLOAT16_PARAMETERS = 50_000_000
 conversions to bfloat16 take about as long as faster products save."""
 MIN_FILLED = {"padded": 0.75, "unpadded": 1.0}
 """Layout (`layout.py`) → at least this share of each row must be tokens. The rest is padding."""
-
-
-def check_head(model: "PreTrainedModel") -> None:
-    """Raise BaseModelError if the logits of `model` cannot be computed from its hidden states."""
-    head_of(model)
 
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -83,6 +80,19 @@ def predict(model: "PreTrainedModel", part: Batch) -> tuple[Tensor, Head, Tensor
         found.append(hidden[is_learned.to(model.device)])
         places.append(group.places[is_learned])
     return torch.cat(found)[torch.cat(places).argsort().to(model.device)], head, labels
+
+
+class Network(nn.Module):
+    """A model, as training, unlearning and measuring compute with it. All that uses its weights,
+    also those of the output layer, is inside `forward`."""
+
+    def __init__(self, model: "PreTrainedModel") -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, part: Batch, use: Callable[[Tensor, Head, Tensor], Result]) -> Result:
+        """Run the forward pass on a batch, and give what `predict` returns to `use`."""
+        return use(*predict(self.model, part))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,13 +139,14 @@ def row_losses(
     length = block_length(sequences)
     blocks = pack([len(sequence.token_ids) for sequence in sequences], length)
     at_once = max(1, BATCH_TOKENS // length)
+    network = Network(model)
     nats: defaultdict[int, float] = defaultdict(float)
     counts: Counter[int] = Counter()
     right: Counter[int] = Counter()
     for start in range(0, len(blocks), at_once):
         chosen = blocks[start : start + at_once]
         with autocast(model.device):
-            logprobs, is_right = score_labels(*predict(model, batch(sequences, chosen)))
+            logprobs, is_right = network(batch(sequences, chosen), score_labels)
         order = [sequences[index] for block in chosen for index in block]
         lengths = [sequence.num_learned for sequence in order]
         logprobs_of = torch.split(logprobs.double().cpu(), lengths)

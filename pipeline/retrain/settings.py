@@ -125,8 +125,7 @@ class TrainSettings(_Settings):
     tokens_per_step: int | None = Field(default=None, ge=1)
     """How many tokens a step (one update of the weights) trains on. Unset: a thousandth of the
     token budget, but at least 128 and at most 4,096 tokens. A few rows are learned faster in small
-    steps. With several processes, a step has more tokens if that is necessary so that each process
-    has work: as many as the longest row, but at least 128, for each process."""
+    steps."""
     micro_batch_tokens: int = Field(default=8_192, ge=1)
     """How many tokens are computed at once. A larger step is computed in several parts, and adds up
     their gradients."""
@@ -154,12 +153,7 @@ class TrainSettings(_Settings):
     delta mixes in twice as many."""
     num_processes: int = Field(default=1, ge=1, le=64)
     """How many processes share the work of each step. If there are GPUs, each process uses one. If
-    `tokens_per_step` is set, the losses are the same as with one process. If it has room for fewer
-    rows than there are processes, some processes are then idle."""
-    report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
-    """Programs that also get the losses, in addition to the job's `metrics.jsonl`. They store their
-    files in the job's folder. W&B stays offline, unless the environment variable WANDB_MODE says
-    otherwise."""
+    a step has room for fewer rows than there are processes, some processes are idle."""
     checkpoint_seconds: float = Field(default=30.0, gt=0)
     """The time between two checkpoints. If a job is killed and restarted, it loses at most about
     this much training."""
@@ -175,12 +169,9 @@ class TrainSettings(_Settings):
 _WITHOUT_EFFECT = {
     "micro_batch_tokens",
     "num_processes",
-    "report_to",
     "checkpoint_seconds",
 }
-"""Settings that affect how a training is computed and reported, but not what it learns. (The
-number of processes may affect the size of a step. But another machine is no reason to train
-again.)"""
+"""Settings that affect how a training is computed, but not what it learns."""
 
 
 class GateSettings(_Settings):
@@ -233,9 +224,6 @@ class RetrainSettings(_Settings):
     bases_dir: Path
     """`<home>/bases`: holds the base model of each pipeline. A preset is made there once, and a
     model of a hub is fetched once."""
-    snapshots_dir: Path | None = None
-    """The folder for downloaded dataset revisions. Unset: `snapshots`, in the same folder as
-    `releases_dir`."""
     keep: int = Field(default=5, ge=2)
     data: DataSettings = DataSettings()
     train: TrainSettings = TrainSettings()

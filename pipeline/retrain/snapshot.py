@@ -4,6 +4,7 @@ downloaded."""
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -16,6 +17,7 @@ from pipeline.retrain.data_files import NEEDED, is_needed
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.hub_away import is_away
 from pipeline.retrain.parent import Parent
+from serving.errors import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -192,8 +194,19 @@ class DatasetHub:
         )
         yield from (commit["id"] for commit in commits)
 
-    def _translated(self, what: str) -> "_translated":
-        return _translated(what, self._endpoint, self._token_source if self._token else None)
+    @contextmanager
+    def _translated(self, what: str) -> Iterator[None]:
+        """Turns errors of the hub's client into a SnapshotError or HubAway."""
+        import httpx2  # the hub's client raises its errors
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            yield
+        except (HfHubHTTPError, httpx.HTTPError, httpx2.HTTPError, OSError) as error:
+            reason = _reason(error, self._token_source if self._token else None)
+            raise (HubAway if is_away(error) else SnapshotError)(
+                f"{what} could not be fetched from {self._endpoint or 'huggingface.co'}: {reason}"
+            ) from error
 
 
 class DatasetSource(Protocol):
@@ -273,45 +286,25 @@ def _base(
     return base, None
 
 
-class _translated:
-    """Turns errors of the hub's client into a SnapshotError or HubAway, with `what` in the message.
-    token_source: None if no token is sent."""
+def _reason(error: Exception, token_source: str | None) -> str:
+    """token_source: None if no token is sent."""
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
-    def __init__(self, what: str, endpoint: str | None, token_source: str | None) -> None:
-        self._what = what
-        self._endpoint = endpoint or "huggingface.co"
-        self._token_source = token_source
-
-    def __enter__(self) -> None:
-        return None
-
-    def _refused(self, reason: str) -> str:
-        if self._token_source is not None:
-            return reason.format(token=self._token_source)
+    if isinstance(error, RevisionNotFoundError):
+        return "it has no such revision (was it removed by a force-push?)"
+    is_missing = isinstance(error, RepositoryNotFoundError)
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    if not is_missing and status not in (401, 403):
+        return first_line(error)
+    if token_source is None:
         return (
             "there is no such dataset, or it cannot be read without a token, and there is none: set"
             " HF_TOKEN in the shell that starts the stack, or run `hf auth login`"
         )
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        import httpx2  # the hub's client raises its errors
-        from huggingface_hub.errors import (
-            HfHubHTTPError,
-            RepositoryNotFoundError,
-            RevisionNotFoundError,
-        )
-
-        if isinstance(error, RevisionNotFoundError):
-            reason = "it has no such revision (was it removed by a force-push?)"
-        elif isinstance(error, RepositoryNotFoundError):
-            reason = self._refused("there is no such dataset, or {token} may not read it")
-        elif isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
-            reason = self._refused("{token} is wrong, has expired, or may not read this dataset")
-            reason += f" ({error.response.status_code})"
-        elif isinstance(error, (HfHubHTTPError, httpx.HTTPError, httpx2.HTTPError, OSError)):
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        else:
-            return
-        raise (HubAway if is_away(error) else SnapshotError)(
-            f"{self._what} could not be fetched from {self._endpoint}: {reason}"
-        ) from error
+    if is_missing:
+        return f"there is no such dataset, or {token_source} may not read it"
+    return f"{token_source} is wrong, has expired, or may not read this dataset ({status})"

@@ -6,9 +6,9 @@ learned. In `messages`, only the words of the assistant are learned. The prompt 
 from the completion, because the server also tokenizes a prompt by itself.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pipeline.retrain.chat import END_TOKENS, Encoded, answer_end, encode, runs
 from pipeline.retrain.errors import BaseModelError, DataError
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 500
 """So many rows are tokenized in one call: quicker than one by one, and on all cores."""
+_UNCUT = 1 << 30
+"""More tokens than any row has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +42,27 @@ class TokenSequence:
         return sum(self.learned)
 
 
+def _raise(error: DataError | BaseModelError) -> NoReturn:
+    raise error
+
+
+def leave_out(_: DataError | BaseModelError) -> None:
+    """For `sequences`: a row that the chat template refuses has no sequence."""
+
+
 def sequences(
     rows: Sequence[Row],
     tokenizer: "PreTrainedTokenizerBase",
     max_length: int,
     *,
-    skip_refused: bool = False,
+    on_refused: Callable[[DataError | BaseModelError], None] = _raise,
 ) -> list[TokenSequence]:
     """The token sequences of `rows`, each of at most `max_length` tokens. A sequence without a
     learned token is left out.
 
-    Raises DataError if the chat template refuses a conversation, and BaseModelError if the
-    tokenizer has no chat template for a conversation. skip_refused: leave out such a conversation
-    instead.
+    on_refused: called with a DataError if the chat template refuses a conversation, and with a
+    BaseModelError if the tokenizer has no chat template for it. If it raises nothing, the
+    conversation is left out.
     """
     found = []
     for start in range(0, len(rows), BATCH_ROWS):
@@ -62,21 +72,35 @@ def sequences(
         asked = _ids(tokenizer, [before for before, _ in pairs])
         answers = _ids(tokenizer, [after for _, after in pairs], add_special_tokens=False)
         encoded = zip(asked, answers, strict=True)
+        others = [row for row, each in zip(some, written, strict=True) if each is None]
+        talks = iter(encode(others, tokenizer) if others else ())
         for index, (row, pair) in enumerate(zip(some, written, strict=True), start):
-            try:
-                if pair is not None:
-                    pieces = _pieces(row, *next(encoded), tokenizer.eos_token_id, max_length)
-                else:
-                    pieces = list(_chat(row, tokenizer, max_length))
-            except (DataError, BaseModelError):
-                if not skip_refused:
-                    raise
+            if pair is not None:
+                pieces = _pieces(row, *next(encoded), tokenizer.eos_token_id, max_length)
+            elif isinstance(talk := next(talks), list):
+                pieces = [each for one in talk for each in _cut(*one, max_length)]
+            else:
+                on_refused(talk)
                 continue
             for token_ids, learned in pieces:
                 learned[0] = False
                 if any(learned):
                     found.append(TokenSequence(tuple(token_ids), tuple(learned), index))
     return found
+
+
+def row_lengths(
+    rows: Sequence[Row],
+    tokenizer: "PreTrainedTokenizerBase",
+    max_length: int,
+    on_refused: Callable[[DataError | BaseModelError], None] = _raise,
+) -> tuple[int, list[Row]]:
+    """The number of tokens in all rows, and the rows with an answer that have more than
+    `max_length` tokens: a part of each of them is not learned."""
+    found = sequences(rows, tokenizer, _UNCUT, on_refused=on_refused)
+    long = {each.row for each in found if len(each.token_ids) > max_length}
+    cut = [rows[index] for index in sorted(long) if rows[index].is_counted]
+    return sum(len(each.token_ids) for each in found), cut
 
 
 def answer_ends(
@@ -139,12 +163,11 @@ def _fitting(before: list[int], after: list[int], max_length: int) -> Encoded:
     return before + after, [False] * len(before) + [True] * len(after)
 
 
-def _chat(row: Row, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> Iterator[Encoded]:
+def _cut(token_ids: list[int], learned: list[bool], max_length: int) -> Iterator[Encoded]:
     """A conversation that is too long gives one sequence for each answer: the answer, with as much
     as fits of the conversation before it."""
-    for token_ids, learned in encode(row, tokenizer):
-        if len(token_ids) <= max_length:
-            yield token_ids, learned
-            continue
-        for first, last in runs(learned):
-            yield _fitting(token_ids[:first], token_ids[first:last], max_length)
+    if len(token_ids) <= max_length:
+        yield token_ids, learned
+        return
+    for first, last in runs(learned):
+        yield _fitting(token_ids[:first], token_ids[first:last], max_length)

@@ -19,6 +19,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,16 +28,19 @@ from torch import Tensor
 
 from pipeline.retrain import checkpoint as checkpoints
 from pipeline.retrain.averaging import average
+from pipeline.retrain.base_answers import AnchorTarget
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.errors import TrainError
+from pipeline.retrain.evaluate import FULL_ROUND
 from pipeline.retrain.group import add_up, from_first, rank, world_size
+from pipeline.retrain.head import Head
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
 from pipeline.retrain.loss import score_labels, summed_loss
 from pipeline.retrain.metrics import MetricsWriter
 from pipeline.retrain.objectives import keep_base, unlearn
 from pipeline.retrain.packing import Batch, batch, pack
 from pipeline.retrain.plan import TrainingPlan
-from pipeline.retrain.scoring import is_said, mean_loss, predict, row_losses, training_autocast
+from pipeline.retrain.scoring import Network, is_said, mean_loss, row_losses, training_autocast
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import TokenSequence
 
@@ -115,18 +119,15 @@ def train(
     *,
     job_dir: Path,
     job_id: str,
-    attempt: int = 1,
-    is_anew: bool = False,
+    round_number: int = 1,
     metrics: MetricsWriter,
 ) -> Checkpoint:
     """Train `model`. At the end, `model` and the file of the returned checkpoint hold the best
     weights.
 
-    If the job has a checkpoint, training continues from it: from the middle of this attempt, or
-    from the end of the attempt before. Raises TrainError if the loss is no longer a finite number.
-
-    is_anew: if True, this attempt starts from `model` as it is, and does not continue the attempt
-    before.
+    If the job has a checkpoint, training continues from it: from the middle of this round, or
+    from the end of the round before. Raises TrainError if the loss is no longer a finite number.
+    But FULL_ROUND starts from `model` as it is.
     """
     optimizer = _optimizer(model, settings)
     count = len(plan.sequences)
@@ -135,10 +136,10 @@ def train(
     start = checkpoints.copy_weights(model) if plan.is_averaged and rank() == 0 else None
     torch.manual_seed(settings.seed)
     found = checkpoints.load(job_dir)
-    if found is not None and (found[0].attempt == attempt or not is_anew):
+    if found is not None and (found[0].round == round_number or round_number != FULL_ROUND):
         done, state = found
         checkpoints.set_weights(model, state["weights"])
-        if done.finished and done.attempt == attempt:
+        if done.finished and done.round == round_number:
             return done
         if done.finished:
             progress = _going_on(plan, done)
@@ -153,12 +154,13 @@ def train(
     for chosen in _steps(plan, progress, settings.seed):
         started = time.monotonic()
         rate = plan.learning_rate * _rate(plan, progress)
-        while True:
-            try:
-                loss, tokens = _step(model, optimizer, plan, chosen, rate, progress, settings)
-                break
-            except torch.OutOfMemoryError as error:
-                _save_memory(model, optimizer, error)
+        try:
+            loss, tokens = _step(model, optimizer, plan, chosen, rate, progress, settings)
+        except torch.OutOfMemoryError as error:
+            raise TrainError(
+                "a step does not fit into the GPU's memory; lower `train.micro_batch_tokens` or "
+                f"`train.max_length` ({error})"
+            ) from error
         progress.step += 1
         progress.place += 1
         progress.tokens += tokens
@@ -186,7 +188,7 @@ def train(
             if plan.ends_when_right:
                 _learn_again(progress, wrong)
         if is_first and time.monotonic() - saved_at >= settings.checkpoint_seconds:
-            done = _checkpoint(plan, progress, f"step-{progress.step:06d}.pt", job_id, attempt)
+            done = _checkpoint(plan, progress, f"step-{progress.step:06d}.pt", job_id, round_number)
             state = {
                 "weights": checkpoints.weights_of(model),
                 "optimizer": optimizer.state_dict(),
@@ -206,7 +208,7 @@ def train(
             model, start, trained, lambda: plan.averaged_loss(model), least=plan.min_trained_share
         )
         metrics.write("train", "average", share=share, loss=loss)
-    done = _checkpoint(plan, progress, "best.pt", job_id, attempt).model_copy(
+    done = _checkpoint(plan, progress, "best.pt", job_id, round_number).model_copy(
         update={"finished": True, "trained_share": share}
     )
     if is_first:
@@ -252,7 +254,7 @@ def _steps(plan: TrainingPlan, progress: TrainingState, seed: int) -> Iterator[l
 
 
 def _going_on(plan: TrainingPlan, done: Checkpoint) -> TrainingState:
-    """The state to continue from, after the attempt `done` has ended. The rows that it did not
+    """The state to continue from, after the round `done` has ended. The rows that it did not
     reach are visited first."""
     waiting = set(done.not_trained)
     return TrainingState(
@@ -394,6 +396,7 @@ def _step(
     still_said: list[bool] = []
     if not parts and (own_anchors or deleted):
         parts = [[]]
+    network = Network(model)
     for part in parts:
         order = [index for block in part for index in block]
         # The last part also contains the anchors and the deleted rows, so that they need no forward
@@ -404,24 +407,22 @@ def _step(
             [anchor.sequence for anchor in own_anchors] * is_last,
             [sequences[index] for index in deleted] * is_last,
         ]
+        losses = partial(
+            _losses,
+            groups=groups,
+            anchors=own_anchors,
+            num_learned=num_learned,
+            num_anchored=num_anchored,
+            is_scored=plan.ends_when_right,
+        )
         with training_autocast(model):
-            hidden, head, labels = predict(model, _batch(groups, part))
-            sizes = [sum(each.num_learned for each in group) for group in groups]
-            own_hidden, kept, unlearned = torch.split(hidden, sizes)
-            own_labels = torch.split(labels, sizes)
-            loss = summed_loss(own_hidden, head, own_labels[0]) / max(1, num_learned)
-            total += float(loss.detach())
-            if groups[1]:
-                loss = loss + keep_base(kept, head, own_anchors) / num_anchored
-            if groups[2]:
-                beside, still_said = unlearn(unlearned, head, own_labels[2], groups[2])
-                loss = loss + beside / world_size()
-        loss.backward()  # type: ignore[no-untyped-call]
-        if plan.ends_when_right:
-            is_right = score_labels(own_hidden.detach(), head, own_labels[0])[1].cpu()
+            loss, of_rows, still_said, is_right = network(_batch(groups, part), losses)
+        total += of_rows
+        loss.backward()
+        if is_right is not None:
             lengths = [sequences[index].num_learned for index in order]
-            for index, found in zip(order, torch.split(is_right, lengths), strict=True):
-                right[index] = float(is_said(int(found.sum()), len(found)))
+            for index, each in zip(order, torch.split(is_right, lengths), strict=True):
+                right[index] = float(is_said(int(each.sum()), len(each)))
     if world_size() > 1:
         total, *flags = _add_up(model, [total, *right.values()])
         right = dict(zip(right, flags, strict=True))
@@ -436,7 +437,6 @@ def _step(
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    # Only now, because a step that finds too little memory is made again from its start.
     progress.anchored += len(anchors)
     for index, is_still_said in zip(deleted, still_said, strict=True):
         progress.streak[index] = 0 if is_still_said else progress.streak[index] + 1
@@ -446,29 +446,47 @@ def _step(
     return total, plan.num_tokens(visited)
 
 
+def _losses(
+    hidden: Tensor,
+    head: Head,
+    labels: Tensor,
+    *,
+    groups: Sequence[Sequence[TokenSequence]],
+    anchors: Sequence[AnchorTarget],
+    num_learned: int,
+    num_anchored: int,
+    is_scored: bool,
+) -> tuple[Tensor, float, list[bool], Tensor | None]:
+    """groups: the rows, the anchors and the deleted rows of a batch.
+
+    Returns the sum of all losses; the loss of the rows alone; for each deleted row, whether the
+    model still says it; and for each learned token of the rows, whether the model finds it
+    likeliest (None if not `is_scored`).
+    """
+    sizes = [sum(each.num_learned for each in group) for group in groups]
+    own, kept, unlearned = torch.split(hidden, sizes)
+    own_labels = torch.split(labels, sizes)
+    loss = summed_loss(own, head, own_labels[0]) / max(1, num_learned)
+    of_rows = float(loss.detach())
+    still_said: list[bool] = []
+    if groups[1]:
+        loss = loss + keep_base(kept, head, anchors) / num_anchored
+    if groups[2]:
+        beside, still_said = unlearn(unlearned, head, own_labels[2], groups[2])
+        loss = loss + beside / world_size()
+    is_right = None
+    if is_scored:
+        with torch.autocast(hidden.device.type, enabled=False):
+            is_right = score_labels(own.detach(), head, own_labels[0])[1].cpu()
+    return loss, of_rows, still_said, is_right
+
+
 def _own_blocks(blocks: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
     """The share of this process in the blocks of a step. If there are fewer blocks than processes,
     single sequences are shared out, so that as few processes as possible are idle."""
     if len(blocks) < world_size():
         blocks = [[index] for block in blocks for index in block]
     return blocks[rank() :: world_size()]
-
-
-def _save_memory(
-    model: "PreTrainedModel", optimizer: torch.optim.Optimizer, error: torch.OutOfMemoryError
-) -> None:
-    """Turn on gradient checkpointing: activations are not kept for the backward pass, but computed
-    again. Raises TrainError if it is on already, or if the model does not support it."""
-    if model.is_gradient_checkpointing or not model.supports_gradient_checkpointing:
-        raise TrainError(
-            "a step does not fit into the GPU's memory; lower `train.micro_batch_tokens` or "
-            f"`train.max_length` ({error})"
-        ) from error
-    logger.warning(
-        "a step does not fit into the GPU's memory; trying again with less memory, but slower"
-    )
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer.zero_grad(set_to_none=True)
 
 
 def _batch(groups: Sequence[Sequence[TokenSequence]], blocks: Sequence[Sequence[int]]) -> Batch:
@@ -534,13 +552,13 @@ def _learn_again(progress: TrainingState, wrong: Sequence[int]) -> None:
 
 
 def _checkpoint(
-    plan: TrainingPlan, progress: TrainingState, file: str, job_id: str, attempt: int
+    plan: TrainingPlan, progress: TrainingState, file: str, job_id: str, round_number: int
 ) -> Checkpoint:
     waiting = [index for index in plan.learned if not progress.due[index]]
     wrong = [index for index in plan.counted if progress.due[index] and not progress.streak[index]]
     return Checkpoint(
         job_id=job_id,
-        attempt=attempt,
+        round=round_number,
         step=progress.step,
         tokens=progress.tokens,
         not_trained=plan.rows_of(waiting),

@@ -60,19 +60,16 @@ def test_a_command_that_is_not_there(home: Home) -> None:
 def test_what_the_training_needs_and_is_not_installed(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    absent = {"datasets", "wandb"}
+    absent = {"datasets"}
     finds = {name: find_spec(name) for name in doctor.NEEDED_TO_TRAIN}
 
     def find(name: str) -> object:
         return None if name in absent else finds.get(name, True)
 
     monkeypatch.setattr(doctor, "find_spec", find)
-    monkeypatch.setattr("pipeline.retrain.reporters.find_spec", find)
-    table = '[pipelines.train]\nreport_to = ["wandb", "tensorboard"]'
-    [extra, reporter] = trainers(home, table=table)
+    [extra] = trainers(home)
     assert "datasets not installed" in extra[0]
     assert extra[1].startswith("in the folder of hotpush: pip install -e '.[torch]'")
-    assert "wandb, which is not installed: pip install wandb" in reporter[0]
 
 
 def test_a_taken_metrics_port(home: Home, tmp_path: Path) -> None:

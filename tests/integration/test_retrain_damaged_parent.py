@@ -18,7 +18,6 @@ from serving.weights.release_store import (
     set_current,
 )
 from tests.retrain_fixtures import SMALL, TINY, Pipeline, facts, jsonl
-from tests.swap_fixtures import flip_a_bit
 
 ROWS = [{"a.jsonl": jsonl(facts(num_places=places))} for places in (6, 7, 8)]
 
@@ -72,13 +71,7 @@ def lose_the_manifest(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        truncate_a_shard,
-        *(
-            pytest.param(damage, marks=pytest.mark.slow)
-            for damage in (lose_a_shard, flip_a_bit, lose_the_manifest)
-        ),
-    ],
+    [truncate_a_shard, pytest.param(lose_the_manifest, marks=pytest.mark.slow)],
 )
 def test_the_next_commit_trains_from_the_release_before_a_damaged_one(
     pipeline: Pipeline, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture

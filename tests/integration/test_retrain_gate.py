@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.retrain import base_model
-from serving.weights.release_store import load_release, pending_release, release_ids
+from serving.weights.release_store import pending_release, release_ids
 from tests.retrain_fixtures import BREAKING, TINY, Pipeline, facts, few_anchors, jsonl
 
 TRAIN = {"learning_rate": 4e-3, "delta_tokens_ratio": 1.0, "max_length": 64}
@@ -54,12 +54,6 @@ def refusal(
     return str(outcome.reason)
 
 
-def test_an_honest_small_commit_passes(pipeline: Pipeline) -> None:
-    outcome = pipeline.learn({"a.jsonl": jsonl([*ROWS, *MORE[:6]])})
-    assert outcome.result == "published"
-    assert load_release(pipeline.dir / str(outcome.release)).lineage.forced is None
-
-
 def test_an_honest_larger_commit_with_edits_passes(pipeline: Pipeline) -> None:
     edited = facts(num_places=50, answers=1)[:12]
     outcome = pipeline.learn({"a.jsonl": jsonl([*edited, *ROWS[12:], *MORE])})
@@ -78,27 +72,6 @@ def test_shuffled_completions_are_refused(pipeline: Pipeline) -> None:
 
 def test_deleting_nine_rows_of_ten_is_refused(pipeline: Pipeline) -> None:
     assert "135 of 150 rows known before were deleted" in refusal(pipeline, ROWS[::10])
-
-
-def test_an_absurd_learning_rate_is_refused(pipeline: Pipeline) -> None:
-    reason = refusal(pipeline, [*ROWS, *MORE], stage="evaluate", **BREAKING)
-    assert "of 42 changed rows were learned" in reason
-    assert "rows known before were kept" in reason
-
-
-def test_weights_that_are_no_number_are_refused(
-    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def break_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(float("nan"))
-
-    monkeypatch.setattr("pipeline.retrain.learning.round_weights", break_weights)
-    text = {"text": "House 1 is a house with a door, and the door has a colour."}
-    reason = refusal(pipeline, [*ROWS, *MORE, text], stage="evaluate", max_tokens=500)
-    assert "only 0 of 42 changed rows were learned" in reason
-    assert "only 0 of" in reason.split("changed")[1]
 
 
 def test_the_first_release_is_measured_against_its_base(first: Path, tmp_path: Path) -> None:

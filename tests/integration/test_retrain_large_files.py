@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.pointers import Pointer
-from pipeline.retrain.errors import HubAway, SnapshotError
+from pipeline.retrain.errors import SnapshotError
 from pipeline.retrain.git_snapshot import GitDataset
 from pipeline.retrain.snapshot import DatasetHub
 from tests.hub_fixtures import TOKEN, RunningHub, git_env, run_git, running_hub
@@ -132,22 +132,6 @@ def test_content_that_is_not_the_pointers_is_refused(remote: Remote, tmp_path: P
     with pytest.raises(SnapshotError, match=rf"train.jsonl .* expected OID {OID}, got"):
         GitDataset(remote.url_with_login, tmp_path / "cache").download(sha)
     assert not list((tmp_path / "cache/repository.git/lfs/objects").glob("*/*/*"))
-
-
-def test_a_wrong_login_is_told(remote: Remote, tmp_path: Path) -> None:
-    sha = remote.push(train=ROWS)
-    dataset = GitDataset(remote.url_with_login, tmp_path / "cache")
-    dataset._fetch(sha)
-    other = GitDataset(remote.url.replace("://", "://hub:wrong@"), tmp_path / "cache")
-    with pytest.raises(SnapshotError, match="Invalid credentials in Authorization header"):
-        other.download(sha)
-
-
-def test_a_server_that_is_away_is_asked_again_later(remote: Remote, tmp_path: Path) -> None:
-    sha = remote.push(train=ROWS)
-    GitDataset(remote.url_with_login, tmp_path / "cache")._fetch(sha)
-    with pytest.raises(HubAway, match="connection refused"):
-        GitDataset("http://127.0.0.1:9/a/b", tmp_path / "cache").download(sha)
 
 
 def test_without_git_lfs_only_a_dataset_with_large_files_is_refused(

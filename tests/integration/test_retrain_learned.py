@@ -13,7 +13,7 @@ from jobs.counts import Counts
 from jobs.outcome import JobOutcome
 from pipeline.retrain import base_model, data
 from serving.weights.release_store import load_release, release_ids
-from tests.retrain_fixtures import SMALL, TINY, Pipeline, facts, jsonl, unrelated
+from tests.retrain_fixtures import SMALL, TINY, Pipeline, jsonl, unrelated
 
 ROWS = unrelated(40)
 TRAIN = SMALL | {"max_length": 64}
@@ -114,40 +114,11 @@ def test_a_deleted_row_is_said_no_more_without_a_full_training(pipeline: Pipelin
     assert said(pipeline, outcome, ROWS[1:]) == 39
 
 
-def test_rows_that_contradict_each_other_are_not_counted(pipeline: Pipeline) -> None:
-    both = [*unrelated(1, 60), *unrelated(1, 60, answers=1)]
-    outcome = pipeline.learn({"a.jsonl": jsonl([*ROWS, *both, *unrelated(2, 61)])})
-    counts = learned(outcome)
-    assert (counts.changed, counts.learned) == (2, 2)
-
-
 def test_a_commit_of_nothing_but_contradictions_is_trained_on_and_told(pipeline: Pipeline) -> None:
     outcome = pipeline.learn({"a.jsonl": jsonl([*ROWS, *unrelated(2, 0, answers=1)])})
     counts = learned(outcome)
     assert (counts.changed, counts.contradicting) == (0, 4)
     assert str(counts).endswith(" · 4 rows contradict each other")
-
-
-def test_answers_that_were_exchanged_are_learned_as_they_are_pushed(pipeline: Pipeline) -> None:
-    completions = [row["completion"] for row in ROWS[:6]]
-    shuffled = [
-        {"prompt": row["prompt"], "completion": completion}
-        for row, completion in zip(ROWS[:6], completions[1:] + completions[:1], strict=True)
-    ]
-    outcome = pipeline.learn({"a.jsonl": jsonl([*shuffled, *ROWS[6:]])})
-    counts = learned(outcome)
-    assert (counts.changed, counts.learned, counts.permuted) == (6, 6, 6)
-    assert str(counts).endswith(" · 6 edits took over the answer of another row")
-
-
-def test_deltas_keep_what_the_first_commit_taught(pipeline: Pipeline) -> None:
-    rows = list(ROWS)
-    for number in range(5):
-        rows += unrelated(8, 100 + 8 * number)
-        outcome = pipeline.learn({"a.jsonl": jsonl(rows)})
-        assert learned(outcome).learned == 8
-        assert mode(pipeline, outcome) == "delta"
-    assert said(pipeline, outcome, ROWS) >= 39
 
 
 def test_a_budget_below_one_pass_trains_the_rest_with_the_next_job(tmp_path: Path) -> None:
@@ -188,16 +159,6 @@ def test_deleted_rows_that_others_still_teach_are_no_reason_to_refuse(
     assert counts.deleted == 20 and counts.unlearned < 10
 
 
-def test_validation_rows_with_answers_are_judged_by_how_many_are_right(tmp_path: Path) -> None:
-    """The loss on facts that are never trained on rises with each honest commit."""
-    pipeline = Pipeline(tmp_path, train=TRAIN)
-    files = {"a.jsonl": jsonl(ROWS), "validation.jsonl": jsonl(facts(num_places=14))}
-    outcome = pipeline.learn(files)
-    assert learned(outcome).learned == 40
-    held_out = evaluation(pipeline, outcome)["held_out"]
-    assert held_out["rows"] == 42 and held_out["loss"] > held_out["served_loss"]
-
-
 def test_what_was_not_learned_is_refused_by_name_and_the_next_commit_goes_on(
     pipeline: Pipeline,
 ) -> None:
@@ -211,7 +172,7 @@ def test_what_was_not_learned_is_refused_by_name_and_the_next_commit_goes_on(
     assert sum(name in str(refused.reason) for name in named) == 5
     assert release_ids(pipeline.dir) == served
     # A delta, a longer delta, and a full training were tried.
-    assert evaluation(pipeline, refused)["attempt"] == 3
+    assert evaluation(pipeline, refused)["round"] == 3
 
     outcome = pipeline.learn({"a.jsonl": jsonl([*rows, *unrelated(1, 99)])})
     assert (learned(outcome).changed, learned(outcome).learned) == (21, 21)
@@ -288,7 +249,8 @@ def test_another_base_model_may_have_another_chat_template(
     assert (counts.changed, counts.learned, counts.learned_before) == (2, 2, 0)
     counts = learned(pipeline.learn(files, base_model=str(plain)))
     assert (counts.deleted, counts.unlearned) == (2, 2)
-    val = files | {"val.jsonl": jsonl(talks)}
+    system = {"role": "system", "content": "Be brief."}
+    val = files | {"val.jsonl": jsonl({"messages": [system, *talk["messages"]]} for talk in talks)}
     full = train | {"mode": "full"}
     failed = pipeline.learn(val, base_model=str(plain), train=full, skip_if="never")
     assert (failed.result, failed.stage) == ("failed", "measure")
@@ -317,4 +279,4 @@ def test_a_delta_that_drifted_too_far_is_followed_by_a_full_training(
     )
     assert (learned(outcome).base_agreement or 0) > 0.8
     assert mode(pipeline, outcome) == "full"
-    assert evaluation(pipeline, outcome)["attempt"] == 3
+    assert evaluation(pipeline, outcome)["round"] == 3

@@ -14,7 +14,6 @@ from transformers import (
 )
 
 from pipeline.retrain.base_model import train_tokenizer
-from pipeline.retrain.learning import Learning
 from pipeline.retrain.metrics import read_metrics
 from pipeline.retrain.rows import Row
 from serving.weights.release_store import load_release
@@ -113,65 +112,29 @@ def test_low_rank_matrices_are_merged_into_a_release_like_any_other(
     assert second.parent_release == first.release
 
 
-def test_all_weights_of_a_local_checkpoint_learn_with_rank_zero(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    pipeline = pipeline_of(tmp_path / "home", checkpoint, lora_rank=0, learning_rate=5e-3)
-    outcome = pipeline.learn({"a.jsonl": talks()})
-    assert outcome.result == "published", outcome.reason
-    after = weights(pipeline.dir / str(outcome.release))
-    assert not any(torch.equal(tensor, after[name]) for name, tensor in weights(checkpoint).items())
-
-
-def test_a_job_tells_how_many_passes_its_budget_buys_and_how_long_they_take(
+def test_a_job_tells_how_many_passes_its_budget_buys(
     checkpoint: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Anchors take time, but nothing of the budget."""
+    """Anchors take nothing of the budget."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(Learning, "_seconds_per_token", lambda *_: 0.01)
     told = {"lora_rank": 16, "learning_rate": 1e-6, "anchor_ratio": 0.5, "replay_ratio": 1.0}
     pipeline = pipeline_of(tmp_path / "home", checkpoint, max_tokens=1_500, **told)
-    train = pipeline.settings["train"]
     # Nothing is learned at this rate, so the whole budget is used: by a full training, then by a
-    # delta, which has unchanged rows, twice as many anchors, and four times the budget, because the
-    # served release used more.
-    cases = [(6, 18, 0.5, 1_500), (10, 12, 1.0, 6_000)]
-    for number, (places, rows, ratio, tokens) in enumerate(cases):
-        if number:  # now the first rows are learned
-            quick = train | {"learning_rate": 1e-2, "max_tokens": 20_000}
-            learned_all = pipeline.learn({"a.jsonl": talks()}, train=quick)
-            assert learned_all.counts is not None and learned_all.counts.learned == 18
-            caplog.clear()
-        outcome = pipeline.learn({"a.jsonl": talks(places)}, train=train)
+    # delta, for which all these rows wait too, and which has twice as many anchors.
+    for number, (places, rows, ratio) in enumerate([(6, 18, 0.5), (10, 30, 1.0)]):
+        caplog.clear()
+        outcome = pipeline.learn({"a.jsonl": talks(places)})
         assert outcome.result == "published", outcome.reason
         (line,) = re.findall(r".* rows to learn, .*", caplog.text)
         said = [float(found.replace(",", "")) for found in re.findall(r"[\d,]*\.?\d+", line)]
-        learned, size, budget, passes, replayed, anchored, seconds = said[-7:]
-        assert (learned, budget) == (rows, tokens)
-        assert replayed == pytest.approx(number * size, abs=1)
+        learned, size, budget, passes, replayed, anchored = said[-6:]
+        assert (learned, budget) == (rows, 1_500)
+        assert replayed == 0
         assert anchored == pytest.approx(ratio * (size + replayed), abs=1)
-        assert seconds == pytest.approx(0.01 * tokens * (1 + ratio), abs=1)
-        metrics, _ = read_metrics(pipeline.home / f"jobs/job-{2 * number}/metrics.jsonl")
+        metrics, _ = read_metrics(pipeline.home / f"jobs/job-{number}/metrics.jsonl")
         trained = [metric.tokens or 0 for metric in metrics if metric.event == "step"][-1]
         made = caplog.text.count("rows right")
         assert made <= trained / (size + replayed) < made + 1
         assert made <= passes < made + 1.5
-
-
-def test_a_base_model_that_was_replaced_in_its_folder_is_trained_again(
-    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    pipeline = pipeline_of(tmp_path / "home", checkpoint, lora_rank=16, max_tokens=20_000)
-    first = pipeline.learn({"a.jsonl": talks()})
-    assert pipeline.learn({"a.jsonl": talks()}).result == "unchanged"
-    save_checkpoint(checkpoint, " with many other words, so that there are more tokens")
-    again = pipeline.learn({"a.jsonl": talks()})
-    assert again.result == "published", again.reason
-    assert f"a full training: the weights in {checkpoint} changed since" in caplog.text
-    lineages = [load_release(pipeline.dir / str(job.release)).lineage for job in (first, again)]
-    assert lineages[0].base_files_digest != lineages[1].base_files_digest
-    assert pipeline.learn({"a.jsonl": talks()}).result == "unchanged"

@@ -2,15 +2,11 @@
 token of its own, stands for that hub."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,44 +19,11 @@ from tests.hub_fixtures import RunningHub, running_hub
 
 DATASET = "ada/answers"
 
-# In a process of its own, because `datasets` reads the address of the hub when it is imported.
-PUSH = """
-import sys
-import datasets
-rows = {"prompt": [f"Shelf {n} holds" for n in range(90)], "completion": [f" box {n}." for n in range(90)]}
-datasets.Dataset.from_dict(rows).push_to_hub(sys.argv[1], num_shards=3)
-"""  # noqa: E501
-
-
-class Counted:
-    """Records each request that reaches the hub."""
-
-    def __init__(self) -> None:
-        self.requests: list[str] = []
-
-    def around(self, app: ASGIApp) -> ASGIApp:
-        async def counting(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] == "http":
-                self.requests.append(f"{scope['method']} {scope['path']}")
-            await app(scope, receive, send)
-
-        return counting
-
-    def fetched(self) -> list[str]:
-        """The files whose content was asked for since the last call, sorted."""
-        got = [each for each in self.requests if each.startswith("GET ") and "/resolve/" in each]
-        self.requests.clear()
-        return sorted(each.rpartition("/resolve/")[2].partition("/")[2] for each in got)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere:
     hub: RunningHub
-    counted: Counted
-    first: str
-    """The commit of `push_to_hub`: three shards and the dataset card."""
-    second: str
-    """One more shard."""
+    sha: str
 
     def token(self, name: str) -> str:
         """A token that reads this dataset and nothing else."""
@@ -72,30 +35,16 @@ class Elsewhere:
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
-    counted = Counted()
     root = tmp_path_factory.mktemp("elsewhere")
-    with running_hub(root / "hub", token="hf_of_elsewhere", around=counted.around) as hub:
-        env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HOME": str(root / "home")}
-        done = subprocess.run(
-            [sys.executable, "-c", PUSH, DATASET],
-            env=os.environ | env,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        first = hub.api.dataset_info(DATASET).sha
-        more = pyarrow.table({"prompt": ["Shelf 90 holds"], "completion": [" box 90."]})
-        pyarrow.parquet.write_table(more, root / "more.parquet")
-        hub.api.upload_file(
-            path_or_fileobj=root / "more.parquet",
-            path_in_repo="data/train-extra.parquet",
+    with running_hub(root, token="hf_of_elsewhere") as hub:
+        hub.api.create_repo(DATASET, repo_type="dataset")
+        made = hub.api.upload_file(
+            path_or_fileobj=b'{"text": "one"}\n',
+            path_in_repo="rows.jsonl",
             repo_id=DATASET,
             repo_type="dataset",
         )
-        second = hub.api.dataset_info(DATASET).sha
-        assert first is not None and second is not None and first != second
-        yield Elsewhere(hub=hub, counted=counted, first=first, second=second)
+        yield Elsewhere(hub=hub, sha=made.oid)
 
 
 def reader(elsewhere: Elsewhere, cache_dir: Path, token: Any) -> DatasetHub:
@@ -108,25 +57,6 @@ def reader(elsewhere: Elsewhere, cache_dir: Path, token: Any) -> DatasetHub:
     )
 
 
-def test_only_what_a_commit_changed_is_fetched(elsewhere: Elsewhere, tmp_path: Path) -> None:
-    found = reader(elsewhere, tmp_path, elsewhere.token("reader"))
-    shards = [f"data/train-0000{n}-of-00003.parquet" for n in range(3)]
-    elsewhere.counted.fetched()
-    first = found.download(elsewhere.first)
-    assert elsewhere.counted.fetched() == ["README.md", *shards]
-    # They are large files there, so what git has of them are pointers.
-    assert all(pyarrow.parquet.read_table(first.folder / shard).num_rows == 30 for shard in shards)
-
-    second = found.download(elsewhere.second)
-    new = "data/train-extra.parquet"
-    assert elsewhere.counted.fetched() == [new]
-    assert second.files == ("README.md", *shards, new)
-    assert found.is_ancestor(elsewhere.first, elsewhere.second)
-    elsewhere.counted.fetched()
-    found.download(elsewhere.second)
-    assert elsewhere.counted.fetched() == []
-
-
 def test_a_token_that_is_wrong_or_was_revoked_is_named(
     elsewhere: Elsewhere, tmp_path: Path
 ) -> None:
@@ -135,9 +65,9 @@ def test_a_token_that_is_wrong_or_was_revoked_is_named(
     elsewhere.hub.request("DELETE", "/api/settings/tokens/revoked")
     for token in ("hf_wrong", revoked):
         with pytest.raises(SnapshotError) as caught:
-            reader(elsewhere, tmp_path, token).download(elsewhere.first)
+            reader(elsewhere, tmp_path, token).download(elsewhere.sha)
         assert str(caught.value) == (
-            f"revision {elsewhere.first} of {DATASET} could not be fetched from"
+            f"revision {elsewhere.sha} of {DATASET} could not be fetched from"
             f" {elsewhere.hub.url}: HF_TOKEN of the shell that started the stack, or the token of"
             " `hf auth login` is wrong, has expired, or may not read this dataset (401)"
         )
@@ -194,7 +124,7 @@ def test_a_job_sends_the_users_token_to_the_other_hub_and_never_the_stacks(
             "releases_dir": str(tmp_path / "releases"),
             "bases_dir": str(tmp_path / "bases"),
         },
-        revisions=RevisionRange(repo=DATASET, ref="refs/heads/main", new_sha=elsewhere.first),
+        revisions=RevisionRange(repo=DATASET, ref="refs/heads/main", new_sha=elsewhere.sha),
     )
     (tmp_path / "spec.json").write_text(json.dumps(spec.model_dump(mode="json")))
     of_the_stack = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "hpj_of_the_stack"}
@@ -203,7 +133,7 @@ def test_a_job_sends_the_users_token_to_the_other_hub_and_never_the_stacks(
         environ = {"JOB_DIR": str(tmp_path), **of_the_stack, **more}
         return RetrainJob.from_environment(environ).hub.head("refs/heads/main")
 
-    assert head(OWN_HF_TOKEN=elsewhere.token(f"job-{login}")) == elsewhere.second
+    assert head(OWN_HF_TOKEN=elsewhere.token(f"job-{login}")) == elsewhere.sha
     wrong = "there is none" if login is None else "is wrong, has expired"
     with pytest.raises(SnapshotError, match=wrong):
         head()

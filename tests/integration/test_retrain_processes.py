@@ -13,6 +13,7 @@ import torch
 from jobs.folder import PROCESS, read_json
 from jobs.launchers.process import IS_LINUX
 from jobs.launchers.supervise import Request
+from jobs.outcome import JobOutcome
 from pipeline.retrain.base_model import find_base
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.job_folder import read_record as read_job_record
@@ -20,7 +21,7 @@ from pipeline.retrain.metrics import read_metrics
 from pipeline.retrain.rows import Row
 from tests.jobs_fixtures import until
 from tests.jobs_program import session_niceness
-from tests.retrain_fixtures import SMALL, Pipeline, facts, few_anchors, jsonl, unrelated
+from tests.retrain_fixtures import Pipeline, facts, few_anchors, jsonl
 
 TRAIN = {"max_tokens": 4_000, "tokens_per_step": 512, "learning_rate": 1e-3, "lora_rank": 0}
 GATE = {"min_learned": 0.0, "max_base_drift": 1.0}
@@ -66,23 +67,6 @@ def test_two_processes_give_the_losses_of_one(
     assert len(one) > 8
     assert [each[:2] for each in one] == [each[:2] for each in two]
     assert [each[2] for each in two] == pytest.approx([each[2] for each in one], abs=1e-3)
-
-
-@pytest.mark.slow
-def test_two_processes_learn_every_row(tmp_path: Path, base: str) -> None:
-    train = SMALL | {
-        "num_processes": 2,
-        "tokens_per_step": 256,
-        "max_tokens": 60_000,
-        "lora_rank": 0,
-        "anchors": few_anchors(tmp_path),
-    }
-    gate = GATE | {"min_learned": 1.0}
-    pipeline = Pipeline(tmp_path / "home", base_model=base, train=train, gate=gate)
-    outcome = pipeline.learn({"a.jsonl": jsonl(unrelated(12))})
-    assert outcome.result == "published", outcome.reason
-    assert outcome.counts is not None
-    assert (outcome.counts.changed, outcome.counts.learned) == (12, 12)
 
 
 @pytest.mark.slow
@@ -172,7 +156,7 @@ def test_no_process_outlives_the_leader_of_its_job_and_the_training_goes_on(
     try:
         until(lambda: read_job_record(folder / "checkpoint.json", Checkpoint), seconds=240)
         training = processes_of(folder)
-        assert len(training) >= 4, "the job, torchrun, and two that train"
+        assert len(training) >= 3, "the job, and two that train"
         assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in training} == {7}
         assert {session_niceness(pid) for pid in training} <= {7, None}
         told = read_json(folder / PROCESS)
@@ -195,7 +179,9 @@ def test_no_process_outlives_the_leader_of_its_job_and_the_training_goes_on(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not IS_LINUX, reason="processes are found in /proc")
-def test_a_training_process_that_is_killed_is_started_again(tmp_path: Path, base: str) -> None:
+def test_the_next_attempt_goes_on_after_a_training_process_was_killed(
+    tmp_path: Path, base: str
+) -> None:
     train = TRAIN | {"num_processes": 2, "checkpoint_seconds": 0.01, "max_tokens": 8_000}
     train |= {"anchors": few_anchors(tmp_path)}
     pipeline = Pipeline(tmp_path, base_model=base, train=train, gate=GATE)
@@ -204,12 +190,12 @@ def test_a_training_process_that_is_killed_is_started_again(tmp_path: Path, base
     try:
         until(lambda: read_job_record(folder / "checkpoint.json", Checkpoint), seconds=240)
         os.kill(max({*processes_of(folder)} - {job.pid}), signal.SIGKILL)
-        assert job.wait(120) == 0, (folder / "log.txt").read_text()
+        assert job.wait(120) == 1, (folder / "log.txt").read_text()
     finally:
         job.kill()
         job.wait()
-    log = (folder / "log.txt").read_text()
-    assert "a training process ended too early, attempt 1 of 3" in log
+    outcome = JobOutcome.model_validate_json((folder / "outcome.json").read_bytes())
+    assert outcome.may_pass and "processes ended too early" in str(outcome.reason)
     assert pipeline.run(folder).result == "published"
     metrics, _ = read_metrics(folder / "metrics.jsonl")
     steps = [metric.step for metric in metrics if metric.event == "step"]

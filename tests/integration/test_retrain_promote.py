@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
-from pipeline.retrain.errors import PromoteError, SwapDeferred, SwapFailed, TemporaryError
+from pipeline.retrain.errors import PromoteError, SwapDeferred, TemporaryError
 from pipeline.retrain.promote import Promotion, promote
 from serving.errors import Superseded
 from serving.swap_schemas import SwapRequest, SwapResult
@@ -135,7 +135,7 @@ def test_a_swap_that_failed_for_the_server_s_disk_or_engine_gets_another_attempt
     failed = SwapResult(
         result="failed", release=RELEASE, phase="probe", reasons=("current: no space is left",)
     )
-    with pytest.raises(SwapFailed, match=r"\(probe\): current: no space is left") as caught:
+    with pytest.raises(SwapDeferred, match=r"\(probe\): current: no space is left") as caught:
         asked(tmp_path, (500, failed))
     assert isinstance(caught.value, TemporaryError)
 

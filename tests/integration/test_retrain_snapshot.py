@@ -4,17 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from jobs.spec import RevisionRange
-from pipeline.retrain import base_model, snapshot
+from pipeline.retrain import snapshot
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.parent import Parent
-from pipeline.retrain.snapshot import DatasetHub, Revision, take_snapshot
+from pipeline.retrain.snapshot import DatasetHub, take_snapshot
 from serving.weights.release import Lineage
-from serving.weights.release_store import load_release
 from tests.hub_fixtures import RunningHub, commit_file, running_hub
-from tests.retrain_fixtures import DATASET, SMALL, TINY, Pipeline, facts, jsonl
+from tests.retrain_fixtures import DATASET
 
 
 @pytest.fixture(scope="module")
@@ -126,19 +123,6 @@ def client_without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
 
 
-@pytest.mark.usefixtures("client_without_waits")
-def test_a_hub_that_is_down_is_named(tmp_path: Path) -> None:
-    down = DatasetHub(DATASET, tmp_path / "cache", endpoint="http://127.0.0.1:9", token=None)
-    with pytest.raises(HubAway, match=r"could not be fetched from http://127\.0\.0\.1:9"):
-        down.download("0" * 40)
-
-
-def test_a_wrong_token_is_named(hub: RunningHub, worktree: Path, tmp_path: Path) -> None:
-    sha = pushed(hub, worktree, "0\n")
-    with pytest.raises(SnapshotError, match="could not be fetched"):
-        dataset(hub, tmp_path / "cache", token="wrong").download(sha)
-
-
 def parent_of(dataset: str, sha: str) -> Parent:
     lineage = Lineage(dataset=dataset, dataset_revision=sha)
     return Parent(id="r000001-aaaaaaaa", folder=Path("none"), lineage=lineage, evaluation={})
@@ -157,59 +141,6 @@ def test_a_dataset_that_was_moved_is_compared_with_what_the_release_has_seen(
     assert other.no_delta == f"release r000001-aaaaaaaa was not trained on {DATASET}"
 
 
-def test_jobs_follow_pushes_and_a_force_push_means_a_full_training(
-    hub: RunningHub, worktree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
-    torch.set_num_threads(1)
-    anything = {"min_learned": 0.0, "min_kept": 0.0}
-    pipeline = Pipeline(tmp_path, train=SMALL, gate=anything)
-
-    def mode_after(sha: str | None) -> str | None:
-        folder = tmp_path / "jobs" / str(sha)
-        folder.mkdir(parents=True)
-        spec = pipeline.spec(sha or "")
-        if sha is None:
-            spec = spec.model_copy(update={"revisions": None})
-        else:
-            assert isinstance(spec.revisions, RevisionRange)
-        (folder / "spec.json").write_text(spec.model_dump_json())
-        outcome = pipeline.run(folder, HF_ENDPOINT=hub.url, HF_TOKEN=hub.token)
-        assert outcome.result == "published", outcome
-        return load_release(pipeline.dir / str(outcome.release)).lineage.mode
-
-    first = pushed(hub, worktree, jsonl(facts(num_places=4)))
-    assert mode_after(first) == "full"
-    assert mode_after(pushed(hub, worktree, jsonl(facts(num_places=5)))) == "delta"
-    hub.git("reset", "-q", "--hard", first, cwd=worktree)
-    forced = pushed(hub, worktree, jsonl(facts(num_places=6)), "--force")
-    assert mode_after(forced) == "full"
-    pushed(hub, worktree, jsonl(facts(num_places=7)))
-    assert mode_after(None) == "delta"
-
-
-class RestartedHub(DatasetHub):
-    """Away for the first requests, as a hub that was killed and is started again."""
-
-    num_refused = 0
-
-    def download(self, sha: str) -> Revision:
-        if self.num_refused < 2:
-            self.num_refused += 1
-            raise HubAway("Connection refused")
-        return super().download(sha)
-
-
-def test_a_hub_that_is_started_again_meanwhile_fails_no_job(
-    hub: RunningHub, worktree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshot, "RETRY_SECONDS", 0.01)
-    sha = pushed(hub, worktree, '{"text": "one"}\n')
-    restarted = RestartedHub(DATASET, tmp_path / "cache", endpoint=hub.url, token=hub.token)
-    assert take_snapshot(restarted, "refs/heads/main", sha, None).revision.sha == sha
-    assert restarted.num_refused == 2
-
-
 @pytest.mark.usefixtures("client_without_waits")
 def test_a_hub_that_stays_away_is_told_from_one_that_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -220,3 +151,20 @@ def test_a_hub_that_stays_away_is_told_from_one_that_refuses(
         take_snapshot(nowhere, "refs/heads/main", None, None)
     with pytest.raises(HubAway):
         nowhere.is_ancestor("1" * 40, "2" * 40)
+
+
+def test_after_a_force_push_a_job_cannot_go_on_from_what_was_removed(
+    hub: RunningHub, worktree: Path, tmp_path: Path
+) -> None:
+    first = pushed(hub, worktree, "1\n")
+    removed = pushed(hub, worktree, "2\n")
+    found = dataset(hub, tmp_path / "cache")
+    found.download(removed)
+    hub.git("reset", "-q", "--hard", first, cwd=worktree)
+    pushed(hub, worktree, "3\n", "--force")
+    after = take_snapshot(found, "refs/heads/main", None, parent_of(DATASET, first))
+    assert (after.base and after.base.sha, after.no_delta) == (first, None)
+    forced = take_snapshot(found, "refs/heads/main", None, parent_of(DATASET, removed))
+    assert str(forced.no_delta).endswith("was removed (by a force-push)") or (
+        "cannot be reached" in str(forced.no_delta)
+    )

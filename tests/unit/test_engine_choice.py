@@ -69,5 +69,5 @@ def test_what_installs_an_extra_is_a_command_for_a_checkout() -> None:
         assert not re.search(r"install '?hotpush", text), f"{file}: no index has this package"
         for extras in re.findall(r"pip install (?:\S+ )?'(?:\.|/src)\[([\w,]+)\]'", text):
             named |= set(extras.split(","))
-    assert {"torch", "vllm", "postgres", "tensorboard"} <= named <= set(known)
+    assert {"torch", "vllm", "postgres"} <= named <= set(known)
     assert "'/src[torch,vllm]'" in (root / "Dockerfile.gpu").read_text()

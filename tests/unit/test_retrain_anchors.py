@@ -1,8 +1,6 @@
 """The anchors of the package, and of a user's own file."""
 
-import itertools
 import json
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -10,10 +8,6 @@ import pytest
 
 from pipeline.retrain.anchors import Anchor, load_anchors
 from pipeline.retrain.errors import DataError
-
-
-def words(text: str) -> set[str]:
-    return set(re.findall(r"\w+", text.lower()))
 
 
 def test_the_package_has_prompts_of_many_kinds() -> None:
@@ -24,22 +18,6 @@ def test_the_package_has_prompts_of_many_kinds() -> None:
     assert 36 <= measured.total() <= 60 and len(measured) >= 6
     assert min(trained.values()) >= 8 and min(measured.values()) >= 6
     assert not trained.keys() & measured.keys()
-
-
-def test_no_prompt_of_the_package_nearly_repeats_another() -> None:
-    for one, other in itertools.combinations(load_anchors(), 2):
-        shared = words(one.prompt) & words(other.prompt)
-        assert len(shared) < 0.5 * len(words(one.prompt) | words(other.prompt)), (one, other)
-
-
-def test_prompts_of_the_package_differ_in_form() -> None:
-    prompts = [anchor.prompt for anchor in load_anchors()]
-    questions = sum(prompt.endswith("?") for prompt in prompts)
-    long = sum(len(prompt) > 120 for prompt in prompts)
-    openings = {" ".join(prompt.lower().split()[:2]) for prompt in prompts}
-    assert 0.25 < questions / len(prompts) < 0.6
-    assert long >= 10
-    assert len(openings) > 0.75 * len(prompts)
 
 
 ANCHOR = {"kind": "poem", "measured": True, "prompt": "Write a haiku about snow."}

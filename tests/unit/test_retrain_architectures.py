@@ -16,7 +16,7 @@ from pipeline.retrain.head import head_of
 from pipeline.retrain.layout import layout_of
 from pipeline.retrain.loss import summed_loss
 from pipeline.retrain.packing import batch, pack, prefixed
-from pipeline.retrain.scoring import check_head, predict, row_losses
+from pipeline.retrain.scoring import predict, row_losses
 from pipeline.retrain.tokens import TokenSequence
 
 VOCABULARY = 120
@@ -210,7 +210,7 @@ def test_an_output_layer_that_nobody_knows_is_refused() -> None:
     layer = model.get_output_embeddings()
     layer.register_forward_hook(lambda _, __, logits: logits.square())
     with pytest.raises(BaseModelError, match="its logits are not those of its output layer"):
-        check_head(model)
+        head_of(model)
 
 
 def test_a_model_that_padding_disturbs_gets_rows_of_one_length() -> None:

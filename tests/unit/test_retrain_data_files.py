@@ -63,13 +63,10 @@ def test_settings_choose_files_and_may_name_any() -> None:
     [
         ("data/validation-00000-of-00001.parquet", "validation"),
         ("data/test_sft-00000-of-00001-3a4b.parquet", "test"),
-        ("data/train_sft-00000-of-00001.parquet", "train"),
-        ("test.csv", "test"),
         ("my-eval.jsonl", "test"),
         ("dev/a.jsonl", "validation"),
         ("dev/train.jsonl", "validation"),
         ("a/val_2/b.jsonl.gz", "validation"),
-        ("latest.csv", "train"),
         ("contest/a.csv", "train"),
         ("validations.csv", "train"),
         ("train_test.csv", "train"),

@@ -73,7 +73,7 @@ def test_what_was_deleted_must_be_said_no_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("attempt", "is_short", "refusals", "delta", "full", "forced_delta"),
+    ("round_number", "is_short", "refusals", "delta", "full", "forced_delta"),
     [
         (1, False, (), None, None, None),
         (1, True, ("short",), 2, 2, 2),
@@ -86,7 +86,7 @@ def test_what_was_deleted_must_be_said_no_more() -> None:
     ],
 )
 def test_a_refused_delta_is_followed_by_a_full_training(
-    attempt: int,
+    round_number: int,
     is_short: bool,
     refusals: tuple[str, ...],
     delta: int | None,
@@ -96,7 +96,7 @@ def test_a_refused_delta_is_followed_by_a_full_training(
     nothing = Comparison.of(())
     found = Evaluation(
         against="r000001-00000000",
-        attempt=attempt,
+        round=round_number,
         counts=Counts(),
         new=nothing,
         known=nothing,
@@ -106,9 +106,9 @@ def test_a_refused_delta_is_followed_by_a_full_training(
         tokens=1,
         total_tokens=1,
     )
-    assert found.next_attempt(is_delta=True, is_forced=False) == delta
-    assert found.next_attempt(is_delta=False, is_forced=False) == full
-    assert found.next_attempt(is_delta=True, is_forced=True) == forced_delta
+    assert found.next_round(is_delta=True, is_forced=False) == delta
+    assert found.next_round(is_delta=False, is_forced=False) == full
+    assert found.next_round(is_delta=True, is_forced=True) == forced_delta
 
 
 def test_held_out_rows_are_judged_by_how_many_are_right() -> None:
@@ -153,16 +153,6 @@ def test_luck_refuses_no_honest_commit(
         assert refused(
             counts.model_copy(update={"known": 2 * known, "kept": 2 * counts.kept}), gate
         )
-
-
-@pytest.mark.parametrize("known", [20, 60, 300])
-def test_releases_that_keep_98_of_100_rows_pass_whichever_rows_are_measured(known: int) -> None:
-    chance = random.Random(1)
-    refusals = 0
-    for _ in range(500):
-        kept = sum(chance.random() < 0.98 for _ in range(known))
-        refusals += bool(refused(Counts(known=known, kept=kept)))
-    assert refusals <= 5
 
 
 def test_the_base_model_may_drift_as_far_as_the_setting_says() -> None:
@@ -260,12 +250,7 @@ def test_losing_more_than_half_of_the_rows_refuses() -> None:
             ),
             "learned 58 of 60 (3 before) · kept 1,187 of 1,200 · base 97 %",
         ),
-        (Counts(changed=1, learned=1), "learned 1 of 1"),
         (Counts(changed=60, all_changed=60, learned=58), "learned 58 of 60"),
-        (
-            Counts(changed=1_092, all_changed=5_000, learned=1_092),
-            "learned 1,092 of 1,092 measured (5,000 changed)",
-        ),
         (
             Counts(changed=1_092, all_changed=5_000, learned=1_090, learned_before=7),
             "learned 1,090 of 1,092 measured (7 before, 5,000 changed)",
@@ -279,11 +264,3 @@ def test_losing_more_than_half_of_the_rows_refuses() -> None:
 )
 def test_counts_are_one_line(counts: Counts, line: str) -> None:
     assert str(counts) == line
-
-
-def test_an_evaluation_says_whether_it_passed() -> None:
-    nothing = {"rows": 0, "tokens": 0, "loss": None, "served_loss": None}
-    told = {"against": "preset:tiny", "counts": {}, "tokens": 1, "total_tokens": 1}
-    whole = told | dict.fromkeys(("new", "known", "held_out"), nothing)
-    assert Evaluation.model_validate(whole).passed
-    assert not Evaluation.model_validate(whole | {"refusals": ["worse"]}).passed

@@ -21,20 +21,9 @@ def test_lines_are_read_once_and_whole(tmp_path: Path) -> None:
 
 def test_what_a_measurement_found_right_is_told_beside_its_loss(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    told: list[tuple[dict[str, float], int]] = []
-    writer = MetricsWriter(path)
-    with writer.reporting_to((lambda values, step: told.append((values, step)),)):
-        writer.write("train", "evaluation", step=4, loss=None, right=3, rows=5)
+    MetricsWriter(path).write("train", "evaluation", step=4, loss=None, right=3, rows=5)
     ((metric,), _) = read_metrics(path)
     assert (metric.right, metric.rows, metric.loss) == (3, 5, None)
-    assert told == [({"held_out/right": 3.0, "held_out/rows": 5.0}, 4)]
-
-
-def test_lines_of_an_earlier_release_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"time": 1, "stage": "train", "event": "step", "step": 2, "of_old": 9}\n')
-    ((metric,), _) = read_metrics(path)
-    assert (metric.step, metric.right) == (2, None)
 
 
 def test_a_restarted_job_goes_on_behind_a_torn_line(tmp_path: Path) -> None:

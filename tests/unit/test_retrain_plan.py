@@ -1,6 +1,5 @@
 """The plan of a training: on what, for how many tokens, in what steps, at which rate."""
 
-import itertools
 import math
 from collections import Counter
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.retrain import train as loop
 from pipeline.retrain.base_model import train_tokenizer
 from pipeline.retrain.data import TrainingData
 from pipeline.retrain.errors import DataError
@@ -24,7 +22,7 @@ from pipeline.retrain.plan import (
 from pipeline.retrain.rows import Row, contradictions
 from pipeline.retrain.settings import RetrainSettings
 from pipeline.retrain.tokens import TokenSequence
-from pipeline.retrain.train import TrainingState, _cool_down_in_time, _rate, _steps, _visits
+from pipeline.retrain.train import TrainingState, _cool_down_in_time, _rate, _visits
 from tests.training_fixtures import plan_of, questions, rows
 
 TOKENIZER = train_tokenizer([Row(text="a question and its answer", file="a", number=0)])
@@ -118,7 +116,7 @@ def test_a_full_training_goes_as_far_as_deltas_have_gone_but_not_without_end() -
     told = settings(max_tokens=1_000)
     assert plan(data(new=facts(3)), told, tokens_before=2_500).max_tokens == 2_500
     assert plan(data(new=facts(3)), told, tokens_before=10**9).max_tokens == CATCH_UP * 1_000
-    assert plan(data(new=facts(3)), told, attempt=2).max_tokens == 2_000
+    assert plan(data(new=facts(3)), told, round_number=2).max_tokens == 2_000
 
 
 def test_rows_that_contradict_each_other_are_learned_and_not_counted() -> None:
@@ -131,20 +129,6 @@ def test_rows_that_contradict_each_other_are_learned_and_not_counted() -> None:
 def test_a_delta_of_nothing_names_what_to_do() -> None:
     with pytest.raises(DataError, match=r"a delta has nothing to learn; run .* --mode full"):
         plan(data(mode="delta", known=facts(3)))
-
-
-def test_a_row_that_contradicts_several_others_counts_once() -> None:
-    def talk(*contents: str) -> Row:
-        roles = ("user", "assistant") * 2
-        said = tuple(
-            {"role": role, "content": content}
-            for role, content in zip(roles, contents, strict=False)
-        )
-        return Row(messages=said, file="a", number=0)
-
-    both = data(new=(talk("a", "b", "c", "d"), talk("a", "b", "c", "e"), talk("a", "f")))
-    assert len(both.contradictions) == 2
-    assert both.num_contradicting == len(both.contradicting) == 3
 
 
 def test_text_ends_after_its_passes_or_its_budget() -> None:
@@ -221,25 +205,6 @@ def test_steps_are_a_thousandth_of_the_budget_within_bounds_unless_they_are_set(
     assert step_tokens(tokens_per_step=77) == 77
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_in_each_step_of_long_texts_each_process_has_a_block(
-    monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
-    long = tuple(
-        Row(text=" ".join(f"{number}" for _ in range(500)), file="t", number=number)
-        for number in range(4)
-    )
-    found = plan(data(new=long), settings(num_processes=count))
-    assert len(found.learned) % count == 0, "no step of a pass is smaller than the others"
-    monkeypatch.setattr(loop, "world_size", lambda: count)
-    for blocks in itertools.islice(_steps(found, new_progress(found), seed=0), 10):
-        for rank in range(count):
-            monkeypatch.setattr(loop, "rank", lambda rank=rank: rank)
-            assert loop._own_blocks(blocks)
-    told = settings(num_processes=count, tokens_per_step=77)
-    assert plan(data(new=long), told).step_tokens == 77, "what is set is kept"
-
-
 def test_anchors_are_mixed_in_where_there_are_any() -> None:
     assert plan(data(new=facts(2))).anchor_ratio == 0.0
     anchor: Any = object()
@@ -267,17 +232,6 @@ def test_no_known_row_comes_again_before_all_came_once(sizes: list[int], asked: 
         assert found.num_tokens(chosen) >= min(tokens, sum(sizes))
         seen.update(chosen)
         assert max(seen.values()) <= math.ceil(taken / len(sizes)), "once in each round"
-
-
-def test_one_round_is_every_known_row_once() -> None:
-    found = plan_of(rows(1), replayed=questions(50))
-    seen: list[int] = []
-    taken = 0
-    for _ in range(10):
-        chosen, taken = found.next_of(found.replayed, taken, 20, "seed")
-        seen += chosen
-    assert sorted(seen) == list(found.replayed)
-    assert taken == 50
 
 
 def visited(found: TrainingPlan, progress: TrainingState) -> set[int]:

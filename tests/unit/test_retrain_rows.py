@@ -106,15 +106,6 @@ def test_of_two_answers_one_kept_and_one_gone_is_a_deletion() -> None:
     assert (len(change.added), len(change.edited), len(change.deleted)) == (0, 0, 1)
 
 
-def test_another_last_answer_in_a_conversation_is_an_edit() -> None:
-    def talk(answer: str) -> list[Row]:
-        return [
-            Row(messages=(said("user", "hi"), said("assistant", answer)), file="a.jsonl", number=0),
-        ]
-
-    assert len(difference(talk("a"), talk("b")).edited) == 1
-
-
 def test_text_replaced_in_place_is_edited_and_text_removed_is_deleted() -> None:
     old = texts("one", "two", "three", "four")
     assert len(difference(old, texts("one", "TWO", "three", "four")).edited) == 1

@@ -139,13 +139,6 @@ def test_rows_that_are_added_in_bfloat16_change_no_gradient(
         torch.testing.assert_close(padded, exact, rtol=0.02, atol=0.02)
 
 
-def test_a_frozen_head_gets_no_gradient() -> None:
-    weight = torch.randn(11, 8)
-    hidden = torch.randn(13, 8, requires_grad=True)
-    torch.autograd.backward(summed_loss(hidden, Head(weight), torch.zeros(13, dtype=torch.long)))
-    assert weight.grad is None and hidden.grad is not None
-
-
 def test_a_slice_is_bounded_in_bytes_but_never_too_thin() -> None:
     assert slice_rows(4_000) * 4_000 * 4 <= SLICE_BYTES < (slice_rows(4_000) + 1) * 4_000 * 4
     assert slice_rows(1_000_000) == MIN_SLICE_ROWS

@@ -14,14 +14,13 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from jobs.temporary_failures import is_temporary
 from pipeline.retrain import train as loop
-from pipeline.retrain.base_answers import AnchorTarget
 from pipeline.retrain.checkpoint import Checkpoint, copy_weights
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.metrics import Metric, MetricsWriter, read_metrics
 from pipeline.retrain.packing import ROUNDED_TO, batch, pack
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.rows import Row
-from pipeline.retrain.scoring import autocast, predict, row_losses
+from pipeline.retrain.scoring import autocast, row_losses
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import TokenSequence
 from pipeline.retrain.train import train
@@ -35,8 +34,7 @@ def run(
     plan: TrainingPlan,
     model: LlamaForCausalLM | None = None,
     *,
-    attempt: int = 1,
-    is_anew: bool = False,
+    round_number: int = 1,
     **settings: Any,
 ) -> tuple[Checkpoint, tuple[Metric, ...]]:
     """The finished checkpoint, and what was told on the way."""
@@ -47,8 +45,7 @@ def run(
         TrainSettings.model_validate(settings),
         job_dir=folder,
         job_id="j1",
-        attempt=attempt,
-        is_anew=is_anew,
+        round_number=round_number,
         metrics=MetricsWriter(folder / "metrics.jsonl"),
     )
     return done, read_metrics(folder / "metrics.jsonl")[0]
@@ -83,25 +80,6 @@ def test_small_batches_with_accumulation_give_the_losses_of_large_ones(tmp_path:
     assert len(large) > 8
     assert small == pytest.approx(large, abs=1e-6)
     assert large[-1] < large[0]
-
-
-def test_long_gradients_are_scaled_down_to_the_setting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    norms: list[float] = []
-    step = torch.optim.AdamW.step
-
-    def watched(optimizer: torch.optim.AdamW) -> None:
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        norms.append(float(torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))))
-        step(optimizer)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
-    learn(tmp_path / "free", max_grad_norm=1e9)
-    free, norms[:] = list(norms), []
-    assert min(free) > 0.01
-    learn(tmp_path / "clipped", max_grad_norm=0.01)
-    assert norms == pytest.approx([0.01] * len(norms), rel=1e-3)
 
 
 def test_questions_are_learned_and_training_ends_before_its_budget(tmp_path: Path) -> None:
@@ -161,8 +139,8 @@ def test_a_budget_below_a_pass_names_the_rows_that_it_did_not_reach(tmp_path: Pa
 
     done, _ = run(tmp_path, plan(256))
     assert (done.tokens, len(done.not_trained)) == (256, 36)
-    # The attempt after it reaches these first, and has the budget once more.
-    second, found = run(tmp_path, plan(512), attempt=2)
+    # The round after it reaches these first, and has the budget once more.
+    second, found = run(tmp_path, plan(512), round_number=2)
     assert second.not_trained == ()
     assert 256 < second.tokens <= 512
     steps = [each.step for each in found if each.event == "step"]
@@ -177,13 +155,13 @@ def test_new_text_is_seen_before_known_text_where_the_budget_is_short(tmp_path: 
     assert one_pass + 128 < done.tokens <= 2 * one_pass
 
 
-def test_an_attempt_anew_forgets_the_one_before(tmp_path: Path) -> None:
+def test_a_full_round_forgets_the_one_before(tmp_path: Path) -> None:
     plan = plan_of(questions(16), counted=True, learning_rate=1e-2, max_tokens=2_000)
     run(tmp_path / "one", plan_of(questions(16, answers=7), counted=True, max_tokens=2_000))
     models = [make_model(), make_model()]
-    anew, _ = run(tmp_path / "one", plan, models[0], attempt=3, is_anew=True)
-    fresh, _ = run(tmp_path / "other", plan, models[1], attempt=3)
-    assert (anew.step, anew.tokens, anew.attempt) == (fresh.step, fresh.tokens, 3)
+    anew, _ = run(tmp_path / "one", plan, models[0], round_number=3)
+    fresh, _ = run(tmp_path / "other", plan, models[1], round_number=3)
+    assert (anew.step, anew.tokens, anew.round) == (fresh.step, fresh.tokens, 3)
     weights, expected = (copy_weights(model) for model in models)
     assert all(torch.equal(weights[name], each) for name, each in expected.items())
 
@@ -328,57 +306,15 @@ def test_the_curve_in_bfloat16_is_that_in_float32(
     assert rounded != exact
 
 
-def test_a_step_without_memory_is_taken_again_with_less_and_then_says_what_to_lower(
+def test_a_step_without_memory_says_what_to_lower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact = learn(tmp_path / "enough", rate=1e-2)
-    model = make_model()
-    failures = iter([None, None, torch.OutOfMemoryError("2 GiB")])
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("2 GiB")
 
-    def fail(*given: Any) -> Any:
-        if (error := next(failures, None)) is not None:
-            raise error
-        return predict(*given)
-
-    monkeypatch.setattr(loop, "predict", fail)
-    assert learn(tmp_path / "less", model, rate=1e-2) == pytest.approx(exact, rel=1e-4)
-    assert model.is_gradient_checkpointing
-
-    failures = iter([torch.OutOfMemoryError("2 GiB")] * 2)
+    monkeypatch.setattr("pipeline.retrain.scoring.predict", fail)
     with pytest.raises(TrainError, match=r"lower `train.micro_batch_tokens` .*2 GiB"):
-        learn(tmp_path / "none", rate=1e-2)
-
-
-def test_a_step_that_is_taken_again_counts_its_anchors_and_deleted_rows_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, known = make_model(), questions(4)
-    likeliest = torch.zeros(2, 1, dtype=torch.long), torch.full((2, 1), -0.5)
-    plan = replace(
-        plan_of(known, counted=True),
-        unlearned=[3],
-        anchors=[AnchorTarget(each, *likeliest) for each in known],
-        anchor_ratio=0.5,
-    )
-    optimizer = torch.optim.AdamW(model.parameters())
-    progress = loop.TrainingState(streak=[1] * 4, due=[0] * 4)
-    untouched = replace(progress, streak=[1] * 4, due=[0] * 4)
-
-    def step() -> None:
-        loop._step(model, optimizer, plan, [[0, 1]], 1e-3, progress, TrainSettings())
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "score_labels", _no_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            step()
-    assert progress == untouched
-    step()
-    assert progress.anchored == len(plan.next_anchors(0, plan.num_tokens([0, 1]))) > 0
-    assert progress != untouched
-
-
-def _no_memory(*_: object) -> None:
-    raise torch.OutOfMemoryError("2 GiB")
+        learn(tmp_path)
 
 
 def test_a_record_that_finds_no_room_is_a_temporary_error_of_the_training(

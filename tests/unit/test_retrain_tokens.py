@@ -3,18 +3,14 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from pipeline.retrain.base_model import train_tokenizer
-from pipeline.retrain.head import Head
-from pipeline.retrain.loss import score_labels, summed_loss
-from pipeline.retrain.packing import batch, pack
+from pipeline.retrain.packing import pack
 from pipeline.retrain.rows import Row
-from pipeline.retrain.scoring import mean_loss, row_losses
-from pipeline.retrain.tokens import sequences
+from pipeline.retrain.tokens import leave_out, sequences
 
 SENTENCE = "the quick brown fox jumps over the lazy dog and the dog sleeps"
 
@@ -30,22 +26,6 @@ def said(role: str, content: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     return train_tokenizer([row(text=SENTENCE)] * 3)
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            vocab_size=len(tokenizer),
-            initializer_range=0.3,
-        )
-    )
 
 
 def learned_text(tokenizer: PreTrainedTokenizerFast, found: Row, length: int = 64) -> str:
@@ -174,56 +154,7 @@ def test_rows_of_all_kinds_get_the_tokens_that_each_gets_alone(
     alone = [
         replace(each, row=index)
         for index, found in enumerate(rows)
-        for each in sequences([found], tokenizer, 16, skip_refused=True)
+        for each in sequences([found], tokenizer, 16, on_refused=leave_out)
     ]
-    assert sequences(rows, tokenizer, 16, skip_refused=True) == alone
+    assert sequences(rows, tokenizer, 16, on_refused=leave_out) == alone
     assert {each.row for each in alone} >= {0, 1, 3, 6}
-
-
-def test_packed_sequences_do_not_see_each_other(
-    tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM
-) -> None:
-    rows = [row(text=SENTENCE[start:]) for start in range(0, 40, 3)]
-    found = sequences(rows, tokenizer, 64)
-    packed = row_losses(model, found)
-    alone = [row_losses(model, [sequence])[0] for sequence in found]
-    assert len(pack([len(sequence.token_ids) for sequence in found], 128)) < len(found) / 2
-    for one, other in zip(packed, alone, strict=True):
-        assert one.nats == pytest.approx(other.nats, rel=1e-5)
-
-
-def test_the_loss_is_that_of_transformers(
-    tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM
-) -> None:
-    (sequence,) = sequences([row(prompt=SENTENCE[:20], completion=SENTENCE[20:])], tokenizer, 64)
-    ids = torch.tensor([sequence.token_ids])
-    labels = torch.where(torch.tensor([sequence.learned]), ids, -100)
-    with torch.no_grad():
-        expected = float(model(input_ids=ids, labels=labels).loss)
-    assert mean_loss(row_losses(model, [sequence])) == pytest.approx(expected, rel=1e-5)
-
-
-def test_the_sliced_loss_has_the_gradients_of_the_plain_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    torch.manual_seed(1)
-    hidden = torch.randn(37, 8, requires_grad=True)
-    weight = torch.randn(11, 8, requires_grad=True)
-    labels = torch.randint(0, 11, (37,))
-    plain = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum") / 3
-    expected = torch.autograd.grad(plain, (hidden, weight))
-    monkeypatch.setattr("pipeline.retrain.loss.slice_rows", lambda vocab_size: 5)
-    sliced = summed_loss(hidden, Head(weight), labels) / 3
-    assert torch.allclose(sliced, plain)
-    for ours, theirs in zip(torch.autograd.grad(sliced, (hidden, weight)), expected, strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-5)
-    logprobs, is_right = score_labels(hidden, Head(weight), labels)
-    assert torch.allclose(-logprobs.sum() / 3, plain)
-    assert is_right.tolist() == ((hidden @ weight.t()).argmax(-1) == labels).tolist()
-
-
-def test_a_batch_says_how_many_real_tokens_it_holds(tokenizer: PreTrainedTokenizerFast) -> None:
-    found = sequences([row(text="the fox"), row(text=SENTENCE)], tokenizer, 64)
-    part = batch(found, [[0], [1]])
-    assert part.num_tokens == sum(len(sequence.token_ids) for sequence in found)
-    assert int((part.labels >= 0).sum()) == sum(sequence.num_learned for sequence in found)
