@@ -12,9 +12,10 @@ import torch
 
 from serving.dtype import choose_dtype
 from serving.engine import StageError
+from serving.engines.machine import free_bytes
 from serving.engines.torch_engine import architecture, generic, llama
 from serving.engines.torch_engine.architecture import LlamaShape
-from serving.engines.torch_engine.device import free_bytes, lower_thread_priority
+from serving.engines.torch_engine.device import lower_thread_priority
 from serving.engines.torch_engine.loading import Loaded, Loader, Unit, UnitPool
 from serving.engines.torch_engine.runner import Runner
 from serving.engines.torch_engine.settings import TorchEngineSettings
