@@ -32,7 +32,7 @@ from serving.weights.checkpoint_folder import (
     utc_now,
 )
 from serving.weights.headers import digest_file
-from serving.weights.index import INDEX_FILE, StoredWeights, has_bin, shard_name
+from serving.weights.index import INDEX_FILE, StoredWeights, has_bin
 from serving.weights.release import (
     RELEASE_FILE,
     FileEntry,
@@ -189,12 +189,10 @@ def _unfinished_folder(pipeline_dir: Path) -> Iterator[Path]:
 
 
 def _copy_weights(source: Path, weight_map: dict[str, str], folder: Path) -> StoredWeights:
-    renamed = {shard: shard for shard in weight_map.values()}
-    if renamed.keys() == {"model.safetensors"}:
-        renamed["model.safetensors"] = shard_name(1, 1)
-    for shard, name in renamed.items():
-        _copy_bytes(source / shard, folder / name)
-    return digest_weights(folder, renamed.values())
+    shards = set(weight_map.values())
+    for shard in shards:
+        _copy_bytes(source / shard, folder / shard)
+    return digest_weights(folder, shards)
 
 
 def _copy(source: Path, target: Path) -> FileEntry:

@@ -211,8 +211,14 @@ def check_network(folder: Path, release: Release) -> tuple[str, ...]:
         or find_spec("transformers") is None
     ):
         return tuple(reasons)
+    import torch
+
+    tensors = {
+        name: torch.empty(entry.shape, device="meta")
+        for name, entry in release.named_tensors.items()
+    }
     try:
-        network.sources(network.build_network(folder, is_empty=True), release.named_tensors)
+        network.load_weights(network.build_network(folder, is_empty=True), tensors)
     except ReleaseError as error:
         return error.reasons
     return ()
