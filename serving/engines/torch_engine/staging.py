@@ -29,7 +29,6 @@ from serving.engines.torch_engine.slots import (
 from serving.errors import ReleaseError
 from serving.weights import network
 from serving.weights.release import Release, read_json
-from serving.weights.verify import check_network
 
 _log = logging.getLogger(__name__)
 
@@ -124,8 +123,6 @@ def _load_llama(
 def _load_generic(
     loader: Loader, settings: TorchEngineSettings, promised_bytes: int
 ) -> tuple[Runner, Loaded]:
-    if reasons := check_network(loader.folder, loader.release):
-        raise StageError(*reasons)
     units = architecture.stored_units(loader.release)
     layers = generic.layer_shapes(loader.folder)
     built: Any = network.build_network(loader.folder, loader.dtype)
