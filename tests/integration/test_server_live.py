@@ -16,13 +16,10 @@ from serving.engine import EngineError
 from serving.engines.torch_engine import engine as torch_engine
 from serving.engines.torch_engine.engine import TorchEngine
 from serving.engines.torch_engine.settings import TorchEngineSettings
-from serving.engines.vllm_engine import VllmEngine
-from serving.engines.vllm_settings import VllmEngineSettings
 from serving.weights.release_store import set_current
 from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import echo_app, echo_release, running
 from tests.torch_engine_fixtures import ask, build, engine_with, greedy, llama_config, publish
-from tests.vllm_stub import StubbedVllm
 
 
 def test_a_server_is_alive_before_it_has_a_release(tmp_path: Path) -> None:
@@ -89,35 +86,6 @@ def test_the_thread_that_died_is_told(tmp_path: Path) -> None:
         assert "the thread is to die" in str(engine.failure)
         with pytest.raises(EngineError, match="thread died"):
             await engine.take_turn()
-        await engine.close()
-
-    asyncio.run(story())
-
-
-def test_a_vllm_that_died_is_told_and_one_that_hangs_takes_no_turn(tmp_path: Path) -> None:
-    release = echo_release(tmp_path, 1)
-    vllm = StubbedVllm()
-    engine = VllmEngine(VllmEngineSettings(), vllm.start)
-
-    async def story() -> None:
-        await engine.take_turn()  # nothing runs yet, so nothing hangs
-        await engine.stage(release, tmp_path / release.id)
-        await engine.commit(release.id)
-        await engine.take_turn()
-        assert vllm.process is not None and engine.failure is None
-
-        vllm.process.is_dead = True
-        assert engine.failure == f"vLLM died; it is started again on {release.id}"
-        await engine.take_turn()  # it comes back by itself, so the server need not end
-        while engine.failure is not None:
-            await asyncio.sleep(0.01)
-        assert vllm.started[release.id] == 2
-
-        vllm.hangs_in = "turn"
-        turn = asyncio.create_task(engine.take_turn())
-        await asyncio.wait({turn}, timeout=0.2)
-        assert not turn.done()
-        turn.cancel()
         await engine.close()
 
     asyncio.run(story())
