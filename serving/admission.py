@@ -83,17 +83,10 @@ class Admission:
         self.is_stopping = False
         """Whether the server was told to stop. Running requests may then finish, and new requests
         are refused."""
-        self.previous: str | None = None
-        """The id of the release that was live before the present one; None if no other release was
-        live since the start of the server."""
 
     @property
     def is_closed(self) -> bool:
         return not self._open.is_set()
-
-    def is_used(self, release_id: str) -> bool:
-        """Whether this release still answers a request."""
-        return release_id in self._in_flight
 
     @property
     def num_in_flight(self) -> int:
@@ -137,8 +130,6 @@ class Admission:
 
     def switch(self, live: LiveRelease) -> None:
         """Give the release `live` to all requests that enter from now on."""
-        if self.live is not None and self.live.id != live.id:
-            self.previous = self.live.id
         self.live = live
 
     async def drained(self, release_id: str) -> None:

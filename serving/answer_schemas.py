@@ -124,8 +124,6 @@ class ModelAnswer(_Answer):
     root: str
     """The folder of the release."""
     release: str
-    previous: str | None
-    """The release that was live before."""
     dataset_revision: str | None
     max_model_len: int
 

@@ -144,7 +144,6 @@ def _add_models(router: APIRouter, answers: Answers) -> None:
             created=live.live_since,
             root=str(live.folder),
             release=live.id,
-            previous=answers.admission.previous,
             dataset_revision=live.release.lineage.dataset_revision,
             max_model_len=live.context_length,
         )

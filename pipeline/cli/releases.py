@@ -112,16 +112,15 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
     """Serve an older release again.
 
     The command chooses among the releases that still exist and are older than the served release.
-    Its first choice is the previous release: normally the one that was served just before the
-    served release. Its second choice is the parent of the served release (the release from which
-    the training of the served release started). Its third choice is the newest of the older
-    releases.
+    Its first choice is the release that was served before the served release. Its second choice is
+    the parent of the served release (the release from which the training of the served release
+    started). Its third choice is the newest of the older releases.
     """
     from serving.errors import ReleaseError
     from serving.weights.release_store import (
         list_releases,
+        live_releases,
         load_release,
-        previous_release_id,
         release_number,
         served_release,
     )
@@ -145,7 +144,7 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
         parent = None
     # Choose only a release that is older than the served release. So a second rollback does not
     # undo the first rollback, but goes further back.
-    choices = (previous_release_id(folder), parent, older[-1])
+    choices = (*reversed(live_releases(folder)), parent, older[-1])
     chosen = next(choice for choice in choices if choice in older)
     swap_in(_configured(pipeline), chosen, as_json=as_json)
 

@@ -325,7 +325,7 @@ def test_a_copy_in_the_place_of_a_link_counts_like_its_release(place: Place) -> 
     assert not any(each.exists() for each in bad) and good.is_dir()
 
 
-def put_copy(place: Place, id: str, link: str = "previous") -> Path:
+def put_copy(place: Place, id: str, link: str = "current") -> Path:
     """As a copy tool leaves a copy of the release in the place of a link; the renamed folder."""
     folder = place.home.releases_dir / "facts"
     before = set(folder.glob(f"{link}.replaced-*"))

@@ -49,18 +49,12 @@ def test_current_moves_in_one_step(tmp_path: Path) -> None:
     release_store.set_current(tmp_path, "r000001-aaaaaaaa")
     release_store.set_current(tmp_path, "r000002-ffffffff")
     assert release_store.served_release(tmp_path) == tmp_path / "r000002-ffffffff"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "live", "previous"]
-
-
-def test_what_was_served_before_is_known_and_a_way_forth_is_not(tmp_path: Path) -> None:
-    first, second, third = (f"r00000{number}-00000000" for number in (1, 2, 3))
-    release_store.set_current(tmp_path, first)
-    assert release_store.previous_release_id(tmp_path) is None
-    for release in (second, second, third):
-        release_store.set_current(tmp_path, release)
-    assert release_store.previous_release_id(tmp_path) == second
-    release_store.set_current(tmp_path, second)
-    assert release_store.previous_release_id(tmp_path) == second
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".served.lock",
+        "current",
+        "served.json",
+    ]
+    assert os.readlink(tmp_path / "current") == "r000002-ffffffff"
 
 
 def test_what_was_live_is_listed_without_what_was_gone_back_from(tmp_path: Path) -> None:
@@ -83,7 +77,6 @@ def test_a_release_that_stands_in_for_another_one_is_not_chosen(tmp_path: Path) 
     assert release_store.served_release(tmp_path) == tmp_path / ids[0]
     assert release_store.stood_in_for(tmp_path) == ids[2]
     assert release_store.live_releases(tmp_path) == ids
-    assert release_store.previous_release_id(tmp_path) == ids[1]
     # Only now somebody chooses it.
     release_store.set_current(tmp_path, ids[0])
     assert release_store.stood_in_for(tmp_path) is None
@@ -107,42 +100,27 @@ def test_a_release_in_use_is_not_removed_and_the_reason_is_named(tmp_path: Path)
         release_removal.remove(tmp_path, spare)
 
 
-@pytest.mark.parametrize("broken", ["current", "previous"])
-def test_a_broken_link_is_replaced(tmp_path: Path, broken: str) -> None:
-    (tmp_path / broken).symlink_to("/etc")
-    assert release_store.previous_release_id(tmp_path) is None
-    for release in ("r000001-00000000", "r000002-00000000", "r000003-00000000"):
-        release_store.set_current(tmp_path, release)
-    assert release_store.served_release(tmp_path) == tmp_path / "r000003-00000000"
-    assert release_store.previous_release_id(tmp_path) == "r000002-00000000"
-
-
 @pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
-def test_what_is_no_link_is_replaced_and_live_has_the_served_release(
-    tmp_path: Path, make: Callable[[Path], None]
+def test_what_is_no_link_is_replaced(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "current")
+    release_store.set_current(tmp_path, "r000001-00000000")
+    assert os.readlink(tmp_path / "current") == "r000001-00000000"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "\0", '{"live": ["../elsewhere"]}', '{"pending": "seven"}']
+)
+def test_a_damaged_record_is_an_error_until_a_release_is_chosen(
+    tmp_path: Path, content: str
 ) -> None:
-    first, second = (put(tmp_path, f"r{number:06d}-00000000") for number in (1, 2))
-    release_store.set_current(tmp_path, first)
-    release_store.set_current(tmp_path, second)
-    for name in ("current", "previous"):
-        (tmp_path / name).unlink()
-        make(tmp_path / name)
-    assert release_store.served_release(tmp_path) == tmp_path / second
-    assert release_store.previous_release_id(tmp_path) is None
-    assert release_store.live_releases(tmp_path) == [first, second]
-    assert release_removal.prune(tmp_path, keep=0) == [first]
-
-    third = put(tmp_path, "r000003-00000000")
-    release_store.set_current(tmp_path, third)
-    assert release_store.served_release(tmp_path) == tmp_path / third
-    assert release_store.previous_release_id(tmp_path) == second
-
-
-@pytest.mark.parametrize("target", ["../elsewhere", "/etc", "r000001"])
-def test_a_link_that_names_no_release_is_an_error(tmp_path: Path, target: str) -> None:
-    (tmp_path / "current").symlink_to(target)
-    with pytest.raises(ReleaseError, match="not a release id"):
-        release_store.served_release(tmp_path)
+    (tmp_path / "served.json").write_text(content)
+    for read in (release_store.served_release, release_store.pending_release):
+        with pytest.raises(ReleaseError, match=r"served\.json"):
+            read(tmp_path)
+    assert release_store.served_release_id(tmp_path) is None
+    release_store.set_pending(tmp_path, "r000001-00000000")
+    release_store.set_current(tmp_path, "r000001-00000000")
+    assert release_store.live_releases(tmp_path) == ["r000001-00000000"]
 
 
 @pytest.mark.parametrize("other", ["r000001-aaaaaaaa", "r000003-cccccccc"])
@@ -179,9 +157,9 @@ def test_a_mark_that_is_made_while_another_one_is_cleared_stays(
     cleared, chosen = "r000001-aaaaaaaa", "r000002-aaaaaaaa"
     release_store.set_pending(tmp_path, cleared)
     other = threading.Thread(target=release_store.set_pending, args=(tmp_path, chosen))
-    read = release_store.pending_release
+    read = release_store.read_served
 
-    def read_slowly(folder: Path) -> str | None:
+    def read_slowly(folder: Path) -> release_store.Served:
         found = read(folder)
         if threading.current_thread() is not other:
             monkeypatch.undo()
@@ -189,7 +167,7 @@ def test_a_mark_that_is_made_while_another_one_is_cleared_stays(
             other.join(0.5)  # without the lock, the other mark is there now
         return found
 
-    monkeypatch.setattr(release_store, "pending_release", read_slowly)
+    monkeypatch.setattr(release_store, "read_served", read_slowly)
     release_store.clear_pending(tmp_path, cleared)
     other.join()
     assert release_store.pending_release(tmp_path) == chosen
@@ -201,7 +179,7 @@ def test_of_many_that_follow_one_release_one_is_chosen_and_no_mark_gets_lost(
     """Also while others clear their own marks. Processes share nothing else with each other."""
     ids = [f"r{number:06d}-aaaaaaaa" for number in range(1, 9)]
     for _ in range(20):
-        (tmp_path / "pending").unlink(missing_ok=True)
+        (tmp_path / "served.json").unlink(missing_ok=True)
         start = threading.Barrier(len(ids) + 1)
 
         def choose(release: str, start: threading.Barrier = start) -> bool:
@@ -226,24 +204,6 @@ def test_of_many_that_follow_one_release_one_is_chosen_and_no_mark_gets_lost(
         assert [release for release, ok in zip(ids, chosen, strict=True) if ok] == [
             release_store.pending_release(tmp_path)
         ]
-
-
-@pytest.mark.parametrize("content", [b"", b"\0\0", b"seven\n", b"\xff\xfe"])
-def test_a_damaged_pending_is_an_error_until_it_is_cleared(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "pending").write_bytes(content)
-    with pytest.raises(ReleaseError, match="not a release id"):
-        release_store.pending_release(tmp_path)
-    release_store.clear_pending(tmp_path, "r000001-aaaaaaaa")
-    assert release_store.pending_release(tmp_path) is None
-
-
-def test_of_a_damaged_live_the_ids_are_read_and_the_next_one_is_written(tmp_path: Path) -> None:
-    first, second = (put(tmp_path, f"r{number:06d}-00000000") for number in (1, 2))
-    release_store.set_current(tmp_path, first)
-    (tmp_path / "live").write_bytes(f"{first}\n".encode() + b"\xff\xfe\n")
-    assert release_store.live_releases(tmp_path) == [first]
-    release_store.set_current(tmp_path, second)
-    assert (tmp_path / "live").read_text().split() == [first, second]
 
 
 def test_prune_spares_served_pending_and_pinned(tmp_path: Path) -> None:
