@@ -30,6 +30,8 @@ from sqlalchemy import (
     Text,
     create_engine,
     event,
+    insert,
+    inspect,
     make_url,
     text,
     update,
@@ -42,7 +44,7 @@ from sqlalchemy.exc import (
 )
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from jobs.errors import StoreError
+from jobs.errors import OtherSchema, StoreError
 
 METADATA = MetaData()
 
@@ -124,7 +126,7 @@ PAUSES = Table(
 """The paused pipelines: no push job of these pipelines is started."""
 
 CHANGES = Table("changes", METADATA, Column("number", Integer, primary_key=True))
-"""One row: how many transactions have written. `JobReader.changed` compares this number."""
+"""One row: how many transactions have written. `JobStore.changed` compares this number."""
 
 _WRITERS_LOCK = 0x686F7470757368  # the key of our advisory lock on Postgres; an arbitrary number
 
@@ -184,13 +186,11 @@ def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
     return engine
 
 
-def file_of(engine: Engine) -> tuple[int, int] | None:
-    """The device and the inode of the SQLite file that the path names now. None for Postgres, and
-    if there is no such file."""
-    if engine.dialect.name != "sqlite" or engine.url.database is None:
-        return None
+def _file_of(engine: Engine) -> tuple[int, int] | None:
+    """The device and the inode of the SQLite file that the path names now. None if there is no such
+    file."""
     try:
-        found = os.stat(engine.url.database)
+        found = os.stat(engine.url.database or "")
     except OSError:
         return None
     return found.st_dev, found.st_ino
@@ -202,11 +202,11 @@ def _follow_file(engine: Engine) -> None:
 
     @event.listens_for(engine, "connect")
     def note(_connection: object, record: ConnectionPoolEntry) -> None:
-        record.info["file"] = file_of(engine)
+        record.info["file"] = _file_of(engine)
 
     @event.listens_for(engine, "checkout")
     def compare(_connection: object, record: ConnectionPoolEntry, _proxy: object) -> None:
-        if record.info["file"] != file_of(engine):
+        if record.info["file"] != _file_of(engine):
             raise DisconnectionError("The file of the database was replaced.")
 
 
@@ -254,7 +254,7 @@ def _begin_sqlite(connection: Connection) -> None:
 
 @contextmanager
 def writing(engine: Engine) -> Iterator[Connection]:
-    """A transaction as in `locked`, which other processes notice by `JobReader.changed`."""
+    """A transaction as in `locked`, which other processes notice by `JobStore.changed`."""
     with locked(engine) as connection:
         connection.execute(update(CHANGES).values(number=CHANGES.c.number + 1))
         yield connection
@@ -300,3 +300,46 @@ def _as_store_error(engine: Engine) -> Iterator[None]:
             "nothing. Check that the database can be reached, and that its disk is writable and "
             "not full."
         ) from error
+
+
+HEAD = "jobs2"
+"""The schema that this module declares. It is recorded as Alembic, a library that upgrades database
+schemas, records its revisions."""
+
+
+def migrate(engine: Engine) -> None:
+    """Create the tables in one transaction. Raises OtherSchema, and changes nothing, if another
+    version of hotpush wrote the database."""
+    if check_schema(engine) == HEAD:
+        return
+    with locked(engine) as connection:
+        # Check again under the write lock, because another process may have created the tables
+        # since the first check.
+        if _checked_revision(engine, connection) is None:
+            METADATA.create_all(connection)
+            connection.execute(insert(CHANGES).values(number=0))
+            connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR NOT NULL)"))
+            connection.execute(text("INSERT INTO alembic_version VALUES (:head)"), {"head": HEAD})
+
+
+def check_schema(engine: Engine) -> str | None:
+    """The revision of the store's schema; None if there are no tables yet. Changes nothing.
+
+    Raises OtherSchema.
+    """
+    with reading(engine) as connection:
+        return _checked_revision(engine, connection)
+
+
+def _checked_revision(engine: Engine, connection: Connection) -> str | None:
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    revision: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))
+    if revision != HEAD:
+        shown = engine.url.render_as_string(hide_password=True)
+        raise OtherSchema(
+            f"The job store {shown} has schema {revision!r}, which this version of hotpush cannot "
+            f"use (it needs {HEAD!r}): another version of hotpush wrote the job store. Nothing was "
+            "changed; use that version, or move the database away to begin with an empty one."
+        )
+    return revision

@@ -97,12 +97,13 @@ def show_environment() -> None:
 
 
 def use_torch(num_threads: str) -> None:
+    is_preloaded = "torch" in sys.modules
     import torch
 
     torch.set_num_threads(int(num_threads))
     product = torch.ones(512, 512) @ torch.ones(512, 512)
     assert torch.get_num_threads() == int(num_threads)
-    say(f"sum {product.sum().item():.0f} preloaded {'torch' in sys.modules}")
+    say(f"sum {product.sum().item():.0f} preloaded {is_preloaded}")
 
 
 def session_niceness(pid: int | str) -> int | None:
@@ -125,7 +126,7 @@ def show_process(*_: str) -> None:
                 "niceness of the session": session_niceness("self"),
                 "stdin": sys.stdin.read(),
                 "leads_session": os.getsid(0) == os.getpid(),
-                "warm": "jobs.launchers.supervise" in sys.modules,
+                "in_place": "jobs.agent" in sys.modules,
             }
         )
     )

@@ -171,7 +171,7 @@ def test_what_only_a_next_attempt_needed_goes_at_once(store: JobStore, tmp_path:
     folder = tmp_path / job.id
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "step-1.pt").write_bytes(b"much")
-    for name in ("..exit.json.123", ".replacing-0a1b2c3d", ".lock", "outcome.json"):
+    for name in (".spec.json.123", ".replacing-0a1b2c3d", ".lock", "outcome.json"):
         (folder / name).touch()
     retention.remove_unneeded_files(job, folder)
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "outcome.json"]

@@ -67,15 +67,12 @@ def test_a_job_runs_from_submission_to_outcome(house: House) -> None:
     assert not any("t0ken" in path.read_text() for path in files), "a secret is on disk"
 
 
-@pytest.mark.parametrize("same_spec", [False, True])
-def test_the_folder_of_a_lost_database_is_not_believed(house: House, same_spec: bool) -> None:
+def test_the_folder_of_a_lost_database_is_not_believed(house: House) -> None:
     spec = program("write_outcome", "published", "0")
     old = house.jobs_dir / "j000001"
     old.mkdir(parents=True)
-    (old / "spec.json").write_text((spec if same_spec else program("x")).model_dump_json())
+    (old / "spec.json").write_text(spec.model_dump_json())
     (old / "job.json").write_text('{"id": "j000001", "created_at": 1.0}')
-    (old / ".process.json").write_text('{"attempt": 1, "pid": 1, "started": "1"}')
-    (old / ".exit.json").write_text('{"attempt": 1, "exit_code": 0, "error": null}')
     (old / "outcome.json").write_text('{"result": "promoted"}')
     (old / "log.txt").write_text("what the old job said")
     job = house.store.submit(spec).job
@@ -123,26 +120,13 @@ def test_an_outcome_that_is_none_is_a_failure(house: House) -> None:
     assert "outcome.json" in job.outcome.reason
 
 
-@pytest.mark.parametrize(
-    ("command", "file"),
-    [
-        ("mkdir outcome.json", "outcome.json"),
-        ("mkdir .exit.json", ".exit.json"),
-        ('echo \'{"attempt": 1, "exit_code": 0}\' > .exit.json; sleep 2', ".exit.json"),
-        ("rm .process.json; mkdir .process.json; sleep 2", ".process.json"),
-        ("echo [] > .process.json; sleep 2", ".process.json"),
-        ('echo \'{"attempt": "1"}\' > .process.json; sleep 2', ".process.json"),
-    ],
-)
-def test_an_odd_file_in_the_folder_of_one_job_fails_this_job_alone(
-    house: House, command: str, file: str
-) -> None:
+def test_an_outcome_that_is_a_folder_fails_this_job_alone(house: House) -> None:
     _, _, runner = house.run()
-    odd = house.store.submit(JobSpec(command=("sh", "-c", command))).job
+    odd = house.store.submit(JobSpec(command=("sh", "-c", "mkdir outcome.json"))).job
     other = house.store.submit(JobSpec(command=("sleep", "0.5"))).job
     job = house.ended(odd)
     assert job.state == "ERROR" and job.outcome is not None
-    assert job.outcome.result == "failed" and file in str(job.outcome.reason)
+    assert "outcome.json" in str(job.outcome.reason)
     assert house.ended(other).state == "COMPLETED"
     assert runner.is_alive()
 
@@ -227,16 +211,13 @@ def test_a_cancel_that_came_too_late_changes_nothing(house: House) -> None:
 
 
 def test_a_job_that_takes_too_long_is_stopped(house: House) -> None:
-    runner, _, _ = house.run()
-    limit = Resources(timeout_seconds=600)
+    house.run()
+    limit = Resources(timeout_seconds=1.5)
     job = house.store.submit(program("have_children", resources=limit)).job
     pids = pids_in(house.log(job), 3)
-    leased = runner._leased[job.id]
-    assert 500 < leased.deadline - time.monotonic() <= 600
-    leased.deadline = time.monotonic()
     job = house.ended(job)
     assert job.state == "ERROR" and job.outcome is not None and job.outcome.reason is not None
-    assert job.outcome.stage == "timeout" and "600 s" in job.outcome.reason
+    assert job.outcome.stage == "timeout" and "1.5 s" in job.outcome.reason
     assert all(is_gone(pid) for pid in pids)
 
 
@@ -265,20 +246,6 @@ def test_a_running_job_that_the_store_has_lost_is_killed_and_other_jobs_go_on(ho
     engine.dispose()
     until(lambda: is_gone(pid))
     job = house.store.submit(program("write_outcome", "promoted", "0")).job
-    assert house.ended(job).state == "COMPLETED"
-
-
-def test_a_runner_uses_the_file_that_replaced_the_one_of_its_store(
-    house: House, tmp_path: Path
-) -> None:
-    house.run()
-    lost = house.store.submit(program("sleep_until_stopped")).job
-    (pid,) = pids_in(house.log(lost))
-    for file in tmp_path.glob("jobs.db*"):
-        file.unlink()
-    until(lambda: is_gone(pid))
-    job = house.store.submit(program("write_outcome", "promoted", "0")).job
-    assert job.id == lost.id
     assert house.ended(job).state == "COMPLETED"
 
 

@@ -39,6 +39,11 @@ class Expected:
     num_lost: int = 0
     cancel_requested: bool = False
     by_hand: bool = False
+    has_failed: bool = False
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.state == "RUNNING" and self.owner is None
 
     @property
     def is_free_again(self) -> bool:
@@ -150,7 +155,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(owner=OWNERS)
     def claim(self, owner: str) -> None:
         claimed = self.store.claim(owner, LEASE_SECONDS)
-        due = [
+        waiting = [job for job in self.model.jobs if job.is_waiting]
+        due = waiting or [
             job
             for job in self.model.jobs
             if job.state == "SCHEDULING" and self.model.running(job.pipeline) is None
@@ -159,26 +165,37 @@ class StoreMachine(RuleBasedStateMachine):
             assert not due
             return
         job = next(job for job in due if job.id == claimed.id)
-        job.state, job.owner, job.attempt = "RUNNING", owner, 1
-        job.lease_until = self.clock.now + LEASE_SECONDS
+        if job.has_failed and self.model.successor(job) is not None:
+            job.state = "ERROR"
+            return
+        job.state, job.owner, job.attempt = "RUNNING", owner, max(1, job.attempt)
+        job.lease_until, job.has_failed = self.clock.now + LEASE_SECONDS, False
 
     @rule(seconds=st.sampled_from([1.0, 6.0, 30.0]))
     def wait(self, seconds: float) -> None:
-        """Long enough, and every runner that did not beat has crashed as far as others can see."""
+        """Long enough, and every agent that did not beat is dead as far as others can see."""
         self.clock.now += seconds
 
-    @rule(owner=OWNERS)
-    def adopt(self, owner: str) -> None:
+    @rule()
+    def end_what_has_expired(self) -> None:
         expected = [
             job
             for job in self.model.jobs
-            if job.state == "RUNNING" and job.lease_until <= self.clock.now and job.owner != owner
+            if job.state == "RUNNING" and job.owner and job.lease_until <= self.clock.now
         ]
-        adopted = self.store.adopt(owner, LEASE_SECONDS)
-        assert [job.id for job in adopted] == [job.id for job in expected]
+        expired = self.store.expired()
+        assert [job.id for job in expired] == [job.id for job in expected]
         for job in expected:
-            job.owner, job.lease_until = owner, self.clock.now + LEASE_SECONDS
-            job.attempt += 1  # nobody has recorded that the attempt was started
+            assert job.owner is not None
+            self.store.release(job.id, job.owner)
+            self.end_attempt(job)
+
+    def end_attempt(self, job: Expected) -> None:
+        if job.cancel_requested:
+            job.state = "CANCELED"
+        else:
+            job.owner = None
+            job.attempt += 1
 
     def leased(self, data: st.DataObject, owner: str) -> Expected | None:
         """Any job, also one that `owner` has not the lease of: None when that was refused."""
@@ -191,7 +208,6 @@ class StoreMachine(RuleBasedStateMachine):
             lambda: self.store.heartbeat(job.id, owner, LEASE_SECONDS),
             lambda: self.store.finish(job.id, owner, None),
             lambda: self.store.retry(job.id, owner, LOST),
-            lambda: self.store.give_way(job.id, owner, LOST),
             lambda: self.store.release(job.id, owner),
         ):
             with pytest.raises(LeaseLost):
@@ -202,8 +218,8 @@ class StoreMachine(RuleBasedStateMachine):
     def heartbeat(self, data: st.DataObject, owner: str) -> None:
         job = self.leased(data, owner)
         if job is not None:
-            cancel_requested = self.store.heartbeat(job.id, owner, LEASE_SECONDS)
-            assert cancel_requested == job.cancel_requested
+            now = self.store.heartbeat(job.id, owner, LEASE_SECONDS)
+            assert now.cancel_requested == job.cancel_requested
             job.lease_until = self.clock.now + LEASE_SECONDS
 
     @rule(
@@ -226,32 +242,26 @@ class StoreMachine(RuleBasedStateMachine):
         if job is not None:
             self.store.retry(job.id, owner, LOST)
             job.num_lost += 1
-            if job.num_lost == 2 or self.model.successor(job) is not None:
+            must_end = job.num_lost == 2 or self.model.successor(job) is not None
+            if must_end and not job.cancel_requested:
                 job.state = "ERROR"
             else:
-                job.attempt += 1
-
-    @rule(data=st.data(), owner=OWNERS)
-    def give_way(self, data: st.DataObject, owner: str) -> None:
-        job = self.leased(data, owner)
-        if job is not None:
-            self.store.give_way(job.id, owner, LOST)
-            if self.model.successor(job) is not None:
-                job.state = "ERROR"
+                self.end_attempt(job)
+                job.has_failed = True
 
     @rule(data=st.data(), owner=OWNERS)
     def release(self, data: st.DataObject, owner: str) -> None:
         job = self.leased(data, owner)
         if job is not None:
             self.store.release(job.id, owner)
-            job.owner, job.lease_until = None, self.clock.now
+            self.end_attempt(job)
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         if self.model.jobs:
             job = data.draw(st.sampled_from(self.model.jobs))
             self.store.cancel(job.id)
-            if job.state == "SCHEDULING":
+            if job.state == "SCHEDULING" or job.is_waiting:
                 job.state = "CANCELED"
             elif job.state == "RUNNING":
                 job.cancel_requested = True
