@@ -53,6 +53,7 @@ because somebody has cancelled the job. SIGTERM means that the runner is being s
 ends the command, and the job gets another attempt."""
 
 _SECONDS_AFTER_ERROR = 1.0
+_GIVE_UP_SECONDS = 600.0
 _PR_SET_CHILD_SUBREAPER = 36
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -64,7 +65,8 @@ class Attempt:
     job_id: str
     owner: str
     """The owner of the lease (`Job.owner`)."""
-    store_url: str
+    store: str
+    """`JobStore.location`."""
     jobs_dir: Path
     command: tuple[str, ...]
     env: Mapping[str, str]
@@ -101,7 +103,7 @@ class Calls(Protocol):
 class StoreCalls:
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
-        self._store = JobStore.open(attempt.store_url)
+        self._store = JobStore.open(attempt.store)
         self._job: Job
 
     def start(self, handle: str) -> Job:
@@ -184,7 +186,7 @@ class _Agent:
                 # If the command leaves processes behind, this process becomes their parent.
                 prctl(_PR_SET_CHILD_SUBREAPER, 1)
             self._until_it_works(self._begin)
-            self._until_it_works(self._watch)
+            self._watch()
             self._end_processes()
             self._until_it_works(self._finish)
         except (LeaseLost, JobNotFound) as error:
@@ -196,15 +198,16 @@ class _Agent:
             os._exit(0)
 
     def _until_it_works(self, call: Callable[[], None]) -> None:
+        """If the store is gone for good, give up: a runner then ends the attempt."""
+        give_up = time.monotonic() + _GIVE_UP_SECONDS
         while True:
             try:
                 return call()
-            except StoreError as error:
-                logger.error("%s Trying again.", error)
-            except OSError as error:
-                if not is_temporary(error):
+            except (StoreError, OSError) as error:
+                is_lasting = not isinstance(error, StoreError) and not is_temporary(error)
+                if is_lasting or time.monotonic() > give_up:
                     raise
-                logger.error("%s: %s; trying again", self._attempt.job_id, error)
+                logger.error("Job %s: %s; trying again", self._attempt.job_id, error)
             time.sleep(_SECONDS_AFTER_ERROR)
 
     def _begin(self) -> None:
@@ -278,9 +281,8 @@ class _Agent:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
                 if ended[0] == self._command_pid:
-                    os.set_blocking(self._errors, False)
-                    with contextlib.suppress(BlockingIOError):
-                        error = os.read(self._errors, 4096).decode(errors="replace")
+                    # Nobody has the other end any more, so this does not wait.
+                    error = os.read(self._errors, 4096).decode(errors="replace")
                     self._exit = Exit(code=os.waitstatus_to_exitcode(ended[1]), error=error or None)
 
     def _finish(self) -> None:

@@ -121,8 +121,6 @@ class Delivery:
     source also contains the name of the pipeline, because one delivery may lead to jobs of several
     pipelines."""
     id: str
-    body: str
-    """The payload as JSON. It is stored for people who examine the delivery; no code reads it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, Select, select, update
 
 from jobs.errors import JobNotFound, LeaseLost
-from jobs.job import Head, Job, final_state
+from jobs.job import Job, final_state
 from jobs.outcome import JobOutcome
 from jobs.schema import DELIVERIES, JOBS, PAUSES
 from jobs.spec import JobSpec
@@ -149,33 +149,22 @@ def fetch_successor(connection: Connection, job: Job) -> Job | None:
     return next(iter(select_jobs(connection, pending)), None)
 
 
-def previous_head(connection: Connection, job: Job) -> str | None:
-    """The commit of the pipeline's last push job that has one. None if there is no such job."""
-    query = select(JOBS.c.head).where(
-        JOBS.c.pipeline == job.spec.pipeline,
-        JOBS.c.by_hand.is_(False),
-        JOBS.c.head.is_not(None),
-        JOBS.c.number < number_of(job.id),
-    )
-    head: str | None = connection.scalar(query.order_by(JOBS.c.number.desc()).limit(1))
-    return head
-
-
-def job_that_trained(connection: Connection, job: Job, head: Head) -> Job | None:
-    """The newest ended job of the pipeline, if it has trained `head` in the same way as `job`
-    would: with the same settings and the same command. Otherwise None.
-
-    Older jobs do not count. Suppose that somebody pushes the commits A, B and again A. The third
-    push needs a training, because the weights have learned B since the first.
-    """
-    query = select(JOBS).where(JOBS.c.pipeline == job.spec.pipeline, JOBS.c.ended_at.is_not(None))
-    # Do not order by `ended_at`: the clock may have been set back.
-    row = connection.execute(query.order_by(JOBS.c.number.desc()).limit(1)).one_or_none()
-    if row is None or (row.state, row.head) != ("COMPLETED", head.sha):
+def give_way(connection: Connection, job: Job, failed: JobOutcome, now: float) -> Job | None:
+    """End this push job if a push job of the pipeline is pending. `failed` is the outcome of the
+    last attempt. Returns the ended job; None if there is no such push job."""
+    successor = fetch_successor(connection, job)
+    if successor is None:
         return None
-    last = job_from_row(row)
-    is_same = (last.spec.settings, last.spec.command) == (job.spec.settings, job.spec.command)
-    return last if is_same else None
+    return end_job(
+        connection, job, final_failure(failed, f"{successor.id} trains on the newest commit."), now
+    )
+
+
+def final_failure(failed: JobOutcome, why_no_more: str) -> JobOutcome:
+    """The outcome of a job, made from the outcome of its last attempt. `why_no_more` says why there
+    is no further attempt."""
+    reason = " ".join(filter(None, (failed.reason, why_no_more)))
+    return failed.model_copy(update={"reason": reason, "may_pass": False})
 
 
 def is_pending(pipeline: str, *, by_hand: bool) -> Any:
@@ -193,33 +182,3 @@ def is_paused() -> Any:
 
 def matches_delivery(source: str, delivery_id: str) -> tuple[Any, ...]:
     return DELIVERIES.c.source == source, DELIVERIES.c.id == delivery_id
-
-
-def is_claimable() -> Any:
-    """The SQL condition for pending jobs that need not wait for another job: no other job of the
-    same pipeline is running, and the pipeline is not paused. (Plain commands have no pipeline, so
-    they block nobody.) The condition does not check whether the time `run_after` has come."""
-    running = JOBS.alias("running")
-    blocked = (
-        select(running.c.number)
-        .where(running.c.pipeline == JOBS.c.pipeline, running.c.state == "RUNNING")
-        .exists()
-    )
-    return (JOBS.c.state == "SCHEDULING") & ~blocked & (JOBS.c.pipeline.is_(None) | ~is_paused())
-
-
-def is_waiting() -> Any:
-    """The SQL condition for jobs that have been started and wait for their next attempt."""
-    return (JOBS.c.state == "RUNNING") & JOBS.c.owner.is_(None)
-
-
-def gives_way() -> Any:
-    """The SQL condition for push jobs of which an attempt has failed, while a push job of the
-    pipeline is pending (`fetch_successor`)."""
-    newer = JOBS.alias("newer")
-    successor = select(newer.c.number).where(
-        newer.c.pipeline == JOBS.c.pipeline,
-        newer.c.state == "SCHEDULING",
-        newer.c.by_hand.is_(False),
-    )
-    return JOBS.c.by_hand.is_(False) & JOBS.c.outcome.is_not(None) & successor.exists()

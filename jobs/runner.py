@@ -317,7 +317,7 @@ class Runner:
                 Attempt(
                     job_id=job.id,
                     owner=job.owner,
-                    store_url=self._store.url,
+                    store=self._store.location,
                     jobs_dir=self._jobs_dir,
                     command=job.spec.command,
                     env=env,

@@ -1,4 +1,4 @@
-"""`JobStore`: all jobs with their states, and all deliveries, also those that led to no job.
+"""`JobStore`: all jobs with their states, and the deliveries that led to them.
 
 The store starts no process; `jobs/runner.py` takes jobs from the store, and `jobs/agent.py` runs
 them.
@@ -7,47 +7,38 @@ A *push job* belongs to a pipeline and was not submitted by hand. The docstring 
 `jobs` explains the other terms, such as "plain command" and "lost".
 """
 
-import json
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 from sqlalchemy import Connection, Engine, delete, func, insert, select, text
 
-from jobs.errors import HeadAway, JobNotFound, LeaseLost, NoHead
+from jobs.claims import HEAD_RETRY_SECONDS, Claims, is_claimable, is_waiting
+from jobs.errors import JobNotFound, LeaseLost
 from jobs.job import (
     OPEN_STATES,
     Delivery,
     FindHead,
-    Head,
     Job,
     JobRequest,
     JobState,
     Submission,
     delivery_ids,
-    failure,
 )
 from jobs.outcome import JobOutcome
-from jobs.retention import forget_ignored, forget_jobs
+from jobs.retention import forget_jobs
 from jobs.rows import (
     end_job,
     fetch_job,
     fetch_leased,
-    fetch_successor,
-    gives_way,
-    is_claimable,
+    final_failure,
+    give_way,
     is_paused,
-    is_waiting,
     job_id_of,
-    job_that_trained,
     number_of,
-    previous_head,
     select_jobs,
-    spec_as_json,
     update_job,
-    with_revisions,
 )
 from jobs.schema import (
     CHANGES,
@@ -63,10 +54,7 @@ from jobs.schema import (
 from jobs.spec import JobSpec
 from jobs.submissions import submit_all
 
-__all__ = ["Delivery", "JobRequest", "JobStore", "Submission"]
-
-HEAD_RETRY_SECONDS = 5.0
-"""If the head of a job's ref cannot be read, it is read again after this time."""
+__all__ = ["HEAD_RETRY_SECONDS", "Delivery", "JobRequest", "JobStore", "Submission"]
 
 
 class JobStore:
@@ -131,9 +119,12 @@ class JobStore:
         self.close()
 
     @property
-    def url(self) -> str:
-        """The database's URL, with its password."""
-        return self._engine.url.render_as_string(hide_password=False)
+    def location(self) -> str:
+        """The argument with which `open` opens this store again: the path of a SQLite file, or the
+        URL of a Postgres database, with its password."""
+        url = self._engine.url
+        is_file = url.get_backend_name() == "sqlite" and url.database is not None
+        return str(url.database) if is_file else url.render_as_string(hide_password=False)
 
     # Reading
 
@@ -288,14 +279,10 @@ class JobStore:
         request = JobRequest(spec=spec, payload=payload, delivery=delivery, by_hand=by_hand)
         return self.submit_all([request])[0]
 
-    def submit_all(
-        self, requests: Sequence[JobRequest], *, ignored: Sequence[tuple[Delivery, str]] = ()
-    ) -> Sequence[Submission]:
-        """Submit the requests in order, by the rules of `submit`. In the same transaction, record
-        each delivery of `ignored` with the reason why it leads to no job. If such a delivery is
-        already recorded, its record does not change."""
+    def submit_all(self, requests: Sequence[JobRequest]) -> Sequence[Submission]:
+        """Submit the requests in order, by the rules of `submit`, in one transaction."""
         with writing(self._engine) as connection:
-            return submit_all(connection, requests, ignored, self._now(connection))
+            return submit_all(connection, requests, self._now(connection))
 
     # What a runner and an agent do
 
@@ -321,125 +308,7 @@ class JobStore:
         Returns None if no job is due, or if every due job waits for the running job of its
         pipeline, or for the end of a pause.
         """
-        if (again := self._claim_again(owner, lease_seconds)) is not None:
-            return again
-        while (job := self._due()) is not None:
-            head, failed = None, None
-            try:
-                if job.trains_head and find_head is not None:
-                    head = find_head(job)
-            except HeadAway as away:
-                self._wait_for_head(job, str(away))
-                return None
-            except NoHead as error:
-                failed = failure(job, stage="claim", reason=str(error))
-            claimed = self._take(job, owner, lease_seconds, head, failed)
-            if claimed is not None:
-                return claimed
-        return None
-
-    def _claim_again(self, owner: str, lease_seconds: float) -> Job | None:
-        with reading(self._engine) as connection:
-            due = is_waiting() & ((JOBS.c.run_after <= self._now(connection)) | gives_way())
-            query = select(JOBS.c.number).where(due).order_by(JOBS.c.run_after, JOBS.c.number)
-            number = connection.scalar(query.limit(1))
-        if number is None:
-            return None
-        with writing(self._engine) as connection:
-            # Check again under the write lock.
-            job = next(
-                iter(select_jobs(connection, select(JOBS).where(due, JOBS.c.number == number))),
-                None,
-            )
-            if job is None:
-                return None
-            now = self._now(connection)
-            if job.last_failure is not None:
-                ended = _give_way(connection, job, job.last_failure, now)
-                if ended is not None:
-                    return ended
-            return update_job(
-                connection,
-                job.id,
-                owner=owner,
-                lease_until=now + lease_seconds,
-                outcome=None,
-                # The time without an attempt does not count against the job's time limit.
-                started_at=JOBS.c.started_at + (now - JOBS.c.lease_until),
-            )
-
-    def _due(self) -> Job | None:
-        """The job that `claim` tries to take, with `old_sha` in its range."""
-        with reading(self._engine) as connection:
-            due = select(JOBS).where(is_claimable(), JOBS.c.run_after <= self._now(connection))
-            due = due.order_by(JOBS.c.run_after, JOBS.c.number).limit(1)
-            job = next(iter(select_jobs(connection, due)), None)
-            if job is None or not job.trains_head:
-                return job
-            old_sha = previous_head(connection, job)
-            return replace(job, spec=with_revisions(job.spec, old_sha=old_sha))
-
-    def _wait_for_head(self, job: Job, reason: str) -> None:
-        with writing(self._engine) as connection:
-            if fetch_job(connection, number_of(job.id)).state == "SCHEDULING":
-                run_after = self._now(connection) + HEAD_RETRY_SECONDS
-                update_job(connection, job.id, run_after=run_after, waits_for=reason)
-
-    def _take(
-        self,
-        job: Job,
-        owner: str,
-        lease_seconds: float,
-        head: Head | None,
-        failed: JobOutcome | None,
-    ) -> Job | None:
-        """Give the lease of the pending job to `owner`. None if the job cannot be taken any more,
-        or if a delivery has arrived since the job was read: the head may be older than that."""
-        with writing(self._engine) as connection:
-            now = self._now(connection)
-            still_due = select(JOBS).where(
-                is_claimable(), JOBS.c.run_after <= now, JOBS.c.number == number_of(job.id)
-            )
-            found = next(iter(select_jobs(connection, still_due)), None)
-            if found is None or delivery_ids(found) != delivery_ids(job):
-                return None
-            values: dict[str, Any] = {}
-            if head is not None:
-                spec = with_revisions(job.spec, new_sha=head.sha)
-                payload = job.payload if job.by_hand and job.payload is not None else head.payload
-                values = {
-                    "spec": spec_as_json(spec),
-                    "payload": json.dumps(payload),
-                    "head": head.sha,
-                }
-            claimed = update_job(
-                connection,
-                job.id,
-                state="RUNNING",
-                attempt=1,
-                started_at=now,
-                owner=owner,
-                lease_until=now + lease_seconds,
-                waits_for=None,
-                **values,
-            )
-            if failed is not None:
-                return end_job(connection, claimed, failed, now)
-            if head is None or job.by_hand:
-                return claimed
-            last = job_that_trained(connection, claimed, head)
-            if last is None:
-                return claimed
-            result = last.outcome.result if last.outcome is not None else "completed"
-            unchanged = JobOutcome(
-                result="unchanged",
-                stage="claim",
-                reason=f"{last.id} has trained on {head.sha[:12]} already: {result}.",
-                delivery_ids=delivery_ids(claimed),
-                job_id=job.id,
-                dataset_revision=head.sha,
-            )
-            return end_job(connection, claimed, unchanged, now)
+        return Claims(self._engine, self._now).claim(owner, lease_seconds, find_head)
 
     def started(self, job_id: str, owner: str, handle: str) -> Job:
         """Record that the attempt begins. `handle` names the agent that runs it. Returns the job.
@@ -486,13 +355,13 @@ class JobStore:
             job = update_job(connection, job_id, num_lost=job.num_lost + 1)
             if job.cancel_requested:
                 return end_job(connection, job, _cancelled(job, failed), now)
-            if (ended := _give_way(connection, job, failed, now)) is not None:
+            if (ended := give_way(connection, job, failed, now)) is not None:
                 return ended
             if job.num_lost >= job.spec.max_attempts:
                 # Count the failed attempts only. An attempt that ended because its runner was
                 # stopped has a number too, but it did not fail.
                 last = f"That was failed attempt {job.num_lost} of {job.spec.max_attempts}."
-                return end_job(connection, job, _final_failure(failed, last), now)
+                return end_job(connection, job, final_failure(failed, last), now)
             values = {"outcome": failed.model_dump_json(), "run_after": now + wait_seconds}
             return _end_attempt(connection, job, now, **values)
 
@@ -519,11 +388,9 @@ class JobStore:
         jobs. Returns the ids of the deleted jobs.
 
         Three groups of jobs are not deleted: the jobs in `kept`, the last `newest` jobs of each
-        pipeline, and the last `newest` plain commands. This method also deletes the deliveries that
-        led to no job and were received earlier than the time `before`. If a sender repeats a
-        deleted delivery, the delivery counts as new.
+        pipeline, and the last `newest` plain commands. If a sender repeats a deleted delivery, the
+        delivery counts as new.
         """
-        forget_ignored(self._engine, before)
         return forget_jobs(self._engine, before, newest=newest, kept=kept)
 
     def replace_reasons(self, job_ids: Collection[str], reason: str) -> None:
@@ -609,19 +476,3 @@ def _cancelled(job: Job, failed: JobOutcome | None) -> JobOutcome:
         delivery_ids=delivery_ids(job),
         job_id=job.id,
     )
-
-
-def _give_way(connection: Connection, job: Job, failed: JobOutcome, now: float) -> Job | None:
-    successor = fetch_successor(connection, job)
-    if successor is None:
-        return None
-    return end_job(
-        connection, job, _final_failure(failed, f"{successor.id} trains on the newest commit."), now
-    )
-
-
-def _final_failure(failed: JobOutcome, why_no_more: str) -> JobOutcome:
-    """The outcome of a job, made from the outcome of its last attempt. `why_no_more` says why there
-    is no further attempt."""
-    reason = " ".join(filter(None, (failed.reason, why_no_more)))
-    return failed.model_copy(update={"reason": reason, "may_pass": False})

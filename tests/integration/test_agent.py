@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -31,7 +32,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.jobs_dir = folder / "jobs"
         self.jobs_dir.mkdir()
-        self.store = JobStore.open(folder / "jobs.db")
+        self.store = JobStore.open(folder / "jobs %20?.db")
         self.server = ForkServer(())
         self.log = self.jobs_dir / "j000001" / LOG
 
@@ -52,7 +53,7 @@ class Bench:
             Attempt(
                 job_id=job.id,
                 owner=job.owner,
-                store_url=self.store.url,
+                store=self.store.location,
                 jobs_dir=self.jobs_dir,
                 command=job.spec.command,
                 env=env,
@@ -234,7 +235,7 @@ def test_what_a_command_leaves_behind_ends_with_it(bench: Bench) -> None:
 def test_an_end_is_recorded_when_the_store_is_back(bench: Bench) -> None:
     job = bench.start("wait_for", "go", "3")
     (pid,) = pids_in(bench.log)
-    engine = create_engine(bench.store.url)
+    engine = create_engine("sqlite://", creator=lambda: sqlite3.connect(bench.store.location))
     with engine.begin() as connection:
         connection.execute(text("ALTER TABLE jobs RENAME TO elsewhere"))
     (bench.log.parent / "go").touch()
@@ -254,7 +255,7 @@ from jobs.runner import Runner
 from jobs.store import JobStore
 from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS
 import threading
-with JobStore.open({bench.store.url!r}) as store:
+with JobStore.open({bench.store.location!r}) as store:
     settings = SETTINGS.model_copy(update={{"preload": ("no_such_module", "torch")}})
     runner = Runner(store, Path({str(bench.jobs_dir)!r}), settings, ENVIRONMENT)
     runner.run_until_idle(threading.Event())

@@ -76,7 +76,7 @@ def test_every_delivery_reaches_an_outcome(tmp_path: Path) -> None:
     with JobStore.open(url) as store:
         runner = start_runner(url, jobs_dir)
         for n in range(NUM_KILLS):
-            delivery = Delivery(source="hub", id=f"d{n}", body="{}")
+            delivery = Delivery(source="hub", id=f"d{n}")
             pipeline = f"p{n % 2}"
             spec = JobSpec(
                 command=command,

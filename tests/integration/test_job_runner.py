@@ -1,11 +1,7 @@
 """The runner from submission to outcome, with real processes."""
 
 import json
-import statistics
-import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +81,6 @@ def test_the_folder_of_a_lost_database_is_not_believed(house: House) -> None:
     assert json.loads((aside / "outcome.json").read_text()) == {"result": "promoted"}
 
 
-def test_a_payload_beyond_what_a_variable_can_hold(house: House) -> None:
-    house.run()
-    files = [{"path": f"data/{n:06}.jsonl", "size": n} for n in range(10_000)]
-    payload = {**PAYLOAD, "updatedFiles": files}
-    job = house.store.submit(program("show_environment"), payload=payload).job
-    assert house.ended(job).state == "COMPLETED"
-    shown = json.loads(house.log(job).read_text())
-    inline = json.loads(shown["WEBHOOK_PAYLOAD"])
-    assert inline["updatedFilesTruncated"] is True and inline["repo"] == PAYLOAD["repo"]
-    assert json.loads(Path(shown["WEBHOOK_PAYLOAD_FILE"]).read_text()) == payload
-
-
 def test_a_job_may_empty_its_working_folder(house: House) -> None:
     house.run()
     script = "rm -rf ./*; sleep 0.5; exit 3"
@@ -113,13 +97,6 @@ def test_the_outcome_that_a_job_wrote_is_final(house: House) -> None:
     assert job.outcome.release == "r000001-1f3ac9d2"
 
 
-def test_an_outcome_that_is_none_is_a_failure(house: House) -> None:
-    house.run()
-    job = house.ended(house.store.submit(program("write_outcome", "splendid", "0")).job)
-    assert job.state == "ERROR" and job.outcome is not None and job.outcome.reason is not None
-    assert "outcome.json" in job.outcome.reason
-
-
 def test_an_outcome_that_is_a_folder_fails_this_job_alone(house: House) -> None:
     _, _, runner = house.run()
     odd = house.store.submit(JobSpec(command=("sh", "-c", "mkdir outcome.json"))).job
@@ -131,22 +108,11 @@ def test_an_outcome_that_is_a_folder_fails_this_job_alone(house: House) -> None:
     assert runner.is_alive()
 
 
-@pytest.mark.parametrize(
-    ("command", "stage", "code", "reason"),
-    [
-        (("sh", "-c", "echo no such column; exit 3"), None, 3, "no such column"),
-        (("no-such-program",), "launch", 127, "No such file"),
-        (("sh", "-c", "kill -9 $$"), None, -9, "signal 9"),
-    ],
-)
-def test_a_plain_command_that_fails(
-    house: House, command: tuple[str, ...], stage: str | None, code: int, reason: str
-) -> None:
+def test_a_plain_command_that_is_killed_fails(house: House) -> None:
     house.run()
-    job = house.ended(house.store.submit(JobSpec(command=command)).job)
-    assert job.state == "ERROR" and job.outcome is not None and job.outcome.reason is not None
-    assert (job.outcome.stage, job.outcome.exit_code) == (stage, code)
-    assert reason in job.outcome.reason
+    job = house.ended(house.store.submit(JobSpec(command=("sh", "-c", "kill -9 $$"))).job)
+    assert job.state == "ERROR" and job.outcome is not None
+    assert job.outcome.exit_code == -9 and "signal 9" in str(job.outcome.reason)
 
 
 def test_an_unknown_launcher_fails_the_job(house: House) -> None:
@@ -163,24 +129,9 @@ def test_a_killed_job_goes_on_from_what_it_wrote(house: House) -> None:
     assert house.log(job).read_text() == "second attempt\n"
 
 
-@pytest.mark.parametrize("victim", ["$$", "$PPID"], ids=["command", "leader"])
-def test_a_half_written_outcome_of_a_killed_attempt_does_not_count(
-    house: House, victim: str
-) -> None:
-    house.run()
-    script = (
-        "[ -e second ] && exit 0; touch second; printf '{\"resu' > outcome.json; "
-        f"kill -9 {victim}; sleep 600"
-    )
-    spec = JobSpec(command=("sh", "-c", script), pipeline="faq")
-    job = house.ended(house.store.submit(spec).job)
-    assert (job.state, job.attempt, job.num_lost) == ("COMPLETED", 2, 1)
-    assert job.outcome is None, "the second attempt wrote none"
-
-
 def test_a_job_that_always_dies_fails(house: House) -> None:
     house.run()
-    delivery = Delivery(source="hub", id="d1", body="{}")
+    delivery = Delivery(source="hub", id="d1")
     spec = program("die", max_attempts=2, revisions=revisions("b", "a"))
     job = house.ended(house.store.submit(spec, delivery=delivery).job)
     assert job.state == "ERROR" and job.outcome is not None and job.outcome.reason is not None
@@ -188,12 +139,9 @@ def test_a_job_that_always_dies_fails(house: House) -> None:
     assert "attempt 2 of 2" in job.outcome.reason
 
 
-@pytest.mark.parametrize(
-    "action", [("sleep_until_stopped",), ("ignore_stop",), ("stop_politely", "failed")]
-)
-def test_a_cancelled_job_is_cancelled(house: House, action: tuple[str, ...]) -> None:
+def test_a_cancelled_job_is_cancelled(house: House) -> None:
     house.run()
-    job = house.store.submit(program(*action)).job
+    job = house.store.submit(program("stop_politely", "failed")).job
     (pid,) = pids_in(house.log(job))
     house.store.cancel(job.id)
     ended = house.ended(job)
@@ -294,24 +242,3 @@ def test_a_log_is_followed_to_its_end(house: House) -> None:
     pieces = b"".join(follow_log(house.store, house.jobs_dir, job.id, poll_seconds=0.01))
     assert pieces == b"line 1\nline 2\nline 3\nend"
     assert b"".join(follow_log(house.store, house.jobs_dir, job.id, offset=21)) == b"end"
-
-
-def test_seconds_from_submission_to_the_first_line(
-    house: House, record_property: Callable[[str, object], None]
-) -> None:
-    """Reported, not asserted: a busy machine is no bug."""
-    house.run(SETTINGS.model_copy(update={"preload": ("json",)}))
-    seconds: dict[str, list[float]] = {"warm": [], "cold": []}
-    for n in range(6):
-        for kind, command in (
-            ("warm", (sys.executable, "-m", "tests.jobs_program", "say", "here")),
-            ("cold", ("sh", "-c", "echo here")),
-        ):
-            began = time.monotonic()
-            job = house.store.submit(JobSpec(command=command)).job
-            until(lambda job=job: house.log(job).exists() and house.log(job).stat().st_size)
-            if n:  # the first one waits for the warm parent
-                seconds[kind].append(time.monotonic() - began)
-    for kind, all_seconds in seconds.items():
-        record_property(f"{kind}_median_seconds", statistics.median(all_seconds))
-        print(f"{kind}: {statistics.median(all_seconds):.3f} s")

@@ -167,7 +167,7 @@ def test_no_process_outlives_the_agent_of_its_job_and_the_training_goes_on(
         Attempt(
             job_id=job.id,
             owner="me",
-            store_url=store.url,
+            store=store.location,
             jobs_dir=tmp_path / "agents",
             command=command,
             env=pipeline.environ(folder),

@@ -14,14 +14,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from jobs.agent import Attempt
 from jobs.errors import HeadAway, LeaseLost, NoHead, PendingJob
-from jobs.job import Head, Job
+from jobs.job import Head, Job, delivery_ids
 from jobs.outcome import JobOutcome
 from jobs.outcome_of_exit import record_outcome
 from jobs.runner import Runner
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import Delivery, JobStore
-from tests.jobs_fixtures import Clock, new_database, postgres_server
+from tests.jobs_fixtures import Clock, answer_to, new_database, postgres_server
 
 __all__ = ["postgres_server"]
 
@@ -132,9 +132,7 @@ class NewestCommit(RuleBasedStateMachine):
     def submit(self, id: str, commit: str) -> None:
         self.under_way.pop(id, None)
         self.arrived[id] = commit
-        self.store.submit(
-            self.spec(commit), delivery=Delivery(source="hub", id=id, body="{}"), payload={}
-        )
+        self.store.submit(self.spec(commit), delivery=Delivery(source="hub", id=id), payload={})
 
     def spec(self, commit: str | None) -> JobSpec:
         revisions = RevisionRange(repo="acme/faq", ref="refs/heads/main", new_sha=commit)
@@ -259,6 +257,21 @@ class NewestCommit(RuleBasedStateMachine):
     def at_most_one_process_has_a_valid_token(self) -> None:
         running = [self.machines[number].running[owner] for number, owner in self.running()]
         assert sum(map(self.has_valid_token, running)) <= 1
+
+    @invariant()
+    def at_most_one_runs_and_one_of_each_kind_is_pending(self) -> None:
+        jobs = [(job.state, job.by_hand) for job in self.store.list() if not job.has_ended]
+        assert sum(state == "RUNNING" for state, _ in jobs) <= 1
+        pending = [job for job in jobs if job[0] == "SCHEDULING"]
+        assert len(pending) == len(set(pending))
+
+    @invariant()
+    def every_delivery_that_arrived_has_a_job_that_is_found_by_its_commit(self) -> None:
+        for id, commit in self.arrived.items():
+            answer = answer_to(self.store, "hub", id)
+            assert answer is not None
+            assert id in delivery_ids(self.store.get(answer["job"]))
+            assert answer["job"] in [job.id for job in self.store.of_commit(commit)]
 
     def settle(self) -> None:
         """Everything comes back and nothing more happens."""

@@ -76,8 +76,8 @@ def test_jobs_outlive_the_store_that_took_them(store_url: str) -> None:
     ("url", "message"),
     [
         ("mysql://127.0.0.1/jobs", "sqlite:///"),
-        ("://", "not a database URL"),
-        ("postgresql+psycopg//nobody:secret@h://x", "not a database URL"),
+        ("://", "cannot use the database"),
+        ("postgresql+psycopg//nobody:secret@h://x", "cannot use the database"),
         ("postgresql+psycopg://nobody:secret@127.0.0.1:port/jobs", "port must be a number"),
         ("postgresql+psycopg://nobody:secret@127.0.0.1:1/jobs", "can be reached"),
     ],
