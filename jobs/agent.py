@@ -15,6 +15,7 @@ import gc
 import json
 import logging
 import math
+import multiprocessing
 import os
 import runpy
 import select
@@ -369,8 +370,10 @@ def _run_module(module: str, arguments: Sequence[str], attempt: Attempt) -> None
     path = attempt.env.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = [str(attempt.job_dir), *filter(None, path)]
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # Processes that the command starts must be forked from it, and not from the fork server.
+    multiprocessing.set_start_method(None, force=True)
     sys.argv = [module, *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

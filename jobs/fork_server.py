@@ -67,7 +67,8 @@ def _start(attempt: Attempt | None) -> None:
     if IS_LINUX:
         with _environment():
             forkserver.ensure_running()
-    process = _Process(target=_fork_agent, args=(attempt,), name="job")
+    # The command's process inherits the name, and libraries may look for it.
+    process = _Process(target=_fork_agent, args=(attempt,), name="MainProcess")
     process.start()
     process.join()
 

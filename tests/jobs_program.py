@@ -1,6 +1,7 @@
 """What the tests' jobs run: `python -m tests.jobs_program ACTION [ARGUMENT…]` in a job folder."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -44,6 +45,13 @@ def have_children() -> None:
     gone = subprocess.Popen(sleep, start_new_session=True)
     say(f"pid {grandchild}\npid {gone.pid}")
     sleep_until_stopped()
+
+
+def use_multiprocessing() -> None:
+    child = multiprocessing.Process(target=sleep_until_stopped)
+    child.start()
+    say(f"parent {os.getpid() == int(Path(f'/proc/{child.pid}/stat').read_text().split()[3])}")
+    child.join()
 
 
 def leave_children() -> None:

@@ -24,6 +24,7 @@ prctl = ctypes.CDLL(None).prctl if IS_LINUX else None
 """The system call prctl(2), which changes settings of this process. None on systems other than
 Linux."""
 _AUTOGROUP_ATTEMPTS = 5
+_KILL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,28 +87,41 @@ def signal_session(leader: ProcessIdentity, number: signal.Signals) -> None:
     On systems other than Linux, the signal goes to the processes of the leader's process group.
     These include the leader, which must ignore SIGTERM.
     """
-    present = identify(leader.pid)
-    if present is not None and present != leader:
-        # Another process has this pid now. The kernel gives a leader's pid to another process only
-        # when the session has no process left, so there is no process to signal.
-        return
-    if not IS_LINUX:
-        if present is not None:
-            os.killpg(leader.pid, number)
-        return
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == leader.pid:
-            continue
-        stat = _stat(int(entry.name))
-        if stat is not None and stat.session == leader.pid and stat.state not in "ZX":
-            send_signal(int(entry.name), number)
+    if not IS_LINUX and is_alive(leader):
+        os.killpg(leader.pid, number)
+    for pid in _others_in_session(leader):
+        send_signal(pid, number)
 
 
 def kill_session(leader: ProcessIdentity) -> None:
-    """Kill the leader of a session, and then all other processes of the session."""
+    """Kill the leader of a session and all other processes of the session, and wait until they are
+    gone, but only for a moment: a process that waits for a disk may need longer."""
+    give_up = time.monotonic() + _KILL_SECONDS
     if is_alive(leader):
         send_signal(leader.pid, signal.SIGKILL)
-    signal_session(leader, signal.SIGKILL)
+    while (others := _others_in_session(leader)) or is_alive(leader):
+        for pid in others:
+            send_signal(pid, signal.SIGKILL)
+        if time.monotonic() > give_up:
+            return
+        time.sleep(0.005)
+
+
+def _others_in_session(leader: ProcessIdentity) -> list[int]:
+    """The processes of the session except its leader. Empty on systems other than Linux."""
+    if not IS_LINUX or identify(leader.pid) not in (None, leader):
+        # If another process has this pid now, the session has no process left: only then does the
+        # kernel give the pid away.
+        return []
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [
+        pid
+        for pid in pids
+        if pid != leader.pid
+        and (stat := _stat(pid)) is not None
+        and stat.session == leader.pid
+        and stat.state not in "ZX"
+    ]
 
 
 def send_signal(pid: int, number: signal.Signals) -> None:

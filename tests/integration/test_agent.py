@@ -208,6 +208,15 @@ def test_a_cancelled_command_is_stopped(bench: Bench, action: str) -> None:
     assert is_gone(pid)
 
 
+def test_a_process_of_a_module_is_its_own_and_ends_with_it(bench: Bench) -> None:
+    job = bench.start("use_multiprocessing")
+    (pid,) = pids_in(bench.log)
+    until(lambda: "parent True" in bench.log.read_text())
+    os.kill(bench.agent(job), signal.SIGTERM)
+    bench.ended(job)
+    assert is_gone(pid)
+
+
 def test_a_server_can_tell_that_a_job_computes_until_nobody_does(bench: Bench) -> None:
     def is_held() -> bool:
         with (bench.jobs_dir / COMPUTING).open("a") as file:
