@@ -105,8 +105,8 @@ class Runner:
         self._has_unseen_changes = False
         """Whether the store may have changed since the last step that did not fail."""
         self._next_look = self._next_claim = 0.0
-        self._last_step = time.time()
-        self._no_expiry_before = 0.0
+        self._late: dict[str | None, float] = {}
+        """Owner → when this runner has first seen that the lease has run out. Monotonic clock."""
         self._stopping_since: float | None = None
 
     def run(self, stop: threading.Event) -> None:
@@ -138,7 +138,6 @@ class Runner:
                 # A failed step can safely be repeated, so try again.
                 logger.error("%s Trying again.", error)
                 stop.wait(_SECONDS_AFTER_ERROR)
-                self._spare_agents()
                 idle = False
             if (stop.is_set() and not self._running) or idle:
                 return
@@ -172,15 +171,8 @@ class Runner:
                 "The modification time of %s cannot be set: %s", self._alive_file, error.strerror
             )
 
-    def _spare_agents(self) -> None:
-        """Let agents that could not reach the store extend their leases first."""
-        self._no_expiry_before = time.monotonic() + 2 * self._settings.heartbeat_seconds
-
     def _step(self, *, is_stopping: bool) -> None:
-        now, moment = time.monotonic(), time.time()
-        if moment - self._last_step > self._settings.lease_seconds / 2:
-            self._spare_agents()  # the machine, or this process, was suspended
-        self._last_step = moment
+        now = time.monotonic()
         # Keep this flag until the end of the step. If the store fails during the step, the next
         # step must look again, even if `self._store.changed()` then returns False.
         self._has_unseen_changes |= self._store.changed()
@@ -188,9 +180,7 @@ class Runner:
         if changed or now >= self._next_look:
             self._next_look = now + self._settings.heartbeat_seconds
             self._look()
-            if now >= self._no_expiry_before:
-                for job in self._store.expired():
-                    self._end_lost(job, is_stopping=is_stopping)
+            self._end_expired(now, is_stopping=is_stopping)
         for job in list(self._running.values()):
             if _is_dead(job):
                 self._end_lost(job, is_stopping=is_stopping)
@@ -223,6 +213,15 @@ class Runner:
                     job.id,
                 )
             self._next_claim = 0.0  # a job may have waited for the end of this one
+
+    def _end_expired(self, now: float, *, is_stopping: bool) -> None:
+        expired = self._store.expired()
+        self._late = {job.owner: self._late.get(job.owner, now) for job in expired}
+        for job in expired:
+            # An agent may be late because the store could not be reached, or because the machine
+            # was suspended. So let it extend its lease first.
+            if now > self._late[job.owner] + 2 * self._settings.heartbeat_seconds:
+                self._end_lost(job, is_stopping=is_stopping)
 
     def _tell(self, job: Job, *, is_stopping: bool) -> None:
         """Tell the agent, once, that it must end its attempt."""

@@ -174,7 +174,7 @@ class NewestCommit(RuleBasedStateMachine):
     @rule(number=RUNNERS)
     def step(self, number: int) -> None:
         runner = self.runners[number]
-        runner._next_claim = runner._no_expiry_before = 0.0
+        runner._next_claim = 0.0
         runner._step(is_stopping=False)
 
     @rule(number=RUNNERS, result=st.sampled_from(RESULTS))
