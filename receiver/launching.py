@@ -62,7 +62,7 @@ def launch_job(
         path, id = handled
         # A handler may launch several jobs for one delivery, so the source names the command too.
         digest = hashlib.sha256(json.dumps(list(command)).encode()).hexdigest()
-        delivery = Delivery(source=f"{path} {digest}", id=id, body=json.dumps(payload))
+        delivery = Delivery(source=f"{path} {digest}", id=id)
     return (
         _opened(where)
         .submit(JobSpec(command=tuple(command)), payload=dict(payload), delivery=delivery)

@@ -61,7 +61,6 @@ def retrain_handler(
         event = _Event(
             webhook=_storable(payload.webhook.id),
             delivery_id=request.state.delivery_id,
-            body=(await request.body()).decode(),
             payload=await request.json(),
             decision=decide(payload, rules),
         )
@@ -83,13 +82,9 @@ class _Event:
     webhook: str
     """The id of the webhook."""
     delivery_id: str
-    body: str
     payload: dict[str, Any]
     decision: tuple[JobSpec, ...] | str
     """The specs of the jobs to submit, or the reason why the event needs no job."""
-
-    def delivery(self, source: str) -> Delivery:
-        return Delivery(source=source, id=self.delivery_id, body=self.body)
 
     def requests(self) -> list[JobRequest]:
         """One request per job; empty if the event needs no job. The source of each delivery
@@ -101,21 +96,14 @@ class _Event:
             JobRequest(
                 spec=spec,
                 payload=self.payload,
-                delivery=self.delivery(f"{self.webhook}/{spec.pipeline}"),
+                delivery=Delivery(source=f"{self.webhook}/{spec.pipeline}", id=self.delivery_id),
             )
             for spec in specs
         ]
 
 
 def _store_events(store: JobStore, events: Sequence[_Event]) -> list[Answer]:
-    submissions = store.submit_all(
-        [one for event in events for one in event.requests()],
-        ignored=[
-            (event.delivery(event.webhook), event.decision)
-            for event in events
-            if isinstance(event.decision, str)
-        ],
-    )
+    submissions = store.submit_all([one for event in events for one in event.requests()])
     jobs = iter(submissions)
     answers: list[Answer] = []
     for event in events:

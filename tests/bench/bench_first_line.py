@@ -1,4 +1,4 @@
-"""From `git push` returned to the first line of the job's log: warm parent beside a cold start.
+"""From `git push` returned to the first line of the job's log: with preloaded modules and without.
 
 Two real stacks without a debounce are up at once, and take turns. The commits change no row, so
 that jobs end at once; what is measured is over before they notice.
@@ -50,13 +50,13 @@ def measure(size: Size) -> Result:
             ),
             reported("the slowest of them", max(found["warm"]), "s"),
             reported(
-                "without a warm parent (`preload = []`), median",
+                "without preloaded modules (`preload = []`), median",
                 statistics.median(found["cold"]),
                 "s",
             ),
         ),
         bounded_by="the hub's delivery, the receiver's transaction, the runner's poll (20 ms), and "
-        "a fork of the warm parent; a cold start imports Python modules instead",
+        "a fork that has the modules; without `preload`, the job imports them",
         detail={name: list(seconds) for name, seconds in found.items()},
     )
 
