@@ -3,7 +3,6 @@
 import fcntl
 import itertools
 import os
-import re
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -81,7 +80,7 @@ def check_refused(stack: StackUnderFire, served_before: str | None) -> None:
             (job.outcome.result, job.outcome.reason)
             for job in store.list()
             if job.outcome is not None and told in job.outcome.delivery_ids
-            if not _gave_way(job)
+            if not _was_taken_over(job)
         ]
     assert [result for result, _ in outcomes] == ["rejected"], f"garbage came to {outcomes}"
     assert newest(stack) == served_before, "garbage made a release"
@@ -168,7 +167,7 @@ def _every_push_has_one_outcome(stack: StackUnderFire) -> None:
     answers: dict[str, list[Job]] = {row["id"]: [] for row in deliveries}
     for job in jobs:
         assert job.outcome is not None
-        if not _gave_way(job):
+        if not _was_taken_over(job):
             assert job.outcome.result != "failed", f"{job.id} failed: {job.outcome.reason}"
         for delivery_id in job.outcome.delivery_ids:
             answers[delivery_id].append(job)
@@ -184,12 +183,9 @@ def _every_push_has_one_outcome(stack: StackUnderFire) -> None:
         assert len(covering) == 1, f"commit {number} stands in {len(covering)} events: {covering}"
 
 
-def _gave_way(job: Job) -> bool:
-    """Whether the job was killed while another push job waited."""
+def _was_taken_over(job: Job) -> bool:
     reason = (job.outcome and job.outcome.reason) or ""
-    return (
-        job.state == "ERROR" and re.search(r"j\d+ trains on the newest commit", reason) is not None
-    )
+    return job.state == "ERROR" and reason.endswith(" trains on the newest commit.")
 
 
 def _served_by_server(stack: StackUnderFire) -> str | None:
@@ -222,8 +218,8 @@ def _leftovers(stack: StackUnderFire) -> list[str]:
         found += (stack.home / "hub" / "repos").glob(pattern)
     found += [*stack.home.glob("*.draft"), *stack.home.glob(".tokens*")]
     with stack.jobs() as store:
-        # The store alone has the outcome of a job that gave way.
-        told = {job.id: not _gave_way(job) for job in store.list()}
+        # One that another took over left its outcome to the store.
+        told = {job.id: not _was_taken_over(job) for job in store.list()}
     for folder in (stack.home / "jobs").glob("j*/"):
         is_told = told.get(folder.name)
         if is_told is None or (is_told and not (folder / "outcome.json").exists()):
