@@ -161,11 +161,11 @@ def _every_push_has_one_outcome(stack: StackUnderFire) -> None:
         jobs = store.list()
     answers: dict[str, list[Job]] = {row["id"]: [] for row in deliveries}
     for job in jobs:
+        assert job.outcome is not None
         if not _was_taken_over(job):
-            assert job.outcome is not None
             assert job.outcome.result != "failed", f"{job.id} failed: {job.outcome.reason}"
-            for delivery_id in job.outcome.delivery_ids:
-                answers[delivery_id].append(job)
+        for delivery_id in job.outcome.delivery_ids:
+            answers[delivery_id].append(job)
     for delivery_id, answering in answers.items():
         told = [job.id for job in answering]
         assert len(told) == 1, f"delivery {delivery_id} has {len(told)} outcomes: {told}"
