@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 IDS = ("pipeline", "job_id", "delivery_id", "delivery_ids", "release")
 """The keys of `extra` that are copied into a line of JSON."""
 
-_QUIET = ("httpx", "httpcore", "huggingface_hub", "alembic", "filelock")
+_QUIET = ("httpx", "httpcore", "huggingface_hub", "filelock")
 """Libraries that log too much at the level `info`, for example each request. Only their warnings
 and errors are written, and at the level `error` only their errors."""
 

@@ -26,7 +26,6 @@ from pipeline.hub.events.reconcile import reconcile, reconcile_at_start
 from pipeline.hub.http_json import Json
 from pipeline.hub.large_files.signatures import AccessTokens, SignedUrls
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.repositories.garbage import release_all_unneeded
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.routes import (
@@ -81,10 +80,10 @@ def create_app(
     `secret_key` is a Fernet key: it encrypts the webhooks' secrets and signs the jobs' tokens. If
     there is a `jobs_store`, a webhook can start a job instead of calling a URL.
 
-    `needed_commits` returns the commits that releases and jobs need. A commit that is on no branch
-    any more is kept while `needed_commits` or a stored event names it. If `needed_commits` is
-    None, such a commit is kept for ever. `remarks_on` makes the lines that git shows the pusher
-    after a push.
+    `needed_commits` returns the commits that releases and jobs need. A garbage collection removes
+    the commits that are on no branch any more, and that neither `needed_commits` nor a stored event
+    names. If `needed_commits` is None, it removes none. `remarks_on` makes the lines that git shows
+    the pusher after a push.
 
     Raises HubError if another hub uses the folder or if a newer hub wrote it. The app's lifespan
     opens the folder when the server starts, and raises the same errors.
@@ -111,7 +110,6 @@ def create_app(
                 database=database,
                 hub_url=settings.url,
                 metrics=metrics,
-                deliver_job_commits=settings.deliver_job_commits,
                 wake=deliverer.wake,
             )
             repositories = Repositories(root.absolute())
@@ -133,13 +131,11 @@ def create_app(
             reconcile_at_start(repositories, log)
             deliverer.start()
             look = partial(reconcile, repositories, log)
-            release = partial(release_all_unneeded, repositories, database, needed_commits)
             background = [
                 asyncio.create_task(_every(seconds, act, name))
                 for seconds, act, name in (
                     (settings.reconcile_seconds, look, "look for refs that moved"),
                     (PRUNE_SECONDS, prune, "remove old deliveries"),
-                    (PRUNE_SECONDS, release, "stop keeping commits that nothing needs"),
                 )
             ]
 

@@ -7,13 +7,15 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Literal
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event, insert
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from pipeline.hub.errors import HubError
+from pipeline.hub.schema import metadata, schema_revision
 
-SCHEMA_REVISION = "1"
+SCHEMA_REVISION = "hub2"
+"""The schema that `schema.py` declares. A file with another one is refused."""
 
 
 class Database:
@@ -59,10 +61,12 @@ def _immediate(engine: Engine) -> Iterator[Connection]:
 def open_database(path: Path) -> Database:
     """Opens the file, or makes a new one. Raises HubError if a hub of another version wrote the
     file or if it is not a database of a hub. The file then stays as it is."""
-    found = check_schema(path)
+    is_new = check_schema(path) is None
     engine = _engine(path, synchronous="FULL")
-    if found != SCHEMA_REVISION:
-        _migrate(engine)
+    if is_new:
+        with _immediate(engine) as connection:
+            metadata.create_all(connection)
+            connection.execute(insert(schema_revision).values(version_num=SCHEMA_REVISION))
     return Database(engine, _engine(path, synchronous="NORMAL"))
 
 
@@ -90,40 +94,20 @@ def _engine(path: Path, *, synchronous: Literal["FULL", "NORMAL"]) -> Engine:
 def check_schema(path: Path) -> str | None:
     """The revision of the file's schema, or None for a new file. Raises HubError as `open_database`
     does. Changes nothing."""
-    found = _schema_revision(path)
-    if found not in (None, SCHEMA_REVISION):
-        raise HubError(
-            f"{path} has schema {found!r}, and this hub knows only {SCHEMA_REVISION!r}: another "
-            "version of hotpush wrote it. Start that version, or choose another folder."
-        )
-    return found
-
-
-def _schema_revision(path: Path) -> str | None:
     if not path.exists():
         return None
     try:
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
-            tables = connection.execute(
-                "SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'"
-            )
-            if tables.fetchone() is None:
+            if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
                 return None
-            row = connection.execute("SELECT version_num FROM alembic_version").fetchone()
-            return str(row[0]) if row else None
+            [found] = connection.execute("SELECT version_num FROM alembic_version").fetchone()
     except sqlite3.DatabaseError as error:
         raise HubError(
             f"{path} cannot be read as the hub's database ({error}): move it away or restore it."
         ) from error
-
-
-def _migrate(engine: Engine) -> None:
-    # Alembic is imported here, because a hub whose schema is up to date does not need it.
-    from alembic import command
-    from alembic.config import Config
-
-    config = Config()
-    config.set_main_option("script_location", "pipeline.hub:migrations")
-    with _immediate(engine) as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, SCHEMA_REVISION)
+    if found != SCHEMA_REVISION:
+        raise HubError(
+            f"{path} has schema {found!r}, and this hub knows only {SCHEMA_REVISION!r}: another "
+            "version of hotpush wrote it. Start that version, or choose another folder."
+        )
+    return SCHEMA_REVISION

@@ -1,5 +1,7 @@
 """The hub's tables. Times are seconds since the epoch, UTC."""
 
+from typing import Any
+
 from sqlalchemy import (
     JSON,
     Boolean,
@@ -17,6 +19,15 @@ from sqlalchemy import (
 )
 
 metadata = MetaData()
+
+
+def _of_repository(**options: Any) -> Column[str]:
+    """The id of a repository. The row is deleted with the repository."""
+    key = ForeignKey("repositories.id", ondelete="CASCADE")
+    return Column("repository_id", String, key, **options)
+
+
+schema_revision = Table("alembic_version", metadata, Column("version_num", String, nullable=False))
 
 repositories = Table(
     "repositories",
@@ -36,12 +47,7 @@ repositories = Table(
 refs = Table(
     "refs",
     metadata,
-    Column(
-        "repository_id",
-        String,
-        ForeignKey("repositories.id", ondelete="CASCADE"),
-        primary_key=True,
-    ),
+    _of_repository(primary_key=True),
     Column("ref", String, primary_key=True),
     Column("sha", String, nullable=False),
 )
@@ -74,6 +80,7 @@ tokens = Table(
     # The ids of the only repositories that the token reaches; null if it reaches all.
     Column("repositories", JSON(none_as_null=True)),
     Column("created_at", Float, nullable=False),
+    # May be up to a minute too early, because it is stored at most once a minute.
     Column("last_used_at", Float),
 )
 
@@ -81,12 +88,7 @@ discussions = Table(
     "discussions",
     metadata,
     Column("id", String, primary_key=True),
-    Column(
-        "repository_id",
-        String,
-        ForeignKey("repositories.id", ondelete="CASCADE"),
-        nullable=False,
-    ),
+    _of_repository(nullable=False),
     Column("num", Integer, nullable=False),
     Column("title", String, nullable=False),
     Column("author", String, nullable=False),
@@ -136,8 +138,8 @@ webhooks = Table(
     "webhooks",
     metadata,
     Column("id", String, primary_key=True),
-    # Empty for a webhook that starts a copy of the job `job_id`.
-    Column("url", String, nullable=False),
+    # Null for a webhook that starts a copy of the job `job_id`.
+    Column("url", String),
     Column("job_id", String),
     Column("encrypted_secrets", LargeBinary),
     Column("watched", JSON, nullable=False),
@@ -171,10 +173,5 @@ deliveries = Table(
     # For a delivery that a forced replay made: the id of the delivery that was replayed. Else null.
     Column("replay_of", String),
     Index("deliveries_of_webhook", "webhook_id", "event_seq"),
-    Index(
-        "deliveries_pending",
-        "webhook_id",
-        "event_seq",
-        sqlite_where=text("status = 'pending'"),
-    ),
+    Index("deliveries_pending", "webhook_id", "event_seq", sqlite_where=text("status = 'pending'")),
 )

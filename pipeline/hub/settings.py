@@ -42,9 +42,6 @@ class HubSettings(BaseModel):
     again after this wait, which grows each time. A refused connection uses up no attempt."""
     refused_max_seconds: float = Field(default=5, gt=0)
     """The longest wait after a refused connection."""
-    deliver_job_commits: bool = False
-    """Whether webhooks also get a push whose new commits all come from jobs. If this is true, a job
-    that commits to the dataset that it follows starts another job, and so on without end."""
     keep_deliveries_days: float = Field(default=30, gt=0)
     """For how many days the hub keeps a delivery that is delivered or dead. A person can list and
     replay it in this time."""

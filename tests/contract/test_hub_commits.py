@@ -235,7 +235,7 @@ def test_a_change_that_the_tree_cannot_take_is_refused(
         (b"no json", "must be JSON"),
         (b'{"key": "file", "value": {"path": "a", "content": ""}}', "first line"),
         (b'{"key": "header", "value": {"summary": ""}}', "summary"),
-        (b'{"key": "header", "value": {"summary": "x", "parentCommit": "main"}}', "no sha"),
+        (b'{"key": "header", "value": {"summary": "x", "parentCommit": "main"}}', "parentCommit"),
         (b'{"key": "header", "value": {"summary": "x"}}\n[1]', "must be JSON"),
         (b'{"key": "header", "value": {"summary": "x"}}\n{"key": "boom", "value": 1}', "'boom'"),
         (
@@ -296,19 +296,17 @@ def test_a_changed_file_stays_executable(dataset: Dataset, tmp_path: Path) -> No
     assert not (clone / "a.txt").stat().st_mode & 0o111
 
 
-def test_files_take_the_place_of_submodules(dataset: Dataset, tmp_path: Path) -> None:
+def test_a_file_takes_the_place_of_a_submodule(dataset: Dataset, tmp_path: Path) -> None:
     hub, clone = dataset.hub, tmp_path / "clone"
     hub.git("clone", "-q", f"{hub.url}/datasets/{dataset.id}", str(clone), cwd=tmp_path)
-    for path in ("sub", ".gitignore"):
-        entry = f"160000,{'a' * 40},{path}"
-        hub.git("update-index", "--add", "--cacheinfo", entry, cwd=clone)
+    entry = f"160000,{'a' * 40},sub"
+    hub.git("update-index", "--add", "--cacheinfo", entry, cwd=clone)
     hub.git("commit", "-qm", "Submodules", cwd=clone)
     hub.git("push", "-q", "origin", "main", cwd=clone)
     hub.api.upload_file(
         path_or_fileobj=b"1\n", path_in_repo="sub", repo_id=dataset.id, repo_type="dataset"
     )
     assert dataset.files() == {"sub": b"1\n"}
-    dataset.commit(CommitOperationDelete(".gitignore"))
 
 
 def test_what_is_there_already_is_not_sent_again(dataset: Dataset) -> None:

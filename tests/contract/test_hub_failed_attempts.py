@@ -30,35 +30,6 @@ def test_retry_after_is_honoured(hub: RunningHub, receiver: Receiver) -> None:
     assert second.at - first.at >= 0.95
 
 
-def test_retry_after_in_a_year_that_no_calendar_has_is_none(
-    hub: RunningHub, receiver: Receiver
-) -> None:
-    receiver.answers = [(503, {"Retry-After": "Mon, 01 Jan 99999999999 00:00:00 GMT"})] * 4
-    id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
-    hub.create_dataset("local/facts")
-    found = dead(hub, id)
-    assert (found["attempt"], found["response_status"], found["error"]) == (4, 503, None)
-
-
-def test_a_pause_that_a_receiver_asks_for_is_one_from_every_delivery(
-    receiver: Receiver, tmp_path: Path
-) -> None:
-    receiver.answers = [(429, {"Retry-After": "3600"})]
-    receiver.hang.set()
-    with running_hub(tmp_path / "hub", delivery_timeout_seconds=60) as hub:
-        id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
-        for number in range(12):
-            hub.create_dataset(f"local/facts-{number}")
-        receiver.hang.clear()
-        wait_until(lambda: any(one["attempt"] for one in hub.deliveries(id)))
-        hub.create_dataset("local/late")
-        # One that somebody asks for goes, and shows that no other is due before it.
-        oldest, last = hub.deliveries(id)[-1], hub.deliveries(id)[0]
-        hub.request("POST", f"/api/settings/deliveries/{last['id']}/replay").raise_for_status()
-        wait_until(lambda: hub.deliveries(id)[0]["status"] == "delivered")
-    assert [one.headers["webhook-id"] for one in receiver.received] == [oldest["id"], last["id"]]
-
-
 def test_an_attempt_that_fails_on_an_old_url_says_nothing_of_the_new_one(
     receiver: Receiver, tmp_path: Path
 ) -> None:
@@ -70,14 +41,9 @@ def test_an_attempt_that_fails_on_an_old_url_says_nothing_of_the_new_one(
         receiver.wait_for(1)
         hub.api.update_webhook(id, url=f"{receiver.url}/new")
         receiver.hang.clear()
-        wait_until(lambda: any(one["attempt"] for one in hub.deliveries(id)))
-        hub.create_dataset("local/late")
+        # It asked for a pause of an hour, which is none from the new URL.
         wait_until(lambda: hub.deliveries(id)[0]["status"] == "delivered")
-        late, facts = hub.deliveries(id)
-    assert (facts["status"], facts["response_status"]) == ("pending", 503)
-    assert (late["status"], late["attempt"]) == ("delivered", 1)
-    assert [one.path for one in receiver.received][1].endswith("/new")
-    assert len(receiver.received) == 2
+    assert [one.path.endswith("/new") for one in receiver.received] == [False, True]
 
 
 def test_a_hanging_receiver_is_given_up_after_the_timeout(

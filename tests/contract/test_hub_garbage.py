@@ -127,14 +127,14 @@ def test_a_message_may_have_any_byte_but_nul(odd: Odd, tmp_path: Path) -> None:
 
 def test_a_file_may_have_any_name(odd: Odd, tmp_path: Path) -> None:
     blob = odd.blob(b"row\n")
-    names = ["a\nb", "tab\t", "back\\slash", "line\u2028end", "\x85", " ", "é", "a\rb", 'q"', "%2e"]
+    names = ["back\\slash", "line\u2028end", "\x85", " ", "é", 'q"', "%2e"]
+    odd_names = [b"n\xe9", b"a\nb", b"tab\t", b"a\rb"]
     inner = odd.tree(*(b"100644 blob %s\t%s" % (blob, name.encode()) for name in sorted(names)))
-    latin = b"100644 blob %s\tn\xe9" % blob
-    outer = odd.tree(b"040000 tree %s\tfolder\n" % inner.encode(), latin)
-    odd.push(odd.commit(outer))
+    left_out = (b"100644 blob %s\t%s" % (blob, name) for name in odd_names)
+    odd.push(odd.commit(odd.tree(b"040000 tree %s\tfolder" % inner.encode(), *left_out)))
     sizes, _, _ = read(odd, tmp_path)
-    # Without the name that is not UTF-8, for which no client can ask.
-    assert sizes == {f"folder\n/{name}": 4 for name in names}
+    # Without the names that are not UTF-8 or have a control character, for which no client can ask.
+    assert sizes == {f"folder/{name}": 4 for name in names}
 
 
 def test_submodules_are_left_out_and_links_are_files(odd: Odd, tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""What jobs commit is stored as an event like any other, and told to nobody unless asked for."""
+"""What jobs commit is stored as an event like any other, and told to nobody."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.hub_fixtures import Receiver, RunningHub, commit_file, run_git, running_hub, wait_until
+from tests.hub_fixtures import Receiver, RunningHub, commit_file, run_git, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]
 
@@ -63,15 +63,6 @@ def test_a_push_with_a_persons_commit_among_a_jobs_fires(
     assert [new for _, new in ranges(hub, told)][1:] == [made]
 
 
-def test_a_trailer_is_a_mark_too(hub: RunningHub, told: str, worktree: Path) -> None:
-    message = ("-m", "Add rows", "--trailer", "Pipeline-Job: j000001")
-    hub.git("commit", "-q", "--allow-empty", *message, cwd=worktree)
-    push(hub, worktree)
-    hub.git("commit", "-q", "--allow-empty", "-m", "Pipeline-Job is what I mean", cwd=worktree)
-    push(hub, worktree)
-    assert len(ranges(hub, told)) == 2
-
-
 def test_a_branch_of_known_commits_and_a_ref_that_goes_fire(
     hub: RunningHub, told: str, worktree: Path
 ) -> None:
@@ -88,14 +79,3 @@ def test_a_tag_of_something_that_is_no_commit_fires(
     tree = hub.git("rev-parse", "HEAD^{tree}", cwd=worktree)
     hub.git("push", "-q", "origin", f"{tree}:refs/tags/tree", cwd=worktree)
     assert ranges(hub, told)[1:] == [(None, tree)]
-
-
-def test_a_hub_can_be_told_to_fire_all_the_same(receiver: Receiver, tmp_path: Path) -> None:
-    with running_hub(tmp_path / "hub", deliver_job_commits=True) as hub:
-        url = hub.create_dataset("local/facts")
-        id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
-        hub.git("init", "-q", str(tmp_path / "facts"), cwd=tmp_path)
-        hub.git("remote", "add", "origin", url, cwd=tmp_path / "facts")
-        made = commit_in_a_job(hub, tmp_path / "facts", "1")
-        push(hub, tmp_path / "facts")
-        assert ranges(hub, id) == [(None, made)]

@@ -135,23 +135,6 @@ def test_another_secret_ends_a_suspension(receiver: Receiver, tmp_path: Path) ->
         assert status(hub, id) == "enabled"
 
 
-def test_a_suspended_webhook_that_is_disabled_keeps_what_waited(
-    receiver: Receiver, tmp_path: Path
-) -> None:
-    with running_hub(tmp_path / "hub", **PATIENT) as hub:
-        receiver.answers = [DOWN]
-        id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
-        hub.create_dataset("local/a")
-        wait_until(lambda: status(hub, id) == "suspended")
-        hub.api.disable_webhook(id)
-        assert status(hub, id) == "disabled"
-        assert states(hub, id) == ["pending"]
-        hub.create_dataset("local/b")  # happens while it is disabled: told to nobody
-        hub.api.enable_webhook(id)
-        wait_until(lambda: states(hub, id) == ["delivered"])
-        assert told(receiver)[1:] == ["local/a"]
-
-
 def test_a_replay_tries_a_suspended_webhook_at_once(receiver: Receiver, tmp_path: Path) -> None:
     with running_hub(tmp_path / "hub", **PATIENT) as hub:
         receiver.answers = [DOWN]
@@ -162,65 +145,3 @@ def test_a_replay_tries_a_suspended_webhook_at_once(receiver: Receiver, tmp_path
         hub.request("POST", f"/api/settings/deliveries/{failed['id']}/replay").raise_for_status()
         wait_until(lambda: status(hub, id) == "enabled")
         assert states(hub, id) == ["delivered"]
-
-
-def test_a_receiver_that_wants_no_more_disables_the_webhook(
-    quick_hub: RunningHub, receiver: Receiver, caplog: pytest.LogCaptureFixture
-) -> None:
-    hub = quick_hub
-    receiver.answers = [(410, {})]
-    id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
-    hub.create_dataset("local/a")
-    wait_until(lambda: status(hub, id) == "disabled")
-    assert hub.api.get_webhook(id).disabled
-    assert any("410" in record.getMessage() for record in caplog.records)
-    hub.create_dataset("local/b")
-    assert states(hub, id) == ["pending"]
-    hub.api.enable_webhook(id)
-    wait_until(lambda: states(hub, id) == ["delivered"])
-
-
-def test_enabling_sends_what_waited_and_forgets_the_failures(
-    receiver: Receiver, tmp_path: Path
-) -> None:
-    settings: dict[str, Any] = {
-        "delivery_schedule_seconds": (0, *[36_000] * 9),
-        "suspend_after_seconds": 1e-4,  # the second failure in a row comes later than that
-    }
-    with running_hub(tmp_path / "hub", **settings) as hub:
-        receiver.answers = [DOWN, DOWN, (410, {}), DOWN]
-        id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
-
-        def enabled_again(tries: int) -> None:
-            """Disabled, then enabled: what waits for ten hours is tried at once."""
-            wait_until(lambda: hub.deliveries(id)[0]["attempt"] == tries - 1)
-            hub.api.disable_webhook(id)
-            hub.api.enable_webhook(id)
-            wait_until(lambda: hub.deliveries(id)[0]["attempt"] == tries)
-
-        hub.create_dataset("local/a")
-        enabled_again(2)
-        assert status(hub, id) == "enabled", "the failure of before does not count"
-        enabled_again(3)
-        assert status(hub, id) == "disabled", "it answered 410"
-        hub.api.enable_webhook(id)
-        wait_until(lambda: hub.deliveries(id)[0]["attempt"] == 4)
-        assert status(hub, id) == "enabled"
-        enabled_again(5)
-        assert states(hub, id) == ["delivered"]
-
-
-def test_a_receiver_that_is_down_for_the_first_attempts_gets_everything(
-    receiver: Receiver, tmp_path: Path
-) -> None:
-    settings: dict[str, Any] = {
-        "delivery_schedule_seconds": (0, *[0.02] * 9),
-    }
-    with running_hub(tmp_path / "hub", **settings) as hub:
-        receiver.num_failures = 5
-        id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
-        for name in "abc":
-            hub.create_dataset(f"local/{name}")
-        wait_until(lambda: states(hub, id) == ["delivered"] * 3)
-        assert told(receiver) == [f"local/{name}" for name in "aaaaaabbbbbbcccccc"]
-        assert status(hub, id) == "enabled"

@@ -14,6 +14,7 @@ import httpx
 import lz4.frame
 import pytest
 from blake3 import blake3
+from cryptography.fernet import Fernet
 from huggingface_hub import CommitOperationAdd
 from huggingface_hub._commit_api import _upload_files
 from huggingface_hub.utils import _xet
@@ -22,7 +23,7 @@ from pipeline.hub.large_files import signatures, xet_store
 from pipeline.hub.large_files.signatures import AccessTokens
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.large_files.xet_format import list_chunks, xorb_hash
-from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
+from tests.hub_fixtures import RunningHub, running_hub
 
 MAX_FILE_BYTES = 200_000_000
 CONTENT = random.Random(17).randbytes(100_000)  # the same in each process of the tests
@@ -308,20 +309,13 @@ def test_an_access_token_is_of_one_store_and_ends(
     _, of_other = access(hub, other)
     token = headers["Authorization"].removeprefix("Bearer ")
     repository, store = url.split("/")[-2:]
-    in_an_hour = int(time.time()) + 3600
     forged = [
         {},
         of_other,
         {"Authorization": f"Bearer {hub.token}"},
         {"Authorization": f"Basic {token}"},
         {"Authorization": f"Bearer {token[:-1]}"},
-        {"Authorization": f"Bearer {token.replace('_1', '_2', 1)}"},
-        {"Authorization": "Bearer xet_9_"},
-        {"Authorization": "Bearer xet__"},
-        {
-            "Authorization": "Bearer "
-            + AccessTokens(SECRET_KEY[::-1]).make(repository, store, in_an_hour)
-        },
+        {"Authorization": f"Bearer {AccessTokens(Fernet.generate_key()).make(repository, store)}"},
     ]
     for each in forged:
         for path in (f"/v1/xorbs/default/{HASH}", "/v1/shards", "/v1/chunks/default/x", "/"):
@@ -331,9 +325,9 @@ def test_an_access_token_is_of_one_store_and_ends(
     assert hub.request("GET", "/api/whoami-v2", headers=headers).status_code == 401
     assert post(f"{url}/v1/xorbs/default/{HASH}", XORB, headers).status_code == 200
     later = time.time() + signatures.LIFETIME_SECONDS + 1
-    monkeypatch.setattr(signatures.time, "time", lambda: later)
+    monkeypatch.setattr(time, "time", lambda: later)
     answer = post(f"{url}/v1/xorbs/default/{HASH}", XORB, headers)
-    assert (answer.status_code, "has expired" in answer.text) == (401, True)
+    assert (answer.status_code, "it has expired" in answer.text) == (401, True)
 
 
 def test_what_else_a_client_asks_is_not_there(hub: RunningHub, name: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.hub_fixtures import commit_file, running_hub, wait_until
 
 
-def test_the_hub_forgets_old_events_and_then_the_commits_that_only_they_named(
+def test_the_hub_forgets_old_events_and_a_collection_the_commits_that_only_they_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.hub.app.PRUNE_SECONDS", 0.05)
@@ -19,13 +19,19 @@ def test_the_hub_forgets_old_events_and_then_the_commits_that_only_they_named(
         hub.git("clone", "-q", hub.create_dataset("local/facts"), str(work), cwd=tmp_path)
         first, needless = (commit_file(hub, work, "a.txt", text) for text in ("one", "two"))
         hub.git("push", "-q", "origin", "HEAD:main", cwd=work)
-        hub.git("push", "-q", "--force", "origin", f"{first}:main", cwd=work)
-        of_a_release = commit_file(hub, work, "a.txt", "three")
-        needed.add(of_a_release)
-        hub.git("push", "-q", "--force", "origin", "HEAD:main", cwd=work)
-        hub.git("push", "-q", "--force", "origin", f"{first}:main", cwd=work)
-        repository = hub.root / "repos/datasets/local/facts.git"
-        refs = ("for-each-ref", "--format=%(refname)", "refs/keep")
-        kept = f"refs/keep/{of_a_release}"
-        wait_until(lambda: hub.git(*refs, cwd=repository) == kept)
-        assert needless not in hub.git("for-each-ref", cwd=repository)
+        needed.add(commit_file(hub, work, "a.txt", "three"))
+        hub.git("push", "-q", "origin", "HEAD:main", cwd=work)
+        needed.add(commit_file(hub, work, "a.txt", "four"))
+        hub.git("push", "-q", "origin", "HEAD:side", cwd=work)
+        hub.git("push", "-q", "--force", "origin", f"{first}:main", ":side", cwd=work)
+        hub.git("checkout", "-q", "--orphan", "other", cwd=work)
+        lost = commit_file(hub, work, "a.txt", "five")
+        hub.git("push", "-q", "origin", "HEAD:side", cwd=work)
+        hub.git("push", "-q", "origin", ":side", cwd=work)
+
+        def released() -> int:
+            return int(hub.request("POST", "/api/settings/gc").json()["released"])
+
+        wait_until(lambda: released() == 1)
+        for sha, is_there in ((lost, False), (needless, True), *((one, True) for one in needed)):
+            assert hub.api.revision_exists("local/facts", sha, repo_type="dataset") == is_there

@@ -106,8 +106,7 @@ def test_what_was_left_behind_outlives_a_garbage_collection_and_no_client_sees_i
     hub.git("push", "-q", "origin", "main:refs/heads/other", cwd=worktree)
     hub.api.delete_branch("local/facts", branch="other", repo_type="dataset")
 
-    folder = hub.root / "repos/datasets/local/facts.git"
-    run_git("--git-dir", str(folder), "gc", "-q", "--prune=now", cwd=tmp_path, env=hub.git_env)
+    hub.request("POST", "/api/settings/gc").raise_for_status()
 
     for sha, text in [(forced_away, "1"), (on_a_branch, "2"), (by_api, "3")]:
         path = hub.api.snapshot_download(
@@ -117,11 +116,8 @@ def test_what_was_left_behind_outlives_a_garbage_collection_and_no_client_sees_i
         copy = tmp_path / sha
         hub.git("init", "-q", str(copy), cwd=tmp_path)
         hub.git("fetch", "-q", f"{hub.url}/datasets/local/facts", sha, cwd=copy)
-    assert "refs/keep" not in hub.git("ls-remote", "origin", cwd=worktree)
     listed = hub.request("GET", "/api/datasets/local/facts/refs").text
-    assert "keep" not in listed and forced_away not in listed
-    refused = hub.git("push", "origin", f":refs/keep/{forced_away}", cwd=worktree, check=False)
-    assert "hidden ref" in refused or "does not exist" in refused, refused
+    assert forced_away not in listed
 
 
 def test_a_push_cannot_change_what_a_sha_means(hub: RunningHub, worktree: Path) -> None:
@@ -164,16 +160,6 @@ def test_a_commit_that_is_gone_keeps_no_later_one_out(
     sha = hub.git("rev-parse", "HEAD", cwd=worktree)
     receiver.wait_for(2)
     assert ("refs/heads/main", gone, sha) in content_events(receiver)
-
-
-def test_an_update_that_goes_forward_needs_no_ref_to_be_kept(
-    hub: RunningHub, worktree: Path
-) -> None:
-    for text in ("1", "2"):
-        commit_file(hub, worktree, "a.txt", text)
-        hub.git("push", "-q", "origin", "main", cwd=worktree)
-    folder = hub.root / "repos/datasets/local/facts.git"
-    assert not (folder / "refs/keep").exists()
 
 
 def test_short_and_git_suffixed_urls_name_the_same_dataset(hub: RunningHub, worktree: Path) -> None:
@@ -371,10 +357,9 @@ def test_a_push_of_many_refs_needs_few_git_processes(
     assert len(started) <= 8, started
 
     told = {ref["ref"] for ref in receiver.received[1].json["updatedRefs"]}
-    assert told == {"refs/tags/v1"} | {f"refs/heads/b{number}" for number in range(40)}
-    folder = hub.root / "repos/datasets/local/facts.git"
-    for sha in was:
-        assert (folder / "refs/keep" / sha).read_text().strip() == sha
+    assert told == {"refs/tags/v1", "refs/tags/v2", "refs/heads/job"} | {
+        f"refs/heads/b{number}" for number in range(40)
+    }
     assert tag in hub.git("ls-remote", "origin", cwd=worktree)
 
 

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
-from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 
 from pipeline.hub.large_files.store import LargeFiles
@@ -78,18 +77,6 @@ def test_a_clone_has_the_content(hub: RunningHub, pushed: str, tmp_path: Path) -
     hub.git("fsck", "--strict", cwd=folder_of(hub))
 
 
-def test_every_change_is_pushed_and_pulled(hub: RunningHub, tmp_path: Path) -> None:
-    worktree = new_clone(hub, tmp_path, "local/changing")
-    for version in range(3):
-        (worktree / "a.bin").write_bytes(os.urandom(100_000))
-        commit_file(hub, worktree, "note.txt", str(version))
-        hub.git("push", "-q", "origin", "HEAD:main", cwd=worktree)
-    assert len(list(files_of(hub, "local/changing").oids())) == 3
-    hub.git(*FILTER, "clone", "-q", f"{hub.url}/local/changing", "clone", cwd=tmp_path)
-    hub.git("lfs", "fetch", "--all", cwd=tmp_path / "clone")
-    assert "OK" in hub.git("lfs", "fsck", cwd=tmp_path / "clone")
-
-
 def test_locks_are_not_there_and_keep_no_push_out(hub: RunningHub, tmp_path: Path) -> None:
     worktree = new_clone(hub, tmp_path, "local/locked")
     (worktree / "a.bin").write_bytes(b"a")
@@ -116,22 +103,6 @@ def test_a_wrong_token_moves_nothing(hub: RunningHub, tmp_path: Path) -> None:
     assert done.returncode != 0
     assert b"Invalid credentials" in done.stderr
     assert list(files_of(hub, "local/closed").oids()) == []
-
-
-def test_the_client_of_the_hub_reads_content(hub: RunningHub, pushed: str, tmp_path: Path) -> None:
-    folder = Path(
-        snapshot_download(
-            "local/facts",
-            repo_type="dataset",
-            endpoint=hub.url,
-            token=hub.token,
-            cache_dir=tmp_path,
-        )
-    )
-    assert (folder / "noise.bin").read_bytes() == NOISE
-    assert (folder / "data" / "train.jsonl").read_text() == ROWS
-    # The cache names a large file by its sha256, as for one of the Hub.
-    assert (folder / "noise.bin").resolve().name == oid(NOISE)
 
 
 def test_listings_tell_the_large_files(hub: RunningHub, pushed: str) -> None:
@@ -212,17 +183,3 @@ def test_a_large_file_that_never_came_is_told(hub: RunningHub, tmp_path: Path) -
     file.write_bytes(content)
     answer = hub.request("GET", "/datasets/local/hollow/resolve/main/a.bin")
     assert answer.content == content
-
-
-def test_a_small_file_that_is_no_pointer_is_itself(hub: RunningHub, tmp_path: Path) -> None:
-    hub.create_dataset("local/small")
-    hub.git("init", "-q", "work", cwd=tmp_path)
-    worktree = tmp_path / "work"
-    text = Pointer(oid="0" * 64, size=7).render().decode().replace("oid", "odd")
-    commit_file(hub, worktree, "a.bin", text)
-    hub.git("push", "-q", f"{hub.url}/datasets/local/small", "HEAD:main", cwd=worktree)
-    path = "/datasets/local/small/resolve/main/a.bin"
-    assert hub.request("GET", path).text == text
-    head = hub.request("HEAD", path)
-    assert (head.headers["content-length"], head.content) == (str(len(text)), b"")
-    assert httpx.get(f"{hub.url}{path}", verify=False).status_code == 401

@@ -137,9 +137,8 @@ async def body():
     yield sys.stdin.buffer.read(1_000_000)
     if moment == "body":
         die()
-    yield sys.stdin.buffer.read()
-if moment == "fsync":
     os.fsync = die
+    yield sys.stdin.buffer.read()
 asyncio.run(LargeFiles(Path(folder)).receive(body(), oid, int(size)))
 """
 

@@ -42,7 +42,6 @@ def test_every_ref_change_is_delivered_or_dead_and_in_order(
             database=database,
             hub_url="http://hub",
             metrics=HubMetrics(),
-            deliver_job_commits=True,  # there is no git repository to look into
             wake=lambda: None,
         )
         with database.write() as connection:

@@ -3,15 +3,14 @@ file of the server is long."""
 
 import ast
 import re
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from huggingface_hub import HfApi
 
 from jobs import temporary_failures
 from jobs.job import TRANSITIONS, JobState
-from pipeline.hub.webhooks.states import DELIVERY_MOVES, WEBHOOK_MOVES, DeliveryStatus, Move
+from pipeline.hub.webhooks.outbox import DeliveryStatus
 from receiver.webhooks import WebhookStatus
 from serving import errors
 from serving.swap_schemas import SwapPhase, SwapResult
@@ -61,16 +60,6 @@ def test_the_diagram_of_a_job_has_the_transitions_of_the_code() -> None:
     _, _, job, _ = diagrams()
     allowed = {(state, later) for state, following in TRANSITIONS.items() for later in following}
     assert job == {(OUTSIDE, "SCHEDULING"), *allowed}
-
-
-def test_the_diagrams_of_a_delivery_and_a_webhook_have_the_moves_of_the_code() -> None:
-    delivery, webhook, _, _ = diagrams()
-    assert delivery == drawn(DELIVERY_MOVES.values())
-    assert webhook == drawn(WEBHOOK_MOVES.values())
-
-
-def drawn(moves: Iterable[Move[Any]]) -> set[tuple[str, str]]:
-    return {(source, move.target) for move in moves for source in move.sources or {OUTSIDE}}
 
 
 def test_every_count_of_the_doors_is_written_down() -> None:

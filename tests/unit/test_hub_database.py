@@ -1,35 +1,15 @@
-"""The migrations lead to the schema that the code uses. Also: what a failed removal leaves."""
+"""What opening the hub's database makes and refuses. Also: what a failed removal leaves."""
 
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from alembic.autogenerate import compare_metadata
-from alembic.config import Config
-from alembic.migration import MigrationContext
-from alembic.script import ScriptDirectory
 
-from pipeline.hub.database import SCHEMA_REVISION, open_database
+from pipeline.hub.database import open_database
 from pipeline.hub.errors import HubError
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repositories, Repository
-from pipeline.hub.schema import metadata
-
-
-def test_a_new_database_has_the_tables_of_the_code(tmp_path: Path) -> None:
-    database = open_database(tmp_path / "hub.sqlite")
-    with database.read() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
-    database.close()
-
-
-def test_the_revisions_of_the_code_are_those_of_the_migrations() -> None:
-    config = Config()
-    config.set_main_option("script_location", "pipeline.hub:migrations")
-    scripts = ScriptDirectory.from_config(config)
-    assert scripts.get_current_head() == SCHEMA_REVISION
-    assert [script.revision for script in scripts.walk_revisions()] == [SCHEMA_REVISION]
 
 
 def test_commits_are_on_disk_where_events_are_stored(tmp_path: Path) -> None:
@@ -42,14 +22,11 @@ def test_commits_are_on_disk_where_events_are_stored(tmp_path: Path) -> None:
     database.close()
 
 
-@pytest.mark.parametrize("revision", ["0001", "0006", "9999"])
-def test_a_database_of_another_version_is_refused_and_not_touched(
-    tmp_path: Path, revision: str
-) -> None:
+def test_a_database_of_another_version_is_refused_and_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "hub.sqlite"
     open_database(path).close()
     with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("UPDATE alembic_version SET version_num = ?", (revision,))
+        connection.execute("UPDATE alembic_version SET version_num = '1'")
     before = path.read_bytes()
     with pytest.raises(HubError, match="another version of hotpush wrote it"):
         open_database(path)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.hub.discussions.pull_requests import difference
-from pipeline.hub.errors import HubError, TooSlow
-from pipeline.hub.git.process import git, git_beginning
+from pipeline.hub.errors import TooSlow
+from pipeline.hub.git.process import git
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repository
 
@@ -25,21 +25,6 @@ def test_git_that_waits_for_ever_is_too_slow(stuck: tuple[Path, tuple[str, ...]]
     folder, command = stuck
     with pytest.raises(TooSlow, match=r"git config needed more than 0\.1 s"):
         git(folder, *command, seconds=0.1)
-
-
-def test_the_beginning_of_an_output_has_a_time_limit_too(
-    stuck: tuple[Path, tuple[str, ...]],
-) -> None:
-    folder, command = stuck
-    with pytest.raises(TooSlow, match=r"git config needed more than 0\.1 s"):
-        git_beginning(folder, *command, max_bytes=100, seconds=0.1)
-    assert git_beginning(folder, "version", max_bytes=11, seconds=60) == b"git version"
-
-
-def test_git_that_fails_has_no_beginning(tmp_path: Path) -> None:
-    git(tmp_path, "init", "-q", "--bare")
-    with pytest.raises(HubError, match=r"git log failed in .*: fatal: .*nowhere"):
-        git_beginning(tmp_path, "log", "nowhere", max_bytes=100, seconds=60)
 
 
 def test_a_difference_that_git_cannot_make_is_not_an_empty_one(

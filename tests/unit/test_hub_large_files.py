@@ -15,7 +15,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message, Scope
 
-from pipeline.hub.errors import BadRequest, Conflict, DiskFull
+from pipeline.hub.errors import BadRequest, DiskFull
 from pipeline.hub.large_files import store
 from pipeline.hub.large_files.store import CHUNK_BYTES, LargeFiles
 from pipeline.hub.routes.file_answers import answer
@@ -115,16 +115,6 @@ def test_what_is_not_as_announced_leaves_nothing(
     assert on_disk(tmp_path) == []
 
 
-def test_a_client_that_goes_away_leaves_nothing(files: LargeFiles, tmp_path: Path) -> None:
-    async def broken() -> AsyncIterator[bytes]:
-        yield CONTENT[: CHUNK_BYTES + 1]
-        raise ConnectionResetError
-
-    with pytest.raises(ConnectionResetError):
-        asyncio.run(files.receive(broken(), OID, len(CONTENT)))
-    assert on_disk(tmp_path) == []
-
-
 def test_two_clients_bring_the_same_file_at_once(files: LargeFiles, tmp_path: Path) -> None:
     async def both() -> None:
         await asyncio.gather(*(files.receive(pieces(CONTENT), OID, len(CONTENT)) for _ in range(2)))
@@ -142,19 +132,6 @@ def test_a_full_disk_is_told(files: LargeFiles, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(DiskFull, match="No space left on device"):
         receive(files, CONTENT)
     assert files.size(OID) is None
-
-
-def test_a_repository_that_is_moved_meanwhile_is_told(tmp_path: Path) -> None:
-    folder = tmp_path / "before"
-    folder.mkdir()
-
-    async def moved() -> AsyncIterator[bytes]:
-        yield CONTENT
-        folder.rename(tmp_path / "after")
-
-    with pytest.raises(Conflict, match="was moved or removed"):
-        asyncio.run(LargeFiles(folder).receive(moved(), OID, len(CONTENT)))
-    assert not folder.exists()
 
 
 def test_only_old_files_that_nothing_names_are_removed(files: LargeFiles, tmp_path: Path) -> None:

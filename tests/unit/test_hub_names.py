@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from pipeline.hub.errors import BadRequest, RepositoryNotFound
 from pipeline.hub.repositories.names import (
-    file_path,
     is_ref_name,
     new_file_path,
     repository_name,
     requested_name,
+    stored_path,
 )
 
 
@@ -41,7 +41,7 @@ def test_names_that_could_lead_elsewhere_are_refused(name: str) -> None:
 @example("a\0b")
 def test_a_file_path_never_leads_out(path: str) -> None:
     try:
-        taken = file_path([path])
+        taken = stored_path([path])
     except BadRequest:
         return
     assert taken == path

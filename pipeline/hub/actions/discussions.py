@@ -17,7 +17,6 @@ from pipeline.hub.discussions.store import (
     add_discussion,
     change_status,
     find_discussion,
-    next_num,
 )
 from pipeline.hub.errors import BadRequest, Conflict
 from pipeline.hub.events.log import EventLog, record_ref_changes
@@ -51,14 +50,13 @@ def open_discussion(
         found, comment = add_discussion(
             connection,
             repository,
-            num=next_num(connection, repository, refs),
             title=title,
             text=text,
             author=identity.user,
             base=base,
             status=status,
         )
-        log.record_discussion(connection, repository, found, comment, action="create")
+        _record(log, connection, repository, found, comment)
     if base is not None:
         git(repository.folder, "update-ref", found.ref, head or refs[base], NO_REF)
         record_ref_changes(repository, log)
@@ -71,7 +69,7 @@ def add(
     with log.database.write() as connection:
         found = find_discussion(connection, repository, num)
         comment = add_comment(connection, found, author=identity.user, text=text)
-        log.record_comment(connection, repository, found, comment, action="create")
+        _record(log, connection, repository, found, comment, scope="discussion.comment")
     return comment
 
 
@@ -150,14 +148,24 @@ def _set_status(
     found = find_discussion(connection, repository, num)
     if comment:
         added = add_comment(connection, found, author=identity.user, text=comment)
-        log.record_comment(connection, repository, found, added, action="create")
+        _record(log, connection, repository, found, added, scope="discussion.comment")
     event = change_status(
         connection, found, author=identity.user, status=status, merge_commit=merge_commit
     )
-    _record_update(connection, log, repository, num)
+    changed = find_discussion(connection, repository, num)
+    log.record(connection, repository, action="update", scope="discussion", discussion=changed)
     return event
 
 
-def _record_update(connection: Connection, log: EventLog, repository: Repository, num: int) -> None:
-    changed = find_discussion(connection, repository, num)
-    log.record_discussion(connection, repository, changed, None, action="update")
+def _record(
+    log: EventLog,
+    connection: Connection,
+    repository: Repository,
+    discussion: Discussion,
+    comment: DiscussionEvent,
+    *,
+    scope: str = "discussion",
+) -> None:
+    log.record(
+        connection, repository, action="create", scope=scope, discussion=discussion, comment=comment
+    )

@@ -6,24 +6,22 @@ in memory.
 """
 
 import base64
-import binascii
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Literal, TypeVar
+from typing import IO, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.hub.errors import BadRequest
-from pipeline.hub.http_json import reasons
 from pipeline.hub.repositories.names import changed_path, new_file_path
 from pipeline.pointers import OID
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 MAX_OPERATIONS = 100_000
 
-_PARENT = re.compile(r"[0-9a-f]{7,40}")
+_NO_NUL = r"^[^\x00]*$"
+"""Git refuses a NUL character in a message."""
 
 Model = TypeVar("Model", bound=BaseModel)
 Kind = Literal["file", "lfsFile", "deletedFile", "deletedFolder"]
@@ -34,66 +32,35 @@ class _Line(BaseModel):
 
 
 class CommitHeader(_Line):
-    summary: str = Field(min_length=1, max_length=64 * 1024)
-    description: str = Field(default="", max_length=MAX_LINE_BYTES)
-    parentCommit: str | None = None
-
-    @field_validator("summary", "description")
-    @classmethod
-    def _has_no_nul(cls, value: str) -> str:
-        if "\0" in value:
-            raise ValueError("it has a NUL character, which git refuses in a message: remove it")
-        return value
-
-    @field_validator("parentCommit")
-    @classmethod
-    def _is_sha(cls, value: str | None) -> str | None:
-        if value is not None and not _PARENT.fullmatch(value):
-            raise ValueError(f"{value!r} is no sha: give 7 to 40 hexadecimal digits in lower case")
-        return value
+    summary: str = Field(min_length=1, max_length=64 * 1024, pattern=_NO_NUL)
+    description: str = Field(default="", max_length=MAX_LINE_BYTES, pattern=_NO_NUL)
+    parentCommit: str | None = Field(default=None, pattern=r"^[0-9a-f]{7,40}$")
 
     @property
     def message(self) -> str:
         return "\n\n".join(part for part in (self.summary, self.description) if part) + "\n"
 
 
-class _File(_Line):
+class _Value(_Line):
+    """The value of an operation. Each kind has a path. A `file` has the content too, and an
+    `lfsFile` the sha256."""
+
     path: str
-    content: str
+    content: str = ""
     encoding: Literal["base64", "utf-8"] = "utf-8"
-
-    def decoded(self) -> bytes:
-        if self.encoding == "utf-8":
-            try:
-                return self.content.encode()
-            except UnicodeEncodeError as error:
-                raise BadRequest(
-                    f"The content of {self.path!r} is not valid text ({error}): send it as base64."
-                ) from None
-        try:
-            return base64.b64decode(self.content, validate=True)
-        except binascii.Error as error:
-            raise BadRequest(
-                f"The content of {self.path!r} is not valid base64 ({error}): encode it again."
-            ) from None
-
-
-class _LargeFile(_Line):
-    path: str
-    oid: str = Field(pattern=f"^{OID.pattern}$")
+    oid: str = Field(default="", pattern=f"^({OID.pattern})?$")
     algo: Literal["sha256"] = "sha256"
 
-
-class _Deleted(_Line):
-    path: str
-
-
-_MODELS: dict[str, type[_File] | type[_LargeFile] | type[_Deleted]] = {
-    "file": _File,
-    "lfsFile": _LargeFile,
-    "deletedFile": _Deleted,
-    "deletedFolder": _Deleted,
-}
+    def decoded(self) -> bytes:
+        try:
+            if self.encoding == "utf-8":
+                return self.content.encode()
+            return base64.b64decode(self.content, validate=True)
+        except ValueError as error:
+            raise BadRequest(
+                f"The content of {self.path!r} is not valid {self.encoding} ({error}): encode it "
+                "again, as base64 if it is not text."
+            ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +95,7 @@ class CommitBody:
         """The content of an operation of the kind `file`, read from the body again."""
         self._file.seek(operation.offset)
         _, value = _key_and_value(self._file.readline())
-        return _validated(_File, value).decoded()
+        return _validated(_Value, value).decoded()
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         offset = num_lines = 0
@@ -154,19 +121,20 @@ class CommitBody:
 
     def _operation(self, offset: int, line: bytes) -> Operation:
         key, value = _key_and_value(line)
-        model = _MODELS.get(key)
-        if model is None:
+        if key not in get_args(Kind):
             raise BadRequest(
-                f"The commit has an unknown operation {key!r}: use {', '.join(_MODELS)}."
+                f"The commit has an unknown operation {key!r}: use {', '.join(get_args(Kind))}."
             )
-        found = _validated(model, value)
+        found = _validated(_Value, value)
         path = found.path.rstrip("/") if key == "deletedFolder" else found.path
-        checked = changed_path(path) if isinstance(found, _Deleted) else new_file_path(path)
+        checked = new_file_path(path) if key in ("file", "lfsFile") else changed_path(path)
+        if key == "lfsFile" and not found.oid:
+            raise BadRequest(f"The large file {path!r} has no oid: give its sha256.")
         return Operation(
             kind=key,  # type: ignore[arg-type]
             path=checked,
-            size_bytes=len(found.decoded()) if isinstance(found, _File) else 0,
-            oid=found.oid if isinstance(found, _LargeFile) else "",
+            size_bytes=len(found.decoded()),
+            oid=found.oid,
             offset=offset,
         )
 
@@ -183,4 +151,7 @@ def _validated(model: type[Model], value: object) -> Model:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise BadRequest(f"A line of the commit is wrong: {reasons(error)}.") from None
+        # Without the value, which may be a large file.
+        wrong = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, wrong["loc"]))
+        raise BadRequest(f"A line of the commit is wrong: {place}: {wrong['msg']}.") from None

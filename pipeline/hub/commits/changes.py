@@ -2,23 +2,23 @@
 place of a large file, git stores a pointer: a small file that names the content. The paths of large
 files are added to `.gitattributes`."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 
 from pipeline.hub.commits.body import CommitBody, Operation
-from pipeline.hub.commits.checks import Change, blob_sha
-from pipeline.hub.commits.fast_import import run_fast_import
+from pipeline.hub.commits.checks import Change
 from pipeline.hub.contents.attributes import ATTRIBUTES_FILE, large_file_paths, tracking_line
-from pipeline.hub.contents.trees import Folders, read_folders
+from pipeline.hub.contents.trees import Entry, read_tree
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.git.process import git
 from pipeline.hub.large_files.store import LargeFiles
-from pipeline.hub.repositories.names import folders_of, parents_of
+from pipeline.hub.repositories.names import parents_of
 from pipeline.hub.repositories.store import Repository
 from pipeline.pointers import Pointer
 
 MAX_GIT_BYTES = 10 * 1024 * 1024
 """A file with more bytes is stored as a large file, even if `.gitattributes` does not list it."""
+_MAX_LINE_BYTES = 2048
 
 
 def planned_changes(repository: Repository, head: str | None, body: CommitBody) -> list[Change]:
@@ -28,9 +28,13 @@ def planned_changes(repository: Repository, head: str | None, body: CommitBody) 
     files = LargeFiles(repository.folder)
     added = [each for each in body.operations if each.kind in ("file", "lfsFile")]
     paths = [each.path for each in added]
-    folders = read_folders(repository, head, folders_of([*paths, ATTRIBUTES_FILE]))
-    stored = _store_attributes(repository, body, added)
-    attributes = _attributes_after(attributes_files(folders), stored, body.operations)
+    tree = read_tree(repository, head)
+    deleted = {each.path for each in body.operations} - set(paths)
+    attributes = {
+        path: oid
+        for path, oid in attributes_files(tree).items()
+        if deleted.isdisjoint([path, *parents_of(path)])
+    } | _store_attributes(repository, body, added)
     tracked = large_file_paths(repository, attributes, paths)
 
     changes, untracked = [], []
@@ -49,8 +53,7 @@ def planned_changes(repository: Repository, head: str | None, body: CommitBody) 
                 if is_large
                 else partial(body.content, operation)
             )
-            folder, _, name = path.rpartition("/")
-            present = folders[folder].get(name)
+            present = tree.get(path)
             is_executable = present is not None and present.is_executable
             changes.append(Change(action="add", path=path, read=read, is_executable=is_executable))
             if operation.kind == "lfsFile" and not files.keep(operation.oid):
@@ -92,30 +95,12 @@ def _tracking(repository: Repository, blob: str | None, paths: Iterable[str]) ->
     return Change(action="add", path=ATTRIBUTES_FILE, read=lambda: content)
 
 
-def attributes_files(folders: Folders) -> dict[str, str]:
+def attributes_files(tree: Mapping[str, Entry]) -> dict[str, str]:
     """Maps the path of each `.gitattributes` to the sha of its blob."""
     return {
-        entry.path: entry.oid
-        for entries in folders.values()
-        if (entry := entries.get(ATTRIBUTES_FILE)) is not None and entry.type == "file"
-    }
-
-
-def _attributes_after(
-    before: Mapping[str, str], stored: Mapping[str, str], operations: Iterable[Operation]
-) -> dict[str, str]:
-    """The `.gitattributes` files after the commit, with the shas of their blobs. `before` are the
-    present ones. `stored` are those that the commit adds, and may delete afterwards."""
-    added, deleted = {}, {}
-    for number, operation in enumerate(operations, start=1):
-        if operation.path in stored and operation.kind == "file":
-            added[operation.path] = number
-        elif operation.kind in ("deletedFile", "deletedFolder"):
-            deleted[operation.path] = number
-    return {
-        path: sha
-        for path, sha in {**before, **stored}.items()
-        if all(deleted.get(each, 0) <= added.get(path, 0) for each in (path, *parents_of(path)))
+        path: entry.oid
+        for path, entry in tree.items()
+        if path.rpartition("/")[2] == ATTRIBUTES_FILE and entry.type == "file"
     }
 
 
@@ -123,21 +108,16 @@ def _store_attributes(
     repository: Repository, body: CommitBody, added: Iterable[Operation]
 ) -> dict[str, str]:
     """Stores the content of each added `.gitattributes`, and maps its path to the sha of its blob.
-    Stores all of them with one process, because a commit may add very many."""
+    Raises BadRequest for a line that git would refuse in a push."""
     blobs: dict[str, str] = {}
-
-    def stream() -> Iterator[bytes]:
-        for operation in operations:
-            content = body.content(operation)
-            blobs[operation.path] = blob_sha(content)
-            yield b"blob\ndata %d\n%b\n" % (len(content), content)
-        yield b"done\n"
-
-    operations = [
-        each
-        for each in added
-        if each.path.rpartition("/")[2] == ATTRIBUTES_FILE and each.kind == "file"
-    ]
-    if operations:
-        run_fast_import(repository, stream())
+    for each in added:
+        if each.path.rpartition("/")[2] == ATTRIBUTES_FILE and each.kind == "file":
+            content = body.content(each)
+            if any(len(line) > _MAX_LINE_BYTES for line in content.split(b"\n")):
+                raise BadRequest(
+                    f"{each.path!r} has a line of more than {_MAX_LINE_BYTES} bytes, which git "
+                    "refuses: shorten it."
+                )
+            stored = git(repository.folder, "hash-object", "-w", "--stdin", stdin=content)
+            blobs[each.path] = stored.decode().strip()
     return blobs

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from pipeline.hub.commits.checks import Change, check_changes, check_files
+from pipeline.hub.commits.checks import Change, check_changes
 from pipeline.hub.contents.attributes import ATTRIBUTES_FILE, NEW_REPOSITORY
 from pipeline.hub.contents.history import read_commit
 from pipeline.hub.errors import BadRequest, DiskFull, EntryNotFound, HubError, PreconditionFailed
@@ -47,7 +47,7 @@ def make_commit(repository: Repository, ref: str, head: str | None, new: NewComm
 
     Raises PreconditionFailed if the client based the changes on another commit than `head`. Raises
     EntryNotFound if something to delete does not exist. Raises BadRequest if a path would be both
-    a file and a folder, or if git would refuse a file in a push. Raises DiskFull.
+    a file and a folder. Raises DiskFull.
     """
     try:
         if new.parent is not None and not (head or "").startswith(new.parent):
@@ -59,11 +59,10 @@ def make_commit(repository: Repository, ref: str, head: str | None, new: NewComm
         if head is not None and _is_repeated(repository, head, new):
             return head
         raise
-    with imported_commit(repository, head, new) as (incoming, commit, has_changes):
-        if head is not None and not has_changes:
-            return head
-        moves = f"update {ref} {commit} {head or '0' * 40}\ndelete {incoming}\n"
-        git(repository.folder, "update-ref", "--stdin", stdin=moves.encode())
+    commit = import_commit(repository, head, new)
+    if head is not None and _tree(repository, commit) == _tree(repository, head):
+        return head
+    git(repository.folder, "update-ref", ref, commit, head or "0" * 40)
     return commit
 
 
@@ -87,27 +86,20 @@ def _is_repeated(repository: Repository, head: str, new: NewCommit) -> bool:
         check_changes(new.changes, repository, before)
     except (EntryNotFound, BadRequest):
         return False
-    with imported_commit(repository, before, new) as (_, commit, _):
-        return read_commit(repository, commit).tree == made.tree
+    return _tree(repository, import_commit(repository, before, new)) == made.tree
 
 
-@contextlib.contextmanager
-def imported_commit(
-    repository: Repository, parent: str | None, new: NewCommit
-) -> Iterator[tuple[str, str, bool]]:
-    """Makes a commit, and a hidden ref to it that exists only within the block. Gives the ref, the
-    sha of the commit, and whether the commit changes the tree of `parent`.
+def _tree(repository: Repository, commit: str) -> str:
+    return read_commit(repository, commit).tree
 
-    After the block, a later `git gc` removes the commit's objects, unless another ref leads to
-    them. Raises BadRequest for files that git would refuse in a push, and DiskFull.
-    """
-    check_files((each.path, each.read) for each in new.changes if each.action == "add")
+
+def import_commit(repository: Repository, parent: str | None, new: NewCommit) -> str:
+    """Makes a commit, and returns its sha. No ref leads to it, so the next garbage collection
+    removes it if the caller adds none. Raises DiskFull."""
     incoming = f"{INCOMING_PREFIX}{secrets.token_hex(8)}"
     try:
         run_fast_import(repository, _stream(incoming, parent, new))
-        commit = git(repository.folder, "rev-parse", "--verify", incoming).decode().strip()
-        before = None if parent is None else read_commit(repository, parent).tree
-        yield incoming, commit, read_commit(repository, commit).tree != before
+        return git(repository.folder, "rev-parse", "--verify", incoming).decode().strip()
     finally:
         # Ask git only if the ref exists: on a full disk, git fails even if there is no such ref.
         if (repository.folder / incoming).exists():

@@ -4,9 +4,9 @@ Changes nothing in the repository."""
 import re
 import subprocess
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 from pipeline.hub.errors import RevisionNotFound
 from pipeline.hub.git.process import git, git_environment
@@ -141,46 +141,37 @@ def last_commits(repository: Repository, commit: str, paths: Iterable[str]) -> M
     wanted = set(paths)
     shas: dict[str, str] = {}
     deadline = time.monotonic() + MAX_SECONDS
+    sha = ""
     if wanted:
-        with closing(_changes(repository, commit)) as changes:
-            for sha, path in changes:
-                for changed in wanted.intersection((path, *parents_of(path))):
+        # Git prints each name after the commit that changed it. No name begins with `//`.
+        command = ("log", "--first-parent", "-m", "-z", "--name-only", "--no-renames")
+        with subprocess.Popen(
+            [
+                *("git", f"--git-dir={repository.folder}", *command),
+                *(f"--max-count={MAX_COMMITS}", "--format=//%H", commit, "--"),
+            ],
+            env=git_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        ) as process:
+            assert process.stdout is not None
+            for field in _fields(process.stdout):
+                if field.startswith("//"):
+                    sha = field.removeprefix("//")
+                for changed in wanted.intersection((field, *parents_of(field))):
                     wanted.discard(changed)
                     shas[changed] = sha
                 if not wanted or time.monotonic() > deadline:
                     break
+            process.kill()
     commits = read_commits(repository, sorted(set(shas.values())))
     return {path: commits[sha] for path, sha in shas.items()}
 
 
-def _changes(repository: Repository, commit: str) -> Generator[tuple[str, str], None, None]:
-    """For each change, newest first, the sha of the commit and the path. Closing the generator ends
-    git."""
-    process = subprocess.Popen(
-        [
-            *("git", f"--git-dir={repository.folder}", "log", "--first-parent", "-m", "-z"),
-            # `--raw` prints the file modes before each name. Without the modes, a name could look
-            # like a sha.
-            *("--raw", "--no-renames", f"--max-count={MAX_COMMITS}", "--format=%H", commit, "--"),
-        ],
-        env=git_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    assert process.stdout is not None
-    with process:
-        try:
-            sha, rest, is_name = "", b"", False
-            while chunk := process.stdout.read(_CHUNK_BYTES):
-                *fields, rest = (rest + chunk).split(b"\0")
-                for field in fields:
-                    if is_name:
-                        yield sha, field.decode(errors="replace")
-                        is_name = False
-                    elif field.lstrip(b"\n").startswith(b":"):
-                        is_name = True
-                    else:
-                        sha = field.strip().decode()
-        finally:
-            process.kill()
+def _fields(output: IO[bytes]) -> Iterator[str]:
+    rest = b""
+    while chunk := output.read(_CHUNK_BYTES):
+        *fields, rest = (rest + chunk).split(b"\0")
+        for field in fields:
+            yield field.decode(errors="replace").lstrip("\n")

@@ -3,42 +3,34 @@
 import asyncio
 import contextlib
 import os
-import re
 import signal
-from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeline.hub.contents.history import no_revision, resolve_revision
 from pipeline.hub.errors import DamagedRepository, EntryNotFound
 from pipeline.hub.git.process import git, git_environment
-from pipeline.hub.repositories.names import SHA
+from pipeline.hub.repositories.names import SHA, has_control_character
 from pipeline.hub.repositories.objects import look_up, read_pointers
 from pipeline.hub.repositories.store import Repository
 from pipeline.pointers import Pointer, may_be_pointer
 
 SMALL_FILE_BYTES = 1024 * 1024
 _CHUNK_BYTES = 256 * 1024
-_SHA_BYTES = 20
 _EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-# No file system allows a longer path. A path of this length still fits into an argument of git.
-_PATH_MAX_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    type: Literal["file", "directory", "submodule"]
-    """Only `read_folders` gives submodules. A submodule has no blob in this repository."""
+    type: Literal["file", "directory"]
     path: str
     oid: str
-    """The SHA-1 of git's blob or tree, or of a submodule's commit."""
+    """The SHA-1 of git's blob or tree."""
     size_bytes: int = 0
     """The size of git's blob. The blob of a large file is its pointer. 0 for a folder, or if the
     size was not read."""
     is_executable: bool = False
-    """Only `read_folders` reads this."""
     lfs: Pointer | None = None
     """The pointer, if the blob is a pointer to a large file. None for other blobs, or if the blob
     was not read."""
@@ -50,19 +42,9 @@ class Entry:
         return self.size_bytes if self.lfs is None else self.lfs.size
 
 
-Folders = Mapping[str, Mapping[str, Entry]]
-"""The entries of each folder by their names. A folder that does not exist has no entries."""
-
-
 def find_file(repository: Repository, revision: str, path: str) -> tuple[str, Entry]:
     """The sha of the commit, and the file. The blob is not read, so the `lfs` of the file is None
     even if the blob is a pointer. Raises RevisionNotFound or EntryNotFound."""
-    if _CONTROL.search(path):
-        sha = resolve_revision(repository, revision)
-        for odd in _odd_entries(repository, sha, [path]):
-            if odd.type == "file":
-                return sha, odd
-        raise _no_file(repository, revision, path, sha)
     # Ask for the path by the commit's sha, because `<branch>:<path>` means something else to git if
     # the branch has a brace in its name.
     sha = revision if SHA.fullmatch(revision) else resolve_revision(repository, revision)
@@ -93,86 +75,24 @@ def list_tree(
 
 def find_paths(repository: Repository, commit: str, paths: Sequence[str]) -> list[Entry]:
     """The entries of the `paths` that exist, in the order of `paths`."""
-    usual = [path for path in paths if not _CONTROL.search(path)]
     found: dict[str, Entry] = {}
     for path, item in zip(
-        usual, look_up(repository, [f"{commit}:{path}" for path in usual]), strict=True
+        paths, look_up(repository, [f"{commit}:{path}" for path in paths]), strict=True
     ):
         if item is not None and item[1] == "blob":
             found[path] = Entry(type="file", path=path, oid=item[0], size_bytes=item[2])
         elif item is not None and item[1] == "tree":
             found[path] = Entry(type="directory", path=path, oid=item[0])
-    odd = [path for path in paths if _CONTROL.search(path)]
-    found |= {entry.path: entry for entry in _odd_entries(repository, commit, odd)}
     return _with_pointers(repository, [found[path] for path in paths if path in found])
 
 
-def read_folders(repository: Repository, commit: str | None, folders: Iterable[str]) -> Folders:
-    """The entries of each of `folders` (`""` is the root). The sizes of files are not read. If
-    `commit` is None, no folder has entries. `folders` must also have every folder above each of
-    them, as the result of `folders_of` has.
-
-    Each folder is found in the entries of the folder above it. If git were asked for
-    `<commit>:<folder>`, it would read the root again for each folder, and a root with many folders
-    is large.
-    """
-    found: dict[str, Mapping[str, Entry]] = {folder: {} for folder in folders}
-    level = {} if commit is None else {"": f"{commit}^{{tree}}"}
-    below: defaultdict[int, list[str]] = defaultdict(list)
-    for folder in found:
-        below[folder.count("/")].append(folder)
-    depth = 0
-    while level:
-        found |= _read_trees(repository, level)
-        level = {}
-        for folder in filter(None, below[depth]):
-            above, _, name = folder.rpartition("/")
-            entry = found[above].get(name)
-            if entry is not None and entry.type == "directory":
-                level[folder] = entry.oid
-        depth += 1
-    return found
-
-
-def _read_trees(repository: Repository, trees: Mapping[str, str]) -> dict[str, Mapping[str, Entry]]:
-    """The entries of folders. `trees` maps the path of each folder to git's name of its tree."""
-    questions = "".join(f"{tree}\n" for tree in trees.values())
-    answer = git(repository.folder, "cat-file", "--batch", stdin=questions.encode())
-    found: dict[str, Mapping[str, Entry]] = {}
-    start = 0
-    for folder in trees:
-        end = answer.index(b"\n", start)
-        fields = answer[start:end].rsplit(b" ", 2)
-        start = end + 1
-        if len(fields) == 3 and fields[2].isdigit():
-            size = int(fields[2])
-            entries = _parse_tree_object(answer[start : start + size], folder)
-            found[folder] = {entry.path.rpartition("/")[2]: entry for entry in entries}
-            start += size + 1
-    return found
-
-
-_TYPES: Mapping[bytes, Literal["directory", "submodule"]] = {
-    b"40000": "directory",
-    b"160000": "submodule",
-}
-"""The types of entries other than files, by git's modes."""
-
-
-def _parse_tree_object(content: bytes, folder: str) -> Iterator[Entry]:
-    """https://git-scm.com/book/en/v2/Git-Internals-Git-Objects#_tree_objects"""
-    prefix = f"{folder}/" if folder else ""
-    start = 0
-    while start < len(content):
-        name_end = content.index(b"\0", start)
-        mode, _, name = content[start:name_end].partition(b" ")
-        start = name_end + 1 + _SHA_BYTES
-        yield Entry(
-            type=_TYPES.get(mode, "file"),
-            path=prefix + name.decode(errors="replace"),
-            oid=content[name_end + 1 : start].hex(),
-            is_executable=mode == b"100755",
-        )
+def read_tree(repository: Repository, commit: str | None) -> Mapping[str, Entry]:
+    """Every file and folder of the commit, by its path. Faster than `list_tree`, because it reads
+    neither sizes nor pointers. Empty if `commit` is None."""
+    if commit is None:
+        return {}
+    output = git(repository.folder, "ls-tree", "-z", "-r", "-t", commit)
+    return {entry.path: entry for entry in _parse_tree(output, "")}
 
 
 def list_paths(repository: Repository, commit: str) -> list[str]:
@@ -248,20 +168,6 @@ async def stream_file(
         await process.wait()
 
 
-def _odd_entries(repository: Repository, commit: str, paths: Sequence[str]) -> list[Entry]:
-    """The entries of the `paths` that exist. This is for paths with control characters. `look_up`
-    cannot find them all: it writes one path per line, and a path may contain a line feed."""
-    asked = {path for path in paths if len(path.encode()) <= _PATH_MAX_BYTES}
-    if not asked:
-        return []
-    output = git(
-        repository.folder,
-        *("ls-tree", "-z", "-l", "-t", commit, "--", *asked),
-        extra={"GIT_LITERAL_PATHSPECS": "1"},
-    )
-    return [entry for entry in _parse_tree(output, "") if entry.path in asked]
-
-
 def _no_file(repository: Repository, revision: str, path: str, commit: str) -> EntryNotFound:
     return EntryNotFound(
         f"The {repository.name} has no file {path!r} at {revision}.", commit=commit
@@ -275,21 +181,28 @@ def _with_pointers(repository: Repository, entries: Sequence[Entry]) -> list[Ent
 
 
 def _parse_tree(output: bytes, prefix: str) -> Iterator[Entry]:
-    """The entries that `git ls-tree -z -l` printed, with `prefix` before each path. Leaves out
-    submodules and names that are not UTF-8. No client can ask for them, so a client that wants to
-    download all listed files would fail. Raises DamagedRepository."""
+    """The entries that `git ls-tree -z` printed, with `prefix` before each path. Leaves out
+    submodules, and names that are not UTF-8 or have a control character. No client can ask for
+    them, so a client that wants to download all listed files would fail. Raises DamagedRepository
+    if git printed sizes (`-l`) and an object is missing."""
     for record in output.split(b"\0"):
         facts, _, name = record.partition(b"\t")
         try:
             path = name.decode()
         except UnicodeDecodeError:
             continue
-        if not path:
+        if not path or has_control_character(path):
             continue
-        _, type, oid, size = facts.decode().split()
+        mode, type, oid, *size = facts.decode().split()
         if type == "blob":
-            if not size.isdigit():  # git prints BAD if the object is missing
+            if size == ["BAD"]:
                 raise DamagedRepository(oid)
-            yield Entry(type="file", path=prefix + path, oid=oid, size_bytes=int(size))
+            yield Entry(
+                type="file",
+                path=prefix + path,
+                oid=oid,
+                size_bytes=int(size[0]) if size else 0,
+                is_executable=mode == "100755",
+            )
         elif type == "tree":
             yield Entry(type="directory", path=prefix + path, oid=oid)

@@ -2,13 +2,13 @@
 here moves a ref. The caller moves the refs, and holds the repository's lock."""
 
 import logging
-import re
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.hub.contents.history import Commit, list_commits
-from pipeline.hub.errors import Conflict, HubError, NotSupported, TooSlow
-from pipeline.hub.git.process import git, git_beginning
+from pipeline.hub.errors import Conflict, HubError, RequestError, TooSlow
+from pipeline.hub.git.process import git
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.tokens.auth import Signature
 
@@ -24,8 +24,6 @@ _FAILED = (
     "[The difference is not shown, because git failed: the pull request may have no commit in "
     "common with its branch. The hub's log has git's error.]\n"
 )
-_UNKNOWN_OPTION = re.compile(r"unknown option|usage: git merge-tree")
-_UNRELATED = "refusing to merge unrelated histories"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,26 +45,29 @@ def commits_of(repository: Repository, base: str, head: str) -> list[Commit]:
 def difference(repository: Repository, base: str, head: str) -> str:
     """The output of `git diff` from the last common commit of `base` and `head` to `head`, or a
     line that says why it is not shown."""
-    try:
-        output = git_beginning(
-            repository.folder,
-            *("diff", "--no-ext-diff", "--no-color", f"{base}...{head}"),
-            max_bytes=MAX_DIFF_BYTES + 1,
-            seconds=MAX_SECONDS,
-        )
-    except TooSlow:
-        return _NOT_SHOWN
-    except HubError as error:
-        logger.warning("the difference of a pull request is not shown: %s", error)
-        return _FAILED
-    text = output[:MAX_DIFF_BYTES].decode(errors="replace")
-    return text + _CUT if len(output) > MAX_DIFF_BYTES else text
+    # Into a file, because the difference of two datasets may be larger than the memory.
+    with tempfile.TemporaryFile() as file:
+        try:
+            git(
+                repository.folder,
+                *("diff", "--no-ext-diff", "--no-color", f"{base}...{head}"),
+                into=file,
+                seconds=MAX_SECONDS,
+            )
+        except TooSlow:
+            return _NOT_SHOWN
+        except HubError as error:
+            logger.warning("the difference of a pull request is not shown: %s", error)
+            return _FAILED
+        file.seek(0)
+        text = file.read(MAX_DIFF_BYTES).decode(errors="replace")
+        return text + _CUT if file.read(1) else text
 
 
 def try_merge(repository: Repository, base: str, head: str) -> Merged:
-    """Merges two commits into a tree, and moves no ref. Raises Conflict if the two have no commit
-    in common, or if git needs more than `MAX_SECONDS`. Raises NotSupported if git is older than
-    2.38, because an older git cannot merge without a work tree."""
+    """Merges two commits into a tree, and moves no ref. Raises Conflict if git fails: the two may
+    have no commit in common, git may need more than `MAX_SECONDS`, or it may be older than 2.38 and
+    cannot merge without a work tree."""
     try:
         output = git(
             repository.folder,
@@ -74,23 +75,13 @@ def try_merge(repository: Repository, base: str, head: str) -> Merged:
             may_exit_with=(1,),
             seconds=MAX_SECONDS,
         )
-    except TooSlow:
-        raise Conflict(
-            f"The pull request cannot be merged here, because git needs more than {MAX_SECONDS:g} "
-            "s: merge it in a clone, and push the branch."
-        ) from None
-    except HubError as error:
-        if _UNRELATED in str(error):
-            raise Conflict(
-                "The pull request cannot be merged, because it has no commit in common with its "
-                "branch (a force-push may have replaced the branch): open another pull request, "
-                "from a commit of the branch."
-            ) from None
-        if _UNKNOWN_OPTION.search(str(error)):
-            raise NotSupported(
-                "The hub's git is too old to merge pull requests: install git 2.38 or newer."
-            ) from None
+    except RequestError:
         raise
+    except HubError as error:
+        raise Conflict(
+            f"The hub cannot merge the pull request ({error}). Merge it in a clone, and push the "
+            "branch; or open another pull request, from a commit of the branch."
+        ) from None
     tree, *files = output.decode(errors="replace").rstrip("\0").split("\0")
     return Merged(tree=tree, conflicts=[file for file in files if file])
 

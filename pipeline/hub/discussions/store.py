@@ -1,18 +1,18 @@
 """Stores discussions and pull requests, and what happened in each: comments, and changes of the
-title and the status.
+status.
 
 A pull request is a discussion with commits. The commits are on the ref `refs/pr/<num>`. The branch
 that the pull request is for gets their changes only when the pull request is merged.
 """
 
+import re
 import secrets
 import time
-import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
-from sqlalchemy import Connection, Row, String, cast, func, insert, select, update
+from sqlalchemy import Connection, func, insert, select, update
 
 from pipeline.hub.errors import BadRequest, Conflict, DiscussionNotFound
 from pipeline.hub.git.process import PULL_REQUEST_PREFIX
@@ -21,16 +21,14 @@ from pipeline.hub.schema import discussion_events as events
 from pipeline.hub.schema import discussions as table
 
 Status = Literal["draft", "open", "closed", "merged"]
-EventType = Literal["comment", "status-change", "title-change"]
+EventType = Literal["comment", "status-change"]
 Json = dict[str, object]
 
 OPEN: tuple[Status, ...] = ("draft", "open")
 CLOSED: tuple[Status, ...] = ("closed", "merged")
 MAX_TITLE = 200
 MAX_TEXT = 64 * 1024
-MAX_BYTES = 8 * 1024 * 1024
-"""A discussion may store about this many bytes, with all versions of its comments. The limit exists
-because the API sends the whole discussion in one answer."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +72,7 @@ def find_discussion(connection: Connection, repository: Repository, num: int) ->
             f"The {repository.name} has no discussion and no pull request {num}: list them to find "
             "its number."
         )
-    return _discussion(row)
+    return Discussion(**row._asdict())
 
 
 def list_discussions(
@@ -97,7 +95,8 @@ def list_discussions(
         )
     if author is not None:
         wanted = wanted.where(table.c.author == author)
-    return [_discussion(row) for row in connection.execute(wanted.order_by(table.c.num.desc()))]
+    rows = connection.execute(wanted.order_by(table.c.num.desc()))
+    return [Discussion(**row._asdict()) for row in rows]
 
 
 def open_refs(connection: Connection, repository: Repository) -> list[str]:
@@ -111,26 +110,15 @@ def open_bases(connection: Connection, repository: Repository) -> dict[str, str]
     return {each.ref: each.base for each in found if each.base is not None}
 
 
-def next_num(connection: Connection, repository: Repository, refs: Mapping[str, str]) -> int:
-    """The number of the next discussion. It is higher than the number of every discussion, and of
-    every pull request's ref in `refs`: if an older version of the hub was killed while it opened a
-    pull request, only the ref exists. The caller holds the repository's lock."""
-    last = connection.execute(
-        select(func.max(table.c.num)).where(table.c.repository_id == repository.id)
-    ).scalar()
-    numbers = [
-        int(rest)
-        for ref in refs
-        if (rest := ref.removeprefix(PULL_REQUEST_PREFIX)) != ref and rest.isdigit()
-    ]
-    return max([last or 0, *numbers]) + 1
+def _next_num(connection: Connection, repository: Repository) -> int:
+    last = select(func.max(table.c.num)).where(table.c.repository_id == repository.id)
+    return (connection.scalar(last) or 0) + 1
 
 
 def add_discussion(
     connection: Connection,
     repository: Repository,
     *,
-    num: int,
     title: str,
     text: str,
     author: str,
@@ -138,7 +126,9 @@ def add_discussion(
     status: Status,
 ) -> tuple[Discussion, DiscussionEvent]:
     """Adds a discussion with its first comment, and returns both. `base` is the full name of the
-    branch that a pull request is for, or None for a discussion. Raises BadRequest."""
+    branch that a pull request is for, or None for a discussion. The caller holds the repository's
+    lock. Raises BadRequest."""
+    num = _next_num(connection, repository)
     connection.execute(
         insert(table).values(
             id=secrets.token_hex(12),
@@ -159,7 +149,6 @@ def add_comment(
     connection: Connection, discussion: Discussion, *, author: str, text: str
 ) -> DiscussionEvent:
     version = _version(author, text)
-    _check_room(connection, discussion)
     return _add(connection, discussion, "comment", author, {"hidden": False, "history": [version]})
 
 
@@ -187,17 +176,16 @@ def change_status(
 
 def list_events(connection: Connection, discussion: Discussion) -> list[DiscussionEvent]:
     """The events of a discussion, oldest first."""
-    wanted = select(events).where(events.c.discussion_id == discussion.id).order_by(events.c.seq)
-    return [_event(row) for row in connection.execute(wanted)]
+    columns = (events.c[name] for name in ("id", "type", "author", "created_at", "data"))
+    wanted = select(*columns).where(events.c.discussion_id == discussion.id).order_by(events.c.seq)
+    return [DiscussionEvent(**row._asdict()) for row in connection.execute(wanted)]
 
 
 def _checked_title(title: str) -> str:
     """The title in one line. Raises BadRequest if it is empty or too long, or if it has control
     characters."""
     line = " ".join(title.split())
-    # `isprintable` is also False for the joiners in emoji and in Persian, and for characters that
-    # this version of Python does not know yet.
-    if any(unicodedata.category(character) in ("Cc", "Cs") for character in line):
+    if _CONTROL.search(line):
         # The title becomes the message of the merge commit. Git refuses a NUL character there.
         raise BadRequest("A title may not have control characters: remove them.")
     if not line or len(line) > MAX_TITLE:
@@ -216,14 +204,6 @@ def _version(author: str, text: str) -> Json:
     return {"raw": text, "author": author, "updated_at": time.time()}
 
 
-def _check_room(connection: Connection, discussion: Discussion) -> None:
-    """Raises Conflict if the discussion has reached `MAX_BYTES`."""
-    stored = select(func.sum(func.length(cast(events.c.data, String))))
-    size = connection.scalar(stored.where(events.c.discussion_id == discussion.id)) or 0
-    if size >= MAX_BYTES:
-        raise Conflict(f"Discussion {discussion.num} is full: open another discussion.")
-
-
 def _add(
     connection: Connection,
     discussion: Discussion,
@@ -234,34 +214,5 @@ def _add(
     event = DiscussionEvent(
         id=secrets.token_hex(12), type=type, author=author, created_at=time.time(), data=data
     )
-    connection.execute(
-        insert(events).values(
-            id=event.id,
-            discussion_id=discussion.id,
-            type=type,
-            author=author,
-            created_at=event.created_at,
-            data=data,
-        )
-    )
+    connection.execute(insert(events).values(discussion_id=discussion.id, **asdict(event)))
     return event
-
-
-def _discussion(row: Row[tuple[object, ...]]) -> Discussion:
-    return Discussion(
-        id=row.id,
-        repository_id=row.repository_id,
-        num=row.num,
-        title=row.title,
-        author=row.author,
-        status=row.status,
-        created_at=row.created_at,
-        base=row.base,
-        merge_commit=row.merge_commit,
-    )
-
-
-def _event(row: Row[tuple[object, ...]]) -> DiscussionEvent:
-    return DiscussionEvent(
-        id=row.id, type=row.type, author=row.author, created_at=row.created_at, data=row.data
-    )

@@ -81,13 +81,13 @@ def _discussion(discussion: Discussion, web: str, api: str) -> wire.Discussion:
 
 
 def _comment(comment: DiscussionEvent, discussion_url: str) -> wire.Comment:
-    hidden, history = comment.data["hidden"], comment.data["history"]
+    history = comment.data["history"]
     assert isinstance(history, list)
     return wire.Comment(
         id=comment.id,
         author=wire.ObjectId(id=owner_id(comment.author)),
-        hidden=bool(hidden),
-        content=None if hidden else history[-1]["raw"],
+        hidden=False,
+        content=history[-1]["raw"],
         url=wire.Url(web=f"{discussion_url}#{comment.id}"),
     )
 

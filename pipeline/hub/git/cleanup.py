@@ -22,8 +22,12 @@ GRACE_SECONDS = 5.0
 
 _LOCKS = ("*.lock", "refs/**/*.lock", "objects/info/*.lock", "objects/pack/*.lock")
 # The first two are folders in which git unpacks a push until it has checked the push. Older
-# versions of git use the second name. The last are unfinished packs.
-_OBJECTS = ("objects/tmp_objdir-*", "objects/incoming-*", "objects/pack/tmp_*")
+# versions of git use the second name. Then unfinished packs, and marks of a push that was being
+# stored: git never removes a pack that has such a mark.
+_OBJECTS = (
+    *("objects/tmp_objdir-*", "objects/incoming-*", "objects/pack/tmp_*"),
+    "objects/pack/*.keep",
+)
 # What is left of commits over the API: their refs, and the crash reports of `git fast-import`.
 _COMMITS = (f"{INCOMING_PREFIX}*", "fast_import_crash_*")
 

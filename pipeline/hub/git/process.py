@@ -3,10 +3,9 @@ the user who started the hub."""
 
 import os
 import subprocess
-import tempfile
-import threading
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import IO
 
 from pipeline.hub.errors import DiskFull, HubError, TooSlow
 
@@ -14,8 +13,7 @@ PLACE = "GIT_PROJECT_ROOT"
 """The environment variable that tells a git process its repository. By this variable, `cleanup.py`
 finds the git processes of a killed hub."""
 KEEP_PREFIX = "refs/keep/"
-"""Refs that keep commits which are on no branch any more (`repositories/refs.py`). Clients neither
-see nor move these refs."""
+"""Refs that keep commits during a garbage collection (`repositories/garbage.py`)."""
 INCOMING_PREFIX = "refs/incoming/"
 """Refs to commits that the API is making (`commits/fast_import.py`). If a killed hub left some, the
 next hub removes them when it starts."""
@@ -81,45 +79,6 @@ def is_disk_full(reason: str) -> bool:
     return any(words in reason for words in _DISK_FULL)
 
 
-def git_beginning(folder: Path, *arguments: str, max_bytes: int, seconds: float) -> bytes:
-    """The first `max_bytes` bytes that `git` prints. Then git is ended. Raises TooSlow, and ends
-    git, if git needs more than `seconds`. Raises HubError with git's own error text if git fails
-    before it has printed `max_bytes` bytes."""
-    is_over = threading.Event()
-    # Git writes its errors to a file, because it would wait if nobody read a full pipe.
-    with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            ["git", f"--git-dir={folder}", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=git_environment({PLACE: str(folder)}),
-        )
-        assert process.stdout is not None
-
-        def end() -> None:
-            is_over.set()
-            process.kill()
-
-        limit = threading.Timer(seconds, end)
-        limit.start()
-        with process:
-            try:
-                output = process.stdout.read(max_bytes)
-                if len(output) < max_bytes:  # git has printed everything
-                    process.wait()
-            finally:
-                limit.cancel()
-                process.kill()
-        errors.seek(0)
-        reason = errors.read().decode(errors="replace").strip()
-    if is_over.is_set():
-        raise _too_slow(arguments[0], seconds)
-    if len(output) < max_bytes and process.returncode != 0:
-        raise HubError(f"git {arguments[0]} failed in {folder}: {reason}")
-    return output
-
-
 def git(
     folder: Path,
     *arguments: str,
@@ -128,8 +87,10 @@ def git(
     may_exit_with: Collection[int] = (),
     seconds: float | None = None,
     complaints: list[str] | None = None,
+    into: IO[bytes] | None = None,
 ) -> bytes:
-    """Runs `git` in the bare repository `folder` and returns what it printed.
+    """Runs `git` in the bare repository `folder` and returns what it printed, or writes it to the
+    file `into`.
 
     Raises HubError with git's own error text if the exit code is neither 0 nor in `may_exit_with`,
     or DiskFull if this text says that the disk is full. Raises TooSlow, and ends git, if git needs
@@ -139,12 +100,13 @@ def git(
         done = subprocess.run(
             ["git", f"--git-dir={folder}", *arguments],
             input=stdin,
-            capture_output=True,
+            stdout=subprocess.PIPE if into is None else into,
+            stderr=subprocess.PIPE,
             env=git_environment({PLACE: str(folder), **(extra or {})}),
             timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        raise _too_slow(arguments[0], seconds) from None
+        raise TooSlow(f"git {arguments[0]} needed more than {seconds:g} s.") from None
     except FileNotFoundError:
         raise HubError("The program 'git' is not on PATH; install git and start again.") from None
     if done.returncode not in (0, *may_exit_with):
@@ -156,8 +118,4 @@ def git(
         raise HubError(f"git {arguments[0]} failed in {folder}: {reason}")
     if complaints is not None:
         complaints += lines_of(done.stderr)
-    return done.stdout
-
-
-def _too_slow(command: str, seconds: float | None) -> TooSlow:
-    return TooSlow(f"git {command} needed more than {seconds:g} s.")
+    return done.stdout or b""

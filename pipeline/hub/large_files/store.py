@@ -27,14 +27,12 @@ CHUNK_BYTES = 1024 * 1024
 GRACE_SECONDS = 3600.0
 """How many seconds a file that no commit names is kept, because its commit may still come."""
 
-_DEPTH = 4
-"""How many folders there are between the repository's folder and a file."""
-
 
 class LargeFiles:
     """The large files of the repository in `folder`."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._objects = folder / "lfs" / "objects"
         self.incoming = folder / "lfs" / "incoming"
         """The folder of unfinished files. It is emptied when the hub starts."""
@@ -42,7 +40,8 @@ class LargeFiles:
     def path(self, oid: str) -> Path:
         """The path of the file, whether or not it exists. Raises BadRequest if `oid` is not a
         sha256."""
-        _check_oid(oid)
+        if not OID.fullmatch(oid):
+            raise BadRequest(f"{oid!r} is not a sha256: write 64 hexadecimal digits in lower case.")
         return self._objects / oid[:2] / oid[2:4] / oid
 
     def size(self, oid: str) -> int | None:
@@ -63,30 +62,34 @@ class LargeFiles:
     async def receive(self, body: AsyncIterator[bytes], oid: str, size: int) -> None:
         """Stores a file that a client sends. Raises BadRequest if it does not have `size` bytes and
         the sha256 `oid`, and DiskFull."""
-        with self._draft() as draft:
+        with self._draft(size) as draft:
             async for piece in in_chunks(body):
-                draft.check_size(size, num_more=len(piece))
                 await asyncio.to_thread(draft.write, piece)
-            draft.check(oid, size)
-            await asyncio.to_thread(self._adopt, draft.file, oid)
+            await asyncio.to_thread(self._adopt, draft, oid)
 
     def store(self, pieces: Iterable[bytes], oid: str | None, size: int) -> str:
         """As `receive`, for content that is already on this machine. If `oid` is None, the content
         may have any sha256. Returns its sha256."""
-        with self._draft() as draft:
+        with self._draft(size) as draft:
             for piece in pieces:
-                draft.check_size(size, num_more=len(piece))
                 draft.write(piece)
-            oid = oid or draft.sha256
-            draft.check(oid, size)
-            self._adopt(draft.file, oid)
+            oid = oid or draft.hash.hexdigest()
+            self._adopt(draft, oid)
         return oid
 
-    def _adopt(self, file: BinaryIO, oid: str) -> None:
-        """Moves a file from `incoming` to its path. The caller has checked that its sha256 is
-        `oid`."""
+    def _adopt(self, draft: "_Draft", oid: str) -> None:
+        """Moves a complete draft to its path. Raises BadRequest if it is not the announced file."""
         path = self.path(oid)
-        publish(file, path, below=path.parents[_DEPTH])
+        if draft.num_bytes != draft.size:
+            raise BadRequest(
+                f"{draft.num_bytes} bytes came instead of {draft.size}: send the file again."
+            )
+        if (found := draft.hash.hexdigest()) != oid:
+            raise BadRequest(
+                f"The file that came has the sha256 {found} instead of {oid}: "
+                "the file changed while it was sent, so send it again."
+            )
+        publish(draft.file, path, below=self._folder)
 
     def link(self, other: "LargeFiles", oid: str) -> bool:
         """Takes the file from another repository, as a hard link. Returns whether this repository
@@ -156,120 +159,85 @@ class LargeFiles:
         shutil.rmtree(self.incoming, ignore_errors=True)
 
     @contextlib.contextmanager
-    def _draft(self) -> Iterator["_Draft"]:
-        make_folder(self.incoming)
-        with to_disk():
-            file = tempfile.NamedTemporaryFile(dir=self.incoming, delete=False)  # noqa: SIM115
-        try:
-            with file:
-                yield _Draft(file)  # type: ignore[arg-type]
-        finally:
-            Path(file.name).unlink(missing_ok=True)
+    def _draft(self, size: int) -> Iterator["_Draft"]:
+        with temporary_file(self.incoming, below=self._folder) as file:
+            yield _Draft(file, size)
 
 
 class _Draft:
-    """A file that is being written, and the sha256 of what is written so far."""
+    """A file that is being written. It must have `size` bytes in the end."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, size: int) -> None:
         self.file = file
-        self._num_bytes = 0
-        self._hash = hashlib.sha256()
-
-    @property
-    def sha256(self) -> str:
-        return self._hash.hexdigest()
-
-    def check_size(self, size: int, *, num_more: int) -> None:
-        """Raises BadRequest if `num_more` further bytes would be more than `size` in all."""
-        if self._num_bytes + num_more > size:
-            raise BadRequest(
-                f"The client announced {size} bytes and sent more: the file changed while it was "
-                "sent, so send it again."
-            )
+        self.size = size
+        self.num_bytes = 0
+        self.hash = hashlib.sha256()
+        """The sha256 of what is written so far."""
 
     def write(self, piece: bytes) -> None:
+        self.num_bytes += len(piece)
+        if self.num_bytes > self.size:
+            raise BadRequest(
+                f"The client announced {self.size} bytes and sent more: the file changed while it "
+                "was sent, so send it again."
+            )
         with to_disk():
             self.file.write(piece)
-        self._num_bytes += len(piece)
-        self._hash.update(piece)
-
-    def check(self, oid: str, size: int) -> None:
-        """Raises BadRequest if the draft is not the announced file, which has `size` bytes and the
-        sha256 `oid`."""
-        _check_oid(oid)
-        if self._num_bytes != size:
-            raise BadRequest(
-                f"{self._num_bytes} bytes came instead of {size}: send the file again."
-            )
-        if self.sha256 != oid:
-            raise BadRequest(
-                f"The file that came has the sha256 {self.sha256} instead of {oid}: "
-                "the file changed while it was sent, so send it again."
-            )
+        self.hash.update(piece)
 
 
-def _check_oid(oid: str) -> None:
-    if not OID.fullmatch(oid):
-        raise BadRequest(f"{oid!r} is not a sha256: write 64 hexadecimal digits in lower case.")
+@contextlib.contextmanager
+def temporary_file(folder: Path, *, below: Path) -> Iterator[BinaryIO]:
+    """A new file in `folder`, which is removed after the block unless it was published. Raises as
+    `make_folder` does."""
+    make_folder(folder, below=below)
+    with to_disk():
+        file = tempfile.NamedTemporaryFile(dir=folder, delete=False)  # noqa: SIM115
+    try:
+        with file:
+            yield file  # type: ignore[misc]
+    finally:
+        Path(file.name).unlink(missing_ok=True)
 
 
 def publish(file: BinaryIO, path: Path, *, below: Path) -> None:
     """Moves a complete file to `path`, where readers look for it. After a power cut, the file is
-    there completely or not at all.
-
-    Makes the missing folders between `below` and `path`. Raises Conflict if the folder `below` does
-    not exist any more, and DiskFull.
-    """
-    changed = [path.parent]
+    there completely or not at all. Raises as `make_folder` does."""
     with to_disk():
         file.flush()
         os.fsync(file.fileno())
-        between = [folder for folder in path.parents if below in folder.parents]
-        for folder in reversed(between):
-            with contextlib.suppress(FileExistsError, FileNotFoundError):
-                folder.mkdir()
-                changed.append(folder.parent)
-        try:
-            Path(file.name).rename(path)
-        except FileNotFoundError:
-            raise Conflict(
-                "The repository was moved or removed while the file came: send it again."
-            ) from None
-        for folder in changed:
-            fsync_dir(folder)
+        make_folder(path.parent, below=below)
+        Path(file.name).rename(path)
+        fsync_dir(path.parent)
 
 
-def make_folder(folder: Path) -> None:
-    """Makes the folder `lfs/<name>` of a repository. Raises Conflict if the repository's folder
-    does not exist any more. This does not make the repository's folder again, because the hub would
-    take it for a repository."""
-    for each in (folder.parent, folder):
-        try:
+def make_folder(folder: Path, *, below: Path) -> None:
+    """Makes the missing folders between `below` and `folder`. Raises Conflict if `below` does not
+    exist any more: if this made the repository's folder again, the hub would take it for a
+    repository. Raises DiskFull."""
+    with to_disk():
+        for each in reversed([each for each in (folder, *folder.parents) if below in each.parents]):
             with contextlib.suppress(FileExistsError):
                 each.mkdir()
-        except FileNotFoundError:
-            raise Conflict(
-                "The repository was moved or removed meanwhile: check its name, then send the file "
-                "again."
-            ) from None
-        except OSError as error:
-            raise _disk_full(error) from error
+                fsync_dir(each.parent)
 
 
 @contextlib.contextmanager
 def to_disk() -> Iterator[None]:
-    """Turns every OSError within the block into DiskFull."""
+    """Turns an OSError within the block into Conflict, if the repository's folder is missing, or
+    into DiskFull."""
     try:
         yield
+    except FileNotFoundError:
+        raise Conflict(
+            "The repository was moved or removed meanwhile: check its name, then send the file "
+            "again."
+        ) from None
     except OSError as error:
-        raise _disk_full(error) from error
-
-
-def _disk_full(error: OSError) -> DiskFull:
-    return DiskFull(
-        f"The hub could not store the file ({error.strerror}): make room on the hub's disk, then "
-        "send the file again."
-    )
+        raise DiskFull(
+            f"The hub could not store the file ({error.strerror}): make room on the hub's disk, "
+            "then send the file again."
+        ) from error
 
 
 async def in_chunks(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

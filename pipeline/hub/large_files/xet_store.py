@@ -10,7 +10,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -21,12 +20,18 @@ from typing import BinaryIO
 from starlette.concurrency import run_in_threadpool
 
 from pipeline.hub.errors import BadRequest, TooLarge
-from pipeline.hub.large_files.store import LargeFiles, in_chunks, make_folder, publish, to_disk
+from pipeline.hub.large_files.store import (
+    LargeFiles,
+    in_chunks,
+    make_folder,
+    publish,
+    temporary_file,
+    to_disk,
+)
 from pipeline.hub.large_files.xet_format import (
     MAX_SHARD_BYTES,
     MAX_XORB_BYTES,
     Chunk,
-    Term,
     XetFile,
     list_chunks,
     read_chunk,
@@ -52,7 +57,7 @@ class XetStore:
     @classmethod
     def current(cls, folder: Path) -> "XetStore":
         """The store to which clients send now. Makes one if there is none."""
-        make_folder(_stores(folder))
+        make_folder(_stores(folder), below=folder)
         with _making, to_disk():
             found = sorted(_stores(folder).glob("*"), key=lambda store: store.stat().st_mtime_ns)
             store = found[-1] if found else _begin(folder)
@@ -111,7 +116,11 @@ class XetStore:
             with self._open(term.xorb) as xorb:
                 found = chunks(term.xorb)[term.start : term.end]
                 if sum(chunk.num_bytes for chunk in found) != term.num_bytes:
-                    raise BadRequest(_not_as_told(term))
+                    raise BadRequest(
+                        f"The shard says that chunks {term.start} to {term.end} of xorb "
+                        f"{term.xorb} have {term.num_bytes} bytes, but they have another size: "
+                        "start the upload again."
+                    )
                 for chunk in found:
                     yield read_chunk(xorb, chunk)
 
@@ -141,21 +150,15 @@ class XetStore:
     async def _draft(self, body: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[BinaryIO]:
         """A temporary file with the complete body."""
         self.check_is_there()
-        make_folder(self._files.incoming)
-        with to_disk():
-            file = tempfile.NamedTemporaryFile(dir=self._files.incoming, delete=False)  # noqa: SIM115
-        try:
-            with file:
-                async for piece in in_chunks(body):
-                    with to_disk():
-                        await run_in_threadpool(file.write, piece)
-                    if file.tell() > max_bytes:
-                        raise TooLarge(
-                            f"A xorb or shard may have {max_bytes} bytes at most: make it smaller."
-                        )
-                yield file  # type: ignore[misc]
-        finally:
-            Path(file.name).unlink(missing_ok=True)
+        with temporary_file(self._files.incoming, below=self._folder) as file:
+            async for piece in in_chunks(body):
+                with to_disk():
+                    await run_in_threadpool(file.write, piece)
+                if file.tell() > max_bytes:
+                    raise TooLarge(
+                        f"A xorb or shard may have {max_bytes} bytes at most: make it smaller."
+                    )
+            yield file
 
 
 def empty(folder: Path, *, grace_seconds: float) -> None:
@@ -168,7 +171,7 @@ def empty(folder: Path, *, grace_seconds: float) -> None:
             if store.stat().st_mtime <= time.time() - grace_seconds:
                 # First move the store away, so that no request finds a store that is half deleted.
                 doomed = LargeFiles(folder).incoming / f"xet-{store.name}"
-                make_folder(doomed.parent)
+                make_folder(doomed.parent, below=folder)
                 store.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
 
@@ -182,10 +185,3 @@ def _begin(folder: Path) -> Path:
 
 def _stores(folder: Path) -> Path:
     return folder / "lfs" / "xet"
-
-
-def _not_as_told(term: Term) -> str:
-    return (
-        f"The shard says that chunks {term.start} to {term.end} of xorb {term.xorb} have "
-        f"{term.num_bytes} bytes, but they have another size: start the upload again."
-    )

@@ -1,15 +1,22 @@
-"""Keeps the repositories small: removes commits and large files that nothing needs any more."""
+"""Keeps the repositories small: removes commits and large files that nothing needs any more.
 
-from collections.abc import Callable, Collection
+A commit that is on no branch any more stays, because a release may name it, and a client may fetch
+it by its sha. Only `sweep` removes such commits. Git itself never does it (`gc.auto = 0`).
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
+from sqlalchemy import select
+
 from pipeline.hub.database import Database
-from pipeline.hub.git.process import git
+from pipeline.hub.git.process import KEEP_PREFIX, git, lines_of
 from pipeline.hub.large_files import xet_store
 from pipeline.hub.large_files.store import GRACE_SECONDS, LargeFiles
-from pipeline.hub.repositories.objects import all_pointers
-from pipeline.hub.repositories.refs import release_unneeded
-from pipeline.hub.repositories.store import Repositories, Repository
+from pipeline.hub.repositories.objects import all_commits, all_pointers, reachable_pointers
+from pipeline.hub.repositories.store import Repository
+from pipeline.hub.schema import events
 
 NeededCommits = Callable[[], Collection[str]]
 
@@ -17,7 +24,7 @@ NeededCommits = Callable[[], Collection[str]]
 @dataclass(frozen=True, kw_only=True)
 class Collected:
     num_commits: int
-    """The number of commits that are not kept any more."""
+    """The number of commits that were removed."""
     large_bytes: int
     """The total size of the large files that were removed."""
 
@@ -29,7 +36,9 @@ def collect_garbage(
     *,
     grace_seconds: float = GRACE_SECONDS,
 ) -> Collected:
-    """Removes the git objects that no ref leads to, and the large files that no commit names.
+    """Removes the commits that are on no branch any more, and that neither `needed_commits` nor a
+    stored event names. If `needed_commits` is None, it is not known what is needed, and no commit
+    is removed. Also removes the large files that no commit names.
 
     A large file may come before its commit, so it stays for at least `grace_seconds`. The chunks
     that `hf_xet` has sent are removed if no upload began in the last `grace_seconds`. `hf_xet`
@@ -38,23 +47,69 @@ def collect_garbage(
     The caller holds the repository's lock. Otherwise this would remove the objects of a push that
     is under way, because they have no ref yet.
     """
-    num_commits = 0
+    before = all_commits(repository)
+    needed: Collection[str] = before
     if needed_commits is not None:
-        num_commits = len(release_unneeded(repository, database, needed_commits()))
-    git(repository.folder, "gc", "--quiet", "--prune=now")
-    named = {pointer.oid for pointer in all_pointers(repository)}
-    files = LargeFiles(repository.folder)
-    large_bytes = files.remove_others(named, grace_seconds=grace_seconds)
+        with database.read() as connection:
+            told = connection.scalars(
+                select(events.c.updated_refs).where(events.c.repository_id == repository.id)
+            )
+            named = {
+                each[key] for changes in told for each in changes for key in ("old_sha", "new_sha")
+            }
+        needed = {*needed_commits(), *named} - {None}
+    large_bytes = sweep(repository, needed, grace_seconds=grace_seconds)
     xet_store.empty(repository.folder, grace_seconds=grace_seconds)
+    num_commits = len(before) - len(all_commits(repository))
     return Collected(num_commits=num_commits, large_bytes=large_bytes)
 
 
-async def release_all_unneeded(
-    repositories: Repositories, database: Database, needed_commits: NeededCommits | None
-) -> None:
-    """Deletes, in every repository, the refs that keep commits which nothing needs (`refs.py`).
-    Does nothing if `needed_commits` is None, because the needed commits are then not known."""
-    if needed_commits is not None:
-        await repositories.for_each(
-            database, lambda repository: release_unneeded(repository, database, needed_commits())
-        )
+def sweep(
+    repository: Repository,
+    needed: Iterable[str],
+    *,
+    grace_seconds: float = GRACE_SECONDS,
+    only_new_files_stay: bool = True,
+) -> int:
+    """Removes the git objects that neither a ref nor a commit in `needed` leads to, and the large
+    files that no remaining commit names and that came more than `grace_seconds` ago. If
+    `only_new_files_stay` is false, also removes newer ones that a removed commit names. Returns how
+    many bytes the large files had. The caller holds the repository's lock."""
+    files = LargeFiles(repository.folder)
+    with _kept(repository, needed):
+        named = {pointer.oid for pointer in reachable_pointers(repository)}
+        num_bytes = files.remove_others(named, grace_seconds=grace_seconds)
+        if not only_new_files_stay:
+            # Before their pointers. If the sweep is killed, the next one still finds the remaining
+            # files by the pointers.
+            files.remove(
+                pointer.oid for pointer in all_pointers(repository) if pointer.oid not in named
+            )
+        git(repository.folder, "gc", "--quiet", "--prune=now")
+    return num_bytes
+
+
+@contextlib.contextmanager
+def _kept(repository: Repository, needed: Iterable[str]) -> Iterator[None]:
+    """Within the block, a ref `refs/keep/<sha>` leads to each commit in `needed` that no other ref
+    leads to. Ignores commits that the repository does not have."""
+    _drop_kept(repository)  # from a killed sweep
+    lines = git(
+        repository.folder,
+        *("rev-list", "--ignore-missing", "--parents", "--stdin", "--not", "--all"),
+        stdin="".join(f"{sha}\n" for sha in needed).encode(),
+    )
+    lost = [line.split() for line in lines_of(lines)]
+    # A commit that has another one after it needs no ref of its own.
+    parents = {parent for _, *parents in lost for parent in parents}
+    tips = "".join(f"update {KEEP_PREFIX}{sha} {sha}\n" for sha, *_ in lost if sha not in parents)
+    git(repository.folder, "update-ref", "--stdin", stdin=tips.encode())
+    try:
+        yield
+    finally:
+        _drop_kept(repository)
+
+
+def _drop_kept(repository: Repository) -> None:
+    refs = git(repository.folder, "for-each-ref", "--format=delete %(refname)", KEEP_PREFIX)
+    git(repository.folder, "update-ref", "--stdin", stdin=refs)

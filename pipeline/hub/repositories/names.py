@@ -1,7 +1,7 @@
 """Checks the names that clients send: of repositories, revisions and files."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -25,12 +25,14 @@ lower case."""
 # What `git check-ref-format` forbids in a name. So a name cannot be an expression such as `main~1`.
 _FORBIDDEN_IN_REF = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^[-/.]|/\.|[./]$|\.lock(/|$)")
 _IGNORED_BY_HFS = re.compile("[\u200c-\u200f\u202a-\u202e\u206a-\u206f\ufeff]")
+# `.gitmodules`, and its short names on Windows.
+_GITMODULES = re.compile(r"\.gitmodules|gitmod~[1-4]|gi7eba~\d")
 _MAX_REF_BYTES = 2000
 _MAX_REF_PART_BYTES = 250
 """Git stores a ref as a file, and locks it by a second file with `.lock` added to its name. The
 name of a file may have 255 bytes."""
 MAX_PATH_BYTES = 4000
-MAX_FOLDER_CHARACTERS = 32 * 1024 * 1024
+MAX_DEPTH = 100
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -97,28 +99,10 @@ def parents_of(path: str) -> list[str]:
     return ["/".join(pieces[:depth]) for depth in range(1, len(pieces))]
 
 
-def folders_of(paths: Iterable[str]) -> set[str]:
-    """Every folder above the `paths`, and the root (`""`). Raises BadRequest if the folders' names
-    would fill the memory, which is possible because a path of 4,000 bytes may have 2,000
-    folders."""
-    folders, num_characters = {""}, 0
-    for path in paths:
-        for folder in reversed(parents_of(path)):
-            if folder in folders:
-                break
-            folders.add(folder)
-            num_characters += len(folder)
-        if num_characters > MAX_FOLDER_CHARACTERS:
-            raise BadRequest(
-                f"The names of all folders have more than {MAX_FOLDER_CHARACTERS} characters: nest "
-                "the folders less deeply, or send fewer files at once."
-            )
-    return folders
-
-
 def new_file_path(path: str) -> str:
     """The path, if a commit over the API may add a file there. Raises BadRequest for a path that
-    git cannot check out on every system."""
+    git cannot check out on every system, and for `.gitmodules`, whose content git would have to
+    check."""
     checked = changed_path(path)
     for piece in re.split(r"[/\\]", checked):
         # Some file systems ignore certain characters, and so read `.g\u200cit` as `.git`. On
@@ -126,14 +110,15 @@ def new_file_path(path: str) -> str:
         plain = _IGNORED_BY_HFS.sub("", piece).partition(":")[0].rstrip(" .").casefold()
         if plain in (".git", "git~1"):
             raise BadRequest(f"{path!r} leads into git's own folder: choose another name.")
+        if _GITMODULES.fullmatch(plain):
+            raise BadRequest(f"{path!r} describes submodules: add it by a push with git.")
     return checked
 
 
 def changed_path(path: str) -> str:
     """The path, if a commit over the API may add or delete something there. A commit may delete a
-    file that it may not add, because an older version of the hub may have added it. Raises
-    BadRequest."""
-    checked = file_path([path])
+    file that it may not add, because a push may have added it. Raises BadRequest."""
+    checked = stored_path([path])
     if _SURROGATE.search(path):
         raise BadRequest(
             f"{path!r} is not a valid path: it has half of a character (a surrogate). Rename the "
@@ -143,27 +128,29 @@ def changed_path(path: str) -> str:
         raise BadRequest(
             f"The path {path[:100]!r}… has more than {MAX_PATH_BYTES} bytes: shorten it."
         )
+    if path.count("/") > MAX_DEPTH:
+        raise BadRequest(
+            f"The path {path[:100]!r}… has more than {MAX_DEPTH} folders: nest the folders less "
+            "deeply."
+        )
     return checked
 
 
-def file_path(parts: Sequence[str]) -> str:
+def stored_path(parts: Sequence[str]) -> str:
     """Joins the parts of a path inside a repository. Raises BadRequest for a path that no file can
     have, and for control characters."""
-    path = stored_path(parts)
-    if _CONTROL.search(path):
+    path = "/".join(parts)
+    if has_control_character(path):
         raise BadRequest(
             f"{path!r} is not a valid path: it has a control character. Rename the file."
         )
-    return path
-
-
-def stored_path(parts: Sequence[str]) -> str:
-    """As `file_path`, but allows control characters. This is for reading, because a file that was
-    pushed may have control characters in its name."""
-    path = "/".join(parts)
-    if "\0" in path or any(piece in ("", ".", "..") for piece in path.split("/")):
+    if any(piece in ("", ".", "..") for piece in path.split("/")):
         raise BadRequest(
             f"{path!r} is not a path of a file in a repository: write folder/file, without an "
             "empty part, '.' or '..'."
         )
     return path
+
+
+def has_control_character(path: str) -> bool:
+    return _CONTROL.search(path) is not None

@@ -45,6 +45,14 @@ def read_blobs(repository: Repository, oids: Sequence[str]) -> Iterator[tuple[st
         yield from _read(repository, unique[start : start + _BLOBS_PER_PROCESS])
 
 
+def all_commits(repository: Repository) -> list[str]:
+    """Every commit of the repository, whether or not a ref leads to it."""
+    check = "--batch-check=%(objecttype) %(objectname)"
+    listed = git(repository.folder, "cat-file", check, "--batch-all-objects", "--unordered")
+    found = (line.split(" ") for line in lines_of(listed))
+    return [sha for kind, sha in found if kind == "commit"]
+
+
 def all_pointers(repository: Repository) -> set[Pointer]:
     """The pointers among all objects of the repository, whether or not a commit leads to them."""
     return _pointers(repository, ["--batch-all-objects", "--unordered"], b"")

@@ -33,7 +33,8 @@ from pipeline.hub.schema import repositories as table
 
 logger = logging.getLogger(__name__)
 
-# gc, autogc: git collects no garbage during a push, so that the push does not take longer.
+# gc, autogc: git collects no garbage during a push, so that the push does not take longer. Commits
+# that no ref leads to are removed only by `garbage.py`.
 # allowAnySHA1InWant: a client can fetch any commit by its sha. A job may need a commit that a
 # force-push removed from its branch.
 # fsync: a push that the hub has confirmed survives a power cut.
@@ -47,6 +48,7 @@ _CONFIG = """\
 \tfsyncMethod = batch
 [gc]
 \tauto = 0
+\tpruneExpire = never
 [receive]
 \tautogc = false
 [transfer]

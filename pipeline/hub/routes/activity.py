@@ -20,9 +20,8 @@ from pipeline.hub.webhooks.activity import (
     get_delivery,
     list_deliveries,
     replay_delivery,
-    webhook_of,
 )
-from pipeline.hub.webhooks.states import DeliveryStatus
+from pipeline.hub.webhooks.outbox import DeliveryStatus
 from pipeline.hub.webhooks.store import StoredWebhook, get_webhook
 
 router = APIRouter(prefix="/api/settings", dependencies=[Depends(person)])
@@ -47,8 +46,7 @@ def show_all(
 @router.get("/deliveries/{delivery_id}")
 def show(hub: HubOf, delivery_id: str) -> Json:
     with hub.database.read() as connection:
-        id = webhook_of(connection, delivery_id)
-        return {"delivery": as_json(get_delivery(connection, id, delivery_id))}
+        return {"delivery": as_json(get_delivery(connection, None, delivery_id))}
 
 
 @router.post("/deliveries/{delivery_id}/replay")
@@ -61,7 +59,8 @@ def replay(hub: HubOf, delivery_id: str, force: bool = False) -> Json:
 def send_again(hub: Hub, delivery_id: str, *, force: bool) -> OutboxDelivery:
     """Raises WebhookNotFound, and BadRequest if the webhook is disabled."""
     with hub.database.write() as connection:
-        webhook = get_webhook(connection, webhook_of(connection, delivery_id))
+        webhook_id = get_delivery(connection, None, delivery_id).webhook_id
+        webhook = get_webhook(connection, webhook_id)
         _check_enabled(webhook)
         delivery = replay_delivery(connection, webhook.id, delivery_id, force=force)
         outbox.retry_now(connection, webhook)

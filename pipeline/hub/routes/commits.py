@@ -16,11 +16,11 @@ from pipeline.hub.actions.discussions import check_takes_commits, open_discussio
 from pipeline.hub.commits.body import CommitBody
 from pipeline.hub.commits.changes import MAX_GIT_BYTES, attributes_files, planned_changes
 from pipeline.hub.commits.checks import check_changes
-from pipeline.hub.commits.fast_import import NewCommit, first_commit, imported_commit, make_commit
+from pipeline.hub.commits.fast_import import NewCommit, first_commit, import_commit, make_commit
 from pipeline.hub.contents.attributes import IGNORE_FILE, ignored_paths, large_file_paths
 from pipeline.hub.contents.cards import parse_card
 from pipeline.hub.contents.history import resolve_revision
-from pipeline.hub.contents.trees import Folders, read_folders
+from pipeline.hub.contents.trees import Entry, read_tree
 from pipeline.hub.discussions.store import MAX_TITLE
 from pipeline.hub.errors import RevisionNotFound
 from pipeline.hub.events.log import EventLog, record_ref_changes
@@ -33,7 +33,7 @@ from pipeline.hub.http_json import (
     json_body,
     receive_into,
 )
-from pipeline.hub.repositories.names import DEFAULT_BRANCH, folders_of, new_file_path
+from pipeline.hub.repositories.names import DEFAULT_BRANCH, new_file_path
 from pipeline.hub.repositories.objects import pointers_of
 from pipeline.hub.repositories.refs import RefChange, read_refs, remember
 from pipeline.hub.repositories.store import Repository
@@ -106,10 +106,10 @@ async def preupload(
     def read() -> list[Json]:
         repository = find()
         _, head = find_branch(repository, revision)
-        folders = read_folders(repository, head, folders_of(paths))
-        tracked = large_file_paths(repository, attributes_files(folders), paths)
-        ignored = _ignored(repository, folders, body.gitIgnore, paths)
-        there = _oids(repository, folders, paths)
+        tree = read_tree(repository, head)
+        tracked = large_file_paths(repository, attributes_files(tree), paths)
+        ignored = _ignored(repository, tree, body.gitIgnore, paths)
+        there = _oids(repository, tree, paths)
         return [
             {
                 "path": file.path,
@@ -156,13 +156,13 @@ async def commit(
 
 
 def _ignored(
-    repository: Repository, folders: Folders, given: str | None, paths: Sequence[str]
+    repository: Repository, tree: Mapping[str, Entry], given: str | None, paths: Sequence[str]
 ) -> set[str]:
     """The paths that `.gitignore` excludes: the `.gitignore` that the client sends (`given`), or
     else the `.gitignore` in the repository."""
     if given is not None:
         return ignored_paths(repository, given.encode(), paths)
-    there = folders.get("", {}).get(IGNORE_FILE)
+    there = tree.get(IGNORE_FILE)
     if there is None or there.type != "file":
         return set()
     return ignored_paths(repository, git(repository.folder, "cat-file", "blob", there.oid), paths)
@@ -174,15 +174,12 @@ def _is_large(file: PlannedFile) -> bool:
     return file.size > MAX_GIT_BYTES or b"\0" in file.sample
 
 
-def _oids(repository: Repository, folders: Folders, paths: Sequence[str]) -> Mapping[str, str]:
+def _oids(
+    repository: Repository, tree: Mapping[str, Entry], paths: Sequence[str]
+) -> Mapping[str, str]:
     """Maps each of `paths` that exists to the id of its file: the sha256 of a large file, or else
     the sha of the blob. If the client's file has the same id, the client does not send the file."""
-    there = {}
-    for path in paths:
-        folder, _, name = path.rpartition("/")
-        entry = folders.get(folder, {}).get(name)
-        if entry is not None and entry.type == "file":
-            there[path] = entry.oid
+    there = {path: tree[path].oid for path in paths if path in tree and tree[path].type == "file"}
     pointers = pointers_of(repository, set(there.values()))
     return {path: pointers[oid].oid if oid in pointers else oid for path, oid in there.items()}
 
@@ -218,16 +215,16 @@ def commit_to_pull_request(
     start = head if parent is None else resolve_revision(repository, parent)
     new = _new_commit(repository, start, body, identity)
     check_changes(new.changes, repository, start)
-    with imported_commit(repository, start, new) as (_, sha, _):
-        opened = open_discussion(
-            log,
-            repository,
-            identity,
-            title=body.header.summary[:MAX_TITLE],
-            text=body.header.description or body.header.summary,
-            base=base,
-            head=sha,
-        )
+    sha = import_commit(repository, start, new)
+    opened = open_discussion(
+        log,
+        repository,
+        identity,
+        title=body.header.summary[:MAX_TITLE],
+        text=body.header.description or body.header.summary,
+        base=base,
+        head=sha,
+    )
     return sha, [RefChange(ref=opened.ref, old_sha=start, new_sha=sha)], opened.num
 
 

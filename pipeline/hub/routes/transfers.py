@@ -32,7 +32,7 @@ def object_path(repository: Repository, oid: str) -> str:
 def _signed(request: Request, hub: HubOf, repository_id: str) -> tuple[LargeFiles, int]:
     """The large files of the repository, and the signed size. Raises Forbidden if the URL is not
     valid, and RepositoryNotFound if the repository does not exist any more."""
-    size = hub.signed_urls.check(request)
+    size = hub.signed_urls.check(request.method, request.scope["path"], request.query_params)
     return LargeFiles(hub.find_by_id(repository_id).folder), size
 
 

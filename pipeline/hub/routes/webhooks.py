@@ -18,7 +18,6 @@ from pipeline.hub.routes.access import person
 from pipeline.hub.service import Hub, HubOf
 from pipeline.hub.tokens.auth import Identity
 from pipeline.hub.webhooks import outbox
-from pipeline.hub.webhooks.states import WebhookEvent
 from pipeline.hub.webhooks.store import (
     CreateWebhook,
     HubWatchedItem,
@@ -75,7 +74,7 @@ def change(
         before = get_webhook(connection, id)
         after = update_webhook(connection, id, new, hub.cipher)
         if after.target_and_proof != before.target_and_proof:
-            outbox.restart(connection, after, "changed")
+            outbox.restart(connection, after)
         described = _described(hub, connection, get_webhook(connection, id))
     hub.log.wake()
     return _changed(described)
@@ -85,14 +84,14 @@ def change(
 def enable(hub: HubOf, _: Person, id: str) -> Json:
     """Enables a webhook that is disabled or suspended. The pending deliveries of the webhook are
     sent at once, and earlier failures do not count any more."""
-    return _restart(hub, id, "enabled")
+    return _restart(hub, id, disabled=False)
 
 
 @router.post("/{id}/disable")
 def disable(hub: HubOf, _: Person, id: str) -> Json:
     """Disables a webhook. Its pending deliveries wait until it is enabled. For events that happen
     in the meantime, it gets no deliveries."""
-    return _restart(hub, id, "disabled")
+    return _restart(hub, id, disabled=True)
 
 
 @router.delete("/{id}")
@@ -102,9 +101,9 @@ def remove(hub: HubOf, _: Person, id: str) -> Json:
     return {}
 
 
-def _restart(hub: Hub, id: str, event: WebhookEvent) -> Json:
+def _restart(hub: Hub, id: str, *, disabled: bool) -> Json:
     with hub.database.write() as connection:
-        outbox.restart(connection, get_webhook(connection, id), event)
+        outbox.restart(connection, get_webhook(connection, id), disabled=disabled)
         described = _described(hub, connection, get_webhook(connection, id))
     hub.log.wake()
     return {"webhook": described}

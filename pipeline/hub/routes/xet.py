@@ -33,7 +33,7 @@ def write_token(request: Request, hub: HubOf, repository: Readable) -> JSONRespo
     store = XetStore.current(repository.folder)
     expires = int(time.time()) + LIFETIME_SECONDS
     url = f"{hub_url(request)}{PREFIX}{repository.id}/{store.id}"
-    token = hub.xet_tokens.make(repository.id, store.id, expires)
+    token = hub.xet_tokens.make(repository.id, store.id)
     headers = {
         "X-Xet-Cas-Url": url,
         "X-Xet-Access-Token": token,
@@ -45,7 +45,7 @@ def write_token(request: Request, hub: HubOf, repository: Readable) -> JSONRespo
 def _store(request: Request, hub: HubOf, repository_id: str, store_id: str) -> XetStore:
     """The store for which the token is valid. Raises Unauthorized, and RepositoryNotFound if the
     repository does not exist any more."""
-    hub.xet_tokens.check(request, repository_id, store_id)
+    hub.xet_tokens.check(request.headers.get("authorization", ""), repository_id, store_id)
     return XetStore(hub.find_by_id(repository_id).folder, store_id)
 
 

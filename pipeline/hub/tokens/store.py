@@ -12,16 +12,15 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import get_args
 
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import delete, insert, select, update
 from sqlalchemy.exc import OperationalError
 
 from pipeline.hub.database import Database
-from pipeline.hub.errors import BadRequest, Conflict, RepositoryNotFound, TokenNotFound
-from pipeline.hub.http_json import iso_time
-from pipeline.hub.repositories.names import repository_name
+from pipeline.hub.errors import BadRequest, Conflict, TokenNotFound
+from pipeline.hub.repositories.names import RepositoryName, repository_name
 from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.schema import tokens as table
 from pipeline.hub.tokens.auth import Identity, Role
@@ -32,18 +31,6 @@ USE_IS_STORED_EVERY_SECONDS = 60.0
 Json = dict[str, object]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredToken:
-    name: str
-    role: Role
-    repositories: tuple[str, ...] | None
-    """The ids of the only repositories that it reaches. None if it reaches all."""
-    created_at: float
-    last_used_at: float | None
-    """The time of its last use. It may be up to a minute too early, because it is stored at most
-    once a minute. None if the token was never used."""
 
 
 def check_name(name: str) -> None:
@@ -67,51 +54,60 @@ def create_token(
     shows the token."""
     if role not in get_args(Role):
         raise BadRequest(f"{role!r} is not a role: choose read or write.")
+    check_name(name)
+    token = f"hf_{secrets.token_hex(20)}"
     with database.write() as connection:
-        ids = []
-        for item in reaches:
-            type, _, id = item.partition(":")
-            owner, slash, short = id.partition("/")
-            if not slash:
-                raise BadRequest(
-                    f"{item!r} does not name a repository: write its type, owner and name, such as "
-                    "dataset:owner/name."
-                )
-            wanted = repository_name(type, owner, short)
-            ids.append(repositories.find(connection, wanted).id)
-        token = _insert(
-            connection,
-            name,
-            role,  # type: ignore[arg-type]
-            ids or None,
+        ids = [repositories.find(connection, _named(item)).id for item in reaches]
+        if connection.execute(select(table.c.id).where(table.c.name == name)).first() is not None:
+            raise Conflict(
+                f"There is a token {name!r} already: revoke it first, or choose another name."
+            )
+        connection.execute(
+            insert(table).values(
+                id=secrets.token_hex(12),
+                name=name,
+                digest=_digest(token.encode()),
+                role=role,
+                repositories=ids or None,
+                created_at=time.time(),
+            )
         )
     return {"name": name, "role": role, "token": token}
 
 
+def _named(item: str) -> RepositoryName:
+    type, _, id = item.partition(":")
+    owner, slash, short = id.partition("/")
+    if not slash:
+        raise BadRequest(
+            f"{item!r} does not name a repository: write its type, owner and name, such as "
+            "dataset:owner/name."
+        )
+    return repository_name(type, owner, short)
+
+
 def list_tokens(database: Database, repositories: Repositories) -> list[Json]:
     with database.read() as connection:
-        items: list[Json] = []
-        for row in connection.execute(select(table).order_by(table.c.created_at)).all():
-            token = _from_row(row)
-            names = None
-            if token.repositories is not None:
-                names = []
-                for id in token.repositories:
-                    try:
-                        name = repositories.find_by_id(connection, id).name
-                        names.append(f"{name.type}:{name.id}")
-                    except RepositoryNotFound:
-                        names.append("(deleted)")
-            items.append(
-                {
-                    "name": token.name,
-                    "role": token.role,
-                    "repositories": names,
-                    "createdAt": iso_time(token.created_at),
-                    "lastUsedAt": token.last_used_at and iso_time(token.last_used_at),
-                }
-            )
-        return items
+        names = {each.id: each.name for each in repositories.all(connection)}
+        return [
+            {
+                "name": row.name,
+                "role": row.role,
+                "repositories": row.repositories
+                and [_full_name(names.get(id)) for id in row.repositories],
+                "createdAt": _iso(row.created_at),
+                "lastUsedAt": row.last_used_at and _iso(row.last_used_at),
+            }
+            for row in connection.execute(select(table).order_by(table.c.created_at))
+        ]
+
+
+def _full_name(name: RepositoryName | None) -> str:
+    return "(deleted)" if name is None else f"{name.type}:{name.id}"
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 def revoke_token(database: Database, name: str) -> Json:
@@ -130,7 +126,7 @@ def identity_of_token(database: Database, token: bytes, user: str) -> Identity |
     digest = _digest(token)
     with database.read() as connection:
         row = connection.execute(select(table).where(table.c.digest == digest)).one_or_none()
-    if row is None or not secrets.compare_digest(row.digest, digest):
+    if row is None:
         return None
     now = time.time()
     if row.last_used_at is None or now - row.last_used_at >= USE_IS_STORED_EVERY_SECONDS:
@@ -143,48 +139,13 @@ def identity_of_token(database: Database, token: bytes, user: str) -> Identity |
             logger.warning(
                 "the hub cannot store that the token %r was used: %s", row.name, error.orig
             )
-    stored = _from_row(row)
     return Identity(
         user=user,
-        role=stored.role,
-        token_name=stored.name,
-        repositories=None if stored.repositories is None else frozenset(stored.repositories),
+        role=row.role,
+        token_name=row.name,
+        repositories=None if row.repositories is None else frozenset(row.repositories),
     )
-
-
-def _insert(
-    connection: Connection, name: str, role: Role, repositories: Sequence[str] | None
-) -> str:
-    """Creates a token and returns it. Nobody can read the token later. `repositories` are ids, or
-    None for all. Raises BadRequest for an invalid name, and Conflict if the name is in use."""
-    check_name(name)
-    if connection.execute(select(table.c.id).where(table.c.name == name)).first() is not None:
-        raise Conflict(
-            f"There is a token {name!r} already: revoke it first, or choose another name."
-        )
-    token = f"hf_{secrets.token_hex(20)}"
-    connection.execute(
-        insert(table).values(
-            id=secrets.token_hex(12),
-            name=name,
-            digest=_digest(token.encode()),
-            role=role,
-            repositories=None if repositories is None else list(repositories),
-            created_at=time.time(),
-        )
-    )
-    return token
 
 
 def _digest(token: bytes) -> str:
     return hashlib.sha256(token).hexdigest()
-
-
-def _from_row(row: Row[tuple[object, ...]]) -> StoredToken:
-    return StoredToken(
-        name=row.name,
-        role=row.role,
-        repositories=None if row.repositories is None else tuple(row.repositories),
-        created_at=row.created_at,
-        last_used_at=row.last_used_at,
-    )

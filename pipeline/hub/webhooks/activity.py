@@ -3,15 +3,16 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import Connection, Row, Select, select
+from sqlalchemy import Connection, select, update
 
 from pipeline.hub.errors import WebhookNotFound
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.schema import deliveries as table
 from pipeline.hub.schema import events
 from pipeline.hub.webhooks import outbox
-from pipeline.hub.webhooks.states import DeliveryStatus, move_deliveries
+from pipeline.hub.webhooks.outbox import DeliveryStatus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +37,21 @@ class OutboxDelivery:
     payload: str
 
 
+_ACTIVITY = select(
+    *(column for column in table.c if column.name not in ("event_seq", "queued_at")),
+    events.c.action,
+    events.c.scope,
+    events.c.updated_refs,
+    (events.c.type + ":" + events.c.owner + "/" + events.c.name).label("repository"),
+).join(events, events.c.seq == table.c.event_seq)
+
+
 def list_deliveries(
     connection: Connection, webhook_id: str | None, *, status: DeliveryStatus | None, limit: int
 ) -> Sequence[OutboxDelivery]:
     """At most `limit` deliveries, those of the newest events first. `webhook_id` None means every
     webhook, and `status` None means every state."""
-    query = _activity()
+    query = _ACTIVITY
     if webhook_id is not None:
         query = query.where(table.c.webhook_id == webhook_id)
     if status is not None:
@@ -52,28 +62,21 @@ def list_deliveries(
     return [_from_row(row) for row in rows]
 
 
-def get_delivery(connection: Connection, webhook_id: str, delivery_id: str) -> OutboxDelivery:
-    """Raises WebhookNotFound if the webhook has no delivery of this id."""
-    row = connection.execute(
-        _activity().where(table.c.id == delivery_id, table.c.webhook_id == webhook_id)
-    ).one_or_none()
+def get_delivery(
+    connection: Connection, webhook_id: str | None, delivery_id: str
+) -> OutboxDelivery:
+    """Raises WebhookNotFound if the webhook, or any webhook if `webhook_id` is None, has no
+    delivery of this id."""
+    query = _ACTIVITY.where(table.c.id == delivery_id)
+    if webhook_id is not None:
+        query = query.where(table.c.webhook_id == webhook_id)
+    row = connection.execute(query).one_or_none()
     if row is None:
         raise WebhookNotFound(
-            f"Webhook {webhook_id!r} has no delivery {delivery_id!r}: list its deliveries with "
-            f"`pipeline webhooks deliveries {webhook_id}`."
+            f"There is no delivery {delivery_id!r}: list the deliveries with "
+            f"`pipeline webhooks deliveries{' ' + webhook_id if webhook_id else ''}`."
         )
     return _from_row(row)
-
-
-def webhook_of(connection: Connection, delivery_id: str) -> str:
-    """The id of the webhook that gets this delivery. Raises WebhookNotFound for an unknown id."""
-    found = connection.scalar(select(table.c.webhook_id).where(table.c.id == delivery_id))
-    if found is None:
-        raise WebhookNotFound(
-            f"There is no delivery {delivery_id!r} here: list the deliveries with "
-            "`pipeline webhooks deliveries`."
-        )
-    return str(found)
 
 
 def replay_delivery(
@@ -96,37 +99,11 @@ def replay_delivery(
             replay_of=delivery_id,
         )
         return get_delivery(connection, webhook_id, id)
-    move_deliveries(
-        connection,
-        "replayed",
-        table.c.id == delivery_id,
-        attempt=0,
-        queued_at=time.time(),
-    )
+    again = {"status": "pending", "attempt": 0, "queued_at": time.time()}
+    connection.execute(update(table).where(table.c.id == delivery_id).values(again))
     return get_delivery(connection, webhook_id, delivery_id)
 
 
-def _activity() -> Select[tuple[object, ...]]:
-    return select(table, events).join(events, events.c.seq == table.c.event_seq)
-
-
-def _from_row(row: Row[tuple[object, ...]]) -> OutboxDelivery:
-    values = row._mapping
-    return OutboxDelivery(
-        id=values[table.c.id],
-        webhook_id=values[table.c.webhook_id],
-        status=values[table.c.status],
-        repository=f"{values[events.c.type]}:{values[events.c.owner]}/{values[events.c.name]}",
-        action=values[events.c.action],
-        scope=values[events.c.scope],
-        updated_refs=tuple(RefChange(**change) for change in values[events.c.updated_refs]),
-        created_at=values[table.c.created_at],
-        attempt=values[table.c.attempt],
-        last_attempt_at=values[table.c.last_attempt_at],
-        response_status=values[table.c.response_status],
-        response_head=values[table.c.response_head],
-        error=values[table.c.error],
-        milliseconds=values[table.c.milliseconds],
-        replay_of=values[table.c.replay_of],
-        payload=values[table.c.payload],
-    )
+def _from_row(row: Any) -> OutboxDelivery:
+    changes = tuple(RefChange(**change) for change in row.updated_refs)
+    return OutboxDelivery(**row._asdict() | {"updated_refs": changes})

@@ -8,7 +8,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from sqlalchemy.exc import OperationalError
 
@@ -35,7 +36,6 @@ _STATUS_CHANGE_LOGS: dict[StatusChange, str] = {
     "`pipeline webhooks enable` enables it again.",
 }
 
-Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 
 
@@ -108,14 +108,12 @@ class Deliverer:
                     worker = asyncio.create_task(self._work(webhook_id, more))
                     self._workers[webhook_id] = (worker, more)
 
-    async def _persist(
-        self, act: Callable[Arguments, Answer], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Answer:
+    async def _persist(self, act: Callable[[], Answer]) -> Answer:
         """Calls `act`, which uses the database. If the disk is full or the database is locked,
         calls `act` again until it succeeds."""
         while True:
             try:
-                return await asyncio.to_thread(act, *args, **kwargs)
+                return await asyncio.to_thread(act)
             except OperationalError as error:
                 logger.error(
                     "the hub cannot use its database of deliveries, trying again in %g s: %s",
@@ -149,7 +147,7 @@ class Deliverer:
     async def _deliver_all(self, poster: Poster, webhook_id: str, more: asyncio.Event) -> None:
         while True:
             more.clear()
-            found = await self._persist(self._next, webhook_id)
+            found = await self._persist(partial(self._next, webhook_id))
             if found is None:
                 if more.is_set():
                     continue
@@ -163,7 +161,7 @@ class Deliverer:
                 await _wait(more, wait)
                 continue
             attempt = await self._attempt(poster, due, webhook)
-            await self._persist(self._settle, due, webhook, attempt)
+            await self._persist(partial(self._settle, due, webhook, attempt))
 
     def _next(self, webhook_id: str) -> tuple[Due, StoredWebhook] | None:
         with self._database.read() as connection:
@@ -178,12 +176,7 @@ class Deliverer:
             status, change = outbox.settle(connection, due, webhook, attempt, self._settings)
         # Not by the status alone: a delivery that was taken is pending if a person replayed it
         # during the attempt.
-        if attempt.succeeded:
-            result = "delivered"
-        elif status == "pending":
-            result = "refused" if attempt.refused else "failed"
-        else:
-            result = status
+        result = "delivered" if attempt.succeeded else "dead" if status == "dead" else "failed"
         self._metrics.deliveries.labels(result=result).inc()
         if change is not None:
             logger.error(_STATUS_CHANGE_LOGS[change], webhook.id, webhook.target)
@@ -209,7 +202,8 @@ class Deliverer:
         """Makes one attempt. Never raises: any error becomes the `error` of the attempt."""
         try:
             if webhook.url is not None:
-                return await poster.post(due, webhook.url, self._cipher.decrypt_secret(webhook))
+                secret = self._cipher.decrypt(webhook.encrypted_secret)
+                return await poster.post(due, webhook.url, secret)
             if self._launcher is not None:
                 return await asyncio.to_thread(self._launcher.launch, due, webhook, self._cipher)
             error = "this hub was started without a job store, so its webhooks cannot start jobs"

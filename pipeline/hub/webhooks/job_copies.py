@@ -10,7 +10,7 @@ from jobs.spec import JobSpec, RevisionRange
 from jobs.store import Delivery, JobStore
 from pipeline.hub.errors import HubError
 from pipeline.hub.webhooks.outbox import Attempt, Due
-from pipeline.hub.webhooks.store import SecretCipher, StoredWebhook
+from pipeline.hub.webhooks.store import SecretCipher, StoredWebhook, variables_of
 from receiver.payload import PING, WebhookPayload
 
 
@@ -64,27 +64,22 @@ class JobLauncher:
         # The store recognises a repeated delivery by its id. A forced replay has a new id, so it
         # starts another job.
         delivery = Delivery(source=f"webhook/{webhook.id}", id=due.id, body=due.payload)
-        copy = self._copy(source, due, webhook, cipher)
-        return {"job": self._store.submit(copy, payload=payload, delivery=delivery).job.id}
-
-    def _copy(
-        self, source: JobSpec, due: Due, webhook: StoredWebhook, cipher: SecretCipher
-    ) -> JobSpec:
-        return source.model_copy(
+        copy = source.model_copy(
             update={
                 "sealed_env": self._sealed_env(source, webhook, cipher),
                 "revisions": _revisions(source, due),
                 "labels": {**source.labels, "webhook": webhook.id, "copy-of": webhook.job_id or ""},
             }
         )
+        return {"job": self._store.submit(copy, payload=payload, delivery=delivery).job.id}
 
     def _sealed_env(
         self, source: JobSpec, webhook: StoredWebhook, cipher: SecretCipher
     ) -> str | None:
         """The encrypted secrets of the copy: those of the source and those of the webhook. If both
         have the same variable, the webhook's value counts."""
-        variables = cipher.decrypt_variables(webhook)
-        if (secret := cipher.decrypt_secret(webhook)) is not None:
+        variables = variables_of(webhook, cipher)
+        if (secret := cipher.decrypt(webhook.encrypted_secret)) is not None:
             variables["WEBHOOK_SECRET"] = secret
         if not variables:
             return source.sealed_env

@@ -16,31 +16,19 @@ it sends the delivery again after its restart. A receiver gets each delivery at 
 import random
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sqlalchemy import Connection, ScalarSelect, and_, delete, exists, insert, select, text
-from sqlalchemy.sql.elements import ColumnElement
+from sqlalchemy import Connection, ScalarSelect, and_, delete, exists, insert, select, text, update
 
 from pipeline.hub.database import Database
 from pipeline.hub.schema import deliveries as table
 from pipeline.hub.schema import events, webhooks
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks.states import (
-    DELIVERY_MOVES,
-    DeliveryEvent,
-    DeliveryStatus,
-    WebhookEvent,
-    move_deliveries,
-    move_webhook,
-)
 from pipeline.hub.webhooks.store import StoredWebhook, change_webhook, find_webhook
 
 HEAD_CHARACTERS = 1000
 """How many characters of a receiver's answer are stored."""
-PRUNE_BATCH = 200
-"""How many rows one transaction removes."""
 
 # This has no bound value, because SQLite uses the index `deliveries_pending` only for exactly this
 # condition.
@@ -79,6 +67,7 @@ class Attempt:
         return self.response_status is not None and 200 <= self.response_status < 300
 
 
+DeliveryStatus = Literal["pending", "delivered", "dead"]
 StatusChange = Literal["failing", "answered", "gone"]
 
 GONE = 410
@@ -127,23 +116,25 @@ def settle(
     """
     made = due.attempt + (not attempt.refused)
     is_last = not attempt.refused and made >= len(settings.delivery_schedule_seconds)
-    event: DeliveryEvent = "failed"
+    status: DeliveryStatus = "pending"
     if attempt.succeeded:
-        event = "taken"
+        status = "delivered"
     elif is_last and attempt.response_status != GONE:
-        event = "given up"
-    move_deliveries(
-        connection,
-        event,
-        # If a person replayed the delivery during the attempt, it has another `queued_at` and
-        # starts from the beginning. Then the end of this attempt does not change the delivery.
-        *(table.c.id == due.id, table.c.queued_at == due.queued_at),
-        attempt=made,
-        last_attempt_at=attempt.started_at,
-        response_status=attempt.response_status,
-        response_head=attempt.response_head,
-        error=attempt.error,
-        milliseconds=attempt.milliseconds,
+        status = "dead"
+    # If a person replayed the delivery during the attempt, it has another `queued_at` and starts
+    # from the beginning. Then the end of this attempt does not change the delivery.
+    connection.execute(
+        update(table)
+        .where(table.c.id == due.id, table.c.queued_at == due.queued_at)
+        .values(
+            status=status,
+            attempt=made,
+            last_attempt_at=attempt.started_at,
+            response_status=attempt.response_status,
+            response_head=attempt.response_head,
+            error=attempt.error,
+            milliseconds=attempt.milliseconds,
+        )
     )
     stored: DeliveryStatus = connection.scalar(
         select(table.c.status).where(table.c.id == due.id)
@@ -154,10 +145,10 @@ def settle(
     if current is None or not (attempt.succeeded or current.stands_as(webhook)):
         return stored, None
     if attempt.succeeded:
-        restart(connection, current, "answered")
+        restart(connection, current)
         return stored, "answered" if current.suspended_at is not None else None
     if attempt.response_status == GONE:
-        restart(connection, current, "gone")
+        restart(connection, current, disabled=True)
         return stored, "gone"
     since = current.failing_since or attempt.started_at
     wait = _wait_seconds(attempt, made, attempt.started_at - since, is_last, settings)
@@ -165,7 +156,7 @@ def settle(
     is_due = attempt.started_at - since >= settings.suspend_after_seconds
     if not is_due or current.suspended_at is not None:
         return stored, None
-    move_webhook(connection, current.id, current.status, "failing")
+    change_webhook(connection, current, suspended_at=time.time())
     return stored, "failing"
 
 
@@ -185,11 +176,20 @@ def _wait_seconds(
     return max(settings.delivery_schedule_seconds[made] * jitter, asked)
 
 
-def restart(connection: Connection, webhook: StoredWebhook, event: WebhookEvent) -> None:
-    """Moves the webhook to the state that follows `event`, and forgets its failures. The head of
-    its queue is due now."""
-    move_webhook(connection, webhook.id, webhook.status, event)
-    change_webhook(connection, webhook, failing_since=None, retry_at=None)
+def restart(
+    connection: Connection, webhook: StoredWebhook, *, disabled: bool | None = None
+) -> None:
+    """Forgets the failures of the webhook, so that it is not suspended, and the head of its queue
+    is due now. Also disables or enables it, unless `disabled` is None."""
+    changed = webhook.disabled if disabled is None else disabled
+    change_webhook(
+        connection,
+        webhook,
+        disabled=changed,
+        failing_since=None,
+        suspended_at=None,
+        retry_at=None,
+    )
 
 
 def retry_now(connection: Connection, webhook: StoredWebhook) -> None:
@@ -213,7 +213,7 @@ def put(
             webhook_id=webhook_id,
             event_seq=event_seq,
             payload=payload,
-            status=DELIVERY_MOVES["queued"].target,
+            status="pending",
             attempt=0,
             created_at=now,
             queued_at=now,
@@ -224,30 +224,17 @@ def put(
 
 
 def prune(database: Database, *, keep_days: float) -> None:
-    """Removes deliveries that became delivered or dead more than `keep_days` days ago. Then removes
-    events that are older than this and have no delivery. Reads the old rows without a lock and
-    deletes a few at a time, so that no push waits long."""
+    """Removes deliveries that became delivered or dead more than `keep_days` days ago, and events
+    that are older than this and have no delivery. A power cut may undo this relaxed write; the next
+    call then removes the rows again."""
     before = time.time() - 86400 * keep_days
-    _remove(database, table.c.id, _is_over(before))
-    told = exists().where(table.c.event_seq == events.c.seq)
-    _remove(database, events.c.seq, and_(events.c.created_at < before, ~told))
-
-
-def _is_over(before: float) -> ColumnElement[bool]:
-    return and_(
+    is_over = and_(
         table.c.last_attempt_at < before,
         table.c.created_at < before,
         table.c.queued_at < before,
         table.c.status != "pending",
     )
-
-
-def _remove(database: Database, key: ColumnElement[object], is_over: ColumnElement[bool]) -> None:
-    with database.read() as connection:
-        keys: Sequence[object] = connection.scalars(select(key).where(is_over)).all()
-    for first in range(0, len(keys), PRUNE_BATCH):
-        # Check the condition again, because a person may have replayed a delivery after the read.
-        # A power cut may undo this relaxed write. The next call then removes the rows again.
-        with database.write_relaxed() as connection:
-            batch = key.in_(keys[first : first + PRUNE_BATCH])
-            connection.execute(delete(key.table).where(batch, is_over))
+    told = exists().where(table.c.event_seq == events.c.seq)
+    with database.write_relaxed() as connection:
+        connection.execute(delete(table).where(is_over))
+        connection.execute(delete(events).where(events.c.created_at < before, ~told))

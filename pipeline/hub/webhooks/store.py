@@ -20,7 +20,6 @@ from pipeline.hub.errors import BadRequest, HubError, WebhookNotFound
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.schema import webhooks as table
 from pipeline.hub.webhooks.addresses import check_literal
-from pipeline.hub.webhooks.states import WEBHOOK_MOVES, webhook_columns
 from receiver.verify import check_signing_secret
 from receiver.webhooks import Domain, WatchedItem, WebhookStatus
 
@@ -118,6 +117,7 @@ class StoredWebhook:
     failing_since: float | None
     """The time of the first failed attempt since the last successful one. None if there is none."""
     suspended_at: float | None
+    created_at: float
     retry_at: float | None
     """The head of the queue is sent at this time; at once if this is None."""
 
@@ -174,38 +174,29 @@ class SecretCipher:
     def encrypt(self, secret: str | None) -> bytes | None:
         return self.seal(secret) if secret else None
 
-    def encrypt_variables(self, variables: Mapping[str, str]) -> bytes | None:
-        return self.encrypt(json.dumps(variables)) if variables else None
-
     def seal(self, value: str) -> bytes:
         return self._fernet.encrypt(value.encode())
 
-    def unseal(self, sealed: bytes, what: str) -> str:
-        """Decrypts a value. `what` names it in the message. Raises HubError if the key is wrong."""
+    def decrypt(self, sealed: bytes | None) -> str | None:
+        """None if nothing is sealed. Raises HubError if the key is wrong."""
         try:
-            return self._fernet.decrypt(sealed).decode()
+            return None if sealed is None else self._fernet.decrypt(sealed).decode()
         except InvalidToken:
             raise HubError(
-                f"The {what} was encrypted with another key: "
-                "set it again, or start the hub with the old key."
+                "The secret was encrypted with another key: set it again, or start the hub with "
+                "the old key."
             ) from None
 
-    def decrypt_secret(self, webhook: StoredWebhook) -> str | None:
-        """None if the webhook has no secret. Raises HubError if the secret was encrypted with
-        another key."""
-        return self._decrypted(webhook.encrypted_secret, webhook)
 
-    def decrypt_variables(self, webhook: StoredWebhook) -> dict[str, str]:
-        """The secret environment variables of the jobs that the webhook starts. Raises HubError if
-        they were encrypted with another key."""
-        text = self._decrypted(webhook.encrypted_secrets, webhook)
-        variables: dict[str, str] = {} if text is None else json.loads(text)
-        return variables
+def variables_of(webhook: StoredWebhook, cipher: SecretCipher) -> dict[str, str]:
+    """The secret environment variables of the jobs that the webhook starts. Raises HubError if they
+    were encrypted with another key."""
+    variables: dict[str, str] = json.loads(cipher.decrypt(webhook.encrypted_secrets) or "{}")
+    return variables
 
-    def _decrypted(self, sealed: bytes | None, webhook: StoredWebhook) -> str | None:
-        if sealed is None:
-            return None
-        return self.unseal(sealed, f"secret of webhook {webhook.id}")
+
+def _as_text(variables: Mapping[str, str]) -> str | None:
+    return json.dumps(variables) if variables else None
 
 
 def list_webhooks(connection: Connection) -> list[StoredWebhook]:
@@ -254,13 +245,13 @@ def create_webhook(
     connection.execute(
         insert(table).values(
             id=id,
-            url=request.url or "",
+            url=request.url,
             job_id=request.jobSourceId,
             watched=[item.model_dump() for item in request.watched],
             domains=list(request.domains),
             encrypted_secret=cipher.encrypt(request.secret),
-            encrypted_secrets=cipher.encrypt_variables(request.secrets or {}),
-            **webhook_columns(WEBHOOK_MOVES["created"].target),
+            encrypted_secrets=cipher.encrypt(_as_text(request.secrets or {})),
+            disabled=False,
             created_at=time.time(),
         )
     )
@@ -278,18 +269,16 @@ def update_webhook(
     if request.url is not None:
         changes |= {"url": request.url, "job_id": None, "encrypted_secrets": None}
     elif request.jobSourceId is not None:
-        changes |= {"url": "", "job_id": request.jobSourceId}
+        changes |= {"url": None, "job_id": request.jobSourceId}
     if request.secrets is not None:
         if (webhook.job_id is None and request.jobSourceId is None) or request.url is not None:
             raise BadRequest("secrets: only a webhook that starts a job has any: leave them out.")
         try:
-            known = cipher.decrypt_variables(webhook)
+            known = variables_of(webhook, cipher)
         except HubError:
             known = {}
-        merged = known | request.secrets
-        changes["encrypted_secrets"] = cipher.encrypt_variables(
-            {k: v for k, v in merged.items() if v}
-        )
+        merged = {name: value for name, value in (known | request.secrets).items() if value}
+        changes["encrypted_secrets"] = cipher.encrypt(_as_text(merged))
     if request.watched:
         changes["watched"] = [item.model_dump() for item in request.watched]
     if request.domains is not None:
@@ -307,16 +296,5 @@ def delete_webhook(connection: Connection, id: str) -> None:
 
 
 def _from_row(row: Row[tuple[object, ...]]) -> StoredWebhook:
-    return StoredWebhook(
-        id=row.id,
-        url=row.url or None,
-        job_id=row.job_id,
-        watched=tuple(HubWatchedItem(**item) for item in row.watched),
-        domains=tuple(row.domains),
-        encrypted_secret=row.encrypted_secret,
-        encrypted_secrets=row.encrypted_secrets,
-        disabled=row.disabled,
-        failing_since=row.failing_since,
-        suspended_at=row.suspended_at,
-        retry_at=row.retry_at,
-    )
+    watched = tuple(HubWatchedItem(**item) for item in row.watched)
+    return StoredWebhook(**row._asdict() | {"watched": watched, "domains": tuple(row.domains)})
