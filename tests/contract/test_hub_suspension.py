@@ -11,7 +11,6 @@ from receiver.webhooks import get_webhook
 from tests.hub_fixtures import (
     Receiver,
     RunningHub,
-    recording_receiver,
     running_hub,
     wait_until,
 )
@@ -87,20 +86,6 @@ def test_what_used_up_its_schedule_is_dead_for_itself_alone(
         assert status(hub, id) == "suspended"
         hub.create_dataset("local/b")
         wait_until(lambda: states(hub, id) == ["dead", "delivered"])
-        assert status(hub, id) == "enabled"
-
-
-def test_what_nobody_listened_to_is_sent_when_the_receiver_is_back(tmp_path: Path) -> None:
-    settings = PATIENT | {"refused_min_seconds": 0.01, "refused_max_seconds": 0.05}
-    with recording_receiver() as gone:
-        port = int(gone.url.split("/")[2].rpartition(":")[2])
-    with running_hub(tmp_path / "hub", **settings) as hub:
-        id = hub.api.create_webhook(url=gone.url, watched=WATCHED).id
-        hub.create_dataset("local/a")
-        wait_until(lambda: status(hub, id) == "suspended")
-        with recording_receiver(port) as back:
-            wait_until(lambda: states(hub, id) == ["delivered"])
-            assert told(back) == ["local/a"]
         assert status(hub, id) == "enabled"
 
 

@@ -298,15 +298,6 @@ def test_a_repository_put_into_the_folder_is_found_at_start(tmp_path: Path) -> N
         assert [one.id for one in hub.api.list_datasets()] == ["local/brought"]
 
 
-def test_webhooks_and_repositories_outlive_the_hub(tmp_path: Path) -> None:
-    with running_hub(tmp_path / "hub") as hub:
-        hub.create_dataset("local/facts")
-        created = hub.api.create_webhook(url="http://127.0.0.1:9/", watched=WATCHED)
-    with running_hub(tmp_path / "hub") as hub:
-        assert [one.id for one in hub.api.list_webhooks()] == [created.id]
-        assert hub.api.repo_exists("local/facts", repo_type="dataset")
-
-
 def test_a_second_hub_in_one_folder_is_refused(hub: RunningHub) -> None:
     with pytest.raises(HubError, match="Another hub uses"):
         create_app(hub.settings, hub.root, token=TOKEN, secret_key=SECRET_KEY)

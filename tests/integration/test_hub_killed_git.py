@@ -95,7 +95,7 @@ def test_a_git_that_outlived_its_hub_is_ended_before_the_next_one_starts(tmp_pat
         git_that_hangs.stdin.flush()
         wait_until(lambda: locks(repository))
         with running_hub(root) as hub:
-            assert git_that_hangs.wait(10) == -signal.SIGTERM
+            assert git_that_hangs.wait(10) == -signal.SIGKILL
             hub.git("remote", "set-url", "origin", f"{hub.url}/datasets/local/facts", cwd=worktree)
             push(hub, worktree)
     finally:

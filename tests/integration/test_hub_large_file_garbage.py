@@ -10,7 +10,6 @@ import pytest
 from pipeline.hub.large_files import xet_store
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.large_files.xet_store import XetStore
-from pipeline.hub.repositories.garbage import collect_garbage
 from pipeline.hub.repositories.purge import purge
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.state_folder import stopped_hub
@@ -69,20 +68,6 @@ def test_gc_keeps_what_a_commit_names_and_what_has_just_come(place: Place) -> No
     assert answer == {"released": 0, "large_bytes": len(b"nobody's")}
     assert place.contents() == {b"first", b"second", b"just come"}
     assert XetStore.current(place.files.incoming.parents[1]).id == store.id
-
-
-def test_gc_of_a_stopped_hub_takes_a_parameter(tmp_path: Path) -> None:
-    with running_hub(tmp_path / "hub", reconcile_seconds=3600) as hub:
-        place = Place(tmp_path, hub)
-        place.push("a.bin", b"first")
-    place.files.store([b"just come"], None, 9)
-    repository = stopped(place)
-    store = XetStore.current(repository.folder)
-    with stopped_hub(place.root) as (database, _):
-        collected = collect_garbage(repository, database, None, grace_seconds=0)
-    assert (collected.num_commits, collected.large_bytes) == (0, 9)
-    assert place.contents() == {b"first"}
-    assert XetStore.current(repository.folder).id != store.id
 
 
 def test_a_file_that_is_asked_for_again_is_kept_until_its_commit_comes(place: Place) -> None:

@@ -127,7 +127,7 @@ def test_a_worker_that_meets_a_damaged_row_goes_on_and_holds_up_no_other(
             lambda: len(receivers[0].received) == 1,
             repair=lambda: outbox.sql(change, '[{"type": "user", "name": "local"}]', outbox.ids[0]),
         )
-    assert f"webhook {outbox.ids[0]}: an error stopped its deliveries" in caplog.text
+    assert "webhook: an error stopped the deliveries" in caplog.text
 
 
 def test_a_damaged_payload_is_an_attempt_that_failed(

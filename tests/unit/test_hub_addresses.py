@@ -16,8 +16,6 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pipeline.hub.webhooks import posting
@@ -71,20 +69,6 @@ def test_loopback_private_and_public_addresses_may_be_called(text: str) -> None:
 def test_a_spelling_hides_no_address(host: str) -> None:
     with pytest.raises(Unreachable, match="no webhook may call"):
         asyncio.run(resolve(host, 80))
-
-
-@given(st.ip_addresses(v=4, network="169.254.0.0/16"))
-def test_no_form_of_a_link_local_address_passes(address: ipaddress.IPv4Address) -> None:
-    number = int(address)
-    for form in (
-        address,
-        ipaddress.IPv6Address(0xFFFF << 32 | number),
-        ipaddress.IPv6Address(0x2002 << 112 | number << 80),
-        ipaddress.IPv6Address((0x64FF9B << 96) | number),
-        ipaddress.IPv6Address((0x64FF9B0001 << 80) | number),
-        ipaddress.IPv6Address(0x20010000 << 96 | number ^ 0xFFFFFFFF),
-    ):
-        assert is_forbidden(form)
 
 
 def post(url: str, secret: str | None = None) -> Attempt:

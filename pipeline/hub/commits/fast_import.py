@@ -4,19 +4,18 @@ The caller holds the repository's lock. The format that `git fast-import` reads 
 https://git-scm.com/docs/git-fast-import.
 """
 
-import contextlib
 import secrets
-import subprocess
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO
 
 from pipeline.hub.commits.checks import Change, check_changes
 from pipeline.hub.contents.attributes import ATTRIBUTES_FILE, NEW_REPOSITORY
 from pipeline.hub.contents.history import read_commit
-from pipeline.hub.errors import BadRequest, DiskFull, EntryNotFound, HubError, PreconditionFailed
-from pipeline.hub.git.process import INCOMING_PREFIX, PLACE, git, git_environment, is_disk_full
+from pipeline.hub.errors import BadRequest, EntryNotFound, HubError, PreconditionFailed
+from pipeline.hub.git.cleanup import clear_repository
+from pipeline.hub.git.process import INCOMING_PREFIX, git
 from pipeline.hub.repositories.names import DEFAULT_BRANCH
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repository
@@ -98,7 +97,7 @@ def import_commit(repository: Repository, parent: str | None, new: NewCommit) ->
     removes it if the caller adds none. Raises DiskFull."""
     incoming = f"{INCOMING_PREFIX}{secrets.token_hex(8)}"
     try:
-        run_fast_import(repository, _stream(incoming, parent, new))
+        _run_fast_import(repository, _stream(incoming, parent, new))
         return git(repository.folder, "rev-parse", "--verify", incoming).decode().strip()
     finally:
         # Ask git only if the ref exists: on a full disk, git fails even if there is no such ref.
@@ -132,43 +131,16 @@ def _quoted(path: str) -> bytes:
     return f'"{escaped}"'.encode()
 
 
-def run_fast_import(repository: Repository, stream: Iterable[bytes]) -> None:
-    """Runs one `git fast-import`. `stream` must end with the line `done`. Raises DiskFull."""
-    process = subprocess.Popen(
-        ["git", f"--git-dir={repository.folder}", "fast-import", "--quiet", "--done"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=git_environment({PLACE: str(repository.folder)}),
-    )
-    assert process.stdin is not None and process.stderr is not None
-    try:
-        _write(process.stdin, stream)
-        reason = process.stderr.read().decode(errors="replace").strip()
-    finally:
-        # If the stream broke off, git gets no last line `done`, so it makes no commit.
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        process.stderr.close()
-        process.wait()
-    if process.returncode != 0:
-        for report in repository.folder.glob("fast_import_crash_*"):
-            report.unlink(missing_ok=True)
-        # If the disk was full, an incomplete pack is left. No other process is writing a pack now,
-        # because the caller holds the repository's lock.
-        for pack in repository.folder.glob("objects/pack/tmp_pack_*"):
-            pack.unlink(missing_ok=True)
-        if is_disk_full(reason):
-            raise DiskFull(
-                "The hub could not store the commit, because its disk is full: make room there, "
-                "then send the commit again."
-            )
-        raise HubError(f"git fast-import failed in {repository.folder}: {reason}")
-
-
-def _write(stdin: IO[bytes], stream: Iterable[bytes]) -> None:
-    # If git ends early, the pipe breaks. The caller then reads the reason from standard error.
-    with contextlib.suppress(BrokenPipeError):
+def _run_fast_import(repository: Repository, stream: Iterable[bytes]) -> None:
+    # First into a file, so that git gets nothing if the stream breaks off.
+    with tempfile.TemporaryFile(dir=repository.folder) as file:
         for piece in stream:
-            stdin.write(piece)
-        stdin.close()
+            file.write(piece)
+        file.seek(0)
+        try:
+            git(repository.folder, "fast-import", "--quiet", "--done", stdin=file)
+        except HubError:
+            # Git leaves a report, and an incomplete pack if the disk is full. No other process is
+            # writing a pack now, because the caller holds the repository's lock.
+            clear_repository(repository.folder)
+            raise

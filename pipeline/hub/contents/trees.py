@@ -1,9 +1,7 @@
 """Reads the trees and files of a repository. Changes nothing in it."""
 
 import asyncio
-import contextlib
-import os
-import signal
+import subprocess
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -137,35 +135,22 @@ async def stream_file(
     """Gives `length` bytes of the file from the offset `start`. Only one chunk is in memory."""
     if length == 0:
         return
-    process = await asyncio.create_subprocess_exec(
-        "git",
-        f"--git-dir={repository.folder}",
-        "cat-file",
-        "blob",
-        file.oid,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
+    with subprocess.Popen(
+        ["git", f"--git-dir={repository.folder}", "cat-file", "blob", file.oid],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         env=git_environment(),
-        limit=_CHUNK_BYTES,
-    )
-    assert process.stdout is not None
-    try:
-        while length and (chunk := await process.stdout.read(_CHUNK_BYTES)):
-            start, chunk = max(0, start - len(chunk)), chunk[start : start + length]
-            length -= len(chunk)
-            if chunk:
-                yield chunk
-    finally:
-        # `Process.kill` is not used: if the process has ended, it would collect the exit code,
-        # which asyncio's watcher needs.
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-        # Read the pipe to its end, because asyncio's `wait` also waits until the pipe is closed.
-        while await process.stdout.read(_CHUNK_BYTES):
-            pass
-        await process.wait()
+    ) as process:
+        assert process.stdout is not None
+        try:
+            while length and (chunk := await asyncio.to_thread(process.stdout.read, _CHUNK_BYTES)):
+                start, chunk = max(0, start - len(chunk)), chunk[start : start + length]
+                length -= len(chunk)
+                if chunk:
+                    yield chunk
+        finally:
+            process.kill()
 
 
 def _no_file(repository: Repository, revision: str, path: str, commit: str) -> EntryNotFound:

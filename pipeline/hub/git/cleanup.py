@@ -51,15 +51,14 @@ def end_processes(root: Path) -> None:
     Only Linux shows the environment of a process, by which they are found. On other systems they
     run to their end.
     """
-    pids = set(_processes(root))
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    deadline = time.monotonic() + GRACE_SECONDS
+    while (pids := list(_processes(root))) and time.monotonic() < deadline:
         for pid in pids:
             logger.warning("ending process %d, a git process of an earlier hub", pid)
+            # At once: `clear_repository` removes the locks.
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        deadline = time.monotonic() + GRACE_SECONDS
-        while (pids := set(_processes(root))) and time.monotonic() < deadline:
-            time.sleep(0.02)
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 def _processes(root: Path) -> Iterator[int]:

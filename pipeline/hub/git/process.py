@@ -74,15 +74,10 @@ def lines_of(output: bytes) -> list[str]:
     return output.decode(errors="backslashreplace").removesuffix("\n").split("\n") if output else []
 
 
-def is_disk_full(reason: str) -> bool:
-    """Whether `reason`, an error text of git, says that the disk is full or cannot be written."""
-    return any(words in reason for words in _DISK_FULL)
-
-
 def git(
     folder: Path,
     *arguments: str,
-    stdin: bytes = b"",
+    stdin: bytes | IO[bytes] = b"",
     extra: Mapping[str, str] | None = None,
     may_exit_with: Collection[int] = (),
     seconds: float | None = None,
@@ -90,7 +85,7 @@ def git(
     into: IO[bytes] | None = None,
 ) -> bytes:
     """Runs `git` in the bare repository `folder` and returns what it printed, or writes it to the
-    file `into`.
+    file `into`. `stdin` may be a file, which git reads from its position.
 
     Raises HubError with git's own error text if the exit code is neither 0 nor in `may_exit_with`,
     or DiskFull if this text says that the disk is full. Raises TooSlow, and ends git, if git needs
@@ -99,7 +94,8 @@ def git(
     try:
         done = subprocess.run(
             ["git", f"--git-dir={folder}", *arguments],
-            input=stdin,
+            input=stdin if isinstance(stdin, bytes) else None,
+            stdin=None if isinstance(stdin, bytes) else stdin,
             stdout=subprocess.PIPE if into is None else into,
             stderr=subprocess.PIPE,
             env=git_environment({PLACE: str(folder), **(extra or {})}),
@@ -111,7 +107,7 @@ def git(
         raise HubError("The program 'git' is not on PATH; install git and start again.") from None
     if done.returncode not in (0, *may_exit_with):
         reason = done.stderr.decode(errors="replace").strip()
-        if is_disk_full(reason):
+        if any(words in reason for words in _DISK_FULL):
             raise DiskFull(
                 f"The hub's disk is full (git {arguments[0]}): make room, and try again."
             )

@@ -30,19 +30,14 @@ class Collected:
 
 
 def collect_garbage(
-    repository: Repository,
-    database: Database,
-    needed_commits: NeededCommits | None,
-    *,
-    grace_seconds: float = GRACE_SECONDS,
+    repository: Repository, database: Database, needed_commits: NeededCommits | None
 ) -> Collected:
     """Removes the commits that are on no branch any more, and that neither `needed_commits` nor a
     stored event names. If `needed_commits` is None, it is not known what is needed, and no commit
     is removed. Also removes the large files that no commit names.
 
-    A large file may come before its commit, so it stays for at least `grace_seconds`. The chunks
-    that `hf_xet` has sent are removed if no upload began in the last `grace_seconds`. `hf_xet`
-    sends them again when it needs them.
+    The chunks that `hf_xet` has sent are removed too, if no upload began in the last
+    `GRACE_SECONDS`. `hf_xet` sends them again when it needs them.
 
     The caller holds the repository's lock. Otherwise this would remove the objects of a push that
     is under way, because they have no ref yet.
@@ -58,28 +53,22 @@ def collect_garbage(
                 each[key] for changes in told for each in changes for key in ("old_sha", "new_sha")
             }
         needed = {*needed_commits(), *named} - {None}
-    large_bytes = sweep(repository, needed, grace_seconds=grace_seconds)
-    xet_store.empty(repository.folder, grace_seconds=grace_seconds)
+    large_bytes = sweep(repository, needed)
+    xet_store.empty(repository.folder, grace_seconds=GRACE_SECONDS)
     num_commits = len(before) - len(all_commits(repository))
     return Collected(num_commits=num_commits, large_bytes=large_bytes)
 
 
-def sweep(
-    repository: Repository,
-    needed: Iterable[str],
-    *,
-    grace_seconds: float = GRACE_SECONDS,
-    only_new_files_stay: bool = True,
-) -> int:
+def sweep(repository: Repository, needed: Iterable[str], *, new_files_stay: bool = True) -> int:
     """Removes the git objects that neither a ref nor a commit in `needed` leads to, and the large
-    files that no remaining commit names and that came more than `grace_seconds` ago. If
-    `only_new_files_stay` is false, also removes newer ones that a removed commit names. Returns how
-    many bytes the large files had. The caller holds the repository's lock."""
+    files that no remaining commit names. A large file may come before its commit, so it stays for
+    at least `GRACE_SECONDS`. If `new_files_stay` is false, newer ones that a removed commit names
+    go too. Returns how many bytes the large files had. The caller holds the repository's lock."""
     files = LargeFiles(repository.folder)
     with _kept(repository, needed):
         named = {pointer.oid for pointer in reachable_pointers(repository)}
-        num_bytes = files.remove_others(named, grace_seconds=grace_seconds)
-        if not only_new_files_stay:
+        num_bytes = files.remove_others(named, grace_seconds=GRACE_SECONDS)
+        if not new_files_stay:
             # Before their pointers. If the sweep is killed, the next one still finds the remaining
             # files by the pointers.
             files.remove(

@@ -70,7 +70,7 @@ def purge(repository: Repository, sha: str, open_refs: Collection[str]) -> Purge
     commands = "".join(f"delete {ref}\n" for ref in planned["refs"])
     git(repository.folder, "update-ref", "--stdin", stdin=commands.encode())
     needed = set(all_commits(repository)).difference(planned["commits"])
-    sweep(repository, needed, only_new_files_stay=False)
+    sweep(repository, needed, new_files_stay=False)
     xet_store.empty(repository.folder, grace_seconds=0)
     if _kind(repository, sha) is not None:
         raise HubError(

@@ -7,11 +7,9 @@ A worker sends one delivery at a time: the head of the webhook's queue.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
-
-from sqlalchemy.exc import OperationalError
 
 from pipeline.hub.database import Database
 from pipeline.hub.errors import HubError
@@ -87,20 +85,7 @@ class Deliverer:
         while True:
             await self._more.wait()
             self._more.clear()
-            try:
-                to_serve = await self._persist(self._to_serve)
-            except Exception:
-                # The database is damaged, or the hub has an error. The loop must go on, because
-                # without this loop no webhook gets any delivery.
-                self._metrics.worker_failures.labels(worker="dispatcher").inc()
-                logger.exception(
-                    "the hub cannot read which deliveries to send; trying again in %g s",
-                    BROKEN_OFF_SECONDS,
-                )
-                await asyncio.sleep(BROKEN_OFF_SECONDS)
-                self._more.set()
-                continue
-            for webhook_id in to_serve:
+            for webhook_id in await self._until_it_works("dispatcher", self._to_serve):
                 if webhook_id in self._workers:
                     self._workers[webhook_id][1].set()
                 else:
@@ -108,46 +93,42 @@ class Deliverer:
                     worker = asyncio.create_task(self._work(webhook_id, more))
                     self._workers[webhook_id] = (worker, more)
 
-    async def _persist(self, act: Callable[[], Answer]) -> Answer:
-        """Calls `act`, which uses the database. If the disk is full or the database is locked,
-        calls `act` again until it succeeds."""
+    async def _until_it_works(self, worker: str, act: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Calls `act`, and after an error calls it again. The disk may be full, the database may be
+        locked or damaged, or the hub has an error. The deliveries are still stored, so they must go
+        on after any error; otherwise they would wait for a restart of the hub."""
         while True:
             try:
-                return await asyncio.to_thread(act)
-            except OperationalError as error:
-                logger.error(
-                    "the hub cannot use its database of deliveries, trying again in %g s: %s",
-                    *(BROKEN_OFF_SECONDS, error.orig),
+                return await act()
+            except Exception:
+                self._metrics.worker_failures.labels(worker=worker).inc()
+                logger.exception(
+                    "%s: an error stopped the deliveries; they go on in %g s",
+                    *(worker, BROKEN_OFF_SECONDS),
                 )
                 await asyncio.sleep(BROKEN_OFF_SECONDS)
 
-    def _to_serve(self) -> list[str]:
-        with self._database.read() as connection:
-            return outbox.webhooks_to_serve(connection)
+    async def _to_serve(self) -> list[str]:
+        def read() -> list[str]:
+            with self._database.read() as connection:
+                return outbox.webhooks_to_serve(connection)
+
+        return await asyncio.to_thread(read)
 
     async def _work(self, webhook_id: str, more: asyncio.Event) -> None:
         """Sends the webhook's deliveries until there is none left."""
-        while True:
-            try:
-                poster = Poster(self._settings.delivery_timeout_seconds)
-                try:
-                    return await self._deliver_all(poster, webhook_id, more)
-                finally:
-                    await poster.close()
-            except Exception:
-                # The deliveries are still stored. Go on after any error, because otherwise they
-                # would wait for a restart of the hub.
-                self._metrics.worker_failures.labels(worker="webhook").inc()
-                logger.exception(
-                    "webhook %s: an error stopped its deliveries; they go on in %g s",
-                    *(webhook_id, BROKEN_OFF_SECONDS),
-                )
-                await asyncio.sleep(BROKEN_OFF_SECONDS)
+        poster = Poster(self._settings.delivery_timeout_seconds)
+        try:
+            await self._until_it_works(
+                "webhook", partial(self._deliver_all, poster, webhook_id, more)
+            )
+        finally:
+            await poster.close()
 
     async def _deliver_all(self, poster: Poster, webhook_id: str, more: asyncio.Event) -> None:
         while True:
             more.clear()
-            found = await self._persist(partial(self._next, webhook_id))
+            found = await asyncio.to_thread(self._next, webhook_id)
             if found is None:
                 if more.is_set():
                     continue
@@ -161,7 +142,10 @@ class Deliverer:
                 await _wait(more, wait)
                 continue
             attempt = await self._attempt(poster, due, webhook)
-            await self._persist(partial(self._settle, due, webhook, attempt))
+            # Apart from the attempt, which must not be repeated each second.
+            await self._until_it_works(
+                "webhook", partial(asyncio.to_thread, self._settle, due, webhook, attempt)
+            )
 
     def _next(self, webhook_id: str) -> tuple[Due, StoredWebhook] | None:
         with self._database.read() as connection:
