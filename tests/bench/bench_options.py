@@ -354,10 +354,10 @@ def _without_http(
 @contextmanager
 def _engine(release: Published) -> Iterator[Callable[..., None]]:
     """A function that generates so many tokens for each prompt, all together, in this process."""
+    from serving.completions import MAX_STEP_TOKENS
     from serving.engine import Generation
     from serving.engines.torch_engine.engine import TorchEngine
     from serving.engines.torch_engine.settings import TorchEngineSettings
-    from serving.sequences import MAX_STEP_TOKENS
     from serving.weights.release_store import load_release
 
     async def started() -> TorchEngine:

@@ -168,7 +168,8 @@ def test_a_client_that_leaves_ends_its_request(url: str, servers: list[Server]) 
     fields = {"max_tokens": 100, "ignore_eos": True}
     body = {"model": server.name, "prompt": "Hello", "stream": True, **fields}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=AUTHORIZED) as answer:
-        next(answer.iter_raw())
+        pieces = answer.iter_raw()
+        next(pieces)
         assert sum(server.engine.num_running.values()) == 1
     until(lambda: sum(server.engine.num_running.values()) == 0)
     # Before the answer has begun.

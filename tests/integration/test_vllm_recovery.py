@@ -47,7 +47,7 @@ class House:
         self.vllm.start_seconds = START_SECONDS
         settings = VllmEngineSettings(start_seconds=MOST_START_SECONDS)
         self.engine = VllmEngine(settings, self.vllm.start)
-        self.admission = Admission(100)
+        self.admission = Admission(100, "answers")
         self.swapper = Swapper(
             engine=self.engine,
             admission=self.admission,
@@ -80,7 +80,7 @@ class House:
         assert not self.admission.is_closed
         assert await self.answers() == self.old.id
         again = await self.swap(self.old)
-        assert (again.result, again.seconds) == ("live", {})
+        assert (again.result, again.previous) == ("live", self.old.id)
         assert await self.answers() == self.old.id
         # And nothing stands in the way of the next swap.
         assert (await self.swap(self.new)).result == "live"
