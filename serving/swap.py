@@ -27,6 +27,7 @@ import time
 from collections.abc import Awaitable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -81,20 +82,15 @@ class _Swap:
         finally:
             self.seconds[phase] = time.perf_counter() - started
 
-    def ended(
-        self,
-        result: SwapResultName,
-        previous: LiveRelease | None,
-        *reasons: str,
-        superseded_by: str | None = None,
-    ) -> SwapResult:
+    def ended(self, previous: LiveRelease | None, stopped: SwapStopped | None = None) -> SwapResult:
+        """`previous` was live before the swap. `stopped` is None if the release is live now."""
         return SwapResult(
-            result=result,
+            result="live" if stopped is None else stopped.result,
             release=self.folder.name,
             previous=None if previous is None else previous.id,
             phase=self.phase,
-            reasons=reasons,
-            superseded_by=superseded_by,
+            reasons=() if stopped is None else stopped.reasons,
+            superseded_by=None if stopped is None else stopped.superseded_by,
             seconds=self.seconds,
             probe_max_difference=self.max_difference,
         )
@@ -182,35 +178,13 @@ class Swapper:
 
         If the caller is cancelled, the swap goes on.
         """
-        live = self._admission.live
-        folder = self._folder(requested)
-        if folder is None:
-            result = SwapResult(
-                result="refused",
-                release=requested,
-                previous=None if live is None else live.id,
-                phase="preflight",
-                reasons=(f"there is no release in {self._releases_dir} for {requested!r}",),
-            )
-            return self._counted(result)
-        swap = _Swap(folder=folder)
-        if instead_of is not None:
-            try:
-                await asyncio.to_thread(
-                    release_store.set_pending,
-                    self._releases_dir,
-                    folder.name,
-                    instead_of=instead_of,
-                )
-                # Another release may have been chosen and requested before the thread ended.
-                if (chosen := release_store.chosen_release_id(self._releases_dir)) != folder.name:
-                    raise Superseded(folder.name, chosen)
-            except Superseded as moved:
-                return self._counted(
-                    swap.ended("superseded", live, str(moved), superseded_by=moved.chosen)
-                )
-            except OSError as error:
-                return self._counted(swap.ended("failed", live, str(error)))
+        swap = _Swap(folder=self._releases_dir / requested)
+        try:
+            swap.folder = self._folder(requested)
+            if instead_of is not None:
+                await self._choose(swap.folder.name, instead_of)
+        except SwapStopped as stopped:
+            return self._counted(swap, swap.ended(self._admission.live, stopped))
         return await self._enqueue(swap)
 
     async def close(self) -> None:
@@ -220,15 +194,27 @@ class Swapper:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _folder(self, requested: str) -> Path | None:
-        """The folder of the release with this id or path; None if there is no such release."""
-        if "\0" in requested:  # `resolve` would raise ValueError
-            return None
-        found = (self._releases_dir / requested).resolve()
-        inside = found.parent == self._releases_dir.resolve()
-        if not inside or found.name not in release_store.release_ids(self._releases_dir):
-            return None
-        return self._releases_dir / found.name
+    def _folder(self, requested: str) -> Path:
+        """The folder of the release with this id or path. Raises SwapStopped."""
+        if "\0" not in requested:  # `resolve` would raise ValueError
+            found = (self._releases_dir / requested).resolve()
+            inside = found.parent == self._releases_dir.resolve()
+            if inside and found.name in release_store.release_ids(self._releases_dir):
+                return self._releases_dir / found.name
+        reason = f"there is no release in {self._releases_dir} for {requested!r}"
+        raise SwapStopped("refused", reason)
+
+    async def _choose(self, release_id: str, instead_of: Collection[str | None]) -> None:
+        choose = partial(release_store.set_pending, instead_of=instead_of)
+        try:
+            await asyncio.to_thread(choose, self._releases_dir, release_id)
+            # Another release may have been chosen and requested before the thread ended.
+            if (chosen := release_store.chosen_release_id(self._releases_dir)) != release_id:
+                raise Superseded(release_id, chosen)
+        except Superseded as moved:
+            raise SwapStopped("superseded", str(moved), superseded_by=moved.chosen) from None
+        except OSError as error:
+            raise SwapStopped("failed", str(error)) from None
 
     async def _enqueue(self, swap: _Swap) -> SwapResult:
         if self._newest is not None and self._newest.folder == swap.folder:
@@ -243,23 +229,25 @@ class Swapper:
                 result = await self._perform(swap)
                 await self._clear_pending(swap, result)
         except asyncio.CancelledError:
-            result = swap.ended("failed", self._admission.live, "the server is shutting down")
+            stopped = SwapStopped("failed", "the server is shutting down")
+            result = swap.ended(self._admission.live, stopped)
         finally:
             del self._unfinished[swap]
             if self._newest is swap:
                 self._newest = None
-        return self._counted(result)
+        return self._counted(swap, result)
 
-    def _counted(self, result: SwapResult) -> SwapResult:
-        logger.log(
-            logging.INFO if result.result == "live" else logging.WARNING,
-            "swap to %s: %s in phase %s; %s",
-            result.release,
-            result.result,
-            result.phase,
-            "; ".join(result.reasons) or f"previous release {result.previous}",
-            extra={"release": result.release},
-        )
+    def _counted(self, swap: _Swap, result: SwapResult) -> SwapResult:
+        if result.result == "live" or swap.is_recorded:  # otherwise `start` raises an error
+            logger.log(
+                logging.INFO if result.result == "live" else logging.WARNING,
+                "swap to %s: %s in phase %s; %s",
+                result.release,
+                result.result,
+                result.phase,
+                "; ".join(result.reasons) or f"previous release {result.previous}",
+                extra={"release": result.release},
+            )
         self._metrics.count_swap(result)
         return result
 
@@ -290,14 +278,12 @@ class Swapper:
             self._stop_if_superseded(swap)
             await self._swap(swap, previous)
         except SwapStopped as stopped:
-            return swap.ended(
-                stopped.result, previous, *stopped.reasons, superseded_by=stopped.superseded_by
-            )
+            return swap.ended(previous, stopped)
         except Exception as error:
             logger.exception("swap to %s: unexpected error", swap.folder.name)
-            return swap.ended("failed", previous, f"{type(error).__name__}: {error}")
+            return swap.ended(previous, SwapStopped("failed", f"{type(error).__name__}: {error}"))
         swap.phase = "live"
-        return swap.ended("live", previous)
+        return swap.ended(previous)
 
     async def _swap(self, swap: _Swap, previous: LiveRelease | None) -> None:
         candidate = await self._preflight(swap)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pydantic import BaseModel
 
 from pipeline.cli import services
 from pipeline.settings import load_settings
-from serving.access import load_api_keys
+from serving.admission import load_api_keys
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.vllm_settings import VllmEngineSettings
 from serving.errors import ServingError
@@ -47,26 +46,6 @@ def serve(environment: dict[str, str], *arguments: str) -> subprocess.CompletedP
         text=True,
         timeout=60,
     )
-
-
-def test_it_prints_what_it_serves_and_where(tmp_path: Path, environment: dict[str, str]) -> None:
-    release = network_release(tmp_path / "releases", 1)
-    folder = tmp_path / "releases" / release.id
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pipeline", "serve", str(folder), "--engine", "torch"],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        url = process.stdout.readline().removeprefix("serving on ").strip()
-        assert process.stdout.readline() == f"engine torch; answers: {release.id} from {folder}\n"
-        assert httpx.get(f"{url}/health").json()["release"] == release.id
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate()
-    assert process.returncode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("has_older", [True, False])
@@ -281,17 +260,6 @@ def test_a_file_without_keys_opens_no_door(tmp_path: Path, content: str | bytes 
         keys.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ServingError, match="keys: "):
         load_api_keys(ServingSettings(api_key_file=keys))
-
-
-def test_an_empty_key_opens_no_door() -> None:
-    with pytest.raises(ServingError, match="api_key: the key is empty"):
-        load_api_keys(ServingSettings.model_validate({"api_key": " "}))
-
-
-@pytest.mark.parametrize("key", ["secret\n", " secret", "se\tcret", "ключ"])
-def test_a_key_that_no_client_can_send_is_refused(key: str) -> None:
-    with pytest.raises(ServingError, match="API key number 1: it begins or ends"):
-        load_api_keys(ServingSettings.model_validate({"api_key": key}))
 
 
 @pytest.mark.parametrize("stream", [False, True])

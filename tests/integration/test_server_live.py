@@ -137,7 +137,7 @@ serve(echo_app(Path(sys.argv[1]), EchoEngine(step_seconds=0.1)), ServingSettings
 """
 
 
-def test_a_server_that_stops_says_so_until_its_last_answer_has_ended(tmp_path: Path) -> None:
+def test_a_server_that_stops_lets_its_last_answer_end(tmp_path: Path) -> None:
     set_current(tmp_path, echo_release(tmp_path, 1).id)
     process = subprocess.Popen(
         [sys.executable, "-c", STOPPABLE, tmp_path], stdout=subprocess.PIPE, text=True
@@ -150,12 +150,6 @@ def test_a_server_that_stops_says_so_until_its_last_answer_has_ended(tmp_path: P
             lines = stream.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
-            while (health := httpx.get(f"{url}/health")).status_code == 200:
-                pass
-            assert health.json() == {"status": "stopping"}
-            refused = httpx.post(f"{url}/v1/completions", json={"prompt": "Hello"})
-            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
-            assert "stopping" in refused.json()["error"]["message"]
             assert list(lines)[-2:] == ["data: [DONE]", ""]
     finally:
         process.terminate()

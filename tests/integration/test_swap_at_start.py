@@ -23,7 +23,7 @@ from tests.swap_fixtures import House, flip_a_bit, lose_the_manifest
 
 def started(pipeline_dir: Path) -> LiveRelease | None:
     async def whole() -> LiveRelease | None:
-        admission = Admission(1)
+        admission = Admission(1, "answers")
         swapper = Swapper(
             engine=EchoEngine(),
             admission=admission,
@@ -47,22 +47,12 @@ def test_a_server_starts_with_current_and_then_swaps_pending_in(tmp_path: Path) 
     assert live is not None and live.id == first.id
     assert release_store.served_release(tmp_path) == tmp_path / first.id
     assert release_store.pending_release(tmp_path) is None
-    release_store.set_pending(tmp_path, second.id)
-    live = started(tmp_path)
-    assert live is not None and live.id == second.id
-    assert release_store.pending_release(tmp_path) is None
-
-
-def test_a_way_back_that_was_asked_for_without_a_server_is_taken_at_the_start(
-    tmp_path: Path,
-) -> None:
-    first, second = echo_release(tmp_path, 1), echo_release(tmp_path, 2)
-    release_store.set_current(tmp_path, second.id)
-    release_store.set_pending(tmp_path, first.id)
-    live = started(tmp_path)
-    assert live is not None and live.id == first.id
-    assert release_store.served_release(tmp_path) == tmp_path / first.id
-    assert release_store.pending_release(tmp_path) is None
+    for release in (second, first):  # a rollback that was asked for without a server, too
+        release_store.set_pending(tmp_path, release.id)
+        live = started(tmp_path)
+        assert live is not None and live.id == release.id
+        assert release_store.served_release(tmp_path) == tmp_path / release.id
+        assert release_store.pending_release(tmp_path) is None
 
 
 @pytest.mark.parametrize("is_link", [False, True], ids=["its own folder", "another path to it"])

@@ -186,38 +186,6 @@ def test_one_may_wait_while_one_commits(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_the_release_that_commits_can_be_asked_for_again_after_another(tmp_path: Path) -> None:
-    async def story(house: House) -> None:
-        third = house.release(3)
-        first, gate = await house.swap_held_at("commit", house.new.id)
-        waiting = asyncio.create_task(house.swapper.swap(third.id))
-        await asyncio.sleep(0)
-        again = asyncio.create_task(house.swapper.swap(house.new.id))
-        await asyncio.sleep(0)
-        gate.set()
-        assert (await waiting).superseded_by == house.new.id
-        assert (await first).result == "live"
-        assert (await again).result == "live"
-        assert await house.answers() == house.new.id
-
-    play(tmp_path, story)
-
-
-def test_the_first_release_comes_after_none(tmp_path: Path) -> None:
-    async def story() -> None:
-        house = House(tmp_path)
-        await house.swapper.start()  # nothing is served yet
-        try:
-            first = await house.swapper.swap(house.old.id)
-            again = await house.swapper.swap(house.old.id)
-        finally:
-            await house.swapper.close()
-        assert (first.result, first.previous) == ("live", None)
-        assert (again.result, again.previous) == ("live", house.old.id)
-
-    asyncio.run(story())
-
-
 def test_a_swap_goes_on_when_who_asked_hangs_up(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         asked, gate = await house.swap_held_at("stage", house.new.id)

@@ -52,7 +52,7 @@ def test_the_last_live_swap_answers(
 
     async def story() -> None:
         engine = EchoEngine(holds_two=holds_two)
-        admission = Admission(1_000)
+        admission = Admission(1_000, "answers")
         swapper = Swapper(
             engine=engine,
             admission=admission,

@@ -151,28 +151,6 @@ def test_a_release_is_chosen_only_in_place_of_the_one_that_it_follows(tmp_path: 
     assert release_store.chosen_release_id(tmp_path) == other
 
 
-def test_a_mark_that_is_made_while_another_one_is_cleared_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cleared, chosen = "r000001-aaaaaaaa", "r000002-aaaaaaaa"
-    release_store.set_pending(tmp_path, cleared)
-    other = threading.Thread(target=release_store.set_pending, args=(tmp_path, chosen))
-    read = release_store.read_served
-
-    def read_slowly(folder: Path) -> release_store.Served:
-        found = read(folder)
-        if threading.current_thread() is not other:
-            monkeypatch.undo()
-            other.start()
-            other.join(0.5)  # without the lock, the other mark is there now
-        return found
-
-    monkeypatch.setattr(release_store, "read_served", read_slowly)
-    release_store.clear_pending(tmp_path, cleared)
-    other.join()
-    assert release_store.pending_release(tmp_path) == chosen
-
-
 def test_of_many_that_follow_one_release_one_is_chosen_and_no_mark_gets_lost(
     tmp_path: Path,
 ) -> None:
@@ -276,12 +254,6 @@ def test_only_a_release_can_be_pinned_and_only_a_pinned_one_unpinned(tmp_path: P
     assert release_removal.pinned_releases(tmp_path) == [release_id]
 
 
-def test_prune_keeps_all_where_there_are_fewer_than_it_keeps(tmp_path: Path) -> None:
-    ids = [put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 4)]
-    assert release_removal.prune(tmp_path, keep=5) == []
-    assert release_store.release_ids(tmp_path) == ids
-
-
 def test_a_number_is_never_given_twice(tmp_path: Path) -> None:
     assert release_store.next_number(tmp_path) == 1
     put(tmp_path, "r000007-00000000")
@@ -313,14 +285,6 @@ def test_a_file_that_the_disk_cannot_read_is_a_reason(
     monkeypatch.setattr(verify, "digest_file", unreadable)
     expected = f"{folder}/config.json: cannot be read: Input/output error"
     assert verify.verify_release(folder) == (expected,)
-
-
-def test_a_manifest_that_the_disk_cannot_read_is_a_reason(tmp_path: Path) -> None:
-    folder = tmp_path / "r000001-aaaaaaaa"
-    (folder / "release.json").mkdir(parents=True)
-    [reason] = verify.verify_release(folder)
-    assert reason == f"{folder}/release.json: cannot be read: Is a directory"
-    assert release_store.list_releases(tmp_path) == []
 
 
 def test_leftovers_are_swept_unless_a_publisher_is_at_work(tmp_path: Path) -> None:
