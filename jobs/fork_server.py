@@ -57,10 +57,14 @@ class ForkServer:
 
     def start(self, attempt: Attempt) -> None:
         """Start the agent of the attempt. Raises LaunchError."""
-        try:
-            _start(attempt)
-        except (OSError, EOFError) as error:
-            raise LaunchError(f"No process could be started: {error}") from error
+        for is_last in (False, False, True):
+            try:
+                return _start(attempt)
+            except (OSError, EOFError) as error:
+                # If the fork server was killed meanwhile, the next call starts another one. A
+                # second agent of the same attempt does no harm, because an attempt begins once.
+                if is_last or not isinstance(error, (ConnectionError, EOFError)):
+                    raise LaunchError(f"No process could be started: {error}") from error
 
 
 def _start(attempt: Attempt | None) -> None:
