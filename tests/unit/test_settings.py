@@ -14,7 +14,7 @@ from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, Settings, load_settings
 from pipeline.settings_copy import write_copy
-from receiver.tunnel import tunnel_command
+from receiver.tunnel import tunnel_of
 
 FACTS = PipelineSettings(name="facts", dataset="demo/facts")
 
@@ -124,7 +124,7 @@ def test_the_program_of_the_tunnel_is_beside_the_settings(file: Path) -> None:
     program.touch(0o755)
     read = tunnel("bin/open 'a b' http://{address}")
     assert read is not None
-    arguments, _ = tunnel_command(read, "host:1", url_pattern="x")
+    arguments = tunnel_of(read, "host:1", url_pattern="x").arguments
     assert arguments == [str(program), "a b", "http://host:1"]
     for text in ("cloudflared tunnel --url http://{address}", "ssh://me@relay/", "  "):
         assert tunnel(text) == text
@@ -185,9 +185,9 @@ def test_the_environment_overrules_the_file(file: Path, monkeypatch: pytest.Monk
             ["two pipelines are called a"],
         ),
         (
-            '[[pipelines]]\nname = "a"\ndataset = "o/d"\nport = 8001\n'
+            '[[pipelines]]\nname = "a"\ndataset = "o/d"\nport = 8002\n'
             '[[pipelines]]\nname = "b"\ndataset = "o/d"\n',
-            ["port 8001"],
+            ["port 8002"],
         ),
     ],
 )
@@ -249,7 +249,7 @@ def test_each_pipeline_has_a_server_port_of_its_own(file: Path) -> None:
         '[[pipelines]]\nname = "a"\ndataset = "o/d"\n[[pipelines]]\nname = "b"\ndataset = "o/d"\n'
     )
     settings = load_settings()
-    assert [settings.server_port(pipeline) for pipeline in settings.pipelines] == [8000, 8001]
+    assert [settings.server_port(pipeline) for pipeline in settings.pipelines] == [8001, 8002]
 
 
 def test_the_only_pipeline_needs_no_name(file: Path) -> None:
