@@ -10,8 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from platform import python_version
 
-import httpx
-
 from jobs.errors import JobError
 from jobs.migrations import HEAD as JOBS_SCHEMA
 from pipeline.errors import PipelineError
@@ -23,11 +21,10 @@ from pipeline.job_store import jobs_schema
 from pipeline.journal import WAYS_ON, next_step
 from pipeline.other_hubs import check_other_hubs
 from pipeline.paths import settings_file
-from pipeline.probes import port_fault
 from pipeline.retrain.reporters import check_reporters
-from pipeline.services import services_of
+from pipeline.services import check_port, services_of
 from pipeline.settings import PipelineSettings
-from pipeline.stack_record import stale_settings, suspended_stack
+from pipeline.stack_record import stale_settings
 from pipeline.subscriptions import ROUTE, own_webhook_id, unwatched_datasets
 from pipeline.tokens import read_tokens
 from receiver.errors import NotAllowed, ReceiverError
@@ -176,8 +173,6 @@ def check_services(facts: Facts) -> Iterator[Finding]:
         else:
             yield ok("stack", "no stack is up")
         return
-    if (suspension := suspended_stack(record)) is not None:
-        yield wrong("stack", suspension, READ_IT)
     if (changed := stale_settings(home)) is not None:
         yield wrong("settings", changed, RESTART)
     for child in record.children:
@@ -201,16 +196,11 @@ def check_ports(facts: Facts) -> Iterator[Finding]:
     except PipelineError as error:
         yield wrong("ports", str(error), READ_IT)
         return
-    ports = [(each.name, each.url, each.port_setting) for each in services if each.url is not None]
-    if port := facts.settings.jobs.metrics_port:
-        ports.append(("runner's metrics", f"http://127.0.0.1:{port}", "metrics_port under [jobs]"))
-    for name, url, setting in ports:
-        if port_fault(url) is not None:
-            yield wrong(
-                "ports",
-                f"port {httpx.URL(url).port} of the {name} is in use, although no stack is up",
-                f"stop the program that uses the port, or set another one: {setting}",
-            )
+    for service in services:
+        try:
+            check_port(service)
+        except PipelineError as error:
+            yield wrong("ports", f"no stack is up, but {error}", READ_IT)
 
 
 def check_webhooks(facts: Facts) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from jobs.folder import SPEC
 from jobs.spec import JobSpec
 from pipeline.errors import PipelineError
-from receiver.payload import UpdatedRef, WebhookPayload
+from receiver.payload import WebhookPayload
 from serving.weights.release import Lineage
 
 
@@ -29,27 +29,13 @@ class JobContext:
     ref: str | None = None
     revision: str | None = None
     delivery_ids: tuple[str, ...] = ()
-    updated_refs: tuple[UpdatedRef, ...] = ()
-    """The refs that were moved by the push in the job's payload. Empty if the job's spec (the file
-    `spec.json` in the job's folder) names a commit, because the lineage then uses this commit."""
-
-    def for_ref(self, ref: str) -> "JobContext":
-        """A copy of this context with the given `ref` (such as `refs/heads/main`), and with the
-        commit to which the push moved `ref`. If the push did not move `ref`, the copy has the first
-        ref that the push moved, and the new commit of this ref. If the push deleted the ref, the
-        copy keeps `revision`. If `updated_refs` is empty, returns this context unchanged."""
-        if not self.updated_refs:
-            return self
-        first = self.updated_refs[0]
-        update = next((each for each in self.updated_refs if each.ref == ref), first)
-        return replace(self, ref=update.ref, revision=update.newSha or self.revision)
 
 
 def job_context(environment: Mapping[str, str]) -> JobContext:
     """The context of the job that has these environment variables.
 
     The commit comes from the job's spec. But if a person submitted the job as a command, the spec
-    names no commit. Then the commit comes from the job's payload. Raises PipelineError if `JOB_DIR`
+    names no commit. Then the commit comes from the first ref in the job's payload. Raises PipelineError if `JOB_DIR`
     contains no readable spec.
     """
     if "JOB_ID" not in environment or "JOB_DIR" not in environment:
@@ -77,8 +63,13 @@ def job_context(environment: Mapping[str, str]) -> JobContext:
     payload = _payload(environment)
     if payload is None or payload.repo.type != "dataset":
         return context
-    context = replace(context, dataset=payload.repo.name, revision=payload.repo.headSha)
-    return replace(context, updated_refs=payload.updatedRefs or ())
+    update = next(iter(payload.updatedRefs or ()), None)
+    return replace(
+        context,
+        dataset=payload.repo.name,
+        ref=None if update is None else update.ref,
+        revision=payload.repo.headSha if update is None else update.newSha,
+    )
 
 
 def lineage(

@@ -5,7 +5,6 @@ import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import quote
 
@@ -22,7 +21,6 @@ from pipeline.retrain.git_snapshot import GitDataset
 from pipeline.retrain.hub_away import OVERLOADED
 from pipeline.retrain.own_token import own_token
 from pipeline.retrain.settings import is_git_url
-from pipeline.retrain.snapshot import DatasetHub
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import Tokens, read_tokens
 from receiver.payload import (
@@ -112,21 +110,6 @@ class Dataset:
         if answer.is_success or answer.headers.get("X-Error-Code") == "RevisionNotFound":
             raise NoHead(f"dataset {self.name} {if_missing}")
         raise NoHead(f"there is no dataset {self.name} on {self.hub_url}; {self.if_missing}")
-
-    def contains(self, commit: str, head: str, cache_dir: Path) -> bool:
-        """Whether `commit` is in the history of `head`: the hub lists this history
-        (`/api/datasets/NAME/commits/HEAD`), and git looks for it in the repository that the jobs of
-        the pipeline have fetched into `cache_dir`. False if the history cannot be read."""
-        try:
-            if is_git_url(self.name):
-                return GitDataset(self.name, cache_dir).is_ancestor(commit, head)
-            with TemporaryDirectory() as scratch:
-                hub = DatasetHub(
-                    self.name, Path(scratch), endpoint=self.hub_url, token=self.token or False
-                )
-                return hub.is_ancestor(commit, head)
-        except SnapshotError:
-            return False
 
     def push_payload(
         self, revisions: RevisionRange, delivered: dict[str, Any] | None, webhook: str

@@ -5,7 +5,7 @@ processes."""
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from jobs.launchers.process import ProcessIdentity, is_alive, is_suspended
+from jobs.launchers.process import ProcessIdentity, is_alive
 from pipeline.paths import Home, settings_file
 from pipeline.settings import Settings, load_settings, settings_digest
 
@@ -65,18 +65,6 @@ def last_record(home: Home) -> StackRecord | None:
         return StackRecord.model_validate_json(home.stack_file.read_bytes())
     except (FileNotFoundError, ValidationError):
         return None
-
-
-def suspended_stack(record: StackRecord) -> str | None:
-    """A warning if the stack's own process is suspended (stopped by SIGSTOP or Ctrl-Z); None if it
-    is not."""
-    if not is_suspended(record.process):
-        return None
-    pid = record.process.pid
-    return (
-        f"the stack (process {pid}) is suspended, so it neither stops nor restarts a service; to "
-        f"let it continue: kill -CONT {pid}"
-    )
 
 
 def stale_settings(home: Home) -> str | None:

@@ -17,10 +17,10 @@ from receiver.errors import BodyTooLarge, ReceiverError
 from receiver.idempotency import IdempotencyCache
 from receiver.launching import HANDLED
 from receiver.senders import NotAPush, read_event
-from receiver.verify import Proof, is_svix
+from receiver.verify import Proof
 from serving.http.bodies import BodiesInFlight
 
-_ID_HEADERS = ("webhook-id", "svix-id", "idempotency-key", "x-gitea-delivery", "x-github-delivery")
+_ID_HEADERS = ("webhook-id", "idempotency-key", "x-gitea-delivery", "x-github-delivery")
 
 CallHandler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -115,10 +115,6 @@ def guarded_route(guard: RequestGuard) -> type[APIRoute]:
 def sent_delivery_id(headers: Mapping[str, str]) -> str | None:
     """The delivery's id, which the sender has put into a header. None if no header has an id. If a
     sender repeats a delivery, the repeat normally has the same id."""
-    if is_svix(headers):
-        # Trust no other header, because the signature of Svix covers only this id. Anybody who has
-        # seen a delivery could send it again with another id in another header.
-        return headers.get("svix-id") or None
     return next((headers[name] for name in _ID_HEADERS if headers.get(name)), None)
 
 

@@ -75,9 +75,9 @@ def test_what_the_training_needs_and_is_not_installed(
     assert "wandb, which is not installed: pip install wandb" in reporter[0]
 
 
-def test_a_taken_metrics_port(home: Home, tmp_path: Path) -> None:
+def test_a_taken_port(home: Home, tmp_path: Path) -> None:
     settings = load_settings()
-    port = settings.jobs.metrics_port
+    port = settings.hub.port
 
     def found() -> list[tuple[str, str]]:
         facts = Facts(home, settings)
@@ -86,9 +86,9 @@ def test_a_taken_metrics_port(home: Home, tmp_path: Path) -> None:
 
     assert found() == []
     with socket.create_server(("127.0.0.1", port)):
-        [(message, step)] = found()
-        assert message == f"port {port} of the runner's metrics is in use, although no stack is up"
-        assert "metrics_port under [jobs]" in step
+        [(message, _)] = found()
+        assert f"port {port} for the hub cannot be used" in message
+        assert "`port` under [hub]" in message
 
 
 def test_a_disk_that_is_nearly_full(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,20 +1,14 @@
 """What a stack refuses before it starts anything, and while it starts."""
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from jobs.launchers.process import identify
-from pipeline.cli.status import status_report
-from pipeline.cli.up import _detach, down
-from pipeline.doctor import check_services
+from pipeline.cli.up import _detach
 from pipeline.errors import PipelineError
-from pipeline.facts import Facts
 from pipeline.paths import Home
 from pipeline.services import Service, check_port, services_of
 from pipeline.settings import load_settings
@@ -152,39 +146,6 @@ def test_a_second_stack_leaves_the_log_of_the_first_as_it_is(tmp_path: Path) -> 
         assert home.log_file("up").read_text() == "lines of the first\n"
     finally:
         stack.stop()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells that a process is suspended")
-def test_down_and_status_say_that_the_stack_is_suspended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PIPELINE_HOME", str(tmp_path))
-    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
-    monkeypatch.setattr("pipeline.cli.up.REPORT_SECONDS", 0.1)
-    monkeypatch.setattr("pipeline.orphans.STOP_SECONDS", 0.5)
-    up = subprocess.Popen(["sleep", "600"])
-    try:
-        process = identify(up.pid)
-        assert process is not None
-        # The stack may be that of `pipeline jobs run`, which is never ready.
-        record = StackRecord(process=process, started_at=0, is_ready=False)
-        Home(tmp_path).stack_file.write_text(record.model_dump_json())
-        up.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, up.pid, os.WSTOPPED | os.WNOWAIT)
-        advice = f"to let it continue: kill -CONT {up.pid}"
-        with pytest.raises(PipelineError, match=advice):
-            down()
-        assert capsys.readouterr().err.count(advice) == 1
-        [notice] = status_report(Home(tmp_path), load_settings())["notices"]
-        assert (
-            notice.startswith(f"stack: the stack (process {up.pid}) is suspended")
-            and advice in notice
-        )
-        found = check_services(Facts(Home(tmp_path), load_settings()))
-        assert [(each.check, each.level) for each in found] == [("stack", "wrong")]
-    finally:
-        up.kill()
-        up.wait()
 
 
 def test_a_service_that_must_be_restarted_is_not_ready(
