@@ -2,18 +2,19 @@
 (normally a branch) that a pipeline follows. It ignores all other events, and its answer says why an
 event was ignored."""
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
 import anyio.to_thread
 from fastapi import Request
 
 from jobs.spec import JobSpec
 from jobs.store import Delivery, JobRequest, JobStore
-from receiver.batching import Batches
 from receiver.payload import WebhookPayload
 from receiver.rules import RetrainRule, decide
 
@@ -47,15 +48,26 @@ def retrain_handler(
             raise ValueError(
                 f"{count} rules name the pipeline {pipeline!r}, but a pipeline has only one rule"
             )
-    # Only one thread writes. The jobs of all events that arrive during a write share the next
-    # transaction. If each event had its own transaction, each event would wait for the lock of the
-    # database.
-    one_thread = anyio.CapacityLimiter(1)
+    arrived: list[tuple[_Event, asyncio.Future[Answer]]] = []
+    writing = anyio.Lock()
 
-    async def write(events: Sequence[_Event]) -> list[Answer]:
-        return await anyio.to_thread.run_sync(_store_events, store, events, limiter=one_thread)
-
-    batches = Batches(write)
+    async def store_event(event: _Event) -> Answer:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        arrived.append((event, answer))
+        # Only one transaction runs at a time. The first event that gets the lock stores all events
+        # that have arrived meanwhile, so that they wait for the disk only once.
+        async with writing:
+            batch, arrived[:] = arrived[:], []
+            try:
+                events = [event for event, _ in batch]
+                answers = await anyio.to_thread.run_sync(_store_events, store, events)
+            except Exception as error:
+                for _, waiting in batch:
+                    waiting.set_exception(error)
+            else:
+                for (_, waiting), stored in zip(batch, answers, strict=True):
+                    waiting.set_result(stored)
+        return await answer
 
     async def retrain(payload: WebhookPayload, request: Request) -> Answer:
         event = _Event(
@@ -64,7 +76,7 @@ def retrain_handler(
             payload=await request.json(),
             decision=decide(payload, rules),
         )
-        answer = await batches.add(event)
+        answer = await store_event(event)
         job = answer.get("job")
         logger.info(
             "delivery %s: %s",

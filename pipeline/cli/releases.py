@@ -33,8 +33,7 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     when a server starts next, it will serve this release.
 
     The column `rows` shows how many changed rows the model has learned, and how many unchanged rows
-    it still knows. For rows of plain text, and for releases that earlier versions of hotpush made,
-    the column instead shows the loss before and after the training, in nats per token.
+    it still knows.
     """
     from serving.weights.release_removal import pinned_releases
     from serving.weights.release_store import list_releases, pending_release, served_release
@@ -179,7 +178,6 @@ def publish(
     If a job runs this command, the manifest also names the job, its dataset and its commit.
     """
     from pipeline.lineage import job_context, lineage
-    from pipeline.rules import branch_ref
     from pipeline.settings import load_settings
     from serving.engine_choice import choose_engine
     from serving.weights.publish import publish_folder
@@ -187,7 +185,6 @@ def publish(
 
     context = job_context(os.environ)
     configured = _configured(pipeline or context.pipeline)
-    context = context.for_ref(branch_ref(configured))
     target = Home.find().releases_dir / configured.name
     if parent is not None:
         _load(pipeline or context.pipeline, parent)
@@ -257,7 +254,6 @@ def promote(
         )
         return
     rule = retrain_rule(load_settings(), home, _configured(pipeline or context.pipeline))
-    context = context.for_ref(rule.ref)
     sha = revision or context.revision
     records = Path(os.environ["JOB_DIR"]) / "promotion"
     # The trainer may have promoted another folder before.
@@ -368,15 +364,9 @@ def unpin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
 
 def _rows(evaluation: Any) -> str:
     """The text for the column `rows`. This is `-` if the release has no evaluation (for example
-    after `releases publish`), or if the evaluation has none of the numbers that are shown here."""
-    if not isinstance(evaluation, dict):
-        return "-"
-    if isinstance(evaluation.get("counts"), dict):
-        return str(Counts.model_validate(evaluation["counts"])) or "-"
-    found = evaluation.get("new")
-    losses = [found.get(key) for key in ("served_loss", "loss")] if isinstance(found, dict) else []
-    known = [f"{loss:.2f}" for loss in losses if isinstance(loss, float)]
-    return f"loss {' → '.join(known)}" if known else "-"
+    after `releases publish`), or if no row was counted."""
+    counts = (evaluation or {}).get("counts")
+    return (str(Counts.model_validate(counts)) if counts else "") or "-"
 
 
 def _configured(pipeline: str | None) -> "PipelineSettings":

@@ -360,8 +360,9 @@ def test_a_trainer_of_ones_own_publishes_with_the_lineage_of_its_job(
     payload = tmp_path / "payload.json"
     payload.write_text(json.dumps(dataset_update(name="me/facts")))
     monkeypatch.setenv("WEBHOOK_PAYLOAD_FILE", str(payload))
-    assert published().dataset == "me/facts"
-    assert published().dataset_revision is not None
+    of_event = published()
+    assert (of_event.dataset, of_event.dataset_ref) == ("me/facts", "refs/heads/main")
+    assert of_event.dataset_revision is not None
     (tmp_path / "spec.json").unlink()
     refused = pipeline("releases", "publish", str(folder / served.id))
     assert "unset JOB_ID and JOB_DIR" in str(refused.exception)
