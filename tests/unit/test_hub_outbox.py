@@ -292,3 +292,9 @@ def test_a_person_and_a_410_disable_and_a_restart_ends_a_suspension(kept: Kept) 
     assert kept.send(failed(0), suspend_after_seconds=0).status == "suspended"
     assert restart(disabled=True) == "disabled"
     assert kept.webhook().suspended_at is None
+
+    assert restart(disabled=False) == "enabled"
+    for _ in range(2):  # the failures before a restart do not count
+        assert kept.send(failed(0), suspend_after_seconds=0.001).status == "enabled"
+        time.sleep(0.002)
+        restart()
