@@ -11,7 +11,7 @@ import re
 
 from jobs.errors import JobNotFound
 from jobs.job import Job
-from jobs.reader import JobReader
+from jobs.store import JobStore
 
 PREFIX = "hpj_"
 """Every attempt token begins with this text, so that a service can distinguish attempt tokens from
@@ -26,7 +26,7 @@ def attempt_token(job: Job, key: bytes) -> str:
     return f"{PREFIX}{job.id}_{job.attempt}_{_signature(job.id, job.attempt, key)}"
 
 
-def job_of_token(token: str, store: JobReader, key: bytes) -> Job | None:
+def job_of_token(token: str, store: JobStore, key: bytes) -> Job | None:
     """The running job whose current attempt has this token. None if the token is wrong, if it
     belongs to an earlier attempt, or if the job has ended.
 

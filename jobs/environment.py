@@ -13,6 +13,9 @@ MAX_INLINE_BYTES = 96 * 1024
 """A payload with more bytes than this is shortened before it is put into a variable, because Linux
 refuses to start a process if one of its variables has 128 KiB or more."""
 
+_MAX_ITEMS, _MAX_CHARACTERS = 128, 1024
+"""What is left of each list and each text of a payload that is shortened."""
+
 COMMITTER_DOMAIN = "jobs.hotpush.invalid"
 """When a job makes a git commit, the committer's email address has this domain. So the commits of
 jobs can be distinguished from the commits of people."""
@@ -104,27 +107,22 @@ def inline_payload(payload: dict[str, Any], max_bytes: int = MAX_INLINE_BYTES) -
     flags = {"truncated": True}
     if "updatedFiles" in payload:
         flags["updatedFilesTruncated"] = True
-    num_items, num_characters = 4096, 16384
-    while num_items >= 8:
-        cut = json.dumps({**_shorten(payload, num_items, num_characters), **flags})
+    # Keep the fields that a job needs to fetch the rest from the hub.
+    least = {name: payload[name] for name in ("event", "repo", "webhook") if name in payload}
+    for kept in (payload, least):
+        cut = json.dumps({**_shorten(kept), **flags})
         if len(cut) <= max_bytes:
             return cut
-        num_items, num_characters = num_items // 2, num_characters // 2
-    # The payload is still too long. No hub sends such a payload, but anybody who knows the
-    # webhook's secret can send one. Keep only the fields that a job needs to fetch the rest from
-    # the hub.
-    kept = {name: payload[name] for name in ("event", "repo", "webhook") if name in payload}
-    cut = json.dumps({**_shorten(kept, 8, 64), **flags})
-    return cut if len(cut) <= max_bytes else json.dumps(flags)
+    return json.dumps(flags)
 
 
-def _shorten(value: Any, num_items: int, num_characters: int) -> Any:
+def _shorten(value: Any) -> Any:
     match value:
         case str():
-            return value[:num_characters]
+            return value[:_MAX_CHARACTERS]
         case list():
-            return [_shorten(item, num_items, num_characters) for item in value[:num_items]]
+            return [_shorten(item) for item in value[:_MAX_ITEMS]]
         case dict():
-            return {name: _shorten(each, num_items, num_characters) for name, each in value.items()}
+            return {name: _shorten(each) for name, each in value.items()}
         case _:
             return value

@@ -3,11 +3,9 @@
 JobError                   the base class; the message is for a person
 ├── JobNotFound            no job has this id
 ├── PendingJob             the pipeline already has a pending job that was submitted by hand
-├── LeaseLost              this runner no longer has the lease, so it must leave the job alone
-├── IllegalTransition      the job's state does not allow this change
+├── LeaseLost              this attempt no longer has the lease, so it must change nothing
 ├── HeadAway               the head of a job's ref cannot be read now; try again later
 ├── NoHead                 a job's ref has no head, so there is nothing to train on
-├── DamagedRecord          a file in a job's folder is not the record that hotpush writes there
 ├── LaunchError            a command could not be started, or no job can run in the jobs folder
 │   └── SealBroken         the encrypted variables of the job cannot be decrypted
 └── StoreError             the database cannot be used
@@ -15,8 +13,6 @@ JobError                   the base class; the message is for a person
 
 The docstring of the package `jobs` explains terms such as pending and lease.
 """
-
-from pathlib import Path
 
 
 class JobError(Exception):
@@ -43,15 +39,10 @@ class PendingJob(JobError):
 class LeaseLost(JobError):
     def __init__(self, job_id: str, owner: str) -> None:
         super().__init__(
-            f"Job {job_id} is no longer leased to runner {owner}: another runner took the job, or "
-            "the job has ended. This runner leaves the job alone."
+            f"Job {job_id} is no longer leased to {owner}: another attempt has the job, or the job "
+            "has ended."
         )
         self.job_id = job_id
-
-
-class IllegalTransition(JobError):
-    def __init__(self, job_id: str, state: str, wanted: str) -> None:
-        super().__init__(f"Job {job_id} is {state} and cannot become {wanted}.")
 
 
 class HeadAway(JobError):
@@ -62,16 +53,8 @@ class NoHead(JobError):
     """The ref of a job has no head: it was deleted, or the dataset is gone or cannot be read."""
 
 
-class DamagedRecord(JobError):
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(
-            f"{path} is damaged: {reason}. Only hotpush may write this file. Correct the command "
-            "that changed the file, then submit the job again."
-        )
-
-
 class LaunchError(JobError):
-    """A command could not be started, or the folder that contains all job folders cannot be
+    """An attempt could not be started, or the folder that contains all job folders cannot be
     used."""
 
 

@@ -1,56 +1,36 @@
 """Prepares the folder of a job, and names the files that the package `jobs` reads and writes there.
 
-A job's command adds its own files to the folder. Each attempt of a job has a *leader*: the process
-that starts the command and waits for it (`jobs/launchers/supervise.py`). Every leader imports this
-module. The module uses only the standard library, because leaders must start quickly.
+A job's command adds its own files to the folder. The module uses only the standard library.
 """
 
 import itertools
 import json
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from jobs.errors import DamagedRecord
 
 IDENTITY = "job.json"
 """Says which job the folder belongs to. The job id in the folder's name is not enough: a new
 database numbers its jobs from j000001 again, so an old folder may have the name of a new job."""
 SPEC = "spec.json"
-"""The runner writes the job's `JobSpec` into this file, for the command to read."""
+"""The agent writes the job's `JobSpec` into this file, for the command to read."""
 PAYLOAD = "payload.json"
-"""The runner writes the payload of the webhook's delivery into this file, if the job has one."""
+"""The agent writes the payload of the webhook's delivery into this file, if the job has one."""
 OUTCOME = "outcome.json"
 """The command may write its `JobOutcome` into this file. A retraining does so as its last step.
-When the job's next attempt is started, this file is removed."""
+When the job's next attempt begins, this file is removed."""
 STALE = ".stale-"
 """If a folder belongs to a job of another database, `prepare_job_folder` adds this text and a
 number to the folder's name."""
 LOG = "log.txt"
 """The output of the command, from all attempts of the job."""
-PROCESS = ".process.json"
-"""The leader writes this file: the number of the attempt, and the leader's pid and start time.
-
-The command runs in this folder and may execute `rm -rf ./*`. This file and the file `EXIT` survive
-that, because their names begin with a dot.
-"""
-PROCESS_FIELDS = {"attempt": int, "pid": int, "started": str}
-EXIT = ".exit.json"
-"""The leader writes this file when the command has ended or could not be started: the number of the
-attempt, the exit code and, if the command could not be started, the error. The runner reads the
-exit code from this file, because the system reports the exit code only to the leader."""
-EXIT_FIELDS = {"attempt": int, "exit_code": int, "error": str | None}
-LOCK = ".lock"
-"""The leader holds a lock on this file, so that two attempts of a job never run at the same time.
-"""
 COMPUTING = "computing"
-"""This file is in the folder that contains all job folders. The leader of every running job holds a
-shared lock on this file. While any leader holds the lock, a completion server with the torch engine
+"""This file is in the folder that contains all job folders. The agent of every running job holds a
+shared lock on this file. While any agent holds the lock, a completion server with the torch engine
 computes with one thread fewer, so that a core stays free for the jobs."""
 
-_WRITTEN = (IDENTITY, SPEC, PAYLOAD, PROCESS, EXIT)
+_WRITTEN = (IDENTITY, SPEC, PAYLOAD)
 """The files of a job's folder that this package writes."""
 
 
@@ -91,26 +71,10 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def read_record(path: Path, fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The JSON object in the file `path`. It has at least these `fields` (name → type). None in the
-    same cases as `read_json`.
-
-    Raises DamagedRecord if the file cannot be read, or if there is something else at `path`, such
-    as a folder or another JSON value. The usual cause is that the job's command has changed the
-    file.
-    """
-    try:
-        content = read_json(path)
-    except OSError as error:
-        raise DamagedRecord(path, f"it cannot be read: {error.strerror}") from error
-    if content is None:
-        return None
-    if not isinstance(content, dict):
-        raise DamagedRecord(path, "it holds no JSON object")
-    for name, kind in fields.items():
-        if name not in content or not isinstance(content[name], kind):
-            raise DamagedRecord(path, f"it has no valid {name!r}")
-    return content
+def is_of_another_job(folder: Path, identity: dict[str, Any]) -> bool:
+    """Whether a job of another database has left this folder. It is renamed when an attempt of the
+    job with this `identity` begins."""
+    return read_json(folder / IDENTITY) not in (None, identity)
 
 
 def prepare_job_folder(folder: Path, identity: dict[str, Any]) -> Path | None:

@@ -44,6 +44,9 @@ class Job:
     outcome: JobOutcome | None
     """How the job ended. None while the job has not ended, and for a job whose command exited with
     0 and wrote no outcome."""
+    last_failure: JobOutcome | None = None
+    """How the last attempt failed. None unless the job waits for its next attempt because an
+    attempt was lost or failed for a temporary cause."""
     created_at: float
     run_after: float
     """When a pending job may start. Each delivery may postpone the start. If an
@@ -62,23 +65,23 @@ class Job:
     their runner was stopped do not count. When this number reaches `spec.max_attempts`, the job
     fails."""
     owner: str | None
-    """The runner that took the lease last. After the lease has run out, the runner stays here until
-    another runner adopts the job. None while the job is pending, after the runner gave up the
-    lease, and after the job has ended."""
+    """Who holds the lease: a text that names the runner, and is different for each attempt. It
+    stays here after the lease has run out, until a runner has ended the attempt. None while the job
+    is pending or waits for its next attempt, and after it has ended."""
     lease_until: float | None
-    """When the lease runs out, unless a heartbeat extends it. None while the job is pending, and
-    after it has ended."""
+    """When the lease runs out, unless a heartbeat extends it. If the job waits for its next
+    attempt, when the last attempt ended. None while the job is pending, and after it has ended."""
     handle: str | None
-    """The launcher's name for the current attempt. None if the current attempt was not started
-    yet."""
+    """The agent of the current attempt (`jobs.launchers.process.name_of`). None if the agent has
+    not begun the attempt yet."""
     cancel_requested: bool
     """Whether somebody asked to cancel the job while it was running."""
     by_hand: bool
     """Whether a person submitted the job. Such a job gets no deliveries. It may be pending at the
     same time as a push job of the same pipeline."""
-    waits_for: str | None
-    """Why a pending job is not started although it is due: its pipeline is paused, or the head of
-    its ref cannot be read. None otherwise."""
+    waits_for: str | None = None
+    """Why a pending job is not started although it may be due: its pipeline is paused, another job
+    of the pipeline is running, or the head of its ref cannot be read. None otherwise."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -118,8 +121,6 @@ class Delivery:
     source also contains the name of the pipeline, because one delivery may lead to jobs of several
     pipelines."""
     id: str
-    body: str
-    """The payload as JSON. It is stored for people who examine the delivery; no code reads it."""
 
 
 @dataclass(frozen=True, kw_only=True)

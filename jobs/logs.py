@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from jobs.folder import IDENTITY, LOG, read_json
+from jobs.folder import LOG, is_of_another_job
 from jobs.job import Job
 from jobs.store import JobStore
 
@@ -12,7 +12,7 @@ from jobs.store import JobStore
 def read_log(jobs_dir: Path, job: Job, offset: int = 0, max_bytes: int = 1 << 20) -> bytes:
     """Up to `max_bytes` of the log, starting at byte `offset`. Empty if there is no log yet."""
     folder = jobs_dir / job.id
-    if is_of_another_job(folder, job):
+    if is_of_another_job(folder, job.identity):
         return b""
     try:
         with (folder / LOG).open("rb") as log:
@@ -20,12 +20,6 @@ def read_log(jobs_dir: Path, job: Job, offset: int = 0, max_bytes: int = 1 << 20
             return log.read(max_bytes)
     except FileNotFoundError:
         return b""
-
-
-def is_of_another_job(folder: Path, job: Job) -> bool:
-    """Whether a job of another database has left this folder. The runner renames such a folder when
-    it starts `job`."""
-    return read_json(folder / IDENTITY) not in (None, job.identity)
 
 
 def follow_log(

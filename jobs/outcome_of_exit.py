@@ -1,16 +1,68 @@
-"""Decides the outcome of a job after its process has ended. The decision uses the exit status of
-the process, and the files in the job's folder."""
+"""Decides what the end of an attempt means for its job, and records it in the store. The decision
+uses the exit status of the command, and the files in the job's folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import ValidationError
 
 from jobs.folder import LOG, OUTCOME
 from jobs.job import Job, delivery_ids, failure
-from jobs.launcher import Status
 from jobs.outcome import JobOutcome
+from jobs.settings import JobsSettings
+from jobs.store import JobStore
 from jobs.temporary_failures import TEMPORARY_FAILURE, is_temporary
+
+_RETRY_FACTOR = 4
+"""After a temporary failure, the next attempt waits for `retry_seconds`. Each earlier attempt that
+was lost or failed multiplies this wait by this factor."""
+
+StopReason = Literal["cancel", "timeout", "shutdown"]
+"""Why an attempt was stopped. `shutdown`: its runner was stopped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """How the command of an attempt ended."""
+
+    code: int | None = None
+    """The exit code, negative if a signal ended the command. None if the attempt's agent vanished,
+    so that nobody knows the code."""
+    error: str | None = None
+    """Why the command could not be started. None if it was started."""
+
+
+def record_end(
+    store: JobStore,
+    job: Job,
+    job_dir: Path,
+    exit: Exit,
+    stop_reason: StopReason | None,
+    settings: JobsSettings,
+) -> Job:
+    """Record the end of the job's attempt, by the rules of `outcome_of_exit`. Returns the job: it
+    has ended, or gets another attempt. Raises LeaseLost, StoreError, and OSError as
+    `outcome_of_exit` does."""
+    assert job.owner is not None
+    result = outcome_of_exit(job, job_dir, exit, stop_reason, settings.time_limit(job))
+    if isinstance(result, Lost):
+        if stop_reason == "shutdown":
+            return store.release(job.id, job.owner)
+        return store.retry(job.id, job.owner, failure(job, stage="lost", reason=result.reason))
+    return record_outcome(store, job, result, settings)
+
+
+def record_outcome(
+    store: JobStore, job: Job, outcome: JobOutcome | None, settings: JobsSettings
+) -> Job:
+    """Record this outcome of the job's attempt. If the failure may pass, the job normally gets
+    another attempt."""
+    assert job.owner is not None
+    if outcome is not None and outcome.result == "failed" and outcome.may_pass:
+        wait = settings.retry_seconds * _RETRY_FACTOR**job.num_lost
+        return store.retry(job.id, job.owner, outcome, wait)
+    return store.finish(job.id, job.owner, outcome)
 
 
 @dataclass(frozen=True)
@@ -24,14 +76,14 @@ class Lost:
 def outcome_of_exit(
     job: Job,
     job_dir: Path,
-    status: Status,
-    *,
-    stop_reason: str | None,
+    exit: Exit,
+    stop_reason: StopReason | None,
     time_limit: float | None,
 ) -> JobOutcome | Lost | None:
-    """Decide what the end of a job's process means. The process has exited, or has vanished without
-    an exit code. This function changes no file. The result is one of these:
+    """Decide what the end of an attempt means. This function changes nothing. The result is one of
+    these:
 
+    - If the command could not be started, an outcome `failed`.
     - The outcome that the job wrote. It counts even if the process was killed after that. There is
       one exception: if the runner stopped the process, and the job wrote `failed` or `cancelled`,
       this outcome is ignored, because the stop probably caused it. The following items then decide.
@@ -49,13 +101,16 @@ def outcome_of_exit(
     process may have been interrupted while it wrote the file. Raises OSError if the file cannot be
     read for a temporary cause, such as too many open files.
 
-    `stop_reason` says why the runner stopped the process: `cancel`, `timeout` or `shutdown`. None
-    means that the runner did not stop the process. `time_limit` is the job's limit in seconds.
+    `stop_reason` is None if the attempt was not stopped. `time_limit` is the job's limit in
+    seconds.
     """
+    if exit.error is not None:
+        failed = failure(job, stage="launch", reason=exit.error, exit_code=exit.code)
+        return failed.model_copy(update={"may_pass": exit.code == TEMPORARY_FAILURE})
     try:
         written = _written_outcome(job_dir)
     except ValidationError as error:
-        if stop_reason is None and status.exit_code is not None and status.exit_code >= 0:
+        if stop_reason is None and exit.code is not None and exit.code >= 0:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"])
             where = f", field {field}" if field else ""
@@ -63,7 +118,7 @@ def outcome_of_exit(
                 f"{OUTCOME} in the job's folder is not a valid outcome{where}: {first['msg']}. "
                 "Correct the command that writes the file, then submit the job again."
             )
-            return failure(job, stage="launch", reason=reason, exit_code=status.exit_code)
+            return failure(job, stage="launch", reason=reason, exit_code=exit.code)
         written = None
     except OSError as error:
         if is_temporary(error):
@@ -72,7 +127,7 @@ def outcome_of_exit(
             f"{OUTCOME} in the job's folder cannot be read: {error.strerror}. Correct the command "
             "that made it, then submit the job again."
         )
-        return failure(job, stage="launch", reason=reason, exit_code=status.exit_code)
+        return failure(job, stage="launch", reason=reason, exit_code=exit.code)
     if written is not None and (
         stop_reason is None or written.result not in ("failed", "cancelled")
     ):
@@ -82,7 +137,7 @@ def outcome_of_exit(
             result="cancelled",
             stage=None if written is None else written.stage,
             reason="Cancelled while it was running.",
-            exit_code=status.exit_code,
+            exit_code=exit.code,
             delivery_ids=delivery_ids(job),
             job_id=job.id,
         )
@@ -91,18 +146,16 @@ def outcome_of_exit(
             f"The job was stopped at its time limit of {time_limit:g} s. To allow more time, raise "
             "timeout_seconds."
         )
-        return failure(job, stage="timeout", reason=reason, exit_code=status.exit_code)
+        return failure(job, stage="timeout", reason=reason, exit_code=exit.code)
     if stop_reason == "shutdown":
         return Lost("The job's runner was stopped.")
-    code = status.exit_code
+    code = exit.code
     if code == 0:
         return None
     if code is None:
         return Lost("The job's process vanished without an exit code and without an outcome.")
     if code < 0 and job.spec.pipeline is not None:
         return Lost(f"Signal {-code} ended the job's process before it wrote an outcome.")
-    if status.error is not None:
-        return failure(job, stage="launch", reason=status.error, exit_code=code)
     if code == TEMPORARY_FAILURE and job.spec.pipeline is not None:
         reason = f"{job.spec.command[0]} failed for a temporary cause{_last_log_line(job_dir)}"
         failed = failure(job, stage=None, reason=reason, exit_code=code)

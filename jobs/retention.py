@@ -1,10 +1,7 @@
-"""Deletes old jobs and deliveries from the store. This module searches without the store's write
-lock, and it deletes in small transactions. So submissions never wait long for the write lock."""
+"""Deletes old jobs and their deliveries from the store. This module searches without the store's
+write lock, and it deletes in small transactions. So submissions never wait long for the lock."""
 
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from itertools import islice
-from typing import TypeVar
 
 from sqlalchemy import Connection, Engine, delete, select
 
@@ -12,11 +9,8 @@ from jobs.job import TRANSITIONS
 from jobs.rows import job_id_of
 from jobs.schema import DELIVERIES, JOBS, reading, writing
 
-Item = TypeVar("Item")
-
 BATCH = 100
-"""One transaction deletes at most this many jobs, with all their deliveries, or at most this many
-deliveries that led to no job."""
+"""One transaction deletes at most this many jobs, with all their deliveries."""
 _ENDED_STATES = tuple(state for state, following in TRANSITIONS.items() if not following)
 
 
@@ -30,31 +24,12 @@ def forget_jobs(
             for number in _old_jobs(connection, before, newest)
             if job_id_of(number) not in kept
         ]
-    for numbers in _batches(deleted):
+    for start in range(0, len(deleted), BATCH):
+        numbers = deleted[start : start + BATCH]
         with writing(engine) as connection:
             connection.execute(delete(DELIVERIES).where(DELIVERIES.c.job_number.in_(numbers)))
             connection.execute(delete(JOBS).where(JOBS.c.number.in_(numbers)))
     return [job_id_of(number) for number in deleted]
-
-
-def forget_ignored(engine: Engine, before: float) -> int:
-    """Delete the deliveries that led to no job and were received before the time `before`. Returns
-    how many of them the search found. A delivery that gets a job after the search is not deleted,
-    but it is counted."""
-    query = select(DELIVERIES.c.source, DELIVERIES.c.id)
-    is_old = DELIVERIES.c.job_number.is_(None), DELIVERIES.c.received_at < before
-    ids: defaultdict[str, list[str]] = defaultdict(list)
-    with reading(engine) as connection:
-        for source, id in connection.execute(query.where(*is_old)):
-            ids[source].append(id)
-    for source, old in ids.items():
-        for batch in _batches(old):
-            with writing(engine) as connection:
-                # Check the conditions again. Since the search above, the sender may have repeated
-                # a delivery, and the delivery may now have a job.
-                of_batch = DELIVERIES.c.source == source, DELIVERIES.c.id.in_(batch)
-                connection.execute(delete(DELIVERIES).where(*of_batch, *is_old))
-    return sum(map(len, ids.values()))
 
 
 def _old_jobs(connection: Connection, before: float, newest: int) -> Iterator[int]:
@@ -82,9 +57,3 @@ def _old_jobs(connection: Connection, before: float, newest: int) -> Iterator[in
             oldest_kept[pipeline] = connection.scalar(kept) or 0
         if number < oldest_kept[pipeline]:
             yield number
-
-
-def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
-    rest = iter(items)
-    while batch := list(islice(rest, BATCH)):
-        yield batch

@@ -7,13 +7,14 @@ A *push job* belongs to a pipeline and was not submitted by hand. The docstring 
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import Connection, Row, Select, select, update
 
-from jobs.errors import IllegalTransition, JobNotFound, LeaseLost
-from jobs.job import TRANSITIONS, Head, Job, final_state
+from jobs.errors import JobNotFound, LeaseLost
+from jobs.job import Job, final_state
 from jobs.outcome import JobOutcome
 from jobs.schema import DELIVERIES, JOBS, PAUSES
 from jobs.spec import JobSpec
@@ -37,10 +38,18 @@ def number_of(job_id: str) -> int:
 
 
 def job_from_row(
-    row: Row[Any], delivery_ids: Sequence[str] = (), paused: Collection[str] = ()
+    row: Row[Any],
+    delivery_ids: Sequence[str] = (),
+    paused: Collection[str] = (),
+    running: Mapping[str, int] = MappingProxyType({}),
 ) -> Job:
-    is_paused = row.state == "SCHEDULING" and not row.by_hand and row.pipeline in paused
-    pause = f"{row.pipeline} is paused; to go on: pipeline resume {row.pipeline}"
+    """`running` maps each pipeline that has a running job to the job's number."""
+    waits_for = row.waits_for
+    if row.state == "SCHEDULING" and row.pipeline in running:
+        waits_for = f"{job_id_of(running[row.pipeline])} is running"
+    if row.state == "SCHEDULING" and not row.by_hand and row.pipeline in paused:
+        waits_for = f"{row.pipeline} is paused; to go on: pipeline resume {row.pipeline}"
+    outcome = None if row.outcome is None else JobOutcome.model_validate_json(row.outcome)
     return Job(
         id=job_id_of(row.number),
         state=row.state,
@@ -48,7 +57,8 @@ def job_from_row(
             JobSpec.model_validate_json(row.spec), delivery_ids=tuple(dict.fromkeys(delivery_ids))
         ),
         payload=None if row.payload is None else json.loads(row.payload),
-        outcome=None if row.outcome is None else JobOutcome.model_validate_json(row.outcome),
+        outcome=outcome if row.ended_at is not None else None,
+        last_failure=outcome if row.ended_at is None else None,
         created_at=row.created_at,
         run_after=row.run_after,
         started_at=row.started_at,
@@ -60,7 +70,7 @@ def job_from_row(
         handle=row.handle,
         cancel_requested=row.cancel_requested,
         by_hand=row.by_hand,
-        waits_for=pause if is_paused else row.waits_for,
+        waits_for=waits_for,
     )
 
 
@@ -88,7 +98,10 @@ def select_jobs(connection: Connection, query: Select[Any]) -> list[Job]:
     for number, delivery_id in connection.execute(links):
         delivery_ids[number].append(delivery_id)
     paused = connection.scalars(select(PAUSES.c.pipeline)).all()
-    return [job_from_row(row, delivery_ids[row.number], paused) for row in rows]
+    is_busy = JOBS.c.pipeline.is_not(None), JOBS.c.state == "RUNNING"
+    busy = connection.execute(select(JOBS.c.pipeline, JOBS.c.number).where(*is_busy))
+    running = {row.pipeline: row.number for row in busy}
+    return [job_from_row(row, delivery_ids[row.number], paused, running) for row in rows]
 
 
 def fetch_job(connection: Connection, number: int) -> Job:
@@ -105,9 +118,9 @@ def update_job(connection: Connection, job_id: str, **values: Any) -> Job:
 
 
 def fetch_leased(connection: Connection, job_id: str, owner: str) -> Job:
-    """The job. Raises LeaseLost if the job is not running, if another runner has taken its lease,
-    or if `owner` has given up the lease. It does not check whether the lease has run out. Raises
-    JobNotFound if there is no such job."""
+    """The job. Raises LeaseLost if the job is not running, or if the lease is not `owner`'s any
+    more. It does not check whether the lease has run out. Raises JobNotFound if there is no such
+    job."""
     job = fetch_job(connection, number_of(job_id))
     if job.state != "RUNNING" or job.owner != owner:
         raise LeaseLost(job_id, owner)
@@ -115,15 +128,11 @@ def fetch_leased(connection: Connection, job_id: str, owner: str) -> Job:
 
 
 def end_job(connection: Connection, job: Job, outcome: JobOutcome | None, now: float) -> Job:
-    """End the job with this outcome. Returns the ended job. Raises IllegalTransition if a job in
-    this state cannot end with this outcome."""
-    state = final_state(outcome)
-    if state not in TRANSITIONS[job.state]:
-        raise IllegalTransition(job.id, job.state, state)
+    """End the job with this outcome. Returns the ended job."""
     return update_job(
         connection,
         job.id,
-        state=state,
+        state=final_state(outcome),
         outcome=None if outcome is None else outcome.model_dump_json(),
         ended_at=now,
         owner=None,
@@ -140,33 +149,22 @@ def fetch_successor(connection: Connection, job: Job) -> Job | None:
     return next(iter(select_jobs(connection, pending)), None)
 
 
-def previous_head(connection: Connection, job: Job) -> str | None:
-    """The commit of the pipeline's last push job that has one. None if there is no such job."""
-    query = select(JOBS.c.head).where(
-        JOBS.c.pipeline == job.spec.pipeline,
-        JOBS.c.by_hand.is_(False),
-        JOBS.c.head.is_not(None),
-        JOBS.c.number < number_of(job.id),
-    )
-    head: str | None = connection.scalar(query.order_by(JOBS.c.number.desc()).limit(1))
-    return head
-
-
-def job_that_trained(connection: Connection, job: Job, head: Head) -> Job | None:
-    """The newest ended job of the pipeline, if it has trained `head` in the same way as `job`
-    would: with the same settings and the same command. Otherwise None.
-
-    Older jobs do not count. Suppose that somebody pushes the commits A, B and again A. The third
-    push needs a training, because the weights have learned B since the first.
-    """
-    query = select(JOBS).where(JOBS.c.pipeline == job.spec.pipeline, JOBS.c.ended_at.is_not(None))
-    # Do not order by `ended_at`: the clock may have been set back.
-    row = connection.execute(query.order_by(JOBS.c.number.desc()).limit(1)).one_or_none()
-    if row is None or (row.state, row.head) != ("COMPLETED", head.sha):
+def give_way(connection: Connection, job: Job, failed: JobOutcome, now: float) -> Job | None:
+    """End this push job if a push job of the pipeline is pending. `failed` is the outcome of the
+    last attempt. Returns the ended job; None if there is no such push job."""
+    successor = fetch_successor(connection, job)
+    if successor is None:
         return None
-    last = job_from_row(row)
-    is_same = (last.spec.settings, last.spec.command) == (job.spec.settings, job.spec.command)
-    return last if is_same else None
+    return end_job(
+        connection, job, final_failure(failed, f"{successor.id} trains on the newest commit."), now
+    )
+
+
+def final_failure(failed: JobOutcome, why_no_more: str) -> JobOutcome:
+    """The outcome of a job, made from the outcome of its last attempt. `why_no_more` says why there
+    is no further attempt."""
+    reason = " ".join(filter(None, (failed.reason, why_no_more)))
+    return failed.model_copy(update={"reason": reason, "may_pass": False})
 
 
 def is_pending(pipeline: str, *, by_hand: bool) -> Any:
@@ -184,16 +182,3 @@ def is_paused() -> Any:
 
 def matches_delivery(source: str, delivery_id: str) -> tuple[Any, ...]:
     return DELIVERIES.c.source == source, DELIVERIES.c.id == delivery_id
-
-
-def is_claimable() -> Any:
-    """The SQL condition for pending jobs that need not wait for another job: no other job of the
-    same pipeline is running, and the pipeline is not paused. (Plain commands have no pipeline, so
-    they block nobody.) The condition does not check whether the time `run_after` has come."""
-    running = JOBS.alias("running")
-    blocked = (
-        select(running.c.number)
-        .where(running.c.pipeline == JOBS.c.pipeline, running.c.state == "RUNNING")
-        .exists()
-    )
-    return (JOBS.c.state == "SCHEDULING") & ~blocked & (JOBS.c.pipeline.is_(None) | ~is_paused())

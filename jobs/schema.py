@@ -17,7 +17,6 @@ from typing import Any
 
 from sqlalchemy import (
     Boolean,
-    CheckConstraint,
     Column,
     Connection,
     Engine,
@@ -30,6 +29,8 @@ from sqlalchemy import (
     Text,
     create_engine,
     event,
+    insert,
+    inspect,
     make_url,
     text,
     update,
@@ -42,7 +43,7 @@ from sqlalchemy.exc import (
 )
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from jobs.errors import StoreError
+from jobs.errors import OtherSchema, StoreError
 
 METADATA = MetaData()
 
@@ -101,15 +102,10 @@ DELIVERIES = Table(
     Column("id", String, primary_key=True),
     # The number of the delivery in the order of arrival.
     Column("arrival", Integer, nullable=False),
-    Column("body", Text, nullable=False),
     # The commit that the delivery announced.
     Column("announced", String),
     Column("received_at", Float, nullable=False),
-    Column("job_number", Integer),
-    Column("ignored_reason", Text),
-    CheckConstraint(
-        "(job_number IS NULL) <> (ignored_reason IS NULL)", name="delivery_has_one_answer"
-    ),
+    Column("job_number", Integer, nullable=False),
     Index("deliveries_by_job", "job_number", "arrival"),
     Index("deliveries_by_arrival", "arrival"),
     Index("deliveries_by_commit", "announced"),
@@ -124,7 +120,7 @@ PAUSES = Table(
 """The paused pipelines: no push job of these pipelines is started."""
 
 CHANGES = Table("changes", METADATA, Column("number", Integer, primary_key=True))
-"""One row: how many transactions have written. `JobReader.changed` compares this number."""
+"""One row: how many transactions have written. `JobStore.changed` compares this number."""
 
 _WRITERS_LOCK = 0x686F7470757368  # the key of our advisory lock on Postgres; an arbitrary number
 
@@ -133,50 +129,42 @@ def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
     """An engine for `sqlite:///…`, `postgresql+psycopg://…`, or a path to a SQLite file.
 
     With `only_reads`, a SQLite file is opened read-only. A missing file is then not created, and
-    the first read fails. Raises StoreError if the URL is not valid or names another kind of
-    database, if the path is in a folder that does not exist, or if the database driver is not
-    installed.
+    the first read fails. Raises StoreError if the URL cannot be used, or if the path is in a folder
+    that does not exist.
     """
-    shown = str(url_or_path)
-    if isinstance(url_or_path, str) and "://" in url_or_path:
-        try:
-            url = make_url(url_or_path)
-        except (ArgumentError, ValueError):
-            # Show neither the rest of the URL nor the text of the error, because both may hold the
-            # password.
-            raise StoreError(
-                f"The job store is given as '{_url_start(url_or_path)}…', which is not a database "
-                "URL (the rest is not shown, because it may hold a password). Write sqlite:///PATH "
-                "or postgresql+psycopg://USER:PASSWORD@HOST:PORT/DATABASE. The port must be a "
-                "number, and special characters in the password must be written as %XX."
-            ) from None
-        shown = url.render_as_string(hide_password=True)
-        if url.get_backend_name() not in ("sqlite", "postgresql"):
-            raise StoreError(
-                f"The job store cannot use the database {shown}, because it is neither SQLite nor "
-                "Postgres. Use a path, sqlite:///… or postgresql+psycopg://…"
-            )
-        target = url
-    else:
-        path = Path(url_or_path).absolute()
-        if not path.parent.is_dir():
-            raise StoreError(f"The folder of the job store {path} does not exist; create it first.")
-        target = make_url("sqlite://").set(database=str(path))
+    given = str(url_or_path)
     options: dict[str, Any] = {}
-    if target.get_backend_name() == "postgresql":
-        # Test each connection before use. Otherwise the first queries after a restart of the
-        # database server would fail.
-        options["pool_pre_ping"] = True
-    elif only_reads:
-        file = f"{Path(target.database or '').absolute().as_uri()}?mode=ro"
-        options["creator"] = lambda: sqlite3.connect(file, uri=True, check_same_thread=False)
     try:
-        engine = create_engine(target, **options)
-    except (ImportError, NoSuchModuleError) as error:
+        if "://" in given:
+            url = make_url(given)
+        else:
+            path = Path(given).absolute()
+            if not path.parent.is_dir():
+                raise StoreError(
+                    f"The folder of the job store {path} does not exist; create it first."
+                )
+            url = make_url("sqlite://").set(database=str(path))
+        if url.get_backend_name() == "postgresql":
+            # Test each connection before use. Otherwise the first queries after a restart of the
+            # database server would fail.
+            options["pool_pre_ping"] = True
+        elif url.get_backend_name() != "sqlite":
+            raise ValueError("neither SQLite nor Postgres")
+        elif only_reads:
+            file = f"{Path(url.database or '').absolute().as_uri()}?mode=ro"
+            options["creator"] = lambda: sqlite3.connect(file, uri=True, check_same_thread=False)
+        engine = create_engine(url, **options)
+    except (ArgumentError, ValueError, ImportError, NoSuchModuleError):
+        # Show neither the rest of the URL nor the text of the error, because both may hold the
+        # password.
+        start = re.match(r"[A-Za-z0-9+]*(://)?", given)
         raise StoreError(
-            f"{shown} needs a driver that is not installed ({error}); for Postgres, run in "
-            "the folder of hotpush: pip install -e '.[postgres]', and write postgresql+psycopg://…"
-        ) from error
+            f"The job store cannot use the database '{start and start[0]}…' (the rest is not "
+            "shown, because it may hold a password). Write a path, sqlite:///PATH or "
+            "postgresql+psycopg://USER:PASSWORD@HOST:PORT/DATABASE. The port must be a number, and "
+            "special characters in the password must be written as %XX. Postgres needs a driver; "
+            "to install it, run in the folder of hotpush: pip install -e '.[postgres]'"
+        ) from None
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _set_busy_timeout if only_reads else _set_up_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
@@ -184,13 +172,11 @@ def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
     return engine
 
 
-def file_of(engine: Engine) -> tuple[int, int] | None:
-    """The device and the inode of the SQLite file that the path names now. None for Postgres, and
-    if there is no such file."""
-    if engine.dialect.name != "sqlite" or engine.url.database is None:
-        return None
+def _file_of(engine: Engine) -> tuple[int, int] | None:
+    """The device and the inode of the SQLite file that the path names now. None if there is no such
+    file."""
     try:
-        found = os.stat(engine.url.database)
+        found = os.stat(engine.url.database or "")
     except OSError:
         return None
     return found.st_dev, found.st_ino
@@ -202,17 +188,12 @@ def _follow_file(engine: Engine) -> None:
 
     @event.listens_for(engine, "connect")
     def note(_connection: object, record: ConnectionPoolEntry) -> None:
-        record.info["file"] = file_of(engine)
+        record.info["file"] = _file_of(engine)
 
     @event.listens_for(engine, "checkout")
     def compare(_connection: object, record: ConnectionPoolEntry, _proxy: object) -> None:
-        if record.info["file"] != file_of(engine):
+        if record.info["file"] != _file_of(engine):
             raise DisconnectionError("The file of the database was replaced.")
-
-
-def _url_start(url: str) -> str:
-    found = re.match(r"[A-Za-z0-9+]*(://)?", url)
-    return found[0] if found else ""
 
 
 def _set_busy_timeout(dbapi_connection: Any, _record: object) -> None:
@@ -254,7 +235,7 @@ def _begin_sqlite(connection: Connection) -> None:
 
 @contextmanager
 def writing(engine: Engine) -> Iterator[Connection]:
-    """A transaction as in `locked`, which other processes notice by `JobReader.changed`."""
+    """A transaction as in `locked`, which other processes notice by `JobStore.changed`."""
     with locked(engine) as connection:
         connection.execute(update(CHANGES).values(number=CHANGES.c.number + 1))
         yield connection
@@ -300,3 +281,46 @@ def _as_store_error(engine: Engine) -> Iterator[None]:
             "nothing. Check that the database can be reached, and that its disk is writable and "
             "not full."
         ) from error
+
+
+HEAD = "jobs2"
+"""The schema that this module declares. It is recorded as Alembic, a library that upgrades database
+schemas, records its revisions."""
+
+
+def migrate(engine: Engine) -> None:
+    """Create the tables in one transaction. Raises OtherSchema, and changes nothing, if another
+    version of hotpush wrote the database."""
+    if check_schema(engine) == HEAD:
+        return
+    with locked(engine) as connection:
+        # Check again under the write lock, because another process may have created the tables
+        # since the first check.
+        if _checked_revision(engine, connection) is None:
+            METADATA.create_all(connection)
+            connection.execute(insert(CHANGES).values(number=0))
+            connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR NOT NULL)"))
+            connection.execute(text("INSERT INTO alembic_version VALUES (:head)"), {"head": HEAD})
+
+
+def check_schema(engine: Engine) -> str | None:
+    """The revision of the store's schema; None if there are no tables yet. Changes nothing.
+
+    Raises OtherSchema.
+    """
+    with reading(engine) as connection:
+        return _checked_revision(engine, connection)
+
+
+def _checked_revision(engine: Engine, connection: Connection) -> str | None:
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    revision: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))
+    if revision != HEAD:
+        shown = engine.url.render_as_string(hide_password=True)
+        raise OtherSchema(
+            f"The job store {shown} has schema {revision!r}, which this version of hotpush cannot "
+            f"use (it needs {HEAD!r}): another version of hotpush wrote the job store. Nothing was "
+            "changed; use that version, or move the database away to begin with an empty one."
+        )
+    return revision

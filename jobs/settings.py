@@ -5,6 +5,8 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from jobs.job import Job
+
 
 class JobsSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -61,6 +63,10 @@ class JobsSettings(BaseModel):
                 "is late"
             )
         return self
+
+    def time_limit(self, job: Job) -> float | None:
+        """The time limit of the job in seconds. None if there is no limit."""
+        return job.spec.resources.timeout_seconds or self.timeout_seconds
 
     def threads(self) -> int:
         """The number of threads of a job whose spec does not set one: the setting `num_threads` or,

@@ -1,51 +1,63 @@
-"""`JobStore`: all jobs with their states, and all deliveries, also those that led to no job.
+"""`JobStore`: all jobs with their states, and the deliveries that led to them.
 
-The store starts no process; `jobs/runner.py` takes jobs from the store and runs them.
+The store starts no process; `jobs/runner.py` takes jobs from the store, and `jobs/agent.py` runs
+them.
 
 A *push job* belongs to a pipeline and was not submitted by hand. The docstring of the package
 `jobs` explains the other terms, such as "plain command" and "lost".
 """
 
-import json
+import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from sqlalchemy import ColumnElement, Connection, case, delete, insert, select
+from sqlalchemy import Connection, Engine, delete, func, insert, select, text
 
-from jobs.errors import HeadAway, JobNotFound, NoHead
-from jobs.job import Delivery, FindHead, Head, Job, JobRequest, Submission, delivery_ids, failure
-from jobs.migrations import check_schema, migrate
+from jobs.claims import HEAD_RETRY_SECONDS, Claims, is_claimable, is_waiting
+from jobs.errors import JobNotFound, LeaseLost
+from jobs.job import (
+    OPEN_STATES,
+    Delivery,
+    FindHead,
+    Job,
+    JobRequest,
+    JobState,
+    Submission,
+    delivery_ids,
+)
 from jobs.outcome import JobOutcome
-from jobs.reader import JobReader
-from jobs.retention import forget_ignored, forget_jobs
+from jobs.retention import forget_jobs
 from jobs.rows import (
     end_job,
     fetch_job,
     fetch_leased,
-    fetch_successor,
-    is_claimable,
+    final_failure,
+    give_way,
+    is_paused,
     job_id_of,
-    job_that_trained,
     number_of,
-    previous_head,
     select_jobs,
-    spec_as_json,
     update_job,
-    with_revisions,
 )
-from jobs.schema import JOBS, PAUSES, connect, file_of, reading, writing
+from jobs.schema import (
+    CHANGES,
+    DELIVERIES,
+    JOBS,
+    PAUSES,
+    check_schema,
+    connect,
+    migrate,
+    reading,
+    writing,
+)
 from jobs.spec import JobSpec
 from jobs.submissions import submit_all
 
-__all__ = ["Delivery", "JobRequest", "JobStore", "Submission"]
-
-HEAD_RETRY_SECONDS = 5.0
-"""If the head of a job's ref cannot be read, it is read again after this time."""
+__all__ = ["HEAD_RETRY_SECONDS", "Delivery", "JobRequest", "JobStore", "Submission"]
 
 
-class JobStore(JobReader):
+class JobStore:
     """Several threads and processes may use the store at the same time, but only one thread may
     call `changed`. Every method raises StoreError if the database fails.
 
@@ -53,7 +65,15 @@ class JobStore(JobReader):
     exceptions. `forget` and `replace_reasons` use several transactions, so they may have done a
     part of their work when they fail. And if the connection to Postgres breaks during a commit, the
     method raises StoreError, but the change may be stored.
+
+    All times are seconds since the epoch. `clock` returns the present time. Default: the clock that
+    `open` describes.
     """
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] | None = None) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._seen: int | None = None
 
     @classmethod
     def open(cls, url_or_path: str | Path, *, clock: Callable[[], float] | None = None) -> Self:
@@ -89,6 +109,146 @@ class JobStore(JobReader):
             return None
         return cls(engine)
 
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def location(self) -> str:
+        """The argument with which `open` opens this store again: the path of a SQLite file, or the
+        URL of a Postgres database, with its password."""
+        url = self._engine.url
+        is_file = url.get_backend_name() == "sqlite" and url.database is not None
+        return str(url.database) if is_file else url.render_as_string(hide_password=False)
+
+    # Reading
+
+    def get(self, job_id: str) -> Job:
+        """The job with this id. Raises JobNotFound."""
+        with reading(self._engine) as connection:
+            return fetch_job(connection, number_of(job_id))
+
+    def unhandled(self) -> Sequence[Job]:
+        """The ended jobs for which `handled` was not called, earliest end first."""
+        query = select(JOBS).where(JOBS.c.ended_at.is_not(None), JOBS.c.handled_at.is_(None))
+        with reading(self._engine) as connection:
+            return select_jobs(connection, query.order_by(JOBS.c.ended_at, JOBS.c.number))
+
+    def paused(self) -> dict[str, float]:
+        """The paused pipelines: name → when the pause began."""
+        with reading(self._engine) as connection:
+            return {row.pipeline: row.since for row in connection.execute(select(PAUSES))}
+
+    def has_open_jobs(self) -> bool:
+        """Whether any job has not ended. Pending jobs of paused pipelines do not count."""
+        unended = select(JOBS.c.number).where(JOBS.c.state.in_(OPEN_STATES))
+        waits = (JOBS.c.state == "SCHEDULING") & JOBS.c.pipeline.is_not(None) & is_paused()
+        with reading(self._engine) as connection:
+            return connection.scalar(unended.where(~waits).limit(1)) is not None
+
+    def ids_ended_before(self, moment: float) -> list[str]:
+        """The ids of the jobs that ended before `moment`, in the order of their creation."""
+        query = select(JOBS.c.number).where(JOBS.c.ended_at < moment).order_by(JOBS.c.number)
+        with reading(self._engine) as connection:
+            return [job_id_of(number) for number in connection.scalars(query)]
+
+    def list(
+        self,
+        pipeline: str | None = None,
+        state: JobState | None = None,
+        limit: int | None = None,
+    ) -> list[Job]:
+        """The jobs, newest first. An argument that is None does not limit the list."""
+        query = select(JOBS).order_by(JOBS.c.number.desc()).limit(limit)
+        if pipeline is not None:
+            query = query.where(JOBS.c.pipeline == pipeline)
+        if state is not None:
+            query = query.where(JOBS.c.state == state)
+        with reading(self._engine) as connection:
+            return select_jobs(connection, query)
+
+    def of_commit(self, new_sha: str) -> Sequence[Job]:
+        """The jobs of this commit, newest job first: those that a delivery of this commit led to,
+        and those that have trained on exactly this commit. Several pipelines may follow the
+        dataset."""
+        linked = select(DELIVERIES.c.job_number).where(DELIVERIES.c.announced == new_sha)
+        is_of_commit = JOBS.c.number.in_(linked) | (JOBS.c.head == new_sha)
+        query = select(JOBS).where(is_of_commit).order_by(JOBS.c.number.desc())
+        with reading(self._engine) as connection:
+            return select_jobs(connection, query)
+
+    def waited_since(self, job: Job) -> float:
+        """When the oldest delivery was received whose commits the job covers: the job's own
+        deliveries and, for a push job, those of the jobs that have failed since the pipeline's last
+        completed one. If there is no delivery, for example because a person submitted the job,
+        returns the time when the job was created."""
+        number, columns = number_of(job.id), JOBS.c
+        is_before = (columns.pipeline == job.spec.pipeline) & columns.by_hand.is_(False)
+        is_before &= columns.number < number
+        done = select(func.max(columns.number)).where(is_before, columns.state == "COMPLETED")
+        failed = select(columns.number).where(is_before, columns.state == "ERROR")
+        oldest = select(func.min(DELIVERIES.c.received_at))
+        with reading(self._engine) as connection:
+            numbers = [number]
+            if not job.by_hand:
+                since = connection.scalar(done) or 0
+                numbers += connection.scalars(failed.where(columns.number > since))
+            received_at: float | None = connection.scalar(
+                oldest.where(DELIVERIES.c.job_number.in_(numbers))
+            )
+        return job.created_at if received_at is None else received_at
+
+    def seconds_to_next(self) -> float | None:
+        """The number of seconds until `claim` can return a job; 0 if a job is due now. None if no
+        job is pending or waits for its next attempt, or if every pending job must wait until the
+        running job of its pipeline, or a pause, has ended."""
+        may_come = is_claimable() | is_waiting()
+        with reading(self._engine) as connection:
+            due = connection.scalar(select(func.min(JOBS.c.run_after)).where(may_come))
+            return None if due is None else max(0.0, due - self._now(connection))
+
+    def expired(self) -> Sequence[Job]:
+        """The jobs whose lease has run out: the agent of the attempt is dead or frozen, or cannot
+        reach the store."""
+        with reading(self._engine) as connection:
+            has_run_out = JOBS.c.lease_until <= self._now(connection)
+            query = select(JOBS).where(JOBS.c.owner.is_not(None), has_run_out)
+            return select_jobs(connection, query.order_by(JOBS.c.number))
+
+    def changed(self) -> bool:
+        """Whether anybody may have written to the store since the last call. True at the first
+        call.
+
+        This method is cheap enough to call many times a second. Only one thread may call it.
+        """
+        # A transaction that began earlier may commit later. So compare a number that every writer
+        # changes, and no number of the database's own.
+        with reading(self._engine) as connection:
+            seen = connection.scalar(select(CHANGES.c.number))
+        changed, self._seen = seen != self._seen, seen
+        return changed
+
+    def now(self) -> float:
+        """The present time by the store's clock, in seconds since the epoch."""
+        with reading(self._engine) as connection:
+            return self._now(connection)
+
+    def _now(self, connection: Connection) -> float:
+        if self._clock is not None:
+            return self._clock()
+        if connection.dialect.name == "postgresql":
+            return float(
+                connection.execute(
+                    text("SELECT extract(epoch FROM clock_timestamp())")
+                ).scalar_one()
+            )
+        return time.time()
+
     # Deliveries and submissions
 
     def submit(
@@ -119,151 +279,58 @@ class JobStore(JobReader):
         request = JobRequest(spec=spec, payload=payload, delivery=delivery, by_hand=by_hand)
         return self.submit_all([request])[0]
 
-    def submit_all(
-        self, requests: Sequence[JobRequest], *, ignored: Sequence[tuple[Delivery, str]] = ()
-    ) -> list[Submission]:
-        """Submit the requests in order, by the rules of `submit`. In the same transaction, record
-        each delivery of `ignored` with the reason why it leads to no job. If such a delivery is
-        already recorded, its record does not change."""
+    def submit_all(self, requests: Sequence[JobRequest]) -> Sequence[Submission]:
+        """Submit the requests in order, by the rules of `submit`, in one transaction."""
         with writing(self._engine) as connection:
-            return submit_all(connection, requests, ignored, self._now(connection))
+            return submit_all(connection, requests, self._now(connection))
 
-    # What a runner does
-
-    def follow_file(self) -> bool:
-        """Whether the SQLite file was replaced or deleted since the last call or, at the first
-        call, since the store was opened. All methods use the file that is there now. This method
-        creates the tables of that file if necessary, as `open` does."""
-        if file_of(self._engine) == self._file:
-            return False
-        migrate(self._engine)
-        self._file = file_of(self._engine)
-        return True
+    # What a runner and an agent do
 
     def claim(
         self, owner: str, lease_seconds: float, find_head: FindHead | None = None
     ) -> Job | None:
-        """Choose the pending job that has been due for the longest time, and give its lease to the
-        runner `owner`. The job is then RUNNING.
+        """Choose a job that is due, and give the lease of its next attempt to `owner`, which must
+        be a new name for each attempt. The job is then RUNNING. Jobs that wait for another attempt
+        come first, and then the pending job that has been due for the longest time.
 
-        If the job is for the head of a ref, `find_head` reads the head now; without `find_head`,
-        the job must read the head itself. In three cases, the job is not RUNNING afterwards:
+        If a pending job is for the head of a ref, `find_head` reads the head now; without
+        `find_head`, the job must read the head itself. In four cases, the job is not RUNNING
+        afterwards:
 
         - The head cannot be read now (HeadAway). The job stays pending for HEAD_RETRY_SECONDS, and
           this method returns None.
         - The ref has no head (NoHead). The job has failed.
         - The pipeline's newest ended job has trained this head in the same way
           (`job_that_trained`). The job has ended as `unchanged`.
+        - An attempt of the job has failed, and a push job of the pipeline is pending, which trains
+          on the newest commit. The job has failed.
 
-        Returns None if no pending job is due, or if every due job waits for the running job of its
+        Returns None if no job is due, or if every due job waits for the running job of its
         pipeline, or for the end of a pause.
         """
-        while (job := self._due()) is not None:
-            head, failed = None, None
-            try:
-                if job.trains_head and find_head is not None:
-                    head = find_head(job)
-            except HeadAway as away:
-                self._wait_for_head(job, str(away))
-                return None
-            except NoHead as error:
-                failed = failure(job, stage="claim", reason=str(error))
-            claimed = self._take(job, owner, lease_seconds, head, failed)
-            if claimed is not None:
-                return claimed
-        return None
+        return Claims(self._engine, self._now).claim(owner, lease_seconds, find_head)
 
-    def _due(self) -> Job | None:
-        """The job that `claim` tries to take, with `old_sha` in its range."""
-        with reading(self._engine) as connection:
-            due = select(JOBS).where(is_claimable(), JOBS.c.run_after <= self._now(connection))
-            due = due.order_by(JOBS.c.run_after, JOBS.c.number).limit(1)
-            job = next(iter(select_jobs(connection, due)), None)
-            if job is None or not job.trains_head:
-                return job
-            old_sha = previous_head(connection, job)
-            return replace(job, spec=with_revisions(job.spec, old_sha=old_sha))
+    def started(self, job_id: str, owner: str, handle: str) -> Job:
+        """Record that the attempt begins. `handle` names the agent that runs it. Returns the job.
 
-    def _wait_for_head(self, job: Job, reason: str) -> None:
-        with writing(self._engine) as connection:
-            if fetch_job(connection, number_of(job.id)).state == "SCHEDULING":
-                run_after = self._now(connection) + HEAD_RETRY_SECONDS
-                update_job(connection, job.id, run_after=run_after, waits_for=reason)
-
-    def _take(
-        self,
-        job: Job,
-        owner: str,
-        lease_seconds: float,
-        head: Head | None,
-        failed: JobOutcome | None,
-    ) -> Job | None:
-        """Give the lease of the pending job to `owner`. None if the job cannot be taken any more,
-        or if a delivery has arrived since the job was read: the head may be older than that."""
-        with writing(self._engine) as connection:
-            now = self._now(connection)
-            still_due = select(JOBS).where(
-                is_claimable(), JOBS.c.run_after <= now, JOBS.c.number == number_of(job.id)
-            )
-            found = next(iter(select_jobs(connection, still_due)), None)
-            if found is None or delivery_ids(found) != delivery_ids(job):
-                return None
-            values: dict[str, Any] = {}
-            if head is not None:
-                spec = with_revisions(job.spec, new_sha=head.sha)
-                payload = job.payload if job.by_hand and job.payload is not None else head.payload
-                values = {
-                    "spec": spec_as_json(spec),
-                    "payload": json.dumps(payload),
-                    "head": head.sha,
-                }
-            claimed = update_job(
-                connection,
-                job.id,
-                state="RUNNING",
-                attempt=1,
-                started_at=now,
-                owner=owner,
-                lease_until=now + lease_seconds,
-                waits_for=None,
-                **values,
-            )
-            if failed is not None:
-                return end_job(connection, claimed, failed, now)
-            if head is None or job.by_hand:
-                return claimed
-            last = job_that_trained(connection, claimed, head)
-            if last is None:
-                return claimed
-            result = last.outcome.result if last.outcome is not None else "completed"
-            unchanged = JobOutcome(
-                result="unchanged",
-                stage="claim",
-                reason=f"{last.id} has trained on {head.sha[:12]} already: {result}.",
-                delivery_ids=delivery_ids(claimed),
-                job_id=job.id,
-                dataset_revision=head.sha,
-            )
-            return end_job(connection, claimed, unchanged, now)
-
-    def started(self, job_id: str, owner: str, handle: str, *, waited_seconds: float = 0.0) -> None:
-        """Record that the attempt was started. `handle` is the launcher's name for the attempt.
-        Before this attempt, the job waited for `waited_seconds`; this time does not count against
-        the job's time limit. Raises LeaseLost."""
-        with writing(self._engine) as connection:
-            fetch_leased(connection, job_id, owner)
-            started_at = JOBS.c.started_at + waited_seconds
-            update_job(connection, job_id, handle=handle, started_at=started_at)
-
-    def heartbeat(self, job_id: str, owner: str, lease_seconds: float) -> bool:
-        """Extend the lease. Returns True if somebody asked to cancel the job. Raises LeaseLost.
-
-        A lease that has run out is extended too, unless another runner has adopted the job.
+        An attempt begins only once: raises LeaseLost at the second call, and if the lease is not
+        `owner`'s any more. The caller must then run nothing.
         """
         with writing(self._engine) as connection:
-            job = fetch_leased(connection, job_id, owner)
-            update_job(connection, job_id, lease_until=self._now(connection) + lease_seconds)
-            return job.cancel_requested
+            if fetch_leased(connection, job_id, owner).handle is not None:
+                raise LeaseLost(job_id, owner)
+            return update_job(connection, job_id, handle=handle)
+
+    def heartbeat(self, job_id: str, owner: str, lease_seconds: float) -> Job:
+        """Extend the lease. Returns the job, which says whether somebody asked to cancel it. Raises
+        LeaseLost.
+
+        A lease that has run out is extended too, unless a runner has ended the attempt.
+        """
+        with writing(self._engine) as connection:
+            fetch_leased(connection, job_id, owner)
+            lease_until = self._now(connection) + lease_seconds
+            return update_job(connection, job_id, lease_until=lease_until)
 
     def finish(self, job_id: str, owner: str, outcome: JobOutcome | None) -> Job:
         """End the job. An `outcome` of None means that the command exited with 0 and wrote no
@@ -274,11 +341,10 @@ class JobStore(JobReader):
             return end_job(connection, job, outcome, self._now(connection))
 
     def retry(self, job_id: str, owner: str, failed: JobOutcome, wait_seconds: float = 0.0) -> Job:
-        """Plan the next attempt of a job whose last attempt was lost or failed for a temporary
-        cause. `failed` is the outcome of the last attempt. The next attempt may start after
-        `wait_seconds`.
+        """End an attempt that was lost or failed for a temporary cause. `failed` is the outcome of
+        this attempt. `claim` may give out the next attempt after `wait_seconds`.
 
-        In two cases, the job gets no further attempt and ends with the outcome `failed`:
+        In three cases, the job gets no further attempt and ends: somebody asked to cancel it,
         `max_attempts` attempts were lost or failed for a temporary cause, or a push job of the
         pipeline is pending, which trains on the newest commit. Returns the job, which is RUNNING or
         has ended. Raises LeaseLost.
@@ -287,92 +353,27 @@ class JobStore(JobReader):
             job = fetch_leased(connection, job_id, owner)
             now = self._now(connection)
             job = update_job(connection, job_id, num_lost=job.num_lost + 1)
-            if (ended := _give_way(connection, job, failed, now)) is not None:
+            if job.cancel_requested:
+                return end_job(connection, job, _cancelled(job, failed), now)
+            if (ended := give_way(connection, job, failed, now)) is not None:
                 return ended
             if job.num_lost >= job.spec.max_attempts:
                 # Count the failed attempts only. An attempt that ended because its runner was
                 # stopped has a number too, but it did not fail.
                 last = f"That was failed attempt {job.num_lost} of {job.spec.max_attempts}."
-                return end_job(connection, job, _final_failure(failed, last), now)
-            return update_job(
-                connection,
-                job_id,
-                attempt=job.attempt + 1,
-                handle=None,
-                run_after=now + wait_seconds,
-            )
+                return end_job(connection, job, final_failure(failed, last), now)
+            values = {"outcome": failed.model_dump_json(), "run_after": now + wait_seconds}
+            return _end_attempt(connection, job, now, **values)
 
-    def give_way(self, job_id: str, owner: str, failed: JobOutcome) -> Job:
-        """End this push job if a push job of the pipeline is pending. `failed` is the outcome of
-        the last attempt, and becomes the outcome of this job. Returns this job, which is RUNNING or
-        has ended. Raises LeaseLost."""
+    def release(self, job_id: str, owner: str) -> Job:
+        """End an attempt that does not count, so that `claim` gives out the next attempt at once.
+        Returns the job. Raises LeaseLost."""
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
-            return _give_way(connection, job, failed, self._now(connection)) or job
-
-    def release(self, job_id: str, owner: str, *, waited_seconds: float = 0.0) -> None:
-        """Give up the lease of a job, so that another runner can adopt the job at once and start a
-        new attempt. Call this method only when no process of the job runs.
-
-        If the job was waiting for its next attempt, `waited_seconds` says how long it has waited.
-        This time does not count against the job's time limit. Raises LeaseLost.
-        """
-        with writing(self._engine) as connection:
-            fetch_leased(connection, job_id, owner)
-            update_job(
-                connection,
-                job_id,
-                handle=None,
-                owner=None,
-                lease_until=self._now(connection),
-                started_at=JOBS.c.started_at + waited_seconds,
-            )
-
-    def adopt(
-        self, owner: str, lease_seconds: float, *, held: Collection[str] | None = None
-    ) -> list[Job]:
-        """Find the RUNNING jobs whose leases have run out or were given up. Give these leases to
-        the runner `owner`, and return these jobs.
-
-        `held` lists the ids of the jobs that the runner `owner` knows to be its own. `owner` adopts
-        none of these jobs, unless another runner has taken the job's lease since then. But the
-        store may have more jobs of `owner`: if the store failed just after it had stored the lease,
-        the runner never got the job. `owner` adopts such a job too. If `held` is None, `owner`
-        adopts only jobs of other runners.
-
-        If a job has no handle, the last runner may have started its attempt nevertheless, or may
-        still start it. So the job gets a new attempt, and the token of the earlier attempt is no
-        longer valid. With a handle, the job's process was started once, and the attempt goes on.
-        """
-        may_be_adopted: ColumnElement[bool] = JOBS.c.owner.is_distinct_from(owner)
-        if held is not None:
-            may_be_adopted |= JOBS.c.number.not_in([number_of(job_id) for job_id in held])
-        with writing(self._engine) as connection:
             now = self._now(connection)
-            numbers = connection.scalars(
-                select(JOBS.c.number)
-                .where(
-                    JOBS.c.state == "RUNNING",
-                    JOBS.c.lease_until <= now,
-                    may_be_adopted,
-                )
-                .order_by(JOBS.c.number)
-            ).all()
-            return [
-                update_job(
-                    connection,
-                    job_id_of(number),
-                    owner=owner,
-                    lease_until=now + lease_seconds,
-                    attempt=case(
-                        (JOBS.c.handle.is_(None), JOBS.c.attempt + 1), else_=JOBS.c.attempt
-                    ),
-                    # The job has had no runner since its lease ran out. The time without a runner
-                    # does not count against the job's time limit. So add this time to `started_at`.
-                    started_at=JOBS.c.started_at + (now - JOBS.c.lease_until),
-                )
-                for number in numbers
-            ]
+            if job.cancel_requested:
+                return end_job(connection, job, _cancelled(job, None), now)
+            return _end_attempt(connection, job, now, run_after=now)
 
     def handled(self, job_id: str) -> None:
         """Record that the handlers of outcomes have got the outcome of this job, so that
@@ -387,11 +388,9 @@ class JobStore(JobReader):
         jobs. Returns the ids of the deleted jobs.
 
         Three groups of jobs are not deleted: the jobs in `kept`, the last `newest` jobs of each
-        pipeline, and the last `newest` plain commands. This method also deletes the deliveries that
-        led to no job and were received earlier than the time `before`. If a sender repeats a
-        deleted delivery, the delivery counts as new.
+        pipeline, and the last `newest` plain commands. If a sender repeats a deleted delivery, the
+        delivery counts as new.
         """
-        forget_ignored(self._engine, before)
         return forget_jobs(self._engine, before, newest=newest, kept=kept)
 
     def replace_reasons(self, job_ids: Collection[str], reason: str) -> None:
@@ -427,8 +426,8 @@ class JobStore(JobReader):
             return ended.rowcount > 0
 
     def cancel(self, job_id: str) -> Job:
-        """Cancel the job. If the job is pending, end it. If the job is running, ask its runner to
-        stop it. If the job has already ended, change nothing.
+        """Cancel the job. If the job is pending or waits for its next attempt, end it. If an
+        attempt is running, ask its agent to stop. If the job has already ended, change nothing.
 
         Raises JobNotFound.
         """
@@ -443,23 +442,37 @@ class JobStore(JobReader):
                         job_id=job.id,
                     )
                     return end_job(connection, job, outcome, self._now(connection))
+                case "RUNNING" if job.owner is None:
+                    outcome = _cancelled(job, job.last_failure)
+                    return end_job(connection, job, outcome, self._now(connection))
                 case "RUNNING":
                     return update_job(connection, job_id, cancel_requested=True)
                 case _:
                     return job
 
 
-def _give_way(connection: Connection, job: Job, failed: JobOutcome, now: float) -> Job | None:
-    successor = fetch_successor(connection, job)
-    if successor is None:
-        return None
-    return end_job(
-        connection, job, _final_failure(failed, f"{successor.id} trains on the newest commit."), now
+def _end_attempt(connection: Connection, job: Job, now: float, **values: Any) -> Job:
+    """The next attempt gets its number, and with it its token, now: nobody may use the token of
+    this attempt any more."""
+    assert job.lease_until is not None
+    return update_job(
+        connection,
+        job.id,
+        attempt=job.attempt + 1,
+        owner=None,
+        handle=None,
+        # If the lease has run out, the job has had no agent since then.
+        lease_until=min(now, job.lease_until),
+        **values,
     )
 
 
-def _final_failure(failed: JobOutcome, why_no_more: str) -> JobOutcome:
-    """The outcome of a job, made from the outcome of its last attempt. `why_no_more` says why there
-    is no further attempt."""
-    reason = " ".join(filter(None, (failed.reason, why_no_more)))
-    return failed.model_copy(update={"reason": reason, "may_pass": False})
+def _cancelled(job: Job, failed: JobOutcome | None) -> JobOutcome:
+    reason = "" if failed is None else f" {failed.reason}"
+    return JobOutcome(
+        result="cancelled",
+        stage=None if failed is None else failed.stage,
+        reason=f"Cancelled while it waited for another attempt.{reason}",
+        delivery_ids=delivery_ids(job),
+        job_id=job.id,
+    )

@@ -32,51 +32,45 @@ DeliveryKey = tuple[str, str]
 
 
 def submit_all(
-    connection: Connection,
-    requests: Sequence[JobRequest],
-    ignored: Sequence[tuple[Delivery, str]],
-    now: float,
+    connection: Connection, requests: Sequence[JobRequest], now: float
 ) -> list[Submission]:
-    """Submit the requests in order, by the rules of `JobStore.submit`, and record the deliveries of
-    `ignored`. Raises PendingJob if a request is by hand, and the pipeline already has a pending job
-    that was submitted by hand."""
+    """Submit the requests in order, by the rules of `JobStore.submit`. Raises PendingJob if a
+    request is by hand, and the pipeline already has a pending job that was submitted by hand."""
     batch = _Batch(connection, now)
-    deliveries = [each.delivery for each in requests if each.delivery is not None]
-    known = _known_deliveries(connection, [*deliveries, *(delivery for delivery, _ in ignored)])
+    known = _known_deliveries(connection, [each.delivery for each in requests if each.delivery])
     answers = dict(known)
     new: dict[DeliveryKey, dict[str, Any]] = {}
-    for delivery, reason in ignored:
-        if _key(delivery) not in answers:
-            answers[_key(delivery)] = None
-            new[_key(delivery)] = _row(delivery, now) | {"ignored_reason": reason}
     submissions = []
     for request in requests:
-        key = None if request.delivery is None else _key(request.delivery)
-        number = None if key is None else answers.get(key)
-        job = None if number is None else batch.job(number)
+        delivery = request.delivery
+        if delivery is None:
+            submissions.append(batch.submit(request))
+            continue
+        key = delivery.source, delivery.id
+        job = batch.job(answers[key]) if key in answers else None
         if job is not None and not _failed_or_cancelled(job):
-            submission = Submission(job=job, is_new=False, how="duplicate")
-        else:
-            submission = batch.submit(request)
-        submissions.append(submission)
-        if key is not None and request.delivery is not None:
-            answers[key] = number = number_of(submission.job.id)
-            if key not in known:
-                revisions = request.spec.revisions
-                announced = None if revisions is None else revisions.new_sha
-                new[key] = _row(request.delivery, now) | {
-                    "job_number": number,
-                    "announced": announced,
-                }
+            submissions.append(Submission(job=job, is_new=False, how="duplicate"))
+            continue
+        submissions.append(batch.submit(request))
+        answers[key] = number_of(submissions[-1].job.id)
+        if key not in known:
+            revisions = request.spec.revisions
+            new[key] = {
+                "source": delivery.source,
+                "id": delivery.id,
+                "announced": None if revisions is None else revisions.new_sha,
+                "received_at": now,
+                "job_number": answers[key],
+            }
     batch.write()
     if new:
         arrived = connection.scalar(select(func.max(DELIVERIES.c.arrival))) or 0
         rows = [{**row, "arrival": at} for at, row in enumerate(new.values(), start=arrived + 1)]
         connection.execute(insert(DELIVERIES), rows)
-    # The delivery was ignored, or its recorded job failed or was cancelled.
+    # The recorded job failed or was cancelled.
     for key in [key for key in known if answers[key] != known[key]]:
         answer = update(DELIVERIES).where(*matches_delivery(*key))
-        connection.execute(answer.values(job_number=answers[key], ignored_reason=None))
+        connection.execute(answer.values(job_number=answers[key]))
     return submissions
 
 
@@ -86,27 +80,11 @@ def due_at(spec: JobSpec, first_seen: float, now: float) -> float:
     return min(first_seen + spec.max_wait_seconds, now + spec.debounce_seconds)
 
 
-def _key(delivery: Delivery) -> DeliveryKey:
-    return delivery.source, delivery.id
-
-
-def _row(delivery: Delivery, now: float) -> dict[str, Any]:
-    return {
-        "source": delivery.source,
-        "id": delivery.id,
-        "body": delivery.body,
-        "announced": None,
-        "received_at": now,
-        "job_number": None,
-        "ignored_reason": None,
-    }
-
-
 def _known_deliveries(
     connection: Connection, deliveries: Sequence[Delivery]
-) -> Mapping[DeliveryKey, int | None]:
-    """The deliveries that the store has already recorded: key of the delivery → number of its job.
-    The number is None for a delivery that was ignored."""
+) -> Mapping[DeliveryKey, int]:
+    """The deliveries that the store has already recorded: key of the delivery → number of its
+    job."""
     ids: defaultdict[str, list[str]] = defaultdict(list)
     for delivery in deliveries:
         ids[delivery.source].append(delivery.id)

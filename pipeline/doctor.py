@@ -13,7 +13,7 @@ from platform import python_version
 import httpx
 
 from jobs.errors import JobError
-from jobs.migrations import HEAD as JOBS_SCHEMA
+from jobs.schema import HEAD as JOBS_SCHEMA
 from pipeline.errors import PipelineError
 from pipeline.facts import READ_IT, Facts, Finding, ok, state_of, wrong
 from pipeline.hub.database import SCHEMA_REVISION as HUB_SCHEMA

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from jobs.attempt_tokens import PREFIX, job_of_token
-from jobs.migrations import check_schema as check_jobs_schema
+from jobs.schema import check_schema as check_jobs_schema
 from jobs.schema import connect
 from jobs.store import JobStore
 from pipeline.hub.database import check_schema as check_hub_schema

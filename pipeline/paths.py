@@ -4,22 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-SETTINGS_FILE = "pipeline.toml"
-STATE_FOLDER = ".pipeline"
-PROJECT_OF_SHELL = "PIPELINE_PROJECT"
-"""`pipeline env` sets this variable to the folder of its project, so that commands also work in a
-clone that is elsewhere. The working folder comes first: after `cd` to another project, all commands
-act on that project."""
-
-
-def project_folder() -> Path:
-    """The nearest folder that has a settings file or a state folder: the working folder or one
-    above it. If there is none, the project of this shell, else the working folder."""
-    here = Path.cwd()
-    for folder in (here, *here.parents):
-        if any(os.path.exists(folder / name) for name in (SETTINGS_FILE, STATE_FOLDER)):
-            return folder
-    return Path(os.environ.get(PROJECT_OF_SHELL, here))
+from receiver.project import SETTINGS_FILE, project_folder, state_dir
 
 
 def settings_file() -> Path:
@@ -37,8 +22,7 @@ class Home:
 
     @classmethod
     def find(cls) -> "Home":
-        named = os.environ.get("PIPELINE_HOME")
-        return cls(Path(named).absolute() if named is not None else project_folder() / STATE_FOLDER)
+        return cls(state_dir())
 
     @property
     def hub_dir(self) -> Path:

@@ -1,10 +1,10 @@
-"""The runner's Prometheus metrics: the waiting and running jobs, the outcomes, how many rows were
-learned and kept, and the seconds from the arrival of a commit until its release is served."""
+"""The runner's Prometheus metrics: the waiting and running jobs, the outcomes, and the seconds from
+the arrival of a commit until its release is served."""
 
 from collections import Counter as Counts
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -13,18 +13,6 @@ from jobs.job import Job
 from jobs.store import JobStore
 
 _SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 14400)
-
-
-ROW_COUNTS = (
-    "changed",
-    "all_changed",
-    "learned",
-    "known",
-    "kept",
-    "deleted",
-    "unlearned",
-    "not_trained",
-)
 
 
 class RunnerMetrics:
@@ -57,21 +45,6 @@ class RunnerMetrics:
             registry=self.registry,
         )
 
-        self._rows = Gauge(
-            "pipeline_rows",
-            "The row counts of the last job that counted rows: changed, learned, known, kept, …",
-            ["pipeline", "count"],
-            registry=self.registry,
-        )
-        self._base_agreement = Gauge(
-            "pipeline_base_agreement",
-            "How much of the base model's knowledge is left: the share of the tokens in the base "
-            "model's answers that the new weights still predict. From the last job that measured "
-            "this share",
-            ["pipeline"],
-            registry=self.registry,
-        )
-
     def count(self, job: Job) -> None:
         """Count the outcome of a job that has ended. Does nothing for a job of no pipeline, and for
         a job without an outcome. Raises StoreError."""
@@ -81,11 +54,6 @@ class RunnerMetrics:
         self._outcomes.labels(name, job.outcome.result).inc()
         if job.started_at is not None:
             self._job_seconds.labels(name).observe(job.ended_at - job.started_at)
-        if (counts := job.outcome.counts) is not None:
-            for field in ROW_COUNTS:
-                self._rows.labels(name, field).set(getattr(counts, field))
-            if counts.base_agreement is not None:
-                self._base_agreement.labels(name).set(counts.base_agreement)
         if job.outcome.result == "promoted" and not job.by_hand:  # no commit arrived for it
             self._commit_to_serving.labels(name).observe(
                 job.ended_at - self._store.waited_since(job)

@@ -1,6 +1,5 @@
-"""Creates or updates a Space that runs a receiver, and downloads the files of a Space. (A Space is
-a repository with an app, and the Hugging Face Hub runs this app.) This module sends all requests
-with the client library `huggingface_hub`."""
+"""Creates or updates a Space that runs a receiver. A Space is a repository with an app, and the
+Hugging Face Hub runs this app."""
 
 import tempfile
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import PipelineError
-from pipeline.space_files import APP, PACKAGES, routes_of, subdomain, uses_receiver, write_space
+from pipeline.space_files import APP, PACKAGES, subdomain, uses_receiver, write_space
 
 SECRET = "WEBHOOK_SECRET"
 
@@ -18,8 +17,6 @@ SECRET = "WEBHOOK_SECRET"
 class Deployed:
     url: str
     """The URL of the Space's page."""
-    routes: tuple[str, ...]
-    """The paths of the handlers in `app.py`, such as `/webhooks/on_push`."""
     files: tuple[str, ...]
     """The paths of the files that were sent, or that would be sent without `dry_run`."""
     commit: str | None
@@ -73,36 +70,9 @@ def deploy(
                 ).oid
         return Deployed(
             url=f"{endpoint.rstrip('/')}/spaces/{space}",
-            routes=tuple(routes_of(made / APP)),
             files=files,
             commit=commit,
         )
-
-
-def download(space: str, into: Path, *, endpoint: str, token: str | None) -> Path:
-    """Download the files of the Space to a folder under `into`; returns this folder. Raises
-    PipelineError."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import RepositoryNotFoundError
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    disable_progress_bars()
-    with _translated(space, endpoint):
-        try:
-            found = snapshot_download(
-                space,
-                repo_type="space",
-                local_dir=into / "space",
-                cache_dir=into / "cache",
-                endpoint=endpoint,
-                token=token or False,
-            )
-        except RepositoryNotFoundError:
-            raise PipelineError(
-                f"there is no Space {space} on {endpoint}, or the token may not read it; create "
-                f"the Space with: pipeline receiver deploy {space}"
-            ) from None
-    return Path(found)
 
 
 def public_address(space: str) -> str:

@@ -3,11 +3,9 @@
 module generates `README.md` and `requirements.txt` if the user's files do not have them. It
 generates `app.py` only if the user has given no folder."""
 
-import ast
 import re
 import shutil
-from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import requires
 from pathlib import Path
 
 import jobs
@@ -25,9 +23,6 @@ and is no longer sent is deleted."""
 NOT_UPLOADED = (".*", "__pycache__", "*.pyc", "node_modules")
 """Patterns of the names of files and folders that are not sent to the Space. The first pattern also
 matches `.env`, a file that often holds secrets."""
-
-_DECORATORS = ("webhook_endpoint", "add_webhook")
-"""The decorators of `receiver` that turn a function into a handler."""
 
 GENERATED_APP = '''\
 """Receives webhooks. Each function is a route: POST /webhooks/<its name>."""
@@ -89,38 +84,8 @@ def write_space(into: Path, title: str, folder: Path | None) -> None:
 
 
 def uses_receiver(app: Path) -> bool:
-    """Whether the script imports the package `receiver`. Raises PipelineError if the script is not
-    valid Python."""
-    return any(name.partition(".")[0] == "receiver" for name in _imported(app))
-
-
-def routes_of(app: Path) -> list[str]:
-    """The URL paths of the handlers in the script, such as `/webhooks/on_push`. This function reads
-    the script, but does not run it. If the script computes the path of a handler, this function
-    uses the name of the handler's Python function instead."""
-    routes = []
-    for node in ast.walk(_parsed(app)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            for decorator in node.decorator_list:
-                call = decorator if isinstance(decorator, ast.Call) else None
-                if _decorator_name(call.func if call else decorator) in _DECORATORS:
-                    routes.append(f"/webhooks/{_route_name(call) or node.name}")
-    return routes
-
-
-def _decorator_name(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-
-
-def _route_name(call: ast.Call | None) -> str | None:
-    """The name of the route, if the decorator's call contains the name as a literal string.
-    Otherwise None, for example if the call computes the name."""
-    if call is None:
-        return None
-    given = [*call.args, *(each.value for each in call.keywords if each.arg == "path")]
-    if given and isinstance(given[0], ast.Constant) and isinstance(given[0].value, str):
-        return given[0].value.strip("/")
-    return None
+    """Whether the script imports the package `receiver`."""
+    return re.search(r"^\s*(from|import) receiver\b", app.read_text(), re.MULTILINE) is not None
 
 
 def subdomain(space: str) -> str:
@@ -128,21 +93,6 @@ def subdomain(space: str) -> str:
     lower case. Each run of characters other than a-z and 0-9 becomes one hyphen, and there is no
     hyphen at the beginning or the end."""
     return re.sub(r"[^a-z0-9]+", "-", space.lower()).strip("-")
-
-
-def _imported(app: Path) -> Iterator[str]:
-    for node in ast.walk(_parsed(app)):
-        if isinstance(node, ast.Import):
-            yield from (each.name for each in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
-            yield node.module
-
-
-def _parsed(app: Path) -> ast.Module:
-    try:
-        return ast.parse(app.read_bytes(), str(app))
-    except (SyntaxError, ValueError) as error:
-        raise PipelineError(f"{app} is not a Python script: {error}") from None
 
 
 def _copy(folder: Path, into: Path) -> None:
@@ -169,11 +119,5 @@ def _copy_packages(into: Path) -> None:
 def _requirements() -> list[str]:
     """The packages that hotpush needs from a package index. An extra is an optional part of
     hotpush, such as `hotpush[torch]`. Packages that only an extra needs are left out."""
-    try:
-        needed = requires("hotpush") or []
-    except PackageNotFoundError:
-        raise PipelineError(
-            "hotpush is not installed here, so the packages that it needs are not known; install "
-            f"hotpush, or put a {REQUIREMENTS} into FOLDER"
-        ) from None
+    needed = requires("hotpush") or []
     return sorted(each for each in needed if "extra ==" not in each)

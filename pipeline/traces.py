@@ -17,7 +17,7 @@ any release, and it does not touch the hub's part of the state folder. The hub u
 
 import shutil
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from pipeline.retrain.job_folder import SNAPSHOT
 from pipeline.retrain.snapshot import FOLLOWED
 from serving.errors import ReleaseError
 from serving.weights.release import Release
-from serving.weights.release_removal import replaced_folders, sweep_locked
+from serving.weights.release_removal import sweep_locked
 from serving.weights.release_store import list_releases, load_release, release_ids, release_lock
 
 PURGED = (
@@ -43,21 +43,6 @@ PURGED = (
 
 Key = tuple[str | None, str | None]
 """The name of a pipeline, and the id of one of its releases."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReleaseFolder:
-    """A release, or a copy of a release, on disk."""
-
-    path: Path
-    release: Release
-    is_copy: bool
-    """Whether this is a folder `current.replaced-…` or `previous.replaced-…`. The release itself
-    may be gone already."""
-
-    @property
-    def key(self) -> Key:
-        return self.path.parent.name, self.release.id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +66,15 @@ class Traces:
     job_ids: tuple[str, ...] = ()
     """The jobs that were started for one of the commits, or that read rows of one of the commits.
     """
-    releases: tuple[ReleaseFolder, ...] = ()
+    releases: tuple[Path, ...] = ()
     """The releases that were trained on one of the commits of the dataset, or from one of the
-    commits of the base model; and their copies."""
-    later_releases: tuple[ReleaseFolder, ...] = ()
+    commits of the base model."""
+    later_releases: tuple[Path, ...] = ()
     """The releases whose training started from a release in `releases`, or from another release in
-    `later_releases`; and their copies."""
+    `later_releases`."""
     unreadable: tuple[Path, ...] = ()
-    """The folders of releases and of copies whose manifest cannot be read. So nobody knows on which
-    commit they were trained, and they may have been trained on one of these commits."""
+    """The releases whose manifest cannot be read. So nobody knows on which commit they were
+    trained, and they may have been trained on one of these commits."""
 
 
 def needed_commits(home: Home, store: JobStore) -> set[str]:
@@ -154,8 +139,8 @@ def find_traces(
         num_downloads=sum(_has_commit(each, commits) for each in caches),
         job_folders=folders,
         job_ids=tuple(sorted(ids)),
-        releases=tuple(each for each in stored if each.key in trained),
-        later_releases=tuple(each for each in stored if each.key in later),
+        releases=tuple(path for path in stored if _key(path) in trained),
+        later_releases=tuple(path for path in stored if _key(path) in later),
         unreadable=tuple(unreadable),
     )
 
@@ -241,19 +226,19 @@ def _commits_of_job(job_folder: Path) -> set[str | None]:
 
 
 def _trained_on(
-    stored: Collection[ReleaseFolder], jobs: Collection[Job], type: str, commits: Collection[str]
+    stored: Mapping[Path, Release], jobs: Collection[Job], type: str, commits: Collection[str]
 ) -> tuple[set[Key], set[Key]]:
     """The releases that were trained on one of the commits of a dataset, or from one of the commits
     of a base model; and the later releases whose training started from a release of either set.
 
-    A release that lies between two others may be gone. So this function also reads where the copies
-    came from, and which releases the jobs made.
+    A release that lies between two others may be gone. So this function also reads which releases
+    the jobs made.
     """
     origins: list[tuple[Key, str | None, str | None]] = []
-    for each in stored:
-        lineage = each.release.lineage
+    for path, release in stored.items():
+        lineage = release.lineage
         revision = lineage.dataset_revision if type == "dataset" else lineage.base_revision
-        origins.append((each.key, lineage.parent, revision))
+        origins.append((_key(path), lineage.parent, revision))
     for job in jobs:
         if (made := job.outcome) is not None and made.release is not None:
             revision = made.dataset_revision if type == "dataset" else None
@@ -269,20 +254,20 @@ def _trained_on(
     return trained, later
 
 
-def _stored_releases(home: Home) -> tuple[list[ReleaseFolder], list[Path]]:
-    """All releases and copies of releases, and the folders whose manifest cannot be read."""
-    stored, unreadable = [], []
+def _stored_releases(home: Home) -> tuple[dict[Path, Release], list[Path]]:
+    """All releases, and the folders of releases whose manifest cannot be read."""
+    stored, unreadable = {}, []
     for pipeline_dir in sorted(home.releases_dir.glob("*/")):
-        releases = [pipeline_dir / release_id for release_id in release_ids(pipeline_dir)]
-        copies = replaced_folders(pipeline_dir)
-        for path in (*releases, *copies):
+        for path in (pipeline_dir / release_id for release_id in release_ids(pipeline_dir)):
             try:
-                release = load_release(path)
+                stored[path] = load_release(path)
             except ReleaseError:
                 unreadable.append(path)
-            else:
-                stored.append(ReleaseFolder(path=path, release=release, is_copy=path in copies))
     return stored, unreadable
+
+
+def _key(release: Path) -> Key:
+    return release.parent.name, release.name
 
 
 def _unfinished(store: JobStore) -> list[Job]:

@@ -3,37 +3,26 @@ signature and the event. Only requests that pass all checks reach the handler.""
 
 import asyncio
 import hashlib
-import json
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.datastructures import MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive
 
 from receiver.errors import BodyTooLarge, ReceiverError
 from receiver.idempotency import IdempotencyCache
 from receiver.launching import HANDLED
-from receiver.payload import unknown_value
 from receiver.senders import NotAPush, read_event
-from receiver.verify import Proof, is_svix
+from receiver.verify import Proof
 from serving.http.bodies import BodiesInFlight
 
-_ID_HEADERS = ("webhook-id", "svix-id", "idempotency-key", "x-gitea-delivery", "x-github-delivery")
+_ID_HEADERS = ("webhook-id", "idempotency-key", "x-gitea-delivery", "x-github-delivery")
 
 CallHandler = Callable[[Request], Coroutine[Any, Any, Response]]
-
-
-OnAnswer = Callable[[str, int, float], None]
-"""Called after each request to a handler, with the path of the handler, the HTTP status of the
-answer, and the seconds from the arrival of the request to its answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,43 +41,21 @@ class RequestGuard:
     """Limits the memory that all bodies take together. All handlers share this limit."""
     cache: IdempotencyCache | None
     """The answers to earlier deliveries. None if the handler itself recognises repeats."""
-    on_answer: Callable[[], OnAnswer]
-    """Returns the function to call after each request."""
 
     async def handle(self, request: Request, call_handler: CallHandler) -> Response:
         """The answer to the sender. It is the handler's answer to this delivery or, for a repeated
         delivery, the answer that `cache` has kept. The guard itself answers if the request is
         refused, or if the event is ignored or is only a test."""
-        began, status = time.perf_counter(), 500
-        sent_id = sent_delivery_id(request.headers)
-        try:
-            with self.bodies.body() as count:
-                answer = await self._check_and_call(request, sent_id, call_handler, count)
-            status = answer.status_code
-            return answer
-        except RequestValidationError as refusal:
-            unknown = unknown_value(refusal.errors())
-            if unknown is None:
-                status = 422
-                raise
-            # The hub is probably newer than this receiver, and has sent a value that this receiver
-            # does not know. Ignore the event, but answer 200: if the receiver refused many events
-            # of a webhook, the hub would suspend the webhook.
-            status = 200
-            return JSONResponse({"ignored": f"{unknown} is unknown to this receiver"})
-        except HTTPException as refusal:
-            status = refusal.status_code
-            raise
-        finally:
-            self.on_answer()(self.path, status, time.perf_counter() - began)
+        with self.bodies.body() as count:
+            return await self._check_and_call(request, call_handler, count)
 
     async def _check_and_call(
         self,
         request: Request,
-        sent_id: str | None,
         call_handler: CallHandler,
         count: Callable[[int], None],
     ) -> Response:
+        sent_id = sent_delivery_id(request.headers)
         try:
             # Check the headers before the body is read, so that a stranger cannot fill the memory
             # with bodies.
@@ -148,43 +115,13 @@ def guarded_route(guard: RequestGuard) -> type[APIRoute]:
 def sent_delivery_id(headers: Mapping[str, str]) -> str | None:
     """The delivery's id, which the sender has put into a header. None if no header has an id. If a
     sender repeats a delivery, the repeat normally has the same id."""
-    if is_svix(headers):
-        # Trust no other header, because the signature of Svix covers only this id. Anybody who has
-        # seen a delivery could send it again with another id in another header.
-        return headers.get("svix-id") or None
     return next((headers[name] for name in _ID_HEADERS if headers.get(name)), None)
 
 
 def _with_body(request: Request, body: bytes) -> Request:
     headers = MutableHeaders(scope={"headers": list(request.scope["headers"])})
     # The sender may have sent a form, or JSON with another content type.
-    headers.update({"content-type": "application/json", "content-length": str(len(body))})
-    return _CheckedRequest(
-        {**request.scope, "headers": headers.raw}, _replay(body, request.receive)
-    )
-
-
-class _CheckedRequest(Request):
-    """A request that has passed all checks. FastAPI gives this object to the handler."""
-
-    async def json(self) -> Any:
-        # Accept only UTF-8. Starlette's own `json` also accepts UTF-16.
-        if hasattr(self, "_json"):
-            return self._json
-        try:
-            self._json = json.loads((await self.body()).decode())
-            return self._json
-        except (UnicodeDecodeError, RecursionError) as error:
-            # FastAPI answers 422 after a JSONDecodeError, and 400 after any other exception.
-            raise json.JSONDecodeError(str(error), "", 0) from error
-
-
-def _replay(body: bytes, then: Receive) -> Receive:
-    """An ASGI `receive` function. Its first call returns `body`, which the guard has already read
-    from the sender. Later calls are passed to `then`."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        return messages.pop() if messages else await then()
-
-    return receive
+    headers["content-type"] = "application/json"
+    proven = Request({**request.scope, "headers": headers.raw}, request.receive)
+    proven._body = body  # the guard has already read the sender's body
+    return proven

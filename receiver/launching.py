@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from receiver.errors import NoJobStore
 from receiver.payload import WebhookPayload
-from receiver.settings import state_dir
+from receiver.project import state_dir
 
 if TYPE_CHECKING:
     from jobs.store import JobStore
@@ -38,7 +38,7 @@ def launch_job(
         command: The program and its arguments. The job runs in a folder of its own, so use absolute
             paths.
         store: The URL or the file of the job store. Default: `$PIPELINE_JOBS__DATABASE_URL`, or the
-            file in the state folder of the stack.
+            file in the state folder of the project.
 
     Raises:
         NoJobStore: There is no such file, because no stack was ever up there.
@@ -49,11 +49,11 @@ def launch_job(
     from jobs.store import Delivery
 
     given = store or os.environ.get("PIPELINE_JOBS__DATABASE_URL")
-    where = str(given or state_dir().absolute() / "jobs" / "jobs.sqlite")
+    where = str(given or state_dir() / "jobs" / "jobs.sqlite")
     if "://" not in where and not Path(where).exists():
         raise NoJobStore(
-            f"There is no job store {where}: start the stack once (`pipeline up`), set"
-            ' PIPELINE_HOME to its state folder (eval "$(pipeline env)"), or pass `store`.'
+            f"There is no job store {where}: start the stack once (`pipeline up`), run this"
+            ' program in its project or after `eval "$(pipeline env)"`, or pass `store`.'
         )
     if isinstance(payload, WebhookPayload):
         payload = payload.model_dump(mode="json", exclude_unset=True)
@@ -62,7 +62,7 @@ def launch_job(
         path, id = handled
         # A handler may launch several jobs for one delivery, so the source names the command too.
         digest = hashlib.sha256(json.dumps(list(command)).encode()).hexdigest()
-        delivery = Delivery(source=f"{path} {digest}", id=id, body=json.dumps(payload))
+        delivery = Delivery(source=f"{path} {digest}", id=id)
     return (
         _opened(where)
         .submit(JobSpec(command=tuple(command)), payload=dict(payload), delivery=delivery)

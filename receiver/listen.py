@@ -6,7 +6,7 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import uvicorn
 
@@ -76,7 +76,7 @@ def serve(server: uvicorn.Server, *listening: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM. After SIGINT, this function returns. After SIGTERM, the
     process ends."""
     freeze_imports()
-    with _closing(listening), contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=list(listening))
 
 
@@ -84,23 +84,13 @@ def serve_in_thread(server: uvicorn.Server, *listening: socket.socket) -> thread
     """Serve in a thread until `server.should_exit` is set. Returns the thread as soon as the server
     answers requests. If the server cannot start, the returned thread has already ended."""
 
-    def run() -> None:
-        with _closing(listening):
-            server.run(sockets=list(listening))
-
-    thread = threading.Thread(target=run, name="webhooks-server", daemon=True)
+    thread = threading.Thread(
+        target=server.run, args=(list(listening),), name="webhooks-server", daemon=True
+    )
     thread.start()
     while not server.started and thread.is_alive():
         time.sleep(0.01)
     return thread
-
-
-@contextlib.contextmanager
-def _closing(listening: Sequence[socket.socket]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for one in listening:
-            stack.enter_context(one)
-        yield
 
 
 def _no_address(host: str, error: OSError) -> AddressUnavailable:

@@ -1,9 +1,12 @@
 """Two routes with which other programs watch a receiver: `/metrics` for Prometheus, and `/live` for
 `pipeline up`."""
 
+import time
+
 from fastapi import FastAPI, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jobs.errors import StoreError
 from jobs.store import JobStore
@@ -30,11 +33,31 @@ def measure(server: WebhooksServer) -> None:
         registry=registry,
     )
 
-    def count(path: str, status: int, duration: float) -> None:
-        requests.labels(path, status).inc()
-        seconds.labels(path).observe(duration)
+    class Measured:
+        def __init__(self, app: ASGIApp) -> None:
+            self._app = app
 
-    server.on_answer = count
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+            if path not in server.registered_webhooks:
+                await self._app(scope, receive, send)
+                return
+
+            # If the handler raises an error, Starlette answers 500, after this function has ended.
+            status, began = 500, time.perf_counter()
+
+            async def send_noting_status(message: Message) -> None:
+                nonlocal status
+                status = message.get("status", status)
+                await send(message)
+
+            try:
+                await self._app(scope, receive, send_noting_status)
+            finally:
+                requests.labels(path, status).inc()
+                seconds.labels(path).observe(time.perf_counter() - began)
+
+    server.app.add_middleware(Measured)
 
     @server.app.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:

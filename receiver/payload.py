@@ -5,17 +5,15 @@ JSON's fields, such as `payload.updatedRefs`. Fields that are not declared here 
 is None if the hub did not send it.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 EventAction = Literal["create", "delete", "move", "update"]
-RepoType = Literal["bucket", "dataset", "model", "space"]
+"""The actions that the stack's own hub sends."""
 PING = "ping"
 """The scope of an event that only tests whether a webhook works. The receiver answers such an event
 itself, without calling a handler."""
-DiscussionStatus = Literal["closed", "draft", "merged", "open"]
 
 
 class _HubRecord(BaseModel):
@@ -32,14 +30,17 @@ class Url(_HubRecord):
 
 
 class Event(_HubRecord):
-    action: EventAction
+    action: str
+    """`create`, `delete`, `move` or `update`. A newer hub may send another one, and also other
+    values of the fields `type`, `status` and `version` below."""
     scope: str
     """`repo`, `repo.content`, `repo.config`, `discussion`, `discussion.comment`, or a narrower
     scope such as `repo.config.dois`."""
 
 
 class Repo(_HubRecord):
-    type: RepoType
+    type: str
+    """`bucket`, `dataset`, `model` or `space`."""
     name: str
     """`owner/name`"""
     id: str
@@ -69,7 +70,7 @@ class UpdatedRef(_HubRecord):
 
 class WebhookReference(_HubRecord):
     id: str
-    version: Literal[3]
+    version: int
 
 
 class MovedTo(_HubRecord):
@@ -91,7 +92,8 @@ class Discussion(_HubRecord):
     num: int
     title: str
     isPullRequest: bool
-    status: DiscussionStatus
+    status: str
+    """`closed`, `draft`, `merged` or `open`."""
     author: ObjectId
     url: Url
     changes: Changes | None = None
@@ -118,28 +120,3 @@ class WebhookPayload(_HubRecord):
     discussion: Discussion | None = None
     comment: Comment | None = None
     movedTo: MovedTo | None = None
-
-
-_LITERALS: dict[tuple[str, ...], type] = {
-    ("event", "action"): str,
-    ("repo", "type"): str,
-    ("discussion", "status"): str,
-    ("webhook", "version"): int,
-}
-"""The fields that accept only certain values, and the type of these values."""
-
-
-def unknown_value(errors: Iterable[Mapping[str, Any]]) -> str | None:
-    """Find a field with a value that this receiver does not know, such as a new `event.action`. A
-    payload with such a field probably comes from a newer hub. Returns the name and the value of the
-    field. Returns None if no field has an unknown value; the payload is then malformed.
-
-    `errors` are the validation errors of the request. If a field has an unknown value, the other
-    errors are ignored, because a newer hub may also have changed other fields.
-    """
-    for error in errors:
-        field = tuple(error["loc"][1:])  # the first part is "body"
-        # Compare the type with `is`, because `isinstance` would take True for an int.
-        if error["type"] == "literal_error" and type(error["input"]) is _LITERALS.get(field):
-            return f"{'.'.join(field)} {error['input']!r:.200}"
-    return None

@@ -2,18 +2,19 @@
 (normally a branch) that a pipeline follows. It ignores all other events, and its answer says why an
 event was ignored."""
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
 import anyio.to_thread
 from fastapi import Request
 
 from jobs.spec import JobSpec
 from jobs.store import Delivery, JobRequest, JobStore
-from receiver.batching import Batches
 from receiver.payload import WebhookPayload
 from receiver.rules import RetrainRule, decide
 
@@ -47,25 +48,35 @@ def retrain_handler(
             raise ValueError(
                 f"{count} rules name the pipeline {pipeline!r}, but a pipeline has only one rule"
             )
-    # Only one thread writes. The jobs of all events that arrive during a write share the next
-    # transaction. If each event had its own transaction, each event would wait for the lock of the
-    # database.
-    one_thread = anyio.CapacityLimiter(1)
+    arrived: list[tuple[_Event, asyncio.Future[Answer]]] = []
+    writing = anyio.Lock()
 
-    async def write(events: Sequence[_Event]) -> list[Answer]:
-        return await anyio.to_thread.run_sync(_store_events, store, events, limiter=one_thread)
-
-    batches = Batches(write)
+    async def store_event(event: _Event) -> Answer:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        arrived.append((event, answer))
+        # Only one transaction runs at a time. The first event that gets the lock stores all events
+        # that have arrived meanwhile, so that they wait for the disk only once.
+        async with writing:
+            batch, arrived[:] = arrived[:], []
+            try:
+                events = [event for event, _ in batch]
+                answers = await anyio.to_thread.run_sync(_store_events, store, events)
+            except Exception as error:
+                for _, waiting in batch:
+                    waiting.set_exception(error)
+            else:
+                for (_, waiting), stored in zip(batch, answers, strict=True):
+                    waiting.set_result(stored)
+        return await answer
 
     async def retrain(payload: WebhookPayload, request: Request) -> Answer:
         event = _Event(
             webhook=_storable(payload.webhook.id),
             delivery_id=request.state.delivery_id,
-            body=(await request.body()).decode(),
             payload=await request.json(),
             decision=decide(payload, rules),
         )
-        answer = await batches.add(event)
+        answer = await store_event(event)
         job = answer.get("job")
         logger.info(
             "delivery %s: %s",
@@ -83,13 +94,9 @@ class _Event:
     webhook: str
     """The id of the webhook."""
     delivery_id: str
-    body: str
     payload: dict[str, Any]
     decision: tuple[JobSpec, ...] | str
     """The specs of the jobs to submit, or the reason why the event needs no job."""
-
-    def delivery(self, source: str) -> Delivery:
-        return Delivery(source=source, id=self.delivery_id, body=self.body)
 
     def requests(self) -> list[JobRequest]:
         """One request per job; empty if the event needs no job. The source of each delivery
@@ -101,21 +108,14 @@ class _Event:
             JobRequest(
                 spec=spec,
                 payload=self.payload,
-                delivery=self.delivery(f"{self.webhook}/{spec.pipeline}"),
+                delivery=Delivery(source=f"{self.webhook}/{spec.pipeline}", id=self.delivery_id),
             )
             for spec in specs
         ]
 
 
 def _store_events(store: JobStore, events: Sequence[_Event]) -> list[Answer]:
-    submissions = store.submit_all(
-        [one for event in events for one in event.requests()],
-        ignored=[
-            (event.delivery(event.webhook), event.decision)
-            for event in events
-            if isinstance(event.decision, str)
-        ],
-    )
+    submissions = store.submit_all([one for event in events for one in event.requests()])
     jobs = iter(submissions)
     answers: list[Answer] = []
     for event in events:

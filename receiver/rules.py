@@ -13,8 +13,8 @@ from receiver.payload import UpdatedRef, WebhookPayload
 
 DEFAULT_BRANCH = "refs/heads/main"
 
-_SCP_FORM = re.compile(r"[\w.-]+@(?P<host>[\w.-]+):(?P<path>\S+)")
-_URL = re.compile(r"\w+://(?:[^/@]*@)?(?P<host>[^/:]+)(?::\d+)?/+(?P<path>\S+)")
+_GIT_URL = re.compile(r"(?:\w+://)?(?:[^/@]*@)?([^/:]+)(?::\d+(?=/))?[/:]+(\S+)")
+"""Matches `https://host/path`, `ssh://user@host:port/path` and `user@host:path`."""
 _SHA = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 
@@ -81,10 +81,7 @@ class RetrainRule(BaseModel):
         """
         if not self.is_git:
             return payload.repo.name.lower() == self.dataset.lower()
-        urls = _urls(payload)
-        if (place := _host_and_path_of_ssh(self.dataset)) is not None:
-            return place in {_host_and_path(url) for url in urls}
-        return _bare_url(self.dataset) in {_bare_url(url) for url in urls}
+        return _host_and_path(self.dataset) in map(_host_and_path, _urls(payload))
 
 
 def decide(payload: WebhookPayload, rules: Sequence[RetrainRule]) -> tuple[JobSpec, ...] | str:
@@ -194,23 +191,11 @@ def _bare_url(url: str) -> str:
     return url.rstrip("/").removesuffix(".git").lower()
 
 
-def _host_and_path_of_ssh(url: str) -> str | None:
-    """The host and path of an SSH URL (`ssh://host/path` or `user@host:path`). None for any other
-    URL."""
-    if url.startswith("ssh://"):
-        return _host_and_path(url)
-    found = _SCP_FORM.fullmatch(url)
-    return None if found is None else _host_and_path(f"ssh://{found['host']}/{found['path']}")
-
-
-def _host_and_path(url: str) -> str:
-    """The host and path of a URL, in lower case, without user, port and the ending `.git`. If `url`
-    lacks the scheme, the host or the path, returns `url` itself.
-
-    A rule may have the SSH URL of a repository, but senders send its HTTPS URL. The two URLs have
-    different users and ports, so `watches` compares only host and path."""
-    found = _URL.fullmatch(_bare_url(url))
-    return url if found is None else f"{found['host']}/{found['path']}"
+def _host_and_path(url: str) -> tuple[str, ...]:
+    """The host and path of a git URL, in lower case, without user, port and the ending `.git`. A
+    rule may have the SSH URL of a repository, but senders send its HTTPS URL."""
+    found = _GIT_URL.fullmatch(_bare_url(url))
+    return (url,) if found is None else found.groups()
 
 
 def _quoted(value: str) -> str:

@@ -36,8 +36,13 @@ class NotAPush:
 
 def read_event(scheme: ProofScheme, headers: Mapping[str, str], body: bytes) -> bytes | NotAPush:
     """The event as the JSON of a `WebhookPayload`, or `NotAPush` if no handler is called for the
-    event. With the schemes `github`, `gitea` and `gitlab`, raises `NotAnEvent` if the header with
-    the event's name is missing, or if the body is not a push event in the sender's format."""
+    event. Raises `NotAnEvent` if the body is not UTF-8. With the schemes `github`, `gitea` and
+    `gitlab`, also raises `NotAnEvent` if the header with the event's name is missing, or if the
+    body is not a push event in the sender's format."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise NotAnEvent(f"The body is not UTF-8: {error.reason}.") from error
     if scheme == "secret" or scheme == "standard-webhooks":
         return NotAPush({"pong": True}) if _is_ping(body) else body
     header, push_names = _EVENT_HEADERS[scheme]
@@ -109,23 +114,17 @@ class _Push(BaseModel):
     before: str
     after: str
 
-    def repo(self, sender: PushSender) -> Repo:
-        """The repository, without its head."""
-        raise NotImplementedError
-
-    @property
-    def default_branch(self) -> str | None:
-        raise NotImplementedError
-
     def to_payload(self, sender: PushSender) -> WebhookPayload:
+        raise NotImplementedError
+
+    def _payload(self, repo: Repo, sender: PushSender, branch: str | None) -> WebhookPayload:
         update = UpdatedRef(
             ref=self.ref, oldSha=_sha_or_none(self.before), newSha=_sha_or_none(self.after)
         )
-        is_default = self.ref == f"refs/heads/{self.default_branch}"
-        head = update.newSha if is_default else None
+        head = update.newSha if self.ref == f"refs/heads/{branch}" else None
         return WebhookPayload(
             event=Event(action="update", scope="repo.content"),
-            repo=self.repo(sender).model_copy(update={"headSha": head}),
+            repo=repo.model_copy(update={"headSha": head}),
             webhook=WebhookReference(id=sender, version=3),
             updatedRefs=(update,),
         )
@@ -153,13 +152,9 @@ class _GitHubPush(_Push):
 
     repository: _Repository
 
-    @property
-    def default_branch(self) -> str:
-        return self.repository.default_branch
-
-    def repo(self, sender: PushSender) -> Repo:
+    def to_payload(self, sender: PushSender) -> WebhookPayload:
         repository = self.repository
-        return Repo(
+        repo = Repo(
             type="dataset",
             name=repository.full_name,
             id=f"{sender}:{repository.id}",
@@ -167,6 +162,7 @@ class _GitHubPush(_Push):
             owner=ObjectId(id=repository.owner.login),
             url=Url(web=repository.html_url, api=repository.clone_url),
         )
+        return self._payload(repo, sender, repository.default_branch)
 
 
 class _Project(BaseModel):
@@ -186,13 +182,9 @@ class _GitLabPush(_Push):
     project_id: int
     project: _Project
 
-    @property
-    def default_branch(self) -> str | None:
-        return self.project.default_branch
-
-    def repo(self, sender: PushSender) -> Repo:
+    def to_payload(self, sender: PushSender) -> WebhookPayload:
         project = self.project
-        return Repo(
+        repo = Repo(
             type="dataset",
             name=project.path_with_namespace,
             id=f"{sender}:{self.project_id}",
@@ -200,6 +192,7 @@ class _GitLabPush(_Push):
             owner=ObjectId(id=project.path_with_namespace.rpartition("/")[0]),
             url=Url(web=project.web_url, api=project.git_http_url),
         )
+        return self._payload(repo, sender, project.default_branch)
 
 
 def _sha_or_none(sha: str) -> str | None:

@@ -39,8 +39,8 @@ than this, the pauses begin again at 1 s."""
 RENEWED_EARLY = 1 / 24
 """The share of a tunnel's lifetime that is left when the command is started again."""
 
-UrlIn = Callable[[str], str | None]
-"""A function that gets a line of a command's output. Returns the public URL if the line has it."""
+_writing = threading.Lock()
+"""Held while the file of the URLs is changed: two threads change it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +54,23 @@ class HubCredentials:
     token: str | None = field(default=None, repr=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tunnel:
+    """How to open a tunnel, and how to find its URL."""
+
+    arguments: Sequence[str]
+    pattern: str
+    """A regular expression. Its first group is the URL without `beginning`."""
+    beginning: str = ""
+
+
 class PublicUrl:
     """The public URL of a receiver.
 
     Args:
         settings: `tunnel_url_pattern` and `tunnel_lifetime_seconds` describe the tunnel. Without a
             tunnel, `public_url` must already lead to the receiver.
-        remembered: The file that lists the former public URLs.
+        remembered: The file that lists the present public URL and the former ones.
         hubs: The hubs whose webhooks are updated when the URL changes.
         tunnel: An `ssh://` address, or a command. None to use `public_url` of the settings.
         address: `host:port`, to which the tunnel leads.
@@ -85,30 +95,34 @@ class PublicUrl:
         self._hubs = hubs
         self._tunnel = tunnel
         self._address = address
-        self._error: Exception | None = None
         self._has_begun = threading.Event()
         self._is_closing = threading.Event()
         self._process: subprocess.Popen[str] | None = None
+        self._last_output = ""
         self._threads: list[threading.Thread] = []
 
     def open(self) -> None:
         """Return when there is a URL. Raises `TunnelFailed` if the configuration is wrong, or if
-        the command prints no URL at its first start."""
+        the command prints no URL at its first start. Raises OSError if the URL cannot be written
+        into the file `remembered`."""
         if self._tunnel is None:
             assert self._settings.public_url is not None
-            self.url = self._settings.public_url.rstrip("/")
-            self._start_thread(self._move_webhooks, "moved-webhooks", self.url, 0.0)
-            return
-        self._command(None)
-        self._start_thread(self._keep_open, "tunnel")
-        try:
-            self._has_begun.wait()
-        except BaseException:
-            # In a notebook, the process lives on after Ctrl-C, and so would the tunnel.
-            self.close()
-            raise
-        if self.url is None:
-            raise TunnelFailed(f"The tunnel cannot be opened. {self._error}") from self._error
+            self._use(self._settings.public_url.rstrip("/"))
+        else:
+            pattern = self._settings.tunnel_url_pattern
+            self._start(self._keep_open, tunnel_of(self._tunnel, self._address, pattern))
+            try:
+                self._has_begun.wait()
+            except BaseException:
+                # In a notebook, the process lives on after Ctrl-C, and so would the tunnel.
+                self.close()
+                raise
+            if self.url is None:
+                raise TunnelFailed(
+                    f"The tunnel cannot be opened: its command printed no public URL. Its last"
+                    f" output: {self._last_output}"
+                )
+        self._start(self._keep_webhooks_moved)
 
     def close(self) -> None:
         """End the tunnel. May be called more than once."""
@@ -118,46 +132,39 @@ class PublicUrl:
         for thread in self._threads:
             thread.join()
 
-    def _start_thread(self, target: Callable[..., None], name: str, *args: object) -> None:
-        thread = threading.Thread(target=target, name=name, args=args, daemon=True)
+    def _start(self, target: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=target, name="public-url", args=args, daemon=True)
         thread.start()
         self._threads.append(thread)
 
-    def _keep_open(self) -> None:
+    def _keep_open(self, tunnel: Tunnel) -> None:
         pause = 1.0
-        former: str | None = None
-        try:
-            while not self._is_closing.is_set():
-                began = time.monotonic()
-                try:
-                    self._run_command(former)
-                    # The command has ended: ask for the same URL again.
-                    former = self.url
-                except (OSError, RuntimeError, TunnelFailed) as error:
-                    if self.url is None:
-                        self._error = error
-                        return
-                    # Perhaps the provider still reserves the former URL.
-                    former = None
-                    if not self._is_closing.is_set():
-                        _logger.warning(
-                            "The tunnel cannot be opened; next try in %.0f s. %s", *(pause, error)
-                        )
-                if time.monotonic() - began > LONGEST_PAUSE_SECONDS:
-                    pause = 1.0
-                self._is_closing.wait(pause)
-                pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
-        finally:
+        while not self._is_closing.is_set():
+            began = time.monotonic()
+            try:
+                self._run(tunnel)
+            except OSError as error:
+                self._last_output = str(error)
             self._has_begun.set()
+            if self.url is None:
+                return
+            if time.monotonic() - began > LONGEST_PAUSE_SECONDS:
+                pause = 1.0
+            if not self._is_closing.is_set():
+                _logger.warning(
+                    "The tunnel has ended, and is opened again in %.0f s. Its last output: %s",
+                    *(pause, self._last_output),
+                )
+            self._is_closing.wait(pause)
+            pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
 
-    def _run_command(self, former: str | None) -> None:
+    def _run(self, tunnel: Tunnel) -> None:
         """Run the command until it ends, until its lifetime is nearly over, or until `close` is
-        called. Raises `TunnelFailed` if it prints no URL."""
-        arguments, url_in = self._command(former)
-        lines: deque[str] = deque(maxlen=5)
+        called."""
+        lines: deque[str] = deque(["nothing"], maxlen=5)
         url = None
         with subprocess.Popen(
-            _ending_with_this_process(arguments),
+            _ending_with_this_process(tunnel.arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -167,61 +174,50 @@ class PublicUrl:
             # the receiver still answers its last requests.
             start_new_session=True,
         ) as process:
-            self._process, timer = process, None
+            self._process = process
+            timer = _ending_after(START_SECONDS, process)
+            if self._is_closing.is_set():  # `close` may not have seen the process
+                _end(process)
             try:
-                if self._is_closing.is_set():  # `close` may not have seen the process
-                    _end(process)
-                timer = _ending_after(START_SECONDS, process)
                 assert process.stdout is not None
                 for line in map(str.strip, process.stdout):
                     if line and not line.startswith(("debug", "OpenSSH")):
                         lines.append(line[:300])
-                    if url is None and (url := url_in(line)) is not None:
+                    if url is None and (found := re.search(tunnel.pattern, line)) is not None:
+                        url = tunnel.beginning + found[1].rstrip("/")
                         timer.cancel()
                         lifetime = self._settings.tunnel_lifetime_seconds
                         timer = _ending_after(lifetime * (1 - RENEWED_EARLY), process)
                         self._use(url, ends_at=time.time() + lifetime)
             finally:
-                if timer is not None:
-                    timer.cancel()
+                timer.cancel()
                 self._process = None
                 _end(process)
-        last_output = " | ".join(lines) or "the process printed nothing"
-        if url is None:
-            raise TunnelFailed(
-                f"The command of the tunnel printed no public URL. Its last output: {last_output}"
-            )
-        if not self._is_closing.is_set():
-            _logger.warning("The tunnel is opened again. Its last output: %s", last_output)
+                self._last_output = " | ".join(lines)
 
-    def _command(self, former: str | None) -> tuple[list[str], UrlIn]:
-        assert self._tunnel is not None
-        return tunnel_command(
-            self._tunnel,
-            self._address,
-            url_pattern=self._settings.tunnel_url_pattern,
-            former_url=former,
-        )
-
-    def _use(self, url: str, *, ends_at: float) -> None:
+    def _use(self, url: str, ends_at: float | None = None) -> None:
+        # First write the URL into the file: `pipeline up` reads it there as soon as the receiver
+        # answers.
+        remember(url, self._remembered)
         if self._has_begun.is_set():
             _logger.warning("The public URL is %s", url)
         self.url, self.ends_at = url, ends_at
-        # First write the URL into the file: `pipeline up` reads it there as soon as the receiver
-        # answers.
-        is_done = move_webhooks(url, self._remembered, self._hubs)
         self._has_begun.set()
-        if not is_done:
-            self._start_thread(self._move_webhooks, "moved-webhooks", url, 1.0)
 
-    def _move_webhooks(self, url: str, pause: float) -> None:
-        while not self._is_closing.wait(pause) and self.url == url:
-            if move_webhooks(url, self._remembered, self._hubs):
-                return
-            pause = min(max(pause * 2, 1.0), LONGEST_PAUSE_SECONDS)
+    def _keep_webhooks_moved(self) -> None:
+        moved_to, pause = None, 1.0
+        while not self._is_closing.is_set():
+            url = self.url
+            if url == moved_to:
+                pause = 1.0
+            elif move_webhooks(self._remembered, self._hubs):
+                moved_to, pause = url, 1.0
+            else:
+                pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+            self._is_closing.wait(pause)
 
 
-def tunnel_of(share: bool | str, settings: ReceiverSettings) -> str | None:
+def tunnel_to_open(share: bool | str, settings: ReceiverSettings) -> str | None:
     """The tunnel to open; None if none is needed. `share` is the argument of
     `WebhooksServer.launch`. Raises `TunnelFailed` if `share` is True, but neither `tunnel` nor
     `public_url` is set."""
@@ -238,82 +234,64 @@ def tunnel_of(share: bool | str, settings: ReceiverSettings) -> str | None:
     return settings.tunnel if share else None
 
 
-def remembered_urls(state_dir: Path, port: int) -> Path:
-    """The file that lists the present and the former public URLs of a receiver. Several receivers
-    may use the same folder, so the file's name contains the port of the receiver."""
-    return state_dir / f"receiver-urls-{port}.json"
-
-
-def tunnel_command(
-    tunnel: str, address: str, *, url_pattern: str, former_url: str | None = None
-) -> tuple[list[str], UrlIn]:
-    """The command that makes `address` (`host:port`) public, and how to find the URL in its output.
+def tunnel_of(text: str, address: str, url_pattern: str) -> Tunnel:
+    """The tunnel that makes `address` (`host:port`) public.
 
     Args:
-        tunnel: `ssh://user@host[:port]`, or a command. In a command, `{address}` is replaced by
+        text: `ssh://user@host[:port]`, or a command. In a command, `{address}` is replaced by
             `address`, and `{port}` by the port of `address`.
-        url_pattern: A regular expression. If `tunnel` is a command, the first match of the
+        url_pattern: A regular expression. If `text` is a command, the first match of the
             expression in the command's output is the URL.
-        former_url: The URL that the tunnel should get again; None for any URL. Only ssh can ask for
-            a URL: it asks its server for the port.
 
     Raises:
-        TunnelFailed: `tunnel` is neither an ssh address nor a command, or its program is not
+        TunnelFailed: `text` is neither an ssh address nor a command, or its program is not
             installed.
     """
-    if tunnel.startswith("ssh://"):
-        arguments, url_in = _ssh_command(tunnel, address, former_url)
+    if text.startswith("ssh://"):
+        tunnel = _through_ssh(text, address)
     else:
-        filled = tunnel.replace("{address}", address).replace("{port}", address.rpartition(":")[2])
+        filled = text.replace("{address}", address).replace("{port}", address.rpartition(":")[2])
         try:
             arguments = shlex.split(filled)
         except ValueError as error:
-            raise TunnelFailed(f"The tunnel {tunnel!r} is not a command: {error}.") from error
+            raise TunnelFailed(f"The tunnel {text!r} is not a command: {error}.") from error
         if not arguments:
             raise TunnelFailed("The tunnel is empty: set ssh://user@host[:port] or a command.")
-
-        def url_in(line: str) -> str | None:
-            found = re.search(url_pattern, line)
-            return found[0].rstrip("/") if found else None
-
-    if shutil.which(arguments[0]) is None:
+        tunnel = Tunnel(arguments=arguments, pattern=f"({url_pattern})")
+    if shutil.which(tunnel.arguments[0]) is None:
         raise TunnelFailed(
-            f"The tunnel's program {arguments[0]!r} is not on PATH: install it, or use another"
-            " tunnel."
+            f"The tunnel's program {tunnel.arguments[0]!r} is not on PATH: install it, or use"
+            " another tunnel."
         )
-    return arguments, url_in
+    return tunnel
 
 
-def _ssh_command(tunnel: str, address: str, former_url: str | None) -> tuple[list[str], UrlIn]:
+def _through_ssh(text: str, address: str) -> Tunnel:
     try:
-        parts = urlsplit(tunnel)
-        host, ssh_port = parts.hostname, parts.port
+        parts = urlsplit(text)
+        host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise TunnelFailed(f"The tunnel {tunnel!r} is not an address: {error}.") from error
+        raise TunnelFailed(f"The tunnel {text!r} is not an address: {error}.") from error
     if not host or parts.password or parts.path.strip("/") or parts.query:
         raise TunnelFailed(
-            f"The tunnel {tunnel!r} is not of the form ssh://user@host[:port]. Put keys and other"
+            f"The tunnel {text!r} is not of the form ssh://user@host[:port]. Put keys and other"
             " options into ~/.ssh/config."
         )
-    # With port 0, the ssh server chooses the public port, and ssh prints this port.
-    port = urlsplit(former_url).port if former_url is not None else 0
     options = ["BatchMode=yes", "ControlPath=none", "ConnectTimeout=10"]
     options += ["ExitOnForwardFailure=yes", "ServerAliveInterval=5", "ServerAliveCountMax=3"]
     arguments = ["ssh", "-v", "-N", "-T"]
     for option in options:
         arguments += ["-o", option]
-    if ssh_port is not None:
-        arguments += ["-p", str(ssh_port)]
-    arguments += ["-R", f"*:{port}:{address}", "--"]
+    if port is not None:
+        arguments += ["-p", str(port)]
+    # With port 0, the ssh server chooses the public port, and ssh prints this port.
+    arguments += ["-R", f"*:0:{address}", "--"]
     arguments.append(host if parts.username is None else f"{parts.username}@{host}")
-
-    def url_in(line: str) -> str | None:
-        if chosen := re.search(r"Allocated port (\d+) for remote forward", line):
-            shown = f"[{host}]" if ":" in host else host
-            return f"http://{shown}:{chosen[1]}"
-        return former_url if port and "remote forward success for" in line else None
-
-    return arguments, url_in
+    return Tunnel(
+        arguments=arguments,
+        pattern=r"Allocated port (\d+) for remote forward",
+        beginning=f"http://[{host}]:" if ":" in host else f"http://{host}:",
+    )
 
 
 def _ending_with_this_process(arguments: Sequence[str]) -> list[str]:
@@ -349,30 +327,41 @@ def _end(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def move_webhooks(url: str, remembered: Path, hubs: Sequence[HubCredentials]) -> bool:
-    """Change the webhooks on `hubs` that post to a former URL, so that they post to `url`. The file
-    `remembered` lists the former URLs, so that they are found after a restart too.
+def remembered_urls(state_dir: Path, port: int) -> Path:
+    """The file that lists the present public URL of a receiver, and then the former ones. Several
+    receivers may use the same folder, so the file's name contains the port of the receiver."""
+    return state_dir / f"receiver-urls-{port}.json"
+
+
+def remember(url: str, remembered: Path) -> None:
+    """Write into the file that `url` is the present URL. The former URLs stay in the file until
+    `move_webhooks` has moved the webhooks that post to them, also after a restart."""
+    remembered.parent.mkdir(parents=True, exist_ok=True)
+    with _writing:
+        known = json.loads(remembered.read_text()) if remembered.exists() else []
+        write_atomically(remembered, json.dumps([url, *(each for each in known if each != url)]))
+
+
+def move_webhooks(remembered: Path, hubs: Sequence[HubCredentials]) -> bool:
+    """Change the webhooks on `hubs` that post to a former URL, so that they post to the present
+    URL.
 
     Returns True if nothing is left to do. Returns False if a hub failed or the file could not be
-    used. The caller must then call this function again later. If a hub refuses the token, another
-    call would not help. So this hub counts as done, and the log asks the user to change the
-    webhooks of this hub by hand.
+    used: call this function again later. If a hub refuses the token, another call would not help.
+    So this hub counts as done, and the log asks the user to change the webhooks of this hub by
+    hand.
     """
     try:
-        former = [known for known in _read(remembered) if known != url]
-        remembered.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(remembered, json.dumps([url, *former]))
+        known = json.loads(remembered.read_text())
+        url, *former = known
         are_moved = [_move(hub, former, url) for hub in hubs if former]
-        if not all(are_moved):
-            return False
-        write_atomically(remembered, json.dumps([url]))
+        with _writing:
+            if all(are_moved) and json.loads(remembered.read_text()) == known:
+                write_atomically(remembered, json.dumps([url]))
     except OSError as error:
-        _logger.warning(
-            "%s cannot be used (%s): webhooks that post to a former URL are not updated yet.",
-            *(remembered, error),
-        )
+        _logger.warning("%s cannot be used (%s)", remembered, error)
         return False
-    return True
+    return all(are_moved)
 
 
 def _move(hub: HubCredentials, former: Sequence[str], url: str) -> bool:
@@ -395,20 +384,3 @@ def _move(hub: HubCredentials, former: Sequence[str], url: str) -> bool:
         )
         return isinstance(error, NotAllowed)
     return True
-
-
-def _read(remembered: Path) -> list[str]:
-    try:
-        known = json.loads(remembered.read_text())
-    except FileNotFoundError:
-        return []
-    except ValueError:
-        known = None
-    if not isinstance(known, list):
-        _logger.warning(
-            "%s is not a list of URLs, so the file is overwritten. If the public URL has changed,"
-            " change the webhooks that post to a former URL by hand.",
-            remembered,
-        )
-        return []
-    return [str(url) for url in known]

@@ -81,16 +81,9 @@ def _check_secret(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyChe
 
 def _check_standard(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
     """The signature is an HMAC-SHA256 of `id.timestamp.body`. The timestamp may differ from the
-    present time by at most 5 min. See https://www.standardwebhooks.com.
-
-    Svix, which wrote the standard, sends the headers as `svix-…` instead of `webhook-…`. See
-    https://docs.svix.com/receiving/verifying-payloads/how-manual.
-    """
-    prefix = "svix" if is_svix(headers) else "webhook"
-    signed = {
-        f"webhook-{name}": _required(headers, f"{prefix}-{name}")
-        for name in ("id", "timestamp", "signature")
-    }
+    present time by at most 5 min. See https://www.standardwebhooks.com."""
+    names = ("webhook-id", "webhook-timestamp", "webhook-signature")
+    signed = {name: _required(headers, name) for name in names}
 
     def check(body: bytes) -> None:
         reasons = []
@@ -105,12 +98,6 @@ def _check_standard(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyC
         raise ProofWrong(f"Invalid webhook signature: {reasons[0]}.")
 
     return check
-
-
-def is_svix(headers: Mapping[str, str]) -> bool:
-    """Whether the delivery is signed with the headers of Svix. The signature then covers the id in
-    the header `svix-id`. It does not cover an id in the header `webhook-id`."""
-    return "svix-signature" in headers and "webhook-signature" not in headers
 
 
 def _check_github(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:

@@ -88,7 +88,7 @@ def create_webhook(
     url: str | None = None,
     job_id: str | None = None,
     watched: Watched,
-    domains: Sequence[Domain] | None = None,
+    domains: Sequence[str] | None = None,
     secret: str | None = None,
     secrets: Mapping[str, str] | None = None,
     endpoint: str | None = None,
@@ -106,14 +106,14 @@ def create_webhook(
     if not watched:
         raise ValueError("A webhook needs something to watch: set `watched` to at least one item.")
     body = _body(url, job_id, watched, domains or get_args(Domain), secret, secrets)
-    answer = _call("POST", "", endpoint, token, body)
+    answer = call_hub("POST", "webhooks", endpoint, token, body)
     return _webhook(answer).model_copy(update={"secret": secret})
 
 
 def list_webhooks(
     *, endpoint: str | None = None, token: str | None = None
 ) -> tuple[WebhookRecord, ...]:
-    answer = _call("GET", "", endpoint, token)
+    answer = call_hub("GET", "webhooks", endpoint, token)
     if not isinstance(answer, list):
         raise WebhookApiError("The hub's answer is not a list of webhooks.")
     return tuple(_webhook({"webhook": data}) for data in answer)
@@ -122,7 +122,7 @@ def list_webhooks(
 def get_webhook(
     webhook_id: str, *, endpoint: str | None = None, token: str | None = None
 ) -> WebhookRecord:
-    return _webhook(_call("GET", webhook_id, endpoint, token))
+    return _webhook(call_hub("GET", f"webhooks/{webhook_id}", endpoint, token))
 
 
 def update_webhook(
@@ -131,7 +131,7 @@ def update_webhook(
     url: str | None = None,
     job_id: str | None = None,
     watched: Watched | None = None,
-    domains: Sequence[Domain] | None = None,
+    domains: Sequence[str] | None = None,
     secret: str | None = None,
     secrets: Mapping[str, str] | None = None,
     endpoint: str | None = None,
@@ -142,35 +142,35 @@ def update_webhook(
         # A body without the list, or with an empty list, might remove all watched items.
         watched = get_webhook(webhook_id, endpoint=endpoint, token=token).watched
     body = _body(url, job_id, watched, domains, secret, secrets)
-    return _webhook(_call("POST", webhook_id, endpoint, token, body))
+    return _webhook(call_hub("POST", f"webhooks/{webhook_id}", endpoint, token, body))
 
 
 def enable_webhook(
     webhook_id: str, *, endpoint: str | None = None, token: str | None = None
 ) -> WebhookRecord:
     """Enable a webhook that is disabled or suspended."""
-    return _webhook(_call("POST", webhook_id, endpoint, token, action="/enable"))
+    return _webhook(call_hub("POST", f"webhooks/{webhook_id}/enable", endpoint, token))
 
 
 def disable_webhook(
     webhook_id: str, *, endpoint: str | None = None, token: str | None = None
 ) -> WebhookRecord:
     """Stop the deliveries of the webhook until it is enabled again."""
-    return _webhook(_call("POST", webhook_id, endpoint, token, action="/disable"))
+    return _webhook(call_hub("POST", f"webhooks/{webhook_id}/disable", endpoint, token))
 
 
 def delete_webhook(
     webhook_id: str, *, endpoint: str | None = None, token: str | None = None
 ) -> None:
     """Delete the webhook. This cannot be undone."""
-    _call("DELETE", webhook_id, endpoint, token)
+    call_hub("DELETE", f"webhooks/{webhook_id}", endpoint, token)
 
 
 def _body(
     url: str | None,
     job_id: str | None,
     watched: Watched,
-    domains: Sequence[Domain] | None,
+    domains: Sequence[str] | None,
     secret: str | None,
     secrets: Mapping[str, str] | None,
 ) -> dict[str, Any]:
@@ -202,17 +202,20 @@ def _webhook(answer: Any) -> WebhookRecord:
         raise WebhookApiError(f"The hub's answer is not a webhook: {error!r}") from error
 
 
-def _call(
+def call_hub(
     method: Literal["GET", "POST", "DELETE"],
-    webhook_id: str,
+    path: str,
     endpoint: str | None,
     token: str | None,
     body: dict[str, Any] | None = None,
-    *,
-    action: str = "",
+    query: Mapping[str, str] | None = None,
 ) -> Any:
-    """The JSON of the hub's answer; None if the answer is empty. This function makes the requests
-    of `huggingface_hub` itself, because the records of this library have no status."""
+    """Send a request to `/api/settings/<path>` of the hub; returns the JSON of the answer, or None
+    if the answer is empty. There is no time limit.
+
+    This function makes the requests of `huggingface_hub` itself, because the records of this
+    library have no status, and because it does not know the routes that only a hotpush hub has.
+    """
     import httpx2
     from huggingface_hub import get_session
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
@@ -223,27 +226,22 @@ def _call(
     try:
         response = get_session().request(
             method,
-            f"{hub}/api/settings/webhooks{webhook_id and '/'}{webhook_id}{action}",
+            f"{hub}/api/settings/{path}",
             headers=build_hf_headers(token=token),
             json=body,
+            params=query,
         )
         hf_raise_for_status(response)
         return response.json() if response.content and method != "DELETE" else None
     except HfHubHTTPError as error:
-        status = error.response.status_code
+        status, reason = error.response.status_code, error.server_message or str(error)
         if status in (401, 403):
-            reason = error.server_message or "the hub gave no reason"
             raise NotAllowed(
                 f"The hub refused the token ({status}: {reason})."
                 " Set `HF_TOKEN` to a token that may manage webhooks."
             ) from error
-        if status == 404 and webhook_id:
-            raise WebhookNotFound(
-                f"There is no webhook {webhook_id!r}; `pipeline webhooks ls` lists all webhooks."
-            ) from error
-        raise WebhookApiError(
-            f"The hub answered {status}: {error.server_message or str(error)}"
-        ) from error
+        kind = WebhookNotFound if status == 404 else WebhookApiError
+        raise kind(f"{hub} answered {status} to {method} {path}: {reason}") from error
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise WebhookApiError(
             f"The hub at {hub} cannot be reached ({error}). Start the hub, or correct `HF_ENDPOINT`"
@@ -252,4 +250,4 @@ def _call(
     except OfflineModeIsEnabled as error:  # `HF_HUB_OFFLINE` is set, and the message says so
         raise WebhookApiError(str(error)) from error
     except ValueError as error:
-        raise WebhookApiError(f"The hub's answer is not JSON: {error}") from error
+        raise WebhookApiError(f"The answer of {hub} is not JSON: {error}") from error

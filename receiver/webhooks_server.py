@@ -12,14 +12,14 @@ from typing import Any, TypeVar, overload
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from receiver import listen
-from receiver.entrance import Entrance
 from receiver.errors import OpenToEveryone
-from receiver.greeting import greeting
-from receiver.guard import OnAnswer, RequestGuard, guarded_route
+from receiver.guard import RequestGuard, guarded_route
 from receiver.handlers import (
     REFUSALS,
     RegisteredWebhook,
@@ -30,15 +30,20 @@ from receiver.handlers import (
     refuse,
     refuse_unreadable,
 )
-from receiver.hosting import is_space, settings_of_this_process
 from receiver.idempotency import IdempotencyCache
-from receiver.landing import landing_page
-from receiver.settings import ReceiverSettings, state_dir
-from receiver.tunnel import HubCredentials, PublicUrl, remembered_urls, tunnel_of
-from receiver.ui import application_of
+from receiver.landing import greeting, landing_page
+from receiver.project import state_dir
+from receiver.settings import ReceiverSettings, is_space, settings_of_this_process
+from receiver.tunnel import HubCredentials, PublicUrl, remembered_urls, tunnel_to_open
 from receiver.verify import Proof, ProofScheme
 from serving.http.bodies import BodiesInFlight
-from serving.http.cross_site import host_name
+from serving.http.cross_site import (
+    host_name,
+    is_loopback_name,
+    named_host,
+    other_host,
+    other_site,
+)
 from serving.http.server import Server, http_config
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -80,7 +85,6 @@ class WebhooksServer:
         self._secret_in_shell = secret_in_shell
         self._webhook_secret = webhook_secret or os.environ.get("WEBHOOK_SECRET")
         self._secrets = as_secrets(self._webhook_secret)
-        self.on_answer: OnAnswer = lambda path, status, seconds: None
         self._bodies = BodiesInFlight(self.settings.max_body_bytes)
         self._idempotency = IdempotencyCache(self.settings.remembered_deliveries)
         self._host: str | None = None
@@ -92,19 +96,12 @@ class WebhooksServer:
         self.app = FastAPI(title="Webhooks", redoc_url=None, lifespan=self.lifespan)
         """The ASGI application. If another application mounts this one, the other application must
         enter `lifespan`."""
-        self.app.add_middleware(
-            Entrance,
-            handlers=self.registered_webhooks,
-            local_names=self._local_names,
-            public_name=lambda: host_name(self._public_url() or ""),
-            tunnel_port=lambda: self._tunnel_port,
-            has_public_page=is_space(),
-        )
+        self.app.add_middleware(_Entrance, refusal=self._refusal)
         self.app.exception_handler(RequestValidationError)(refuse_unreadable)
         self.app.exception_handler(HTTPException)(refuse)
         self.app.exception_handler(Exception)(answer_handler_error)
         self.app.get("/health")(health)
-        self._ui = None if ui is None else application_of(ui)
+        self._ui = None if ui is None else _application_of(ui)
         if self._ui is None:
             self.app.get("/", response_class=HTMLResponse)(self._landing_page)
         else:
@@ -218,7 +215,7 @@ class WebhooksServer:
             hook.path for hook in self.registered_webhooks.values() if not hook.proof.secrets
         ]
         # A Space already has a public URL, so it needs no tunnel.
-        tunnel = None if is_space() else tunnel_of(share, self.settings)
+        tunnel = None if is_space() else tunnel_to_open(share, self.settings)
         if unproven:
             is_public = tunnel is not None or self.settings.public_url is not None
             self._refuse_unproven(host, unproven, is_public=is_public)
@@ -302,9 +299,6 @@ class WebhooksServer:
         )
         self._public.open()
 
-    def _local_names(self) -> set[str]:
-        return {(self._host or "").lower(), self.settings.host.lower()}
-
     def _close_public_url(self) -> None:
         if self._public is not None:
             self._public.close()
@@ -314,6 +308,46 @@ class WebhooksServer:
         if self._public is not None and self._public.url is not None:
             return self._public.url
         return self.settings.public_url and self.settings.public_url.rstrip("/")
+
+    def _refusal(self, scope: Scope) -> JSONResponse | None:
+        """The answer to a request that may not reach its route; None if it may.
+
+        - A call of a handler that has a secret passes: the guard of the handler
+          (`receiver/guard.py`) checks its proof.
+        - Strangers may not do anything else. The answer is 404, so that they do not learn which
+          paths exist. A request comes from a stranger if it arrives at the port that the receiver
+          has opened for its tunnel, or if it names the public host. In a Space, the page is public.
+        - A page of another site may not call a handler that has no secret.
+        - A request over loopback must not name another host. Browsers send such requests if the
+          owner of a web page makes the page's own host name resolve to 127.0.0.1 (DNS rebinding).
+          The page could otherwise read the answers.
+        """
+        headers, server = Headers(scope=scope), scope.get("server")
+        # If another application mounts this one, `path` begins with the path of the mount.
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        is_call = scope.get("method") == "POST" and path in self.registered_webhooks
+        if is_call and self.registered_webhooks[path].proof.secrets:
+            return None
+        public_name = host_name(self._public_url() or "")
+        local_names = {(self._host or "").lower(), self.settings.host.lower()}
+        if is_space() or is_loopback_name(public_name):
+            local_names.add(public_name)
+        is_public = named_host(headers) == public_name and public_name not in ("", *local_names)
+        if is_public or (server is not None and server[1] == (self._tunnel_port or -1)):
+            return JSONResponse({"error": "Not Found"}, 404)
+        reason = None
+        if is_call and (site := other_site(headers)) is not None:
+            reason = (
+                f"A browser sent this request on behalf of {site}. A handler without a secret"
+                " refuses requests of other sites: set `WEBHOOK_SECRET`, or pass `webhook_secret=`."
+            )
+        elif (host := other_host(headers, server, local_names)) is not None:
+            reason = (
+                f"{host!r} is not a name of this receiver: call 127.0.0.1 or localhost. If senders"
+                " or browsers must use this name, set `public_url` under [receiver]"
+                " (`--public-url`), and set a secret (`WEBHOOK_SECRET` or `webhook_secret=`)."
+            )
+        return None if reason is None else JSONResponse({"error": reason}, 403)
 
     @staticmethod
     def _refuse_unproven(host: str, unproven: Sequence[str], *, is_public: bool) -> None:
@@ -334,7 +368,6 @@ class WebhooksServer:
             body_timeout_seconds=self.settings.body_timeout_seconds,
             bodies=self._bodies,
             cache=None if webhook.knows_repeats else self._idempotency,
-            on_answer=lambda: self.on_answer,
         )
         self.app.router.add_api_route(
             webhook.path,
@@ -351,3 +384,36 @@ class WebhooksServer:
         here = request.base_url.replace(path=request.scope.get("root_path", ""))
         url = self._public_url() or str(here)
         return HTMLResponse(landing_page(url.rstrip("/"), list(self.registered_webhooks.values())))
+
+
+class _Entrance:
+    """Refuses requests before they reach a route."""
+
+    def __init__(self, app: ASGIApp, *, refusal: Callable[[Scope], JSONResponse | None]) -> None:
+        self._app = app
+        self._refusal = refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = None if scope["type"] == "lifespan" else self._refusal(scope)
+        if refusal is None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await refusal(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+
+def _application_of(ui: Any) -> ASGIApp:
+    """The application that serves `ui`. If it is a FastAPI, the caller must enter its lifespan."""
+    # Do not import gradio to find out, because it may not be installed.
+    if any(f"{kind.__module__}.".startswith("gradio.") for kind in type(ui).__mro__):
+        import gradio
+
+        # Mount the interface in a separate application. If it were mounted at "/" of the server's
+        # own application, it would hide the routes that a script adds later.
+        mounted: FastAPI = gradio.mount_gradio_app(FastAPI(), ui, path="/")
+        return mounted
+    if not callable(ui):
+        raise TypeError(f"ui is a {type(ui).__name__}: pass an ASGI application or a gradio.Blocks")
+    application: ASGIApp = ui
+    return application

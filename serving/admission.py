@@ -1,17 +1,28 @@
-"""`Admission` gives each request the live release: the release that answers new requests.
+"""Decides which requests are let in, and with which release.
 
-A swap makes another release live. During a swap, the barrier of `Admission` can hold new requests
-back. A request keeps its release until the request ends, even if another release becomes live in
-the meantime. All calls come from the thread of the event loop. Nothing here calls an engine.
+`Admission` gives each request the live release: the release that answers new requests. A swap makes
+another release live. During a swap, the barrier of `Admission` can hold new requests back. A
+request keeps its release until the request ends, even if another release becomes live in the
+meantime. All its calls come from the thread of the event loop. Nothing here calls an engine.
 """
 
 import asyncio
+import secrets
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serving.errors import ServingError
+from serving.http.cross_site import other_host
+from serving.request_errors import RETRY_AFTER_SECONDS, RequestError, unavailable
+from serving.settings import ServingSettings
 from serving.tokenizer import ReleaseTokenizer
 from serving.weights.release import Release
 
@@ -54,20 +65,13 @@ class LiveRelease:
         return allowed if self.engine_context is None else min(allowed, self.engine_context)
 
 
-class QueueFull(Exception):
-    """The largest allowed number of requests are already running or waiting."""
-
-
-class NothingServed(Exception):
-    """No release has been live since the start of the server."""
-
-
 class Admission:
     """Knows the live release and counts the requests of each release. At most `max_requests`
     requests may run or wait at once."""
 
-    def __init__(self, max_requests: int) -> None:
+    def __init__(self, max_requests: int, pipeline: str) -> None:
         self._max_requests = max_requests
+        self._pipeline = pipeline
         self.live: LiveRelease | None = None
         """The release for new requests. Only `switch` changes it."""
         self.num_waiting = 0
@@ -80,20 +84,10 @@ class Admission:
         """The release that should be served, if the server could not serve it at its start. The
         server's answers use this value to say why no release is live. Once a release is live,
         ignore this value."""
-        self.is_stopping = False
-        """Whether the server was told to stop. Running requests may then finish, and new requests
-        are refused."""
-        self.previous: str | None = None
-        """The id of the release that was live before the present one; None if no other release was
-        live since the start of the server."""
 
     @property
     def is_closed(self) -> bool:
         return not self._open.is_set()
-
-    def is_used(self, release_id: str) -> bool:
-        """Whether this release still answers a request."""
-        return release_id in self._in_flight
 
     @property
     def num_in_flight(self) -> int:
@@ -103,20 +97,37 @@ class Admission:
     async def enter(self) -> LiveRelease:
         """The release for one request. When the request ends, pass this release to `leave`.
 
-        Waits while the barrier is closed. Raises QueueFull or NothingServed.
+        Waits while the barrier is closed. Raises RequestError if too many requests run or wait, or
+        if no release is live.
         """
         if self.num_in_flight + self.num_waiting >= self._max_requests:
-            raise QueueFull
+            raise RequestError(
+                429,
+                f"{self._max_requests} requests are running or waiting; send the request again "
+                "later",
+                type="rate_limit_error",
+                code="queue_full",
+                headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+            )
         self.num_waiting += 1
         try:
             while self.is_closed:
                 await self._open.wait()
         finally:
             self.num_waiting -= 1
-        if self.live is None:
-            raise NothingServed
-        self._in_flight[self.live.id] += 1
-        return self.live
+        live = self.served()
+        self._in_flight[live.id] += 1
+        return live
+
+    def served(self) -> LiveRelease:
+        """The live release. Raises RequestError if no release is live."""
+        if self.live is not None:
+            return self.live
+        raise unavailable(
+            f"{self._pipeline!r} has no release yet; push to its dataset, or swap a release in"
+            if self.unserved is None
+            else f"{self.unserved}; there is no substitute for it; run `pipeline releases verify`"
+        )
 
     def leave(self, live: LiveRelease) -> None:
         """Record that a request on this release has ended. Call this once for each `enter`."""
@@ -137,8 +148,6 @@ class Admission:
 
     def switch(self, live: LiveRelease) -> None:
         """Give the release `live` to all requests that enter from now on."""
-        if self.live is not None and self.live.id != live.id:
-            self.previous = self.live.id
         self.live = live
 
     async def drained(self, release_id: str) -> None:
@@ -146,3 +155,96 @@ class Admission:
         while release_id in self._in_flight:
             self._left.clear()
             await self._left.wait()
+
+
+def load_api_keys(settings: ServingSettings) -> tuple[str, ...]:
+    """All API keys of the settings and of `api_key_file`. If this is empty, everyone may send
+    requests.
+
+    Raises ServingError if the file cannot be read or contains no key, because otherwise everyone
+    would be let in.
+    """
+    keys = [settings.api_key.get_secret_value()] if settings.api_key is not None else []
+    if settings.api_key_file is not None:
+        try:
+            text = settings.api_key_file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ServingError(f"{settings.api_key_file}: cannot be read: {error}") from None
+        lines = (line.strip() for line in text.splitlines())
+        found = [line for line in lines if line and not line.startswith("#")]
+        if not found:
+            raise ServingError(
+                f"{settings.api_key_file}: the file contains no key; write one key per line"
+            )
+        keys += found
+    return tuple(keys)
+
+
+async def check_api_key(request: Request, *, keys: tuple[str, ...]) -> None:
+    """Raise RequestError 401 if there are keys and the request has none of them."""
+    if keys and not _is_one_of(_bearer_of(request, "an API key"), keys):
+        raise _wrong_token("an API key", status=401)
+
+
+async def check_swap_token(
+    request: Request, *, admin_token: str, job_may_swap: Callable[[str], bool]
+) -> None:
+    """Raise RequestError 401 if the request has no token, and 403 if its token is neither
+    `admin_token` nor one for which `job_may_swap` returns true."""
+    given = _bearer_of(request, "the admin token")
+    if not _is_one_of(given, (admin_token,)) and not await run_in_threadpool(job_may_swap, given):
+        raise _wrong_token("the admin token or the token of a running job", status=403)
+
+
+def _is_one_of(given: str, keys: tuple[str, ...]) -> bool:
+    """Whether `given` is one of `keys`. Takes the same time for a right and a wrong key, so that
+    the time tells an attacker nothing about the keys."""
+    matches = [secrets.compare_digest(given.encode(), key.encode()) for key in keys]
+    return any(matches)
+
+
+def _bearer_of(request: Request, name: str) -> str:
+    """The bearer token of a request. Raises RequestError 401 if the request has none. `name` says
+    in the error message which token is needed, such as "an API key"."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not given:
+        raise RequestError(
+            401,
+            f"{name} is needed: Authorization: Bearer …",
+            type="authentication_error",
+            code="missing_token",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    return given.strip()
+
+
+def _wrong_token(name: str, *, status: int) -> RequestError:
+    """The error for a wrong token. `name` says which token is needed, such as "an API key"."""
+    return RequestError(
+        status, f"the token is not {name}", type="authentication_error", code="invalid_token"
+    )
+
+
+class RefuseOtherHosts:
+    """Middleware that refuses requests over loopback whose header `Host` names another host than
+    loopback or `host`, the address on which the server listens. A page of another site can make its
+    own host name lead to this machine (DNS rebinding, `serving/http/cross_site.py`). Without this
+    middleware, the page could then read the answers of a server without a key."""
+
+    def __init__(self, app: ASGIApp, *, host: str) -> None:
+        self._app = app
+        self._names = {host.lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http":
+            host = other_host(Headers(scope=scope), scope.get("server"), self._names)
+            if host is not None:
+                app = RequestError(
+                    403,
+                    f"{host!r} is not a name of this server: call 127.0.0.1 or localhost, or set "
+                    "[serving] api_key",
+                    type="permission_error",
+                    code="wrong_host",
+                ).response()
+        await app(scope, receive, send)

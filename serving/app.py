@@ -20,38 +20,33 @@ from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.access import RefuseOtherHosts, check_api_key, check_swap_token, load_api_keys
-from serving.admission import Admission, LiveRelease
-from serving.answer import Answers
-from serving.answer_schemas import (
-    ERRORS,
-    HealthAnswer,
-    LiveAnswer,
-    ModelAnswer,
-    ModelsAnswer,
-    VersionAnswer,
+from serving.admission import (
+    Admission,
+    LiveRelease,
+    RefuseOtherHosts,
+    check_api_key,
+    check_swap_token,
+    load_api_keys,
 )
+from serving.answer import Answers
 from serving.chat import add_chat
 from serving.completions import add_completions
 from serving.engine import Engine, EngineError
 from serving.http.bodies import LimitedBodies, json_routes
 from serving.metrics import Metrics
 from serving.openai_schemas import MAX_ID_LENGTH
-from serving.request_errors import (
-    RETRY_AFTER_SECONDS,
-    model_not_found,
-    nothing_served,
-    translated,
-)
+from serving.request_errors import RETRY_AFTER_SECONDS, model_not_found, translated
 from serving.settings import ServingSettings
 from serving.swap import Swapper
-from serving.swap_schemas import SwapRequest, SwapResult
+from serving.swap_schemas import SwapRequest
 from serving.token_routes import add_token_routes
 
 SWAP_STATUS = {"live": 200, "refused": 422, "superseded": 409, "deferred": 503, "failed": 500}
 
 KEY_NEEDED = Depends(HTTPBearer(auto_error=False, description="One of the server's API keys."))
 """Says in the OpenAPI document that a key may be needed. The class of the route checks the key."""
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"description": "The request has an error"}}
+"""Without this, FastAPI would describe an answer 422, which no route gives."""
 
 
 def create_app(
@@ -77,7 +72,7 @@ def create_app(
     Raises ServingError if `load_api_keys` does.
     """
     metrics = Metrics(pipeline)
-    admission = Admission(settings.max_queue)
+    admission = Admission(settings.max_queue, pipeline)
     swapper = Swapper(
         engine=engine,
         admission=admission,
@@ -87,7 +82,11 @@ def create_app(
         metrics=metrics,
     )
     if engine.kv_cache_usage is not None:
-        metrics.watch_kv_cache(lambda: engine.kv_cache_usage or 0.0)
+        metrics.watch(
+            "kv_cache_usage_perc",
+            "KV cache in use; 1 means all of it",
+            lambda: engine.kv_cache_usage or 0.0,
+        )
     api_keys = load_api_keys(settings)
 
     @asynccontextmanager
@@ -98,12 +97,12 @@ def create_app(
         finally:
             await swapper.close()
             await engine.close()
-            for threads in (answers.planners, answers.writers):
-                threads.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPIOffline(title="hotpush", redoc_url=None, lifespan=lifespan)
     # first, so that it runs inside the other middlewares
-    _add_error_handlers(app, metrics, only_host=None if api_keys else settings.host)
+    _add_error_handlers(app)
+    if not api_keys:
+        app.add_middleware(RefuseOtherHosts, host=settings.host)
     app.add_middleware(LimitedBodies, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(_RequestIds)
     if settings.cors_origins:
@@ -129,7 +128,7 @@ def create_app(
     add_token_routes(keyed, answers)
     _add_models(keyed, answers)
     may_swap = partial(check_swap_token, admin_token=admin_token, job_may_swap=job_may_swap)
-    admin = APIRouter(route_class=json_routes(may_swap))
+    admin = APIRouter(route_class=json_routes(may_swap), responses=ERRORS)
     _add_swap(admin, swapper)
     _add_own_routes(app, engine, admission, metrics)
     app.include_router(keyed)
@@ -138,46 +137,37 @@ def create_app(
 
 
 def _add_models(router: APIRouter, answers: Answers) -> None:
-    def described(live: LiveRelease) -> ModelAnswer:
-        return ModelAnswer(
-            id=answers.pipeline,
-            created=live.live_since,
-            root=str(live.folder),
-            release=live.id,
-            previous=answers.admission.previous,
-            dataset_revision=live.release.lineage.dataset_revision,
-            max_model_len=live.context_length,
-        )
+    def described(live: LiveRelease) -> dict[str, Any]:
+        return {
+            "id": answers.pipeline,
+            "object": "model",
+            "created": live.live_since,
+            "owned_by": "hotpush",
+            "root": str(live.folder),
+            "release": live.id,
+            "dataset_revision": live.release.lineage.dataset_revision,
+            "max_model_len": live.context_length,
+        }
 
     @router.get("/v1/models")
-    async def models() -> ModelsAnswer:
+    async def models() -> dict[str, Any]:
         """The live release, if there is one."""
         live = answers.admission.live
-        return ModelsAnswer(data=[described(live)] if live else [])
+        return {"object": "list", "data": [described(live)] if live else []}
 
     @router.get("/v1/models/{model:path}")
-    async def model(model: str) -> ModelAnswer:
+    async def model(model: str) -> dict[str, Any]:
         """The live release. `model` is the name of the pipeline or the id of the release."""
-        live = answers.admission.live
-        if live is None:
-            raise nothing_served(answers.pipeline, answers.admission.unserved)
+        live = answers.admission.served()
         if model not in (answers.pipeline, live.id):
             raise model_not_found(model, answers.pipeline)
         return described(live)
 
 
 def _add_swap(router: APIRouter, swapper: Swapper) -> None:
-    responses: dict[int | str, dict[str, Any]] = {
-        **{status: {"model": SwapResult} for status in SWAP_STATUS.values()},
-        **{status: ERRORS[status] for status in (400, 401, 413, "4XX")},
-        403: ERRORS[401],
-    }
+    token = Depends(HTTPBearer(auto_error=False, description="The admin token."))
 
-    @router.post(
-        "/admin/swap",
-        responses=responses,
-        dependencies=[Depends(HTTPBearer(auto_error=False, description="The admin token."))],
-    )
+    @router.post("/admin/swap", dependencies=[token])
     async def swap(asked: SwapRequest) -> Response:
         """Make another release live. The HTTP status and the body say how the swap ended."""
         result = await swapper.swap(asked.release, asked.instead_of)
@@ -186,11 +176,7 @@ def _add_swap(router: APIRouter, swapper: Swapper) -> None:
 
 
 def _add_own_routes(app: FastAPI, engine: Engine, admission: Admission, metrics: Metrics) -> None:
-    not_ready: dict[int | str, dict[str, Any]] = {
-        503: {"description": "The server accepts no requests now"}
-    }
-
-    @app.get("/live", response_model=LiveAnswer, responses={503: {"model": LiveAnswer}})
+    @app.get("/live")
     async def alive() -> Response:
         """Whether the server works. It works even while it has no release."""
         try:
@@ -200,41 +186,28 @@ def _add_own_routes(app: FastAPI, engine: Engine, admission: Admission, metrics:
         return JSONResponse({"status": "ok"})
 
     @app.head("/health", include_in_schema=False)
-    @app.get("/health", response_model=HealthAnswer, responses={503: {"model": HealthAnswer}})
+    @app.get("/health")
     async def health() -> Response:
         """Whether clients should send requests to this server."""
-        live = admission.live
-        if admission.is_stopping:
-            return JSONResponse({"status": "stopping"}, 503)
         if (failure := engine.failure) is not None:
             return JSONResponse({"status": "failed", "reason": failure}, 503)
+        live, unserved = admission.live, admission.unserved
         if live is None:
-            unserved = admission.unserved
             reason = {} if unserved is None else {"reason": str(unserved)}
             return JSONResponse({"status": "waiting", **reason}, 503)
-        stands_in = live.stands_in_for
-        return JSONResponse(
-            {
-                "status": "ok",
-                "release": live.id,
-                "dataset_revision": live.release.lineage.dataset_revision,
-                **(
-                    {}
-                    if stands_in is None
-                    else {"stands_in_for": stands_in.id, "reason": str(stands_in)}
-                ),
-            }
-        )
-
-    @app.get("/ping", response_class=Response, responses=not_ready)
-    @app.post("/ping", response_class=Response, responses=not_ready)
-    async def ping() -> Response:
-        """The status of `/health` without its body. SageMaker requests this route."""
-        return Response(status_code=(await health()).status_code)
+        body = {
+            "status": "ok",
+            "release": live.id,
+            "dataset_revision": live.release.lineage.dataset_revision,
+        }
+        if live.stands_in_for is not None:
+            body |= {"stands_in_for": live.stands_in_for.id, "reason": str(live.stands_in_for)}
+        return JSONResponse(body)
 
     @app.get("/version")
-    async def show_version() -> VersionAnswer:
-        return VersionAnswer(version=version("hotpush"))
+    async def show_version() -> dict[str, str]:
+        """The version of this server, not of its engine."""
+        return {"version": version("hotpush")}
 
     @app.get("/metrics", response_class=Response)
     async def prometheus() -> Response:
@@ -242,17 +215,9 @@ def _add_own_routes(app: FastAPI, engine: Engine, admission: Admission, metrics:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4")
 
 
-def _add_error_handlers(app: FastAPI, metrics: Metrics, only_host: str | None) -> None:
-    """`only_host`: the address on which the server listens, if requests over loopback with another
-    `Host` must be refused."""
-
-    async def on_error(request: Request, error: Exception) -> Response:
-        problem = translated(error)
-        # Use only paths of existing routes as labels. Otherwise a scanner that requests random
-        # paths would fill the registry.
-        route = request.scope.get("route")
-        metrics.requests.labels(getattr(route, "path", "unknown"), problem.status).inc()
-        return problem.response()
+def _add_error_handlers(app: FastAPI) -> None:
+    async def on_error(_: Request, error: Exception) -> Response:
+        return translated(error).response()
 
     kinds = (HTTPException, RequestValidationError, EngineError, TimeoutError, ClientDisconnect)
     for kind in kinds:
@@ -260,8 +225,6 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics, only_host: str | None) -
     # An exception handler for `Exception` would run outside all other middlewares, so its answer
     # would have no `X-Request-Id` and no CORS headers.
     app.add_middleware(ServerErrorMiddleware, handler=on_error)
-    if only_host is not None:
-        app.add_middleware(RefuseOtherHosts, host=only_host, on_error=on_error)
 
 
 class _RequestIds:

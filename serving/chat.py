@@ -9,20 +9,14 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from serving.admission import LiveRelease
-from serving.answer import Answers
-from serving.answer_schemas import ChatAnswer
+from serving.answer import Answers, GeneratedSequence
 from serving.chat_schemas import ChatPrompt, ChatRequest, NamedTool
 from serving.chat_template import ChatTemplateError
-from serving.conversation import ConversationError, text_of
+from serving.completions import encode_prompt, make_generations
+from serving.conversation import ConversationError
 from serving.detokenizer import Delta, TokenText
 from serving.engine import Generation
 from serving.request_errors import RequestError
-from serving.sequences import (
-    GeneratedSequence,
-    check_num_sequences,
-    encode_prompt,
-    make_generations,
-)
 from serving.settings import ServingSettings
 from serving.tokenizer import ReleaseTokenizer
 from serving.tool_calls import FORCED, FORMATS, Found, ToolCallReader, ToolFormat, format_of
@@ -32,7 +26,7 @@ _EMPTY_DELTA = Delta()
 
 
 def add_chat(router: APIRouter, answers: Answers) -> None:
-    @router.post("/v1/chat/completions", response_model=ChatAnswer)
+    @router.post("/v1/chat/completions")
     async def chat_completions(asked: ChatRequest, request: Request) -> Response:
         """Continue a conversation. A stream consists of server-sent events; each one is a chunk."""
         settings = answers.settings
@@ -45,6 +39,9 @@ class ChatPlan:
 
     request: ChatRequest
     tokenizer: ReleaseTokenizer
+    role: str
+    """Of the answer. If it continues the last message of the request, this is the role of that
+    message."""
     num_prompt_tokens: int
     generations: list[Generation]
     readers: list[ToolCallReader] | None
@@ -65,7 +62,7 @@ class ChatPlan:
         choices = []
         for index, sequence in enumerate(sequences):
             found = self._text_and_calls(index, sequence)
-            message: dict[str, Any] = {"role": self._role, "content": self._echo + found.text}
+            message: dict[str, Any] = {"role": self.role, "content": found.text}
             if found.calls:
                 message["tool_calls"] = [call.body for call in found.calls]
                 message["content"] = message["content"] or None
@@ -82,7 +79,7 @@ class ChatPlan:
 
     def chunks(self, index: int, delta: Delta) -> Iterator[str]:
         if not self.num_deltas[index]:
-            yield self._chunk(index, {"role": self._role, "content": self._echo})
+            yield self._chunk(index, {"role": self.role, "content": ""})
         self.num_deltas[index] += 1
         first = self.num_calls[index]
         found = self._text_and_calls(index, delta)
@@ -104,16 +101,6 @@ class ChatPlan:
                 "stop_reason": delta.stop_reason,
             }
         )
-
-    @property
-    def _role(self) -> str:
-        return "assistant" if self.request.generates_a_message else self.request.messages[-1].role
-
-    @property
-    def _echo(self) -> str:
-        if not self.request.echo or self.request.messages[-1].role != self._role:
-            return ""
-        return text_of(self.request.conversation.messages[-1]["content"])
 
     def _text_and_calls(self, index: int, part: GeneratedSequence | Delta) -> Found:
         if self.readers is None:
@@ -146,17 +133,13 @@ class ChatPlan:
 
     def _token_body(self, token_id: int, logprob: float | None) -> dict[str, Any]:
         text = self.tokenizer.token_text(token_id)
-        return {
-            "token": text,
-            "logprob": logprob,
-            "bytes": list(self.tokenizer.token_bytes(token_id)),
-        }
+        own_bytes = list(self.tokenizer.token_bytes(token_id))
+        return {"token": text, "logprob": logprob, "bytes": own_bytes}
 
 
 def plan_chat(request: ChatRequest, live: LiveRelease, settings: ServingSettings) -> ChatPlan:
     """Decide what to generate for a conversation. Raises RequestError if the request does not fit
-    the release or the settings."""
-    check_num_sequences(request.n, settings.max_sequences, "n")
+    the release."""
     prompt = encode_chat(request, live)
     readers = None
     if request.offered_tools:
@@ -190,6 +173,7 @@ def plan_chat(request: ChatRequest, live: LiveRelease, settings: ServingSettings
     return ChatPlan(
         request=request,
         tokenizer=live.tokenizer,
+        role="assistant" if request.generates_a_message else request.messages[-1]["role"],
         num_prompt_tokens=len(prompt),
         generations=generations,
         readers=readers,

@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationInfo,
@@ -13,47 +12,36 @@ from pydantic import (
 )
 
 from serving.conversation import Conversation, normalise
-from serving.field_limits import MAX_ITEMS, FewItems
-from serving.openai_schemas import MAX_LOGPROBS, RequestBody, SamplingRequest
+from serving.openai_schemas import (
+    MAX_ITEMS,
+    MAX_LOGPROBS,
+    FewItems,
+    RequestBody,
+    SamplingRequest,
+    UnsupportedChat,
+    accept_only,
+)
 from serving.tool_calls import parse_object
-from serving.unsupported_fields import UnsupportedChat
 
 
-def _readable(arguments: object) -> object:
-    """The arguments of an earlier call. As in vLLM, anything that is not a JSON object means no
-    arguments. Do not raise an error instead: all later requests of the conversation contain the
-    same call, so they would all be refused."""
+def _with_readable_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """As in vLLM, the arguments of an earlier call that are no JSON object count as none. They are
+    not an error: all later requests of the conversation contain the same call, so they would all be
+    refused."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_readable(call) for call in calls]}
+
+
+def _readable(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
     is_text = isinstance(arguments, str) and parse_object(arguments) is not None
-    return arguments if is_text or isinstance(arguments, dict) else {}
-
-
-class CalledFunction(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True)
-
-    name: str
-    arguments: Annotated[
-        dict[str, Any] | str, BeforeValidator(_readable, json_schema_input_type=Any)
-    ] = {}
-    """An object, or its JSON text. Anything else means no arguments."""
-
-
-class MessageToolCall(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True)
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class ChatMessage(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
-
-    role: str
-    content: str | Annotated[list[dict[str, Any]], FewItems] | None = None
-    tool_calls: Annotated[list[MessageToolCall], FewItems] | None = None
-    """The calls that an earlier answer of the model contains."""
-    tool_call_id: str | None = None
-    """In a message with the role `tool`: the id of the call whose result the message contains."""
+    known = arguments if is_text or isinstance(arguments, dict) else {}
+    return {**call, "function": {**function, "arguments": known}}
 
 
 class Function(BaseModel):
@@ -88,7 +76,8 @@ class NamedTool(BaseModel):
 class ChatPrompt(RequestBody):
     """The fields from which the chat template makes a prompt."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
+    """`normalise` checks them."""
     add_generation_prompt: bool | None = None
     """Whether the prompt ends with the beginning of a new message of the assistant. null means
     true, or false if `continue_final_message` is true."""
@@ -152,7 +141,7 @@ class ChatPrompt(RequestBody):
     def conversation(self) -> Conversation:
         """What the chat template gets. Raises ConversationError."""
         return normalise(
-            [message.model_dump() for message in self.messages],
+            [_with_readable_arguments(message) for message in self.messages],
             [tool.model_dump(exclude_unset=True) for tool in self.offered_tools],
             self.documents,
         )
@@ -170,9 +159,7 @@ class ChatRequest(ChatPrompt, SamplingRequest, UnsupportedChat):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    echo: bool | None = False
-    """Whether the answer begins with the text of the last message. This has no effect if the answer
-    has another role than the last message."""
+    echo: Annotated[Any, accept_only(False)] = None
     parallel_tool_calls: bool | None = None
     """false allows at most one call of a tool. null means true."""
 

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from threading import Thread, local
 from typing import Any, NoReturn, Self, TypeVar
@@ -52,16 +52,14 @@ class ChatTemplate:
         self,
         source: str,
         special_tokens: Mapping[str, str],
-        with_tools: str | None = None,
         prompt_date: str | None = None,
     ) -> None:
         """`special_tokens` maps the names that templates use, such as `bos_token`, to the texts of
-        these tokens. `with_tools` is the template for conversations with tools; None if `source` is
-        the template for all. `prompt_date` is the day that `strftime_now` shows, such as
-        `2026-01-31`; None means now.
+        these tokens. `prompt_date` is the day that `strftime_now` shows, such as `2026-01-31`; None
+        means now.
 
-        Raises ReleaseError if one of the two templates has a syntax error, or takes too long for
-        one short message.
+        Raises ReleaseError if the template has a syntax error, or takes too long for one short
+        message.
         """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
@@ -70,22 +68,30 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
-        self.source = source + (with_tools or "")
+        self.source = source
         try:
             day = None if prompt_date is None else datetime.fromisoformat(prompt_date)
             environment.globals["strftime_now"] = lambda format: (day or datetime.now()).strftime(
                 format
             )
-            self._plain = _Compiled.of(source, environment, special_tokens)
-            self._with_tools = _Compiled.of(with_tools or source, environment, special_tokens)
-            self.variables = meta.find_undeclared_variables(environment.parse(self.source))
+            self._template = environment.from_string(source)
+            self.variables = meta.find_undeclared_variables(environment.parse(source))
             """The names of all variables that the template reads, such as `messages`, `tools`."""
+            self._takes_parts = _takes_parts(self._template, special_tokens)
+            """Whether the template expects a content as a list of parts, each
+            `{"type": "text", "text": …}`. If not, it expects a text."""
         except (TemplateError, SyntaxError, RecursionError, ValueError) as error:
             raise ReleaseError(f"chat_template: {error}") from None
         except TooSlow as error:
             raise ReleaseError(f"chat_template: {error}, already for one short message") from None
-        used = [token for name, token in special_tokens.items() if name in self.source]
-        self.texts = "".join([self.source, *used])
+        self._takes_none = re.search(r"content\W{0,3} is (not )?none", source) is not None
+        """Whether the template asks if a content is none. If not, it expects an empty text."""
+        # vLLM looks for the same texts.
+        self._knows_developers = "'developer'" in source or '"developer"' in source
+        """Whether the template handles the role `developer`. If not, it leaves such messages out,
+        or shows the model a role that the model does not know."""
+        used = [token for name, token in special_tokens.items() if name in source]
+        self.texts = "".join([source, *used])
         """The source of the template, and the special tokens whose names it contains. Only tokens
         that occur in this text can get into a prompt through the template itself."""
         self._special_tokens = dict(special_tokens)
@@ -115,31 +121,43 @@ class ChatTemplate:
             )
         if continue_final_message:
             conversation = _mark_end(conversation)
-        variables = {**kwargs, "add_generation_prompt": add_generation_prompt}
-        prompt = self._render(conversation, variables)
-        return _cut_at_mark(prompt) if continue_final_message else prompt
-
-    def _of(self, conversation: Conversation) -> "_Compiled":
-        return self._with_tools if conversation.tools else self._plain
-
-    def _render(self, conversation: Conversation, variables: Mapping[str, Any]) -> str:
-        compiled = self._of(conversation)
         given = {
             **self._special_tokens,
-            "add_generation_prompt": False,
-            **variables,
-            "messages": compiled.shown(conversation.messages),
+            **kwargs,
+            "add_generation_prompt": add_generation_prompt,
+            "messages": self._shown(conversation.messages),
             "tools": conversation.tools or None,
             "documents": conversation.documents or None,
         }
         try:
-            return in_time(lambda: compiled.template.render(given))
+            prompt = in_time(lambda: self._template.render(given))
         except TooSlow:
             raise
         # A filter or a method that gets a value of an unexpected type may raise anything, such as
         # AttributeError. vLLM too makes a refusal of each exception.
         except Exception as error:
             raise ChatTemplateError(" ".join(str(error).split()) or repr(error)) from None
+        return _cut_at_mark(prompt) if continue_final_message else prompt
+
+    def _shown(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """The messages in the form that the template expects."""
+        if not self._knows_developers:
+            messages = _developers_as_system(messages)
+        shown = []
+        for message in messages:
+            content = message["content"]
+            if not (content is None and self._takes_none):
+                # As in vLLM, the content of a message of the role `tool` is always a text.
+                in_parts = self._takes_parts and message["role"] != "tool"
+                content = parts_of(content) if in_parts else text_of(content)
+            shown.append({**message, "content": content})
+            if calls := message.get("tool_calls"):
+                shown[-1]["tool_calls"] = [
+                    {**call, "function": {**function, "arguments": _Arguments.of(function)}}
+                    for call in calls
+                    for function in (call["function"],)
+                ]
+        return shown
 
 
 _watched = local()
@@ -173,54 +191,6 @@ def in_time(function: Callable[[], T], num_renderings: int = 1) -> T:
             ctypes.c_ulong(thread.ident or 0), ctypes.py_object(TooSlow)
         )
         raise TooSlow(f"the chat template takes more than {seconds:g} seconds") from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Compiled:
-    """A template, and the form in which it expects messages."""
-
-    template: jinja2.Template
-    takes_parts: bool
-    """Whether it expects a content as a list of parts, each `{"type": "text", "text": …}`. If not,
-    it expects a text."""
-    takes_none: bool
-    """Whether it asks if a content is none. If not, it expects an empty text."""
-    knows_developers: bool
-    """Whether it handles the role `developer`. If not, it leaves such messages out, or shows the
-    model a role that the model does not know."""
-
-    @classmethod
-    def of(
-        cls, source: str, environment: jinja2.Environment, special_tokens: Mapping[str, str]
-    ) -> Self:
-        template = environment.from_string(source)
-        return cls(
-            template=template,
-            takes_parts=_takes_parts(template, special_tokens),
-            takes_none=re.search(r"content\W{0,3} is (not )?none", source) is not None,
-            # vLLM looks for the same texts.
-            knows_developers="'developer'" in source or '"developer"' in source,
-        )
-
-    def shown(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """The messages in the form that the template expects."""
-        if not self.knows_developers:
-            messages = _developers_as_system(messages)
-        shown = []
-        for message in messages:
-            content = message["content"]
-            if not (content is None and self.takes_none):
-                # As in vLLM, the content of a message of the role `tool` is always a text.
-                in_parts = self.takes_parts and message["role"] != "tool"
-                content = parts_of(content) if in_parts else text_of(content)
-            shown.append({**message, "content": content})
-            if calls := message.get("tool_calls"):
-                shown[-1]["tool_calls"] = [
-                    {**call, "function": {**function, "arguments": _Arguments.of(function)}}
-                    for call in calls
-                    for function in (call["function"],)
-                ]
-        return shown
 
 
 class _Arguments(dict[str, Any]):

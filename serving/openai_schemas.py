@@ -2,10 +2,21 @@
 
 The names, ranges and defaults of the fields come from OpenAI, or from vLLM if OpenAI does not have
 the field. Unknown fields are ignored, as in vLLM. If OpenAI or vLLM knows a field that this server
-does not support, the field causes an error (`serving/unsupported_fields.py`).
+does not support (`Unsupported`), a client may send it with a value that changes nothing, because
+many clients send default values. Any other value is an error, because an answer that ignores the
+field would be wrong.
+
+The validation of each list ends at its first wrong item (`fail_fast`), and no list may be longer
+than its limit. Otherwise a body of 8 MiB could contain half a million wrong items, and pydantic
+would make an error for each, which takes minutes and gigabytes. A dict whose values may have any
+type needs no limit, because none of its values is wrong.
 """
 
-from typing import Annotated, Any, get_args
+import functools
+import json
+import logging
+import re
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -17,18 +28,32 @@ from pydantic import (
     ValidatorFunctionWrapHandler,
     WrapValidator,
     field_validator,
+    model_validator,
 )
+from pydantic_core import from_json
 
-from serving.constraints import Constraints
-from serving.field_limits import MAX_ITEMS, MAX_TOKEN_IDS, FewItems
-from serving.unsupported_fields import Unsupported, accept_only
+from serving.engine import Grammar, GrammarKind
 
+logger = logging.getLogger(__name__)
+
+MAX_ITEMS = 2**14
+MAX_TOKEN_IDS = 2**19
 MAX_LOGPROBS = 20
 MAX_STOPS = 1024
 MAX_ID_LENGTH = 256
 MAX_TOKEN_ID_DIGITS = 18
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
+MAX_GRAMMAR_CHARS = 2**17
 
+Schema = dict[str, Any] | bool
+_ANY_OBJECT: Schema = {"type": "object"}
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""The keywords of a JSON schema whose values are objects with names that the author chose."""
+_DATA = ("const", "enum", "default", "examples")
+"""The keywords of a JSON schema whose values are no schemas."""
+
+FewItems = Field(max_length=MAX_ITEMS, fail_fast=True)
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 Prompts = Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
@@ -73,6 +98,218 @@ class RequestBody(BaseModel):
         field = cls.model_fields[info.field_name]
         may_be_null = type(None) in get_args(field.annotation)
         return None if may_be_null or field.is_required() else field.default
+
+
+def accept_only(*neutral: object) -> AfterValidator:
+    """A validator that accepts only None and the values in `neutral`."""
+
+    def check(value: object) -> object:
+        if value is not None and value not in neutral:
+            raise ValueError("not supported here; leave it out")
+        return value
+
+    return AfterValidator(check)
+
+
+class Unsupported(BaseModel):
+    """The fields that no route supports, each with the values that change nothing."""
+
+    bad_words: Annotated[Any, accept_only([])] = None
+    cache_salt: Annotated[Any, accept_only()] = None
+    ec_transfer_params: Annotated[Any, accept_only({})] = None
+    guided_choice: Annotated[Any, accept_only()] = None
+    guided_decoding_backend: Annotated[Any, accept_only()] = None
+    guided_grammar: Annotated[Any, accept_only()] = None
+    guided_json: Annotated[Any, accept_only()] = None
+    guided_json_object: Annotated[Any, accept_only()] = None
+    guided_regex: Annotated[Any, accept_only()] = None
+    guided_whitespace_pattern: Annotated[Any, accept_only()] = None
+    kv_transfer_params: Annotated[Any, accept_only({})] = None
+    logits_processors: Annotated[Any, accept_only([])] = None
+    logprob_token_ids: Annotated[Any, accept_only([])] = None
+    priority: Annotated[Any, accept_only(0)] = None
+    prompt_embeds: Annotated[Any, accept_only([])] = None
+    prompt_logprobs: Annotated[Any, accept_only()] = None
+    repetition_detection: Annotated[Any, accept_only()] = None
+    return_prompt_text: Annotated[Any, accept_only(False)] = None
+    return_token_ids: Annotated[Any, accept_only(False)] = None
+    return_token_offsets: Annotated[Any, accept_only(False)] = None
+    return_tokens_as_token_ids: Annotated[Any, accept_only(False)] = None
+    spaces_between_special_tokens: Annotated[Any, accept_only(True)] = None
+    thinking_token_budget: Annotated[Any, accept_only()] = None
+    truncate_prompt_tokens: Annotated[Any, accept_only()] = None
+    use_beam_search: Annotated[Any, accept_only(False)] = None
+    vllm_xargs: Annotated[Any, accept_only({})] = None
+    watermarking: Annotated[Any, accept_only(False)] = None
+
+
+class UnsupportedChat(Unsupported):
+    """More fields that are not supported: the fields of requests with messages."""
+
+    audio: Annotated[Any, accept_only()] = None
+    chat_template: Annotated[Any, accept_only()] = None
+    function_call: Annotated[Any, accept_only("none")] = None
+    functions: Annotated[Any, accept_only([])] = None
+    media_io_kwargs: Annotated[Any, accept_only({})] = None
+    mm_processor_kwargs: Annotated[Any, accept_only({})] = None
+    modalities: Annotated[Any, accept_only([], ["text"])] = None
+    verbosity: Annotated[Any, accept_only("medium")] = None
+    web_search_options: Annotated[Any, accept_only()] = None
+
+
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    name: str = ""
+    content: Schema | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+    """Has no effect: the answer always follows the schema, as in vLLM."""
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _fits_its_type(self) -> Self:
+        if self.json_schema is not None and self.type != "json_schema":
+            raise ValueError("json_schema is possible only with the type json_schema")
+        if self.type == "json_schema" and (
+            self.json_schema is None or self.json_schema.content is None
+        ):
+            raise ValueError("type json_schema needs json_schema.schema")
+        _check(self.grammar)
+        return self
+
+    @functools.cached_property
+    def grammar(self) -> Grammar | None:
+        if self.type == "text":
+            return None
+        schema = None if self.json_schema is None else self.json_schema.content
+        text = schema_text(_ANY_OBJECT if schema is None else schema)
+        return Grammar(kind="json_schema", text=text, param="response_format")
+
+
+class StructuredOutputs(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    json_: str | Schema | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], FewItems] | None = None
+    grammar_: str | None = Field(default=None, alias="grammar")
+    json_object: Literal[True] | None = None
+    disable_any_whitespace: Literal[False] = False
+    whitespace_pattern: None = None
+    disable_additional_properties: Literal[False] = False
+    structural_tag: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, value: object) -> object:
+        # pydantic would make one error for each unknown field. There may be thousands, so refuse
+        # them here.
+        if isinstance(value, dict) and len(value) > len(cls.model_fields):
+            raise ValueError(f"has {len(value)} fields; only {len(cls.model_fields)} are known")
+        return value
+
+    @model_validator(mode="after")
+    def _has_one_constraint(self) -> Self:
+        constraints = (self.json_, self.regex, self.choice, self.grammar_, self.json_object)
+        if sum(each is not None for each in constraints) != 1:
+            raise ValueError("needs exactly one of json, regex, choice, grammar and json_object")
+        _check(self.grammar)
+        return self
+
+    @functools.cached_property
+    def grammar(self) -> Grammar:
+        kind: GrammarKind
+        if self.regex is not None:
+            kind, text = "regex", self.regex
+        elif self.choice is not None:
+            kind, text = "choice", json.dumps(self.choice)
+        elif self.grammar_ is not None:
+            kind, text = "grammar", _marked(self.grammar_)
+        else:
+            kind = "json_schema"
+            text = schema_text(_ANY_OBJECT if self.json_ is None else self.json_)
+        return Grammar(kind=kind, text=text, param="structured_outputs")
+
+
+class Constraints(BaseModel):
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @field_validator("structured_outputs")
+    @classmethod
+    def _is_alone(
+        cls, value: StructuredOutputs | None, info: ValidationInfo
+    ) -> StructuredOutputs | None:
+        other = info.data.get("response_format")
+        if value is not None and other is not None and other.type != "text":
+            raise ValueError("not possible together with response_format")
+        return value
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The form that the text of the answer must have; None if every text is allowed."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.grammar
+        return None if self.response_format is None else self.response_format.grammar
+
+
+def schema_text(schema: str | Schema) -> str:
+    """The text of a grammar for JSON of this schema. Raises ValueError."""
+    if isinstance(schema, str):
+        schema = from_json(schema)
+    if isinstance(schema, bool):
+        return json.dumps(schema)
+    if not isinstance(schema, dict):
+        raise ValueError("a JSON schema is an object")
+    return json.dumps(_without_unique_items(schema))
+
+
+def _without_unique_items(schema: Any) -> Any:
+    """`schema` without `uniqueItems`, which no engine can check. pydantic writes this keyword for
+    each `set`."""
+    if isinstance(schema, list):
+        return [_without_unique_items(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for name, value in schema.items():
+        if name == "uniqueItems" and isinstance(value, bool):
+            _warn_of_unique_items()
+        elif name in _MAPS and isinstance(value, dict):
+            found[name] = {key: _without_unique_items(each) for key, each in value.items()}
+        else:
+            found[name] = value if name in _DATA else _without_unique_items(value)
+    return found
+
+
+@functools.cache
+def _warn_of_unique_items() -> None:
+    """Writes to the log, once."""
+    logger.warning("uniqueItems in a JSON schema is ignored: an answer may repeat items of a list")
+
+
+def _marked(grammar: str) -> str:
+    """`grammar`, with a mark for llguidance if its notation is Lark. Without the mark, llguidance
+    takes a grammar for GBNF if its first rule is not written as `start:`."""
+    is_marked = "%llguidance" in grammar or not grammar.strip()
+    return grammar if is_marked or _GBNF_RULE.search(grammar) else "%llguidance {}\n" + grammar
+
+
+def _check(grammar: Grammar | None) -> None:
+    if grammar is None:
+        return
+    if len(grammar.text) > MAX_GRAMMAR_CHARS:
+        raise ValueError(
+            f"has {len(grammar.text)} characters; at most {MAX_GRAMMAR_CHARS} are possible"
+        )
+    if grammar.kind != "regex" and not grammar.text.strip(" \n[]"):
+        raise ValueError("is empty")
 
 
 class StreamOptions(RequestBody):
@@ -161,45 +398,21 @@ class SamplingRequest(RequestBody, Constraints, Unsupported):
 class CompletionRequest(SamplingRequest):
     prompt: Prompt
     max_tokens: int = Field(default=16, ge=0)
-    best_of: int | None = Field(default=None, ge=1)
+    best_of: Annotated[Any, accept_only(1)] = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = False
     add_special_tokens: bool = True
     """Whether the tokenizer adds its special tokens to a prompt that is text."""
-    suffix: str | None = None
+    suffix: Annotated[Any, accept_only("")] = None
 
     @field_validator("logprobs", mode="before")
     @classmethod
     def _false_means_no_logprobs(cls, logprobs: object) -> object:
         return None if logprobs is False else logprobs
 
-    @field_validator("best_of")
-    @classmethod
-    def _best_of_covers_n(cls, best_of: int | None, info: ValidationInfo) -> int | None:
-        if best_of is None or "n" not in info.data:
-            return best_of
-        n = info.data["n"]
-        if best_of < n:
-            raise ValueError(f"is less than n, which is {n}")
-        if best_of > n and info.data.get("stream"):
-            raise ValueError(
-                "is more than n, which cannot be streamed: only at the end of all sequences the "
-                "best ones are known"
-            )
-        return best_of
-
-    @field_validator("suffix")
-    @classmethod
-    def _suffix_is_not_supported(cls, suffix: str | None) -> None:
-        if suffix:
-            raise ValueError(
-                "is not supported: the models can only continue a text, not fill a gap before a "
-                "suffix; leave it out"
-            )
-
     @property
     def num_sequences(self) -> int:
-        return len(self.prompts) * (self.best_of or self.n)
+        return len(self.prompts) * self.n
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

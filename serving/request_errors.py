@@ -11,7 +11,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from serving.admission import Unserved
 from serving.engine import EngineError, GenerationRefused
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ class RequestError(HTTPException):
 
 
 class ClientGone(RequestError):
-    """The client has disconnected, so nobody reads an answer. The status 499 is for the metrics."""
+    """The client has disconnected, so nobody reads an answer."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client disconnected")
@@ -74,11 +73,10 @@ def from_validation(error: RequestValidationError) -> RequestError:
     reasons: dict[str, str | None] = {}
     for each in islice(error.errors(), MAX_READ):
         # `loc` begins with "body". The other parts are fields and numbers of list items, but also
-        # names of union members and validators, which mean nothing to a client. The members of a
-        # union of whole bodies have a space in their names (`serving/token_routes.py`), so leave
-        # out parts with a space. Any other such name comes right after its field. So use the parts
-        # after the field only if the first of them is the number of an item.
-        param, *inner = [part for part in map(str, each["loc"][1:]) if " " not in part] or [""]
+        # names of union members and validators, which mean nothing to a client. Such a name comes
+        # right after its field. So use the parts after the field only if the first of them is the
+        # number of an item.
+        param, *inner = list(map(str, each["loc"][1:])) or [""]
         place = ".".join([param, *inner] if inner and inner[0].isdigit() else [param])
         message = _JSON_MESSAGES.get(each["type"], each["msg"]).removeprefix("Value error, ")
         given = each["input"]
@@ -105,34 +103,6 @@ def model_not_found(model: str | None, pipeline: str) -> RequestError:
         type="not_found_error",
         param="model",
         code="model_not_found",
-    )
-
-
-def nothing_served(pipeline: str, unserved: Unserved | None) -> RequestError:
-    return unavailable(
-        f"{pipeline!r} has no release yet; push to its dataset, or swap a release in"
-        if unserved is None
-        else f"{unserved}; there is no substitute for it; run `pipeline releases verify`"
-    )
-
-
-def queue_full(max_queue: int) -> RequestError:
-    return RequestError(
-        429,
-        f"{max_queue} requests are running or waiting; send the request again later",
-        type="rate_limit_error",
-        code="queue_full",
-        headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
-    )
-
-
-def release_not_live(release_id: str, live_id: str) -> RequestError:
-    return RequestError(
-        409,
-        f"{release_id!r} is not live; the live release is {live_id}",
-        type="conflict_error",
-        code="release_not_live",
-        headers={"X-Model-Release": live_id, **NO_RETRY},
     )
 
 

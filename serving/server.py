@@ -5,10 +5,8 @@ import errno
 import signal
 import socket
 
-import uvicorn
 from fastapi import FastAPI
 
-from serving.admission import Admission
 from serving.engine_choice import choose_engine
 from serving.errors import ServingError
 from serving.http.listening import is_only_loopback, listening_socket
@@ -16,49 +14,15 @@ from serving.http.server import Limits, Server, freeze_imports, http_config
 from serving.settings import ServingSettings
 
 SHUTDOWN_SECONDS = 10
-"""How long running requests may continue after the server was told to stop. The server still
-accepts connections during this time."""
+"""How long running requests may continue after the server was told to stop."""
 READING_SECONDS = 30
 """How long a client may read nothing of its answer. By default a swap waits longer (`drain_seconds`
 is 60), so such a client does not defer the swap."""
 MAX_OTHERS = 256
 """How many connections may be open in addition to `max_queue`: for health checks and idle clients.
 """
-LAST_ANSWER_SECONDS = 1
-"""How long requests that still run after `SHUTDOWN_SECONDS` may continue. The server no longer
-accepts connections during this time."""
-DRAIN_POLL_SECONDS = 0.05
 SIGNAL_SECONDS = 1.0
 """How long the server waits for the cancellation that follows a Ctrl-C."""
-
-
-class _Server(Server):
-    """A server that accepts connections until the running requests have ended, even after it was
-    told to stop. So `/health` can say that clients should send no requests here."""
-
-    is_serving = False
-    is_told_to_stop = False
-
-    def __init__(self, config: uvicorn.Config, admission: Admission) -> None:
-        super().__init__(config)
-        self._admission = admission
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        self.is_serving = True
-        try:
-            await super().serve(sockets)
-        finally:
-            self.is_serving = False
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._admission.is_stopping = True
-        try:
-            async with asyncio.timeout(SHUTDOWN_SECONDS):
-                while self.server_state.tasks and not self.force_exit:
-                    await asyncio.sleep(DRAIN_POLL_SECONDS)
-        except TimeoutError:
-            pass
-        await super().shutdown(sockets)
 
 
 def serve(app: FastAPI, settings: ServingSettings) -> None:
@@ -75,18 +39,17 @@ def serve(app: FastAPI, settings: ServingSettings) -> None:
     with bind(settings) as listener:
         host, port = listener.getsockname()[:2]
         print(f"serving on http://{host}:{port}", flush=True)
-        server = _Server(
+        server = Server(
             http_config(
                 app,
-                shutdown_seconds=LAST_ANSWER_SECONDS,
+                shutdown_seconds=SHUTDOWN_SECONDS,
                 limits=Limits(
                     max_connections=settings.max_queue + MAX_OTHERS,
                     reading_seconds=READING_SECONDS,
                 ),
                 # `_serve` runs the lifespan itself: uvicorn would print a traceback for an error.
                 lifespan="off",
-            ),
-            app.state.admission,
+            )
         )
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
             try:
@@ -98,20 +61,19 @@ def serve(app: FastAPI, settings: ServingSettings) -> None:
 
 
 async def _serve(
-    app: FastAPI, settings: ServingSettings, server: _Server, listener: socket.socket
+    app: FastAPI, settings: ServingSettings, server: Server, listener: socket.socket
 ) -> None:
     task = asyncio.current_task()
     assert task is not None
+    is_told_to_stop = False
 
     def stop() -> None:
-        if server.is_serving:
-            # Let the server end its running requests. `_serve` then cancels the task.
-            server.should_exit = server.is_told_to_stop = True
-        elif not server.is_told_to_stop:
+        nonlocal is_told_to_stop
+        if not server.started:
             # The server does not serve yet, so there is no request to wait for.
             task.cancel()
-        # In all other cases, ignore the signal: it is the signal that ended uvicorn. uvicorn raises
-        # this signal again when it has stopped.
+        # Let the server end its running requests. Then the task is cancelled below.
+        server.should_exit = is_told_to_stop = True
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
     async with app.router.lifespan_context(app):
@@ -127,7 +89,7 @@ async def _serve(
         print(f"engine {engine.name}{why}; answers: {answers}", flush=True)
         freeze_imports()
         await server.serve(sockets=[listener])
-        if server.is_told_to_stop:
+        if is_told_to_stop:
             task.cancel()
         # After SIGTERM, the cancellation above ends this wait. After Ctrl-C, the runner cancels
         # this task in the next turn of the event loop.

@@ -55,8 +55,7 @@ class ServingSettings(BaseModel):
     max_queue: int = Field(default=256, ge=1)
     """How many requests may run or wait at once. Every further request gets 429."""
     max_sequences: int = Field(default=128, ge=1)
-    """How many sequences one request may ask for: the number of its prompts times `n` or `best_of`.
-    """
+    """How many sequences one request may ask for: the number of its prompts times `n`."""
     max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
     """A larger request body gets 413."""
     drain_seconds: float = Field(default=60, gt=0)

@@ -1,28 +1,99 @@
-"""`Swapper` runs one swap after another, and decides what the server serves at its start.
+"""`Swapper` makes other releases live, and decides what the server serves at its start.
 
-A swap makes another release live: this release then answers all new requests. One swap runs at a
-time. The newest request wins: an older swap ends before its next phase, unless the engine has begun
-to use its weights. `swap_phases.py` performs a swap.
+A live release answers all new requests. One swap runs at a time. The newest request wins: an older
+swap ends before its next phase, unless the engine has begun to use its weights. The phases:
+
+    preflight   the server checks the new release on disk and loads its tokenizer
+    stage       the engine prepares the new weights, while the old release answers requests
+    commit      the engine begins to use the new weights
+    probe       the server compares log-probabilities with those that the job recorded
+    barrier     new requests wait, and then get the new release
+
+With an engine that can hold two releases, the order is: preflight, stage, commit, probe, barrier.
+New requests get the old release until the barrier, which lasts only one turn of the event loop.
+
+With an engine that can hold only one release, the order is: preflight, stage, barrier, commit,
+probe. The barrier first waits until the running requests have ended, and holds new requests back
+until the probe has ended.
+
+If the commit or the probe fails, the engine commits the old release again. While the barrier is
+closed, everything that is awaited has a time limit, and a `with` block opens the barrier. So an
+engine or a disk that hangs cannot keep the barrier closed.
 """
 
 import asyncio
 import logging
-from collections.abc import Collection
+import time
+from collections.abc import Awaitable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TypeVar
 
-from serving.admission import Admission, Unserved
-from serving.engine import Engine
-from serving.errors import ReleaseError, Superseded
+from serving.admission import Admission, LiveRelease, Unserved
+from serving.engine import Engine, StageError
+from serving.errors import ReleaseError, Superseded, is_temporary
 from serving.metrics import Metrics
 from serving.settings import ServingSettings
-from serving.swap_attempt import SwapAttempt, SwapStopped
-from serving.swap_checks import servable_folder
-from serving.swap_phases import SwapPhases
-from serving.swap_schemas import SwapResult
+from serving.swap_checks import checked_release, measure_probe, servable_folder
+from serving.swap_schemas import SwapPhase, SwapResult, SwapResultName
+from serving.tokenizer import ReleaseTokenizer, load_tokenizer, tokenizer_files
 from serving.weights import release_removal, release_store
+from serving.weights.release import Release
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class SwapStopped(Exception):
+    """Ends a swap. The release that was live before is still live."""
+
+    def __init__(
+        self, result: SwapResultName, *reasons: str, superseded_by: str | None = None
+    ) -> None:
+        self.result = result
+        self.reasons = reasons
+        self.superseded_by = superseded_by
+
+
+@dataclass(eq=False, kw_only=True)
+class _Swap:
+    """One swap: what was requested, and how far it has come."""
+
+    folder: Path
+    is_recorded: bool = True
+    """Whether the next start of the server serves this release. False for a folder that was named
+    at the start of the server."""
+    stands_in_for: Unserved | None = None
+    """If the release is a substitute: the release that could not be served."""
+    phase: SwapPhase = "preflight"
+    seconds: dict[str, float] = field(default_factory=dict)
+    max_difference: float | None = None
+
+    @contextmanager
+    def timed(self, phase: SwapPhase) -> Iterator[None]:
+        """Sets the phase, and measures the time of the `with` block."""
+        self.phase = phase
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = time.perf_counter() - started
+
+    def ended(self, previous: LiveRelease | None, stopped: SwapStopped | None = None) -> SwapResult:
+        """`previous` was live before the swap. `stopped` is None if the release is live now."""
+        return SwapResult(
+            result="live" if stopped is None else stopped.result,
+            release=self.folder.name,
+            previous=None if previous is None else previous.id,
+            phase=self.phase,
+            reasons=() if stopped is None else stopped.reasons,
+            superseded_by=None if stopped is None else stopped.superseded_by,
+            seconds=self.seconds,
+            probe_max_difference=self.max_difference,
+        )
 
 
 class Swapper:
@@ -38,19 +109,20 @@ class Swapper:
         pipeline: str,
         metrics: Metrics,
     ) -> None:
+        self._engine = engine
         self._admission = admission
+        self._settings = settings
         self._releases_dir = releases_dir
+        self._pipeline = pipeline
         self._metrics = metrics
-        self._phases = SwapPhases(
-            engine=engine,
-            admission=admission,
-            settings=settings,
-            releases_dir=releases_dir,
-            pipeline=pipeline,
-        )
         self._lock = asyncio.Lock()
-        self._unfinished: dict[SwapAttempt, asyncio.Task[SwapResult]] = {}
-        """In the order of the requests. Only the last one has not been superseded."""
+        """Held by the swap that runs."""
+        self._newest: _Swap | None = None
+        """The swap that was requested last, if it has not ended."""
+        self._unfinished: dict[_Swap, asyncio.Task[SwapResult]] = {}
+        self._retiring: set[asyncio.Task[None]] = set()
+        """Each unloads a release that is not live any more, when its last request has ended. The
+        task has the name of the release."""
 
     async def start(self, folder: Path | None = None) -> None:
         """Serve `folder`; if it is a checkpoint with `.bin` shards, publish it first. If `folder`
@@ -64,30 +136,26 @@ class Swapper:
         """
         if folder is not None:
             folder = await asyncio.to_thread(servable_folder, folder, self._releases_dir)
-            result = await self._enqueue(folder, is_recorded=False)
+            result = await self._enqueue(_Swap(folder=folder, is_recorded=False))
             if result.result != "live":
                 raise ReleaseError(*result.reasons)
             return
         release_removal.sweep(self._releases_dir)
-        await self._start_with_last_live()
         try:
-            pending = release_store.pending_release(self._releases_dir)
+            served = release_store.read_served(self._releases_dir)
         except ReleaseError as error:
-            logger.error("%s: %s", self._releases_dir / release_store.PENDING, error)
+            logger.error("%s", error)
+            self._admission.unserved = Unserved(id=release_store.SERVED, reasons=error.reasons)
             return
-        if pending is not None:
-            await self._enqueue(self._releases_dir / pending)
+        await self._start_with_last_live(served.live)
+        if served.pending is not None:
+            await self._enqueue(_Swap(folder=self._releases_dir / served.pending))
 
-    async def _start_with_last_live(self) -> None:
-        try:
-            release_store.served_release(self._releases_dir)
-        except ReleaseError as error:
-            logger.error("%s: %s", self._releases_dir / release_store.CURRENT, error)
-            self._admission.unserved = Unserved(id=release_store.CURRENT, reasons=error.reasons)
+    async def _start_with_last_live(self, live: Collection[str]) -> None:
         unserved: Unserved | None = None
-        for release_id in reversed(release_store.live_releases(self._releases_dir)):
+        for release_id in reversed(tuple(live)):
             result = await self._enqueue(
-                self._releases_dir / release_id, was_live=True, stands_in_for=unserved
+                _Swap(folder=self._releases_dir / release_id, stands_in_for=unserved)
             )
             if result.result == "live":
                 if unserved is not None:
@@ -110,139 +178,321 @@ class Swapper:
 
         If the caller is cancelled, the swap goes on.
         """
-        folder = self._folder(requested)
-        if folder is None:
-            reason = f"there is no release in {self._releases_dir} for {requested!r}"
-            return self._not_begun("refused", requested, reason)
-        if instead_of is not None:
-            try:
-                await asyncio.to_thread(
-                    release_store.set_pending,
-                    self._releases_dir,
-                    folder.name,
-                    instead_of=instead_of,
-                )
-                # Another release may have been chosen and requested before the thread ended.
-                if (chosen := release_store.chosen_release_id(self._releases_dir)) != folder.name:
-                    raise Superseded(folder.name, chosen)
-            except Superseded as moved:
-                return self._not_begun("superseded", folder.name, str(moved), moved.chosen)
-            except OSError as error:
-                return self._not_begun("failed", folder.name, str(error))
-        return await self._enqueue(folder)
+        swap = _Swap(folder=self._releases_dir / requested)
+        try:
+            swap.folder = self._folder(requested)
+            if instead_of is not None:
+                await self._choose(swap.folder.name, instead_of)
+        except SwapStopped as stopped:
+            return self._counted(swap, swap.ended(self._admission.live, stopped))
+        return await self._enqueue(swap)
 
     async def close(self) -> None:
-        """End all swaps; they get the result `failed`."""
-        tasks = list(self._unfinished.values())
+        """End all swaps; they get the result `failed`. Stop the unloading of old releases."""
+        tasks = [*self._unfinished.values(), *self._retiring]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._phases.close()
 
-    def _not_begun(
-        self,
-        how: Literal["refused", "superseded", "failed"],
-        release: str,
-        reason: str,
-        superseded_by: str | None = None,
-    ) -> SwapResult:
-        result = SwapResult(
-            result=how,
-            release=release,
-            previous=self._live_id(),
-            phase="preflight",
-            reasons=(reason,),
-            superseded_by=superseded_by,
-        )
-        self._metrics.count_swap(result)
-        return result
+    def _folder(self, requested: str) -> Path:
+        """The folder of the release with this id or path. Raises SwapStopped."""
+        if "\0" not in requested:  # `resolve` would raise ValueError
+            found = (self._releases_dir / requested).resolve()
+            inside = found.parent == self._releases_dir.resolve()
+            if inside and found.name in release_store.release_ids(self._releases_dir):
+                return self._releases_dir / found.name
+        reason = f"there is no release in {self._releases_dir} for {requested!r}"
+        raise SwapStopped("refused", reason)
 
-    def _folder(self, requested: str) -> Path | None:
-        """The folder of the release with this id or path; None if there is no such release."""
-        if "\0" in requested:  # `resolve` would raise ValueError
-            return None
-        found = (self._releases_dir / requested).resolve()
-        inside = found.parent == self._releases_dir.resolve()
-        if not inside or found.name not in release_store.release_ids(self._releases_dir):
-            return None
-        return self._releases_dir / found.name
+    async def _choose(self, release_id: str, instead_of: Collection[str | None]) -> None:
+        choose = partial(release_store.set_pending, instead_of=instead_of)
+        try:
+            await asyncio.to_thread(choose, self._releases_dir, release_id)
+            # Another release may have been chosen and requested before the thread ended.
+            if (chosen := release_store.chosen_release_id(self._releases_dir)) != release_id:
+                raise Superseded(release_id, chosen)
+        except Superseded as moved:
+            raise SwapStopped("superseded", str(moved), superseded_by=moved.chosen) from None
+        except OSError as error:
+            raise SwapStopped("failed", str(error)) from None
 
-    async def _enqueue(
-        self,
-        folder: Path,
-        *,
-        is_recorded: bool = True,
-        was_live: bool = False,
-        stands_in_for: Unserved | None = None,
-    ) -> SwapResult:
-        newest = next(reversed(self._unfinished), None)
-        if newest is not None and newest.folder == folder:
-            return await asyncio.shield(self._unfinished[newest])
-        swap = SwapAttempt(
-            folder=folder, is_recorded=is_recorded, was_live=was_live, stands_in_for=stands_in_for
-        )
-        for older in self._unfinished:
-            older.superseded_by = swap.release_id
+    async def _enqueue(self, swap: _Swap) -> SwapResult:
+        if self._newest is not None and self._newest.folder == swap.folder:
+            return await asyncio.shield(self._unfinished[self._newest])
+        self._newest = swap
         self._unfinished[swap] = asyncio.create_task(self._run(swap))
         return await asyncio.shield(self._unfinished[swap])
 
-    async def _run(self, swap: SwapAttempt) -> SwapResult:
+    async def _run(self, swap: _Swap) -> SwapResult:
         try:
             async with self._lock:
                 result = await self._perform(swap)
-                if result.result != "deferred":
-                    await self._clear_pending(swap)
+                await self._clear_pending(swap, result)
         except asyncio.CancelledError:
-            result = swap.ended("failed", self._live_id(), "the server is shutting down")
+            stopped = SwapStopped("failed", "the server is shutting down")
+            result = swap.ended(self._admission.live, stopped)
         finally:
             del self._unfinished[swap]
-        self._log_and_count(swap, result)
+            if self._newest is swap:
+                self._newest = None
+        return self._counted(swap, result)
+
+    def _counted(self, swap: _Swap, result: SwapResult) -> SwapResult:
+        if result.result == "live" or swap.is_recorded:  # otherwise `start` raises an error
+            logger.log(
+                logging.INFO if result.result == "live" else logging.WARNING,
+                "swap to %s: %s in phase %s; %s",
+                result.release,
+                result.result,
+                result.phase,
+                "; ".join(result.reasons) or f"previous release {result.previous}",
+                extra={"release": result.release},
+            )
+        self._metrics.count_swap(result)
         return result
 
-    def _log_and_count(self, swap: SwapAttempt, result: SwapResult) -> None:
-        # `is_recorded` is False if a folder was named at the start of the server. If this swap
-        # fails, `start` raises an error, so the log needs no warning.
-        trouble = logging.WARNING if swap.is_recorded else logging.DEBUG
-        level = logging.INFO if result.result == "live" else trouble
-        logger.log(
-            level,
-            "swap to %s: %s in phase %s; %s",
-            result.release,
-            result.result,
-            result.phase,
-            "; ".join(result.reasons) or f"previous release {result.previous}",
-            extra={"release": result.release},
-        )
-        self._metrics.count_swap(result)
-
-    async def _clear_pending(self, swap: SwapAttempt) -> None:
+    async def _clear_pending(self, swap: _Swap, result: SwapResult) -> None:
         """Remove the mark `pending` of the release after its swap, even if the swap failed.
         Otherwise every start of the server would try a release that cannot be served.
 
-        A swap to a substitute leaves the mark, because this is not the swap that somebody asked
-        for. If the substitute has the mark, the swap that somebody asked for will follow. A
-        superseded swap leaves the mark if the newest swap is to the same release.
+        A swap that was deferred is asked for again. A swap to a substitute was asked for by nobody.
+        A superseded swap leaves the mark if the newest swap is to the same release.
         """
-        newest = next(reversed(self._unfinished))
-        has_successor = newest is not swap and newest.folder == swap.folder
-        if swap.is_recorded and swap.stands_in_for is None and not has_successor:
-            try:
-                await asyncio.to_thread(
-                    release_store.clear_pending, self._releases_dir, swap.release_id
-                )
-            except OSError as error:
-                logger.error("%s: %s", self._releases_dir / release_store.PENDING, error)
-
-    async def _perform(self, swap: SwapAttempt) -> SwapResult:
+        newest = self._newest
+        has_successor = newest is not None and newest is not swap and newest.folder == swap.folder
+        is_asked_for = swap.is_recorded and swap.stands_in_for is None
+        if result.result == "deferred" or has_successor or not is_asked_for:
+            return
+        path, limit = self._releases_dir / release_store.SERVED, self._settings.barrier_seconds
+        cleared = asyncio.to_thread(
+            release_store.clear_pending, self._releases_dir, swap.folder.name
+        )
         try:
-            swap.stop_if_superseded()
-            previous = await self._phases.perform(swap)
-        except SwapStopped as stopped:
-            return swap.ended(stopped.result, self._live_id(), *stopped.reasons)
-        except Exception as error:
-            logger.exception("swap to %s: unexpected error", swap.release_id)
-            return swap.ended("failed", self._live_id(), f"{type(error).__name__}: {error}")
-        return swap.ended("live", previous.id if previous else None)
+            await bounded(cleared, limit, TimeoutError(f"not written within {limit:g} s"))
+        except OSError as error:
+            logger.error("%s: %s", path, error)
 
-    def _live_id(self) -> str | None:
-        return self._admission.live.id if self._admission.live else None
+    async def _perform(self, swap: _Swap) -> SwapResult:
+        previous = self._admission.live
+        try:
+            self._stop_if_superseded(swap)
+            await self._swap(swap, previous)
+        except SwapStopped as stopped:
+            return swap.ended(previous, stopped)
+        except Exception as error:
+            logger.exception("swap to %s: unexpected error", swap.folder.name)
+            return swap.ended(previous, SwapStopped("failed", f"{type(error).__name__}: {error}"))
+        swap.phase = "live"
+        return swap.ended(previous)
+
+    async def _swap(self, swap: _Swap, previous: LiveRelease | None) -> None:
+        candidate = await self._preflight(swap)
+        if previous is not None and previous.id == candidate.id:
+            # It was a substitute, or was named only at the start of the server. Now it is the
+            # release that the next start serves.
+            await self._record(swap, candidate)
+            self._admission.switch(
+                replace(candidate, engine_context=previous.engine_context, stands_in_for=None)
+            )
+            return
+        await self._stage(swap, candidate)
+        try:
+            context = self._engine.max_context(candidate.id)
+            candidate = replace(candidate, engine_context=context)
+            if self._engine.holds_two:
+                self._stop_if_superseded(swap)
+                await self._commit(swap, candidate, previous, self._settings.phase_seconds)
+                # The block has no `await`, so no request has to wait at this barrier.
+                with swap.timed("barrier"), self._admission.closed():
+                    self._admission.switch(candidate)
+            else:
+                with self._admission.closed():
+                    await self._drain(swap, previous)
+                    await self._commit(swap, candidate, previous, self._settings.barrier_seconds)
+                    self._admission.switch(candidate)
+        except BaseException:
+            await self._unload(candidate.id)
+            raise
+        if previous is not None:
+            retiring = asyncio.create_task(self._retire(previous.id), name=previous.id)
+            self._retiring.add(retiring)
+            retiring.add_done_callback(self._retiring.discard)
+
+    def _stop_if_superseded(self, swap: _Swap) -> None:
+        if self._newest is not None and self._newest is not swap:
+            newest = self._newest.folder.name
+            reason = f"a swap to {newest} was requested later"
+            raise SwapStopped("superseded", reason, superseded_by=newest)
+
+    async def _preflight(self, swap: _Swap) -> LiveRelease:
+        with swap.timed("preflight"):
+            limit = self._settings.phase_seconds
+            late = SwapStopped("failed", f"preflight took more than {limit:g} s")
+            reading = asyncio.to_thread(self._read, swap.folder, self._admission.live)
+            try:
+                release, tokenizer = await bounded(reading, limit, late)
+            except (ReleaseError, OSError) as error:
+                # After a temporary error, an older release must not become a substitute.
+                raise SwapStopped(
+                    "failed" if is_temporary(error) else "refused",
+                    *(
+                        error.reasons
+                        if isinstance(error, ReleaseError)
+                        else (f"{swap.folder}: {error}",)
+                    ),
+                ) from None
+        self._stop_if_superseded(swap)
+        return LiveRelease(
+            release=release,
+            folder=swap.folder,
+            tokenizer=tokenizer,
+            live_since=int(time.time()),
+            stands_in_for=swap.stands_in_for,
+        )
+
+    def _read(self, folder: Path, live: LiveRelease | None) -> tuple[Release, ReleaseTokenizer]:
+        release = checked_release(folder, self._engine, self._releases_dir, self._pipeline)
+        # Use the live tokenizer if its files have not changed, as in most releases. While a
+        # tokenizer is being loaded, no other thread can run, so all streams pause.
+        if live is not None and tokenizer_files(release) == tokenizer_files(live.release):
+            return release, live.tokenizer
+        return release, load_tokenizer(folder)
+
+    async def _stage(self, swap: _Swap, candidate: LiveRelease) -> None:
+        with swap.timed("stage"):
+            if self._retiring:
+                limit = self._settings.drain_seconds
+                names = ", ".join(task.get_name() for task in self._retiring)
+                late = SwapStopped(
+                    "deferred",
+                    f"requests on {names} did not end within {limit:g} s, and the engine cannot "
+                    "hold a third release",
+                )
+                # Use `wait`: if this wait is cancelled, `gather` would also cancel the tasks.
+                await bounded(asyncio.wait(set(self._retiring)), limit, late)
+            self._stop_if_superseded(swap)
+            try:
+                staging = self._engine.stage(candidate.release, candidate.folder)
+                await self._ask_engine("stage", staging, self._settings.phase_seconds)
+            except SwapStopped as stopped:
+                if stopped.result == "failed":
+                    await self._unload(candidate.id)
+                raise
+
+    async def _drain(self, swap: _Swap, previous: LiveRelease | None) -> None:
+        with swap.timed("barrier"):
+            if previous is not None:
+                limit = self._settings.drain_seconds
+                late = SwapStopped(
+                    "deferred",
+                    f"requests on {previous.id} did not end within {limit:g} s; request the swap "
+                    "again",
+                )
+                await bounded(self._admission.drained(previous.id), limit, late)
+            self._stop_if_superseded(swap)
+
+    async def _commit(
+        self,
+        swap: _Swap,
+        candidate: LiveRelease,
+        previous: LiveRelease | None,
+        probe_seconds: float,
+    ) -> None:
+        """Make the engine use `candidate`, and record it, if its probe agrees. Otherwise make the
+        engine use `previous` again, and raise SwapStopped."""
+        try:
+            with swap.timed("commit"):
+                committed = self._engine.commit(candidate.id)
+                await self._ask_engine("commit", committed, self._commit_seconds)
+            await self._probe(swap, candidate, probe_seconds)
+            await self._record(swap, candidate)
+        except BaseException:
+            if previous is not None:
+                await self._restore(swap, previous)
+            raise
+
+    async def _probe(self, swap: _Swap, candidate: LiveRelease, limit_seconds: float) -> None:
+        probe = candidate.release.probe
+        if probe is None:
+            return
+        with swap.timed("probe"):
+            bound = probe.bounds[self._engine.dtype_of(candidate.release)]
+            measured = measure_probe(self._engine, candidate.id, probe, bound)
+            found = await self._ask_engine("probe", measured, limit_seconds)
+        swap.max_difference = found.max_difference
+        if found.reasons:
+            raise SwapStopped("refused", *found.reasons)
+
+    async def _ask_engine(self, what: str, answer: Awaitable[T], seconds: float) -> T:
+        """The engine's answer. Raises SwapStopped if the engine refuses the release, fails, or
+        takes longer than `seconds`."""
+        late = SwapStopped("failed", f"{what} took more than {seconds:g} s")
+        try:
+            return await bounded(answer, seconds, late)
+        except StageError as error:
+            raise SwapStopped("refused", *error.reasons) from None
+        except SwapStopped:
+            raise
+        except Exception as error:
+            raise SwapStopped("failed", f"{what}: {error}") from error
+
+    async def _record(self, swap: _Swap, live: LiveRelease) -> None:
+        """Record on disk that `live` is served. Raises SwapStopped if this fails or takes too long;
+        if the disk hangs, the write goes on after that."""
+        if not swap.is_recorded:
+            return
+        path, limit = self._releases_dir / release_store.SERVED, self._settings.barrier_seconds
+        chosen = None if live.stands_in_for is None else live.stands_in_for.id
+        written = asyncio.to_thread(release_store.set_current, self._releases_dir, live.id, chosen)
+        try:
+            await bounded(
+                written, limit, SwapStopped("failed", f"{path}: not written within {limit:g} s")
+            )
+        except (OSError, ReleaseError) as error:
+            raise SwapStopped("failed", f"{path}: {error}") from None
+
+    async def _restore(self, swap: _Swap, previous: LiveRelease) -> None:
+        """Make the engine use `previous` again, and record it again: the record may have been
+        written, or a write may still go on, which then comes first."""
+        try:
+            late = TimeoutError(f"more than {self._commit_seconds:g} s")
+            await bounded(self._engine.commit(previous.id), self._commit_seconds, late)
+        except Exception:
+            logger.critical(
+                "the engine failed to use %s again after a swap that failed",
+                previous.id,
+                exc_info=True,
+            )
+        if previous.folder.parent == self._releases_dir:
+            with suppress(SwapStopped):
+                await self._record(swap, previous)
+
+    async def _retire(self, release_id: str) -> None:
+        await self._admission.drained(release_id)
+        await self._unload(release_id)
+
+    async def _unload(self, release_id: str) -> None:
+        try:
+            limit = self._settings.barrier_seconds
+            await bounded(self._engine.unload(release_id), limit, TimeoutError(f"{limit:g} s"))
+        except Exception:
+            logger.exception("the engine failed to unload %s", release_id)
+
+    @property
+    def _commit_seconds(self) -> float:
+        return self._engine.commit_seconds or self._settings.barrier_seconds
+
+
+async def bounded(work: Awaitable[T], seconds: float, late: Exception) -> T:
+    """The result of `work`. If `work` takes longer than `seconds`, cancels it and raises `late` at
+    once. Does not wait for the end of `work`, because it may ignore the cancellation."""
+    task = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if not done:
+        task.cancel()
+        raise late
+    return task.result()

@@ -27,6 +27,7 @@ class SwapRequest(_Record):
 
 
 SwapPhase = Literal["preflight", "stage", "barrier", "commit", "probe", "live"]
+SwapResultName = Literal["live", "refused", "superseded", "deferred", "failed"]
 
 
 class SwapResult(_Record):
@@ -38,7 +39,7 @@ class SwapResult(_Record):
     every result except `live`, the server still serves the release that it served before.
     """
 
-    result: Literal["live", "refused", "superseded", "deferred", "failed"]
+    result: SwapResultName
     release: str
     previous: str | None = None
     """The id of the release that was live before the swap; None if there was none. If the result is

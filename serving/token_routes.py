@@ -3,49 +3,32 @@ of the live release."""
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from serving.admission import LiveRelease
-from serving.answer import Answers, in_thread
-from serving.answer_schemas import DetokenizeAnswer, TokenizeAnswer
+from serving.answer import Answers
 from serving.chat import encode_chat
 from serving.chat_schemas import ChatPrompt
-from serving.event_stream import unless_disconnected
-from serving.openai_schemas import ModelName, RequestBody, TokenIds
-from serving.sequences import check_token_ids
-from serving.unsupported_fields import Unsupported, UnsupportedChat
+from serving.completions import check_token_ids
+from serving.openai_schemas import MAX_ITEMS, ModelName, RequestBody, TokenIds, UnsupportedChat
+from serving.request_errors import RequestError
 
 
-class _ForModel(RequestBody):
+class TokenizeRequest(ChatPrompt, UnsupportedChat):
+    """A text as `prompt`, or a chat as `messages`."""
+
     model: ModelName = None
-
-
-class TokenizeText(_ForModel, Unsupported):
-    prompt: str
-    add_special_tokens: bool = True
+    prompt: str | None = None
+    messages: list[dict[str, Any]] = Field(default=[], max_length=MAX_ITEMS, fail_fast=True)
     return_token_strs: bool = False
 
 
-class TokenizeChat(_ForModel, ChatPrompt, UnsupportedChat):
-    return_token_strs: bool = False
-
-
-def _kind(body: object) -> str:
-    is_chat = "messages" in body if isinstance(body, dict) else isinstance(body, TokenizeChat)
-    return "a chat" if is_chat else "a text"
-
-
-TokenizeRequest = Annotated[
-    Annotated[TokenizeText, Tag("a text")] | Annotated[TokenizeChat, Tag("a chat")],
-    Discriminator(_kind),
-]
-
-
-class DetokenizeRequest(_ForModel):
+class DetokenizeRequest(RequestBody):
+    model: ModelName = None
     tokens: TokenIds = Field()
 
 
@@ -56,39 +39,39 @@ def add_token_routes(router: APIRouter, answers: Answers) -> None:
         async with asyncio.timeout(answers.settings.request_seconds):
             live = await answers.admit(request, model)
             try:
-                answering = in_thread(answers.planners, answer, live)
-                return await unless_disconnected(request.receive, answering)
+                return await answers.in_thread(request, answer, live)
             finally:
                 answers.admission.leave(live)
 
-    @router.post("/tokenize", response_model=TokenizeAnswer)
+    @router.post("/tokenize")
     async def tokenize(asked: TokenizeRequest, request: Request) -> Response:
         """The token ids of a text, or of the prompt that the chat template makes of messages."""
 
         def answer(live: LiveRelease) -> Response:
-            if isinstance(asked, TokenizeChat):
+            if asked.messages:
                 token_ids = encode_chat(asked, live)
-            else:
-                special = asked.add_special_tokens
+            elif asked.prompt is not None:
+                is_given = "add_special_tokens" in asked.model_fields_set
+                special = asked.add_special_tokens if is_given else True
                 token_ids = live.tokenizer.encode(asked.prompt, add_special_tokens=special)
+            else:
+                raise RequestError(
+                    400, "prompt: give it, or messages", param="prompt", code="invalid_value"
+                )
             names = None
             if asked.return_token_strs:
                 names = [str(live.tokenizer.tokenizer.id_to_token(each)) for each in token_ids]
-            body = TokenizeAnswer(
-                count=len(token_ids),
-                max_model_len=live.context_length,
-                tokens=list(token_ids),
-                token_strs=names,
-            )
-            # For a long list this is much faster than `json.dumps`, and no other thread can run
-            # meanwhile.
-            content = body.model_dump_json()
-            headers = {"X-Model-Release": live.id}
-            return Response(content, headers=headers, media_type="application/json")
+            body = {
+                "count": len(token_ids),
+                "max_model_len": live.context_length,
+                "tokens": list(token_ids),
+                "token_strs": names,
+            }
+            return JSONResponse(body, headers={"X-Model-Release": live.id})
 
         return await respond(request, asked.model, answer)
 
-    @router.post("/detokenize", response_model=DetokenizeAnswer)
+    @router.post("/detokenize")
     async def detokenize(asked: DetokenizeRequest, request: Request) -> Response:
         """The text of token ids, including special tokens."""
 

@@ -299,10 +299,8 @@ def load_chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate |
         source = path.read_text("utf-8") if path.is_file() else settings.get("chat_template")
     except UnicodeDecodeError as error:
         raise ReleaseError(f"{path.name}: not UTF-8 text: {error}") from None
-    with_tools = None
     if isinstance(source, list):
-        named = _named_templates(source)
-        source, with_tools = named.get("default"), named.get("tool_use")
+        source = _default_template(source)
     if not isinstance(source, str):
         return None
     special = {
@@ -310,21 +308,16 @@ def load_chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate |
         for key in settings
         if key.endswith("_token") and (name := _token_name(settings[key])) is not None
     }
-    return ChatTemplate(source, special, with_tools, settings.get(PROMPT_DATE))
+    return ChatTemplate(source, special, settings.get(PROMPT_DATE))
 
 
-def _named_templates(templates: list[Any]) -> dict[str, str]:
-    named = {}
-    for each in templates:
-        match each:
-            case {"name": str(name), "template": str(template)}:
-                named[name] = template
-            case _:
-                raise ReleaseError(
-                    f"tokenizer_config.json: chat_template holds {str(each)[:100]!r}, which is not "
-                    "an object with the texts name and template"
-                )
-    return named
+def _default_template(templates: list[Any]) -> object:
+    try:
+        return {each["name"]: each["template"] for each in templates}.get("default")
+    except (TypeError, KeyError):
+        raise ReleaseError(
+            "tokenizer_config.json: chat_template is no list of objects with name and template"
+        ) from None
 
 
 def _token_name(value: object) -> str | None:

@@ -1,4 +1,4 @@
-"""Finds calls of tools in the text of an answer, while the text arrives.
+"""Finds calls of tools in the text of an answer.
 
 Models have no common format for calls. Each family of models uses the format of its chat template.
 The formats have the names of vLLM's option `--tool-call-parser`
@@ -16,7 +16,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,14 +28,8 @@ from serving.settings import FormatName
 
 _NUM_ID_CHARACTERS = 9
 """Mistral's templates refuse ids of another length, and ids that are not alphanumeric."""
-_SEPARATORS = string.whitespace + "[],;"
+_SEPARATORS = r"\s\[\],;"
 """Models write these characters around the objects of their calls."""
-_MAX_SEPARATORS = 100
-"""At most this many separators and marks can stand before an object. Models write a few. Without a
-limit, each new piece of text would be compared with all of them again."""
-_MAX_PIECE = 4096
-"""A longer piece of text is read in parts, because the rest of the text is copied after each mark
-that is found."""
 
 
 @dataclass(frozen=True)
@@ -53,41 +47,19 @@ class ToolFormat:
     both."""
 
     @cached_property
-    def separators(self) -> re.Pattern[str]:
-        """The marks and separators before an object."""
-        return re.compile(rf"(?:{re.escape(self.begin)}|[\s\[\],;]){{0,{_MAX_SEPARATORS}}}")
-
-    @cached_property
     def before_object(self) -> re.Pattern[str]:
         """The text before an object."""
-        name = r"(?P<name>[\w.-]{1,64})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s{0,9}"
-        return re.compile(rf"{self.separators.pattern}(?:{name if self.is_named else ''})?(?=\{{)")
+        name = r"(?P<name>[\w.-]{1,64})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s*"
+        return re.compile(
+            rf"(?:{re.escape(self.begin)}|[{_SEPARATORS}])*"
+            rf"(?:{name if self.is_named else ''})?(?=\{{)"
+        )
 
     @cached_property
-    def incomplete(self) -> re.Pattern[str]:
-        """Matches a whole text that `before_object` may match when more text arrives."""
-        name, call_id, arguments = r"[\w.-]{1,64}", _characters("[CALL_ID]"), _characters("[ARGS]")
-        ways = [_characters(self.begin)]
-        if self.is_named:
-            ways += [
-                [name, *call_id, r"\w{1,64}", *arguments, r"\s{1,9}"],
-                [name, *call_id, r"\w{1,64}", r"\s{1,9}"],
-                [name, *arguments, r"\s{1,9}"],
-                [name, r"\s{1,9}"],
-            ]
-        return re.compile(f"{self.separators.pattern}(?:{'|'.join(map(_beginning, ways))})")
-
-
-def _characters(text: str) -> list[str]:
-    return [re.escape(character) for character in text]
-
-
-def _beginning(patterns: Iterable[str]) -> str:
-    """A pattern for the beginnings of a text that consists of `patterns`."""
-    found = ""
-    for pattern in reversed(list(patterns)):
-        found = f"(?:{pattern}{found})?"
-    return found
+    def after_calls(self) -> re.Pattern[str]:
+        """What only separates calls from the text that follows."""
+        end = "" if self.end is None else rf"(?:{re.escape(self.end)}\s*)?"
+        return re.compile(rf"[{_SEPARATORS}]*{end}")
 
 
 FORMATS: dict[FormatName, ToolFormat] = {
@@ -116,7 +88,7 @@ class ToolCall:
 
     name: str
     arguments: str
-    """The arguments as JSON text, as the model wrote it."""
+    """The arguments as JSON text."""
     id: str
 
     @property
@@ -137,9 +109,9 @@ class Found:
 class ToolCallReader:
     """Separates the calls in one sequence from its text.
 
-    A call is passed on only when it is complete, because an incomplete one may still turn out to be
-    text. Whatever looks like a call but is not valid is text, and calls may follow it. The result
-    does not depend on how the text is cut into pieces.
+    Text is passed on at once, up to the first place where a call may begin. What follows is passed
+    on when the sequence ends. Whatever looks like a call but is not valid is text, and calls may
+    follow it. The result does not depend on how the text is cut into pieces.
     """
 
     def __init__(self, format: ToolFormat, tools: Collection[str]) -> None:
@@ -148,104 +120,82 @@ class ToolCallReader:
         self._format = format
         self._tools = tools
         self._held = ""
-        """Text that may become a call."""
         self._is_inside = False
-        """Whether `_held` begins with a call, or with the marks before a call."""
-        self._end = _ObjectEnd()
+        """Whether `_held` begins with a call or a mark."""
         self._may_be_bare = format.is_bare
-        """Whether the next object may be a call without a mark before it."""
-        self._dropped = ""
-        """The characters that are not passed on if the next text begins with them, because they
-        only separate it from the last call."""
 
     def add(self, piece: str, *, is_end: bool = False) -> Found:
         """The text and the calls that are final after `piece`. With `is_end`, `piece` is the last
         one, and nothing is held back any more."""
-        found = Found()
-        for start in range(0, len(piece), _MAX_PIECE):
-            self._held += piece[start : start + _MAX_PIECE]
-            while self._held and (self._read_call if self._is_inside else self._read_text)(found):
-                pass
+        self._held += piece
         if is_end:
-            self._give_up(len(self._held), found)
+            return self._read_all()
+        begin, start = self._format.begin, self._held.lstrip()
+        if self._may_be_bare and (begin.startswith(start) or start.startswith("{")):
+            return Found()
+        self._may_be_bare = False
+        if self._is_inside:
+            return Found()
+        text, mark, rest = self._held.partition(begin)
+        self._is_inside = bool(mark)
+        if not mark:
+            kept = overlap(text, begin)
+            text, rest = text[: len(text) - kept], text[len(text) - kept :]
+        self._held = mark + rest
+        return Found(text)
+
+    def _read_all(self) -> Found:
+        found, text, begin = Found(), self._held, self._format.begin
+        at = 0
+        if self._may_be_bare and text.lstrip().startswith("{"):
+            at = self._read_calls(0, found)
+        while (start := text.find(begin, at)) >= 0:
+            stop = self._read_calls(start, found)
+            if stop == start:  # no call follows, so the mark is text
+                stop = start + len(begin)
+                found.text += text[at:stop]
+            else:
+                found.text += text[at:start]
+            at = stop
+        found.text += text[at:]
         return found
 
-    def _read_text(self, found: Found) -> bool:
-        """Move text from `_held` to `found`, up to the place where a call begins. Returns whether
-        `_held` can be read further."""
-        begin, start = self._format.begin, self._held.lstrip()
-        if self._may_be_bare:
-            if start.startswith("{"):
-                self._is_inside = True
-                return True
-            if begin.startswith(start):
-                return False
-            self._may_be_bare = False
-        text, mark, rest = self._held.partition(begin)
-        if mark:
-            # Keep the mark in `_held`: if no call follows, the mark is text.
-            self._held, self._is_inside = mark + rest, True
-        else:
-            kept = overlap(text, begin)
-            text, self._held = text[: len(text) - kept], text[len(text) - kept :]
-        self._pass_on(text, found)
-        return bool(mark)
+    def _read_calls(self, start: int, found: Found) -> int:
+        """Add the calls that begin at `start` to `found`. Returns where the text continues."""
+        place = start
+        while (before := self._format.before_object.match(self._held, place)) is not None:
+            call, stop = self._read_call(before)
+            if call is None:
+                break
+            found.calls.append(call)
+            place = stop
+        after = self._format.after_calls.match(self._held, place)
+        return after.end() if after is not None and place > start else start
 
-    def _read_call(self, found: Found) -> bool:
-        """Move the call at the beginning of `_held` to `found`, without its marks. Returns whether
-        `_held` can be read further."""
-        before = self._format.before_object.match(self._held)
-        if before is None:
-            end = self._format.end or ""
-            rest = self._held.lstrip(_SEPARATORS)
-            if end and rest.startswith(end):
-                self._held, self._is_inside = rest.removeprefix(end), False
-                self._dropped = string.whitespace
-                return True
-            if self._format.incomplete.fullmatch(self._held) or end.startswith(rest):
-                return False
-            separators = self._format.separators.match(self._held)
-            return self._give_up(separators.end() if separators else 0, found)
-        stop = self._end.find(self._held, before.end())
-        if stop is None:
-            return False
+    def _read_call(self, before: re.Match[str]) -> tuple[ToolCall | None, int]:
+        try:
+            _, stop = _DECODER.raw_decode(self._held, before.end())
+        except (ValueError, RecursionError):
+            return None, 0
+        arguments: Any = parse_object(self._held[before.end() : stop])
+        if arguments is None:
+            return None, 0
         name = before.groupdict().get("name")
-        call = self._parse_call(self._held[before.end() : stop], name)
-        if call is None:
-            return self._give_up(stop, found)
-        found.calls.append(call)
-        self._held, self._end, self._may_be_bare = self._held[stop:], _ObjectEnd(), False
-        self._dropped = _SEPARATORS
-        return True
-
-    def _parse_call(self, text: str, name: str | None) -> ToolCall | None:
-        content, arguments = parse_object(text), text
-        if content is None:
-            return None
         if name is None:
-            name, members = content.get("name"), _members(text)
-            arguments = members.get("arguments", members.get("parameters", "{}"))
-            if arguments.startswith('"'):  # some models write the arguments as JSON text already
-                arguments = json.loads(arguments)
-        if not isinstance(name, str) or (self._may_be_bare and name not in self._tools):
-            return None
-        if parse_object(arguments) is None:
-            return None
-        return ToolCall(name=name, arguments=arguments, id=_new_id())
-
-    def _give_up(self, stop: int, found: Found) -> bool:
-        """Pass the first `stop` characters of `_held` on as text, because they contain no call.
-        Returns true: the rest can be read further."""
-        self._pass_on(self._held[:stop], found)
-        self._held, self._end = self._held[stop:], _ObjectEnd()
-        self._is_inside = self._may_be_bare = False
-        return True
-
-    def _pass_on(self, text: str, found: Found) -> None:
-        text = text.lstrip(self._dropped)
-        if text:
-            found.text += text
-            self._dropped = ""
+            name = arguments.get("name")
+            arguments = arguments.get("arguments", arguments.get("parameters", {}))
+            if isinstance(arguments, str):  # some models write the arguments as JSON text already
+                arguments = parse_object(arguments)
+        is_bare = self._may_be_bare and before.end() == len(self._held) - len(self._held.lstrip())
+        if not isinstance(name, str) or (is_bare and name not in self._tools):
+            return None, 0
+        if not isinstance(arguments, dict):
+            return None, 0
+        try:
+            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        except ValueError:  # a number that is too large
+            return None, 0
+        return ToolCall(name=name, arguments=text, id=_new_id()), stop
 
 
 def parse_object(text: str) -> dict[str, Any] | None:
@@ -259,53 +209,7 @@ def parse_object(text: str) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _members(text: str) -> dict[str, str]:
-    """Name → value of each member of a JSON object. `text` must be a valid JSON object. Each value
-    is the part of `text` that holds the value."""
-    found: list[tuple[str, str]] = []
-    place = _BETWEEN_VALUES.match(text, 1)
-    while place is not None and place.end() < len(text) - 1:
-        value, stop = _DECODER.raw_decode(text, place.end())
-        found.append((value, text[place.end() : stop]))
-        place = _BETWEEN_VALUES.match(text, stop)
-    names, values = found[::2], found[1::2]
-    return {name: part for (name, _), (_, part) in zip(names, values, strict=True)}
-
-
-_BETWEEN_VALUES = re.compile(r"[\s:,]*")
 _DECODER = json.JSONDecoder()
-
-
-class _ObjectEnd:
-    """Finds the end of a JSON object in a text that grows. Looks at each character only once."""
-
-    def __init__(self) -> None:
-        self._place: int | None = None
-        self._depth = 0
-        self._is_string = self._is_escaped = False
-
-    def find(self, text: str, start: int) -> int | None:
-        """The index after the end of the object that begins at `start`; None if `text` does not
-        contain its end yet."""
-        place = start if self._place is None else self._place
-        while place < len(text):
-            character = text[place]
-            place += 1
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._is_string:
-                self._is_escaped = character == "\\"
-                self._is_string = character != '"'
-            elif character == '"':
-                self._is_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if not self._depth:
-                    return place
-        self._place = place
-        return None
 
 
 def _new_id() -> str:

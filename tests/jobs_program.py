@@ -1,6 +1,7 @@
 """What the tests' jobs run: `python -m tests.jobs_program ACTION [ARGUMENT…]` in a job folder."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -44,6 +45,13 @@ def have_children() -> None:
     gone = subprocess.Popen(sleep, start_new_session=True)
     say(f"pid {grandchild}\npid {gone.pid}")
     sleep_until_stopped()
+
+
+def use_multiprocessing() -> None:
+    child = multiprocessing.Process(target=sleep_until_stopped)
+    child.start()
+    say(f"parent {os.getpid() == int(Path(f'/proc/{child.pid}/stat').read_text().split()[3])}")
+    child.join()
 
 
 def leave_children() -> None:
@@ -97,12 +105,13 @@ def show_environment() -> None:
 
 
 def use_torch(num_threads: str) -> None:
+    is_preloaded = "torch" in sys.modules
     import torch
 
     torch.set_num_threads(int(num_threads))
     product = torch.ones(512, 512) @ torch.ones(512, 512)
     assert torch.get_num_threads() == int(num_threads)
-    say(f"sum {product.sum().item():.0f} preloaded {'torch' in sys.modules}")
+    say(f"sum {product.sum().item():.0f} preloaded {is_preloaded}")
 
 
 def session_niceness(pid: int | str) -> int | None:
@@ -125,7 +134,7 @@ def show_process(*_: str) -> None:
                 "niceness of the session": session_niceness("self"),
                 "stdin": sys.stdin.read(),
                 "leads_session": os.getsid(0) == os.getpid(),
-                "warm": "jobs.launchers.supervise" in sys.modules,
+                "in_place": "jobs.agent" in sys.modules,
             }
         )
     )

@@ -32,7 +32,6 @@ class SglangStandIn:
         self._release_id: str | None = None
         self._streams_differences = streams_differences
         self.updates: list[dict[str, Any]] = []
-        self.aborted: list[str] = []
         self.refuses_updates = False
         self.refuses_after: int | None = None
         """Every update after so many is refused."""
@@ -43,7 +42,6 @@ class SglangStandIn:
         self.app.get("/model_info")(self._model_info)
         self.app.post("/update_weights_from_disk")(self._update)
         self.app.post("/generate")(self._generate)
-        self.app.post("/abort_request")(self._abort)
 
     @property
     def num_running(self) -> int:
@@ -76,9 +74,6 @@ class SglangStandIn:
             self._release_id, self._version = release.id, body["weight_version"]
         return JSONResponse({"success": True, "message": "ok", "num_paused_requests": 0})
 
-    async def _abort(self, request: Request) -> None:
-        self.aborted.append((await request.json())["rid"])
-
     async def _generate(self, request: Request) -> StreamingResponse:
         body = await request.json()
         assert body["stream"] and body["sampling_params"]["ignore_eos"]
@@ -104,7 +99,6 @@ class SglangStandIn:
         self, body: dict[str, Any], step: Step, token_ids: list[int], logprobs: list[TokenLogprob]
     ) -> dict[str, Any]:
         meta: dict[str, Any] = {
-            "id": body["rid"],
             "finish_reason": step.finish_reason and {"type": step.finish_reason},
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": len(token_ids),

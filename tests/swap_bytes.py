@@ -1,6 +1,5 @@
 """How much of a release is read, and releases in which little changed."""
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,8 +8,6 @@ import torch
 from serving.weights.publish import publish_state_dict
 from serving.weights.release import Release
 from serving.weights.shards import read_tensors
-
-counts_reads = sys.platform == "linux"
 
 
 def bytes_read(*pids: int) -> int:

@@ -26,7 +26,7 @@ class House:
     def __init__(self, pipeline_dir: Path, *, holds_two: bool = True) -> None:
         self.pipeline_dir = pipeline_dir
         self.engine = EchoEngine(holds_two=holds_two)
-        self.admission = Admission(100)
+        self.admission = Admission(100, "answers")
         self.swapper = Swapper(
             engine=self.engine,
             admission=self.admission,

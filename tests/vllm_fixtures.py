@@ -54,15 +54,14 @@ class Served:
 
     def num_unfinished(self) -> int:
         """Sequences that vLLM was given and has not ended."""
-        assert self.engine.process is not None
-        found: int = self.engine.process._llm.output_processor.get_num_unfinished_requests()
+        assert self.engine._llm is not None
+        found: int = self.engine._llm.output_processor.get_num_unfinished_requests()
         return found
 
     def holds_no_blocks(self) -> bool:
         """vLLM resets its cache of prefixes only when no sequence has a part of it."""
-        assert self.engine.process is not None
-        llm = self.engine.process._llm
-        assert llm.output_handler is not None
+        llm = self.engine._llm
+        assert llm is not None and llm.output_handler is not None
         reset = asyncio.run_coroutine_threadsafe(
             llm.reset_prefix_cache(), llm.output_handler.get_loop()
         )

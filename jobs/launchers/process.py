@@ -5,9 +5,12 @@ A process is identified by its pid and its start time, because the system may gi
 ended process to a new process.
 """
 
+import contextlib
 import ctypes
+import functools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +24,7 @@ prctl = ctypes.CDLL(None).prctl if IS_LINUX else None
 """The system call prctl(2), which changes settings of this process. None on systems other than
 Linux."""
 _AUTOGROUP_ATTEMPTS = 5
+_KILL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,37 +66,69 @@ def is_suspended(process: ProcessIdentity) -> bool:
     return stat is not None and stat.state == "T"
 
 
+def name_of(process: ProcessIdentity) -> str:
+    """A text that names the process and its machine. `process_here` reads it."""
+    return f"{socket.gethostname()} {process.pid} {process.started}"
+
+
+def process_here(name: str) -> ProcessIdentity | None:
+    """The process that `name_of` has named. None if it is a process of another machine, or of this
+    machine before its last boot."""
+    host, pid, started = name.split(" ", 2)
+    if host != socket.gethostname() or (IS_LINUX and not started.startswith(_boot_id())):
+        return None
+    return ProcessIdentity(pid=int(pid), started=started)
+
+
 def signal_session(leader: ProcessIdentity, number: signal.Signals) -> None:
-    """Send a signal to all processes of the session that `leader` leads, except the leader.
+    """Send a signal to all processes of the session that `leader` leads, except the leader. If the
+    leader is dead, the other processes still get the signal (only on Linux).
 
-    The leader gets no signal, because it must record how the command ended. If the leader is dead,
-    the other processes still get the signal.
-
-    On systems other than Linux, the signal goes to the leader's process group instead. This group
-    includes the leader, which ignores SIGTERM but is ended by SIGKILL. If the leader is dead, no
-    process gets the signal.
+    On systems other than Linux, the signal goes to the processes of the leader's process group.
+    These include the leader, which must ignore SIGTERM.
     """
-    present = identify(leader.pid)
-    if present is not None and present != leader:
-        # Another process has this pid now. The kernel gives a leader's pid to another process only
-        # when the session has no process left, so there is no process to signal.
-        return
-    if not IS_LINUX:
-        if present is not None:
-            os.killpg(leader.pid, number)
-        return
-    if not leader.started.startswith(_boot_id()):
-        return  # the leader ran before the last boot of the machine, so the session is gone
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == leader.pid:
-            continue
-        stat = _stat(int(entry.name))
-        if stat is not None and stat.session == leader.pid and stat.state not in "ZX":
-            try:
-                os.kill(int(entry.name), number)
-            except (ProcessLookupError, PermissionError):
-                # The process has ended, or it belongs to another user, for example after `sudo`.
-                continue
+    if not IS_LINUX and is_alive(leader):
+        os.killpg(leader.pid, number)
+    for pid in _others_in_session(leader):
+        send_signal(pid, number)
+
+
+def kill_session(leader: ProcessIdentity) -> None:
+    """Kill the leader of a session and all other processes of the session, and wait until they are
+    gone, but only for a moment: a process that waits for a disk may need longer."""
+    give_up = time.monotonic() + _KILL_SECONDS
+    if is_alive(leader):
+        send_signal(leader.pid, signal.SIGKILL)
+    while (others := _others_in_session(leader)) or is_alive(leader):
+        for pid in others:
+            send_signal(pid, signal.SIGKILL)
+        if time.monotonic() > give_up:
+            return
+        time.sleep(0.005)
+
+
+def _others_in_session(leader: ProcessIdentity) -> list[int]:
+    """The processes of the session except its leader. Empty on systems other than Linux."""
+    if not IS_LINUX or identify(leader.pid) not in (None, leader):
+        # If another process has this pid now, the session has no process left: only then does the
+        # kernel give the pid away.
+        return []
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [
+        pid
+        for pid in pids
+        if pid != leader.pid
+        and (stat := _stat(pid)) is not None
+        and stat.session == leader.pid
+        and stat.state not in "ZX"
+    ]
+
+
+def send_signal(pid: int, number: signal.Signals) -> None:
+    """Send a signal, unless the process has ended or belongs to another user, for example after
+    `sudo`."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
 
 
 def die_with_parent(parent: int) -> None:
@@ -148,6 +184,7 @@ def _stat(pid: int) -> _Stat | None:
     return _Stat(state=fields[0], session=int(fields[3]), start_ticks=fields[19])
 
 
+@functools.cache
 def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 

@@ -2,8 +2,8 @@
 the model.
 
 The demo starts a stack in a temporary folder, with the settings that `pipeline init` writes. The
-demo pushes with `git` and sends its questions to the server over HTTP, as a user would. To show the
-progress of the two jobs, the demo reads the job store and the jobs' `metrics.jsonl`.
+demo pushes with `git`, waits with `pipeline jobs wait`, and sends its questions to the server over
+HTTP, as a user would.
 """
 
 import contextlib
@@ -18,18 +18,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from pipeline.cli.tables import print_table
 from pipeline.cli.up import up
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
 NAME = "facts"
 DATASET = "demo/facts"
+PIPELINE = (sys.executable, "-m", "pipeline")
 
 
 def demo(
@@ -42,17 +43,14 @@ def demo(
     ] = False,
 ) -> None:
     """Push two commits to a dataset, and show how the model's answers change."""
-    from rich.console import Console
-
-    console = Console(quiet=as_json, highlight=False)
     folder = Path(tempfile.mkdtemp(prefix="hotpush-demo-"))
     os.environ["PIPELINE_HOME"] = str(folder / ".pipeline")
     os.environ["PIPELINE_SETTINGS"] = str(folder / "pipeline.toml")
     os.environ["PIPELINE_SERVING__ENGINE"] = engine
     began = time.time()
-    init = ("init", "--name", NAME, "--dataset", DATASET)
-    _run([sys.executable, "-m", "pipeline", *init], cwd=folder)
-    console.print("Starting hub, receiver, job runner and completion server …")
+    _run(*PIPELINE, "init", "--name", NAME, "--dataset", DATASET, cwd=folder)
+    demonstration = _Demo(folder / "facts", is_quiet=as_json)
+    demonstration.say("Starting hub, receiver, job runner and completion server …")
     # From here on, SIGTERM stops the services in the same way as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -66,79 +64,65 @@ def demo(
         raise
     is_complete = False
     try:
-        report = _Demo(folder / "facts", console).run()
+        report = demonstration.run()
         is_complete = True
     finally:
         if not (keep and is_complete):
-            _run([sys.executable, "-m", "pipeline", "down"])
+            _run(*PIPELINE, "down")
     report["seconds"]["total"] = round(time.time() - began, 2)
     if as_json:
         print(json.dumps(report))
     elif keep:
-        console.print(_what_next(folder), markup=False, soft_wrap=True)
+        print(_what_next(folder))
     else:
-        console.print(
-            f"\nEverything is stopped. The files of the demo are in {folder}", soft_wrap=True
-        )
-        console.print(
+        print(f"\nEverything is stopped. The files of the demo are in {folder}")
+        print(
             "Next: `Five minutes on data of your own` in README.md; or run the demo again and keep "
-            "its stack up: pipeline demo --keep",
-            soft_wrap=True,
+            "its stack up: pipeline demo --keep"
         )
     if not report["ok"]:
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Push:
-    """The result of one `git push`."""
-
-    release: str
-    """The id of the release that the job of this push made."""
-    moments: dict[str, float]
-    """Step (such as `job started`) → the Unix time of the step."""
-
-
 class _Demo:
-    def __init__(self, checkout: Path, console: Any) -> None:
+    def __init__(self, checkout: Path, *, is_quiet: bool) -> None:
         from pipeline.cli.env import environment
-        from pipeline.job_store import open_job_store
         from pipeline.settings import load_settings
         from pipeline.tokens import load_tokens
 
         settings = load_settings()
         self._home = Home.find()
-        self._store = open_job_store(settings, self._home)
         self._remote = f"{settings.hub_url}/datasets/{DATASET}"
         self._server_url = settings.server_url(settings.pipeline(NAME))
         self._checkout = checkout
-        self._console = console
+        self._is_quiet = is_quiet
         token = load_tokens(self._home.tokens_file).hub
         self._git_env = os.environ | environment(settings.hub_url, token)
+
+    def say(self, text: str) -> None:
+        if not self._is_quiet:
+            print(text, flush=True)
 
     def run(self) -> dict[str, Any]:
         """Run the demo; returns the report that `--json` prints."""
         from pipeline.cli.demo_client import Client, ask
         from pipeline.cli.demo_facts import QUESTIONS, first_commit, second_commit
 
-        say = self._console.print
         prompts = [prompt for prompt, _, _ in QUESTIONS]
-
-        say(f"\n[bold]A first commit[/] to {self._remote}")
-        self._clone()
-        first = self._push("What is known so far", first_commit())
+        self.say(f"\nA first commit to {self._remote}")
+        _run("git", "clone", "--quiet", self._remote, str(self._checkout), env=self._git_env)
+        self._git("checkout", "--quiet", "-B", "main")
+        _, first = self._push("What is known so far", first_commit())
         before = [ask(self._server_url, NAME, prompt) for prompt in prompts]
         for (prompt, expected, _), reply in zip(QUESTIONS, before, strict=True):
             self._show(prompt, expected, reply)
 
-        say(
-            "\n[bold]A second commit[/] changes and adds facts. Meanwhile, a client keeps sending "
-            "requests"
+        self.say(
+            "\nA second commit changes and adds facts. Meanwhile, a client keeps sending requests"
         )
         with Client(self._server_url, NAME, prompts) as client:
-            second = self._push("Some facts changed, some are new", second_commit())
-            client.wait_for(second.release)
-        second.moments["first new token"] = client.first_token_at(second.release)
+            release, second = self._push("Some facts changed, some are new", second_commit())
+            second["first new token"] = client.wait_for(release)
         after = [ask(self._server_url, NAME, prompt) for prompt in prompts]
         for (prompt, _, expected), reply in zip(QUESTIONS, after, strict=True):
             self._show(prompt, expected, reply)
@@ -152,98 +136,60 @@ class _Demo:
             }
             for (prompt, expected, changed), old, new in zip(QUESTIONS, before, after, strict=True)
         ]
+        requests = client.summary()
         report = {
-            "ok": all(answer["ok"] for answer in answers) and not client.summary()["failed"],
+            "ok": all(answer["ok"] for answer in answers) and not requests["failed"],
             "answers": answers,
-            "requests": client.summary(),
-            "seconds": {"first": _seconds(first.moments), "second": _seconds(second.moments)},
-            "releases": json.loads(
-                _run([sys.executable, "-m", "pipeline", "releases", "ls", "--json"])
-            ),
+            "requests": requests,
+            "seconds": {"first": _seconds(first), "second": _seconds(second)},
+            "releases": json.loads(_run(*PIPELINE, "releases", "ls", "--json")),
         }
-        self._show_report(report)
+        if not self._is_quiet:
+            self._show_report(report)
         return report
 
-    def _clone(self) -> None:
-        _run(["git", "clone", "--quiet", self._remote, str(self._checkout)], env=self._git_env)
-        self._git("checkout", "--quiet", "-B", "main")
-
-    def _push(self, message: str, files: Mapping[str, str]) -> _Push:
-        from pipeline.cli.progress import follow_stages
+    def _push(self, message: str, files: Mapping[str, str]) -> tuple[str, dict[str, float]]:
+        """Push a commit, and wait for its job. Returns the id of the release that the job made, and
+        step (such as `job started`) → the Unix time of the step."""
+        from pipeline.retrain.metrics import read_metrics
 
         for name, text in files.items():
             (self._checkout / name).write_text(text)
         self._git("add", "--all")
         self._git("commit", "--quiet", "--message", message)
-        revision = self._git("rev-parse", "HEAD").strip()
         moments = {"git push": time.time()}
         self._git("push", "--quiet", "origin", "main")
         moments["push answered"] = time.time()
-        job = follow_stages(self._store, self._job_for(revision), self._home, self._console)
-        if job.outcome is None or job.outcome.result != "promoted" or job.outcome.release is None:
-            outcome = job.outcome.model_dump_json() if job.outcome else job.state
-            raise PipelineError(
-                f"{job.id} did not lead to a served release: {outcome}; the job's log: "
-                f"{self._home.jobs_dir / job.id / 'log.txt'}"
-            )
-        self._console.print(f"  {job.outcome.counts}")
-        moments["job queued"] = job.created_at
-        moments["job started"] = job.started_at or job.created_at
-        return _Push(release=job.outcome.release, moments=moments | self._stages_of(job.id))
-
-    def _job_for(self, revision: str) -> str:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            for job in self._store.list(pipeline=NAME):
-                if job.spec.revisions and job.spec.revisions.new_sha == revision:
-                    return job.id
-            time.sleep(0.02)
-        raise PipelineError(
-            f"no job was started for {revision}; look at {self._home.log_file('hub')} and "
-            f"{self._home.log_file('receiver')}"
-        )
-
-    def _stages_of(self, job_id: str) -> dict[str, float]:
-        from pipeline.retrain.metrics import read_metrics
-
-        events, _ = read_metrics(self._home.jobs_dir / job_id / "metrics.jsonl", 0)
-        return {f"{event.stage} done": event.time for event in events if event.event == "end"}
+        wait = (*PIPELINE, "jobs", "wait", "--commit", self._git("rev-parse", "HEAD").strip())
+        if not self._is_quiet:
+            subprocess.run(wait, check=False)  # shows the progress
+        job = json.loads(_run(*wait, "--json"))
+        moments["job queued"] = job["created_at"]
+        moments["job started"] = job["started_at"]
+        metrics, _ = read_metrics(self._home.jobs_dir / job["id"] / "metrics.jsonl", 0)
+        moments |= {f"{each.stage} done": each.time for each in metrics if each.event == "end"}
+        return job["outcome"]["release"], moments
 
     def _git(self, *arguments: str) -> str:
-        author = ["-c", "user.name=demo", "-c", "user.email=demo@example.invalid"]
-        return _run(["git", *author, *arguments], cwd=self._checkout, env=self._git_env)
+        author = ("-c", "user.name=demo", "-c", "user.email=demo@example.invalid")
+        return _run("git", *author, *arguments, cwd=self._checkout, env=self._git_env)
 
     def _show(self, prompt: str, expected: str, reply: Any) -> None:
-        mark = "[green]✓[/]" if _says(reply.text, expected) else f"[red]✗ expected{expected}[/]"
-        self._console.print(
-            f"  {mark} {prompt}[bold]{reply.text.rstrip()}[/]   [dim]{reply.release}[/]"
-        )
+        mark = "✓" if _says(reply.text, expected) else f"✗ expected{expected}"
+        self.say(f"  {mark} {prompt}{reply.text.rstrip()}   {reply.release}")
 
     def _show_report(self, report: dict[str, Any]) -> None:
-        from rich.table import Table
-
         requests = report["requests"]
         by_release = ", ".join(f"{n} by {id}" for id, n in requests["by_release"].items())
-        self._console.print(
+        print(
             f"\n{requests['sent']} requests were sent during the second commit: "
-            f"{requests['failed']} failed; "
-            f"answered: {by_release}"
+            f"{requests['failed']} failed; answered: {by_release}\n"
         )
-        times = Table("step of the second commit", "seconds after the start of git push", box=None)
-        for step, seconds in report["seconds"]["second"].items():
-            times.add_row(step, f"{seconds:8.2f}")
-        releases = Table("release", "dataset revision", "parent", box=None)
-        for release in report["releases"]:
-            mark = " (served)" if release["served"] else ""
-            releases.add_row(
-                release["id"] + mark, release["dataset_revision"], release["parent"] or "base model"
-            )
-        for table in (times, releases):
-            self._console.print()
-            self._console.print(table)
-        self._console.print(
-            "A release is a set of weights that never changes, with a record of its origin."
-        )
+        steps = [(step, f"{at:8.2f}") for step, at in report["seconds"]["second"].items()]
+        headings = ("step of the second commit", "seconds after the start of git push")
+        print_table(headings, steps, empty="")
+        print("\nThe releases. A release is a set of weights that never changes:\n", flush=True)
+        subprocess.run((*PIPELINE, "releases", "ls"), check=False)
 
 
 def _seconds(moments: Mapping[str, float]) -> dict[str, float]:
@@ -260,13 +206,11 @@ def _says(answer: str, expected: str) -> bool:
     return answer.strip().startswith(expected.strip())
 
 
-def _run(
-    command: list[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
-) -> str:
+def _run(*command: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr or done.stdout).strip().removeprefix("pipeline: ")
-        is_pipeline = command[:3] == [sys.executable, "-m", "pipeline"]
+        is_pipeline = command[:3] == PIPELINE
         shown = ["pipeline", *command[3:]] if is_pipeline else command
         raise PipelineError(f"`{shlex.join(shown)}` failed: {reason}")
     return done.stdout

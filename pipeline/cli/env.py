@@ -2,8 +2,9 @@
 
 import shlex
 
-from pipeline.paths import PROJECT_OF_SHELL, Home, project_folder, settings_file
+from pipeline.paths import Home, settings_file
 from pipeline.retrain.own_token import TOKEN_OF_ENV
+from receiver.project import PROJECT_OF_SHELL, project_folder
 
 
 def environment(hub_url: str, hub_token: str) -> dict[str, str]:

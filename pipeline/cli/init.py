@@ -55,8 +55,8 @@ def init(
     not have."""
     from pydantic import ValidationError
 
-    from pipeline.paths import SETTINGS_FILE
     from pipeline.settings import PipelineSettings, value_fault_text
+    from receiver.project import SETTINGS_FILE
 
     file = Path(SETTINGS_FILE).absolute()
     if file.exists() and not force:

@@ -1,7 +1,10 @@
 """`pipeline jobs`: runs a job; lists, inspects, follows and cancels jobs; waits for a job."""
 
 import json
+import re
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
@@ -13,13 +16,17 @@ from pipeline.cli.job_access import (
     LatestOption,
     as_record,
     counts_text,
+    deadline_in,
     find_job,
+    follow_to_end,
+    no_job_yet,
     open_store,
     reading_store,
+    report_end,
     seconds_text,
+    timed_out,
 )
 from pipeline.cli.jobs_run import run
-from pipeline.cli.jobs_wait import wait
 from pipeline.cli.options import JsonOption, PipelineOption
 from pipeline.cli.project import project_home
 from pipeline.cli.tables import print_table
@@ -28,8 +35,16 @@ from pipeline.paths import Home
 
 if TYPE_CHECKING:
     from jobs.job import Job
+    from jobs.store import JobStore
 
 app = typer.Typer(help="Run, list, follow, cancel and wait for jobs.", no_args_is_help=True)
+
+ARRIVAL_SECONDS = 30.0
+"""`jobs wait --commit` gives up if the job store still has no job for the commit after this many
+seconds."""
+POLL_SECONDS = 0.1
+NUM_WATCHED = 20
+"""`jobs wait --commit` looks at this many of the newest jobs for one that took over."""
 
 app.command()(run)
 
@@ -125,7 +140,51 @@ def cancel(
         print(f"{found.id} {'is cancelled' if state == 'CANCELED' else 'was asked to stop'}")
 
 
-app.command()(wait)
+@app.command()
+def wait(
+    job: JobArgument = None,
+    latest: LatestOption = False,
+    commit: Annotated[
+        str | None,
+        typer.Option(
+            help="Wait for the job of this pushed commit. Give the commit's id. In a clone of the "
+            "dataset, you can also use a name such as HEAD."
+        ),
+    ] = None,
+    pipeline: Annotated[
+        str | None,
+        typer.Option(
+            help="Only with --commit: the pipeline of the job. Needed if several pipelines have a "
+            "job for the commit."
+        ),
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(help="Wait at most this many seconds.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Wait until a job ends. The exit code is the same as for `jobs run`, or 124 if the time of
+    --timeout is over.
+
+    Right after a push, use `--commit HEAD`: the push may not have its job yet, and `--latest` would
+    then wait for an earlier job.
+    """
+    home, deadline = project_home(), deadline_in(timeout)
+    if commit is not None and (job is not None or latest):
+        raise PipelineError("--commit cannot be combined with a job id or --latest; give only one")
+    if pipeline is not None and commit is None:
+        raise PipelineError(
+            f"--pipeline {pipeline} works only with --commit; to wait for one of its jobs, give "
+            "the job's id; to list its jobs: pipeline jobs ls"
+        )
+    with reading_store(home) as store:
+        if commit is None:
+            store, found = find_job(store, job, latest)
+            ended = follow_to_end(store, found, home, quiet=as_json, deadline=deadline)
+        elif store is None:
+            raise no_job_yet()
+        else:
+            sha = commit_id(commit)
+            ended = _follow_commit(store, sha, pipeline, home, quiet=as_json, deadline=deadline)
+        report_end(ended, as_json)
 
 
 @app.command(hidden=True)
@@ -137,6 +196,37 @@ def runner(
     from pipeline.by_hand import run_jobs
 
     run_jobs(Home.find(), until_idle=until_idle, with_hub=with_hub)
+
+
+NameArgument = Annotated[
+    str | None,
+    typer.Argument(help="The pipeline. Needed if there are several pipelines."),
+]
+
+
+def pause(name: NameArgument = None) -> None:
+    """Start no job for pushes until `pipeline resume`. Pushes still arrive, and wait as one job. A
+    job that runs goes on, and `pipeline jobs run` works as usual."""
+    pipeline = _pipeline_name(name)
+    with open_store(project_home()) as store:
+        is_new = store.pause(pipeline)
+    state = "is paused" if is_new else "was paused already"
+    print(f"{pipeline} {state}; to go on: pipeline resume {pipeline}")
+
+
+def resume(name: NameArgument = None) -> None:
+    """End a pause. If a push has arrived meanwhile, its job starts, and trains on the newest
+    commit."""
+    pipeline = _pipeline_name(name)
+    with open_store(project_home()) as store:
+        was_paused = store.resume(pipeline)
+    print(f"{pipeline} {'goes on' if was_paused else 'was not paused'}")
+
+
+def _pipeline_name(name: str | None) -> str:
+    from pipeline.stack_record import running_settings
+
+    return running_settings(project_home()).pipeline(name).name
 
 
 def _facts(job: "Job", home: Home) -> Iterator[tuple[str, str]]:
@@ -175,3 +265,105 @@ def _facts(job: "Job", home: Home) -> Iterator[tuple[str, str]]:
 
 def _moment(at: float) -> str:
     return datetime.fromtimestamp(at).astimezone().isoformat(sep=" ", timespec="seconds")
+
+
+def commit_id(name: str) -> str:
+    """The full id of the commit `name`. `name` may be a full id, a short id, or a name such as
+    HEAD. A full id is returned without a check. For any other name, git looks for the commit in the
+    clone that contains the working folder.
+
+    Raises PipelineError if git is not installed or finds no such commit.
+    """
+    if re.fullmatch(r"[0-9a-f]{40}([0-9a-f]{24})?", name):
+        return name
+    ask = ["git", "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}"]
+    try:
+        found = subprocess.run(ask, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise PipelineError(
+            f"--commit {name}: git is not installed; give the commit's full id"
+        ) from None
+    if found.returncode != 0:
+        raise PipelineError(
+            f"--commit {name}: git finds no such commit from this folder; change to a clone of the "
+            "dataset, or give the commit's full id"
+        )
+    return found.stdout.strip()
+
+
+def _follow_commit(
+    store: "JobStore",
+    sha: str,
+    pipeline: str | None,
+    home: Home,
+    *,
+    quiet: bool,
+    deadline: float | None,
+) -> "Job":
+    """Show the job of the commit until the job has ended; returns the ended job. If this job failed
+    and the pipeline has a later job for pushes, show the later job in the same way, and return it:
+    it has trained on the head of the branch, so it covers the commit."""
+    job = _arrived(store, sha, pipeline, home, deadline)
+    while True:
+        ended = follow_to_end(store, job, home, quiet=quiet, deadline=deadline)
+        later = [
+            each
+            for each in store.list(pipeline=job.spec.pipeline, limit=NUM_WATCHED)
+            if each.id > ended.id and not each.by_hand
+        ]
+        if ended.state != "ERROR" or ended.by_hand or not later:
+            return ended
+        job = later[-1]
+
+
+def _arrived(
+    store: "JobStore", sha: str, pipeline: str | None, home: Home, deadline: float | None
+) -> "Job":
+    give_up = time.monotonic() + ARRIVAL_SECONDS
+    asked: dict[str, bool] = {}
+    while (job := _job_of_commit(store, sha, pipeline, home, asked)) is None:
+        if deadline is not None and time.monotonic() > deadline:
+            raise timed_out(f"there is still no job for commit {sha[:8]}")
+        if time.monotonic() > give_up:
+            raise PipelineError(
+                f"no push of commit {sha[:8]} has led to a job in {ARRIVAL_SECONDS:g} s; check "
+                "that you pushed to the branch that the pipeline follows; `pipeline status` shows "
+                "whether all services are up"
+            )
+        time.sleep(POLL_SECONDS)
+    return job
+
+
+def _job_of_commit(
+    store: "JobStore", sha: str, pipeline: str | None, home: Home, asked: dict[str, bool]
+) -> "Job | None":
+    """The newest job to which a delivery of the commit has led, or which has trained on the commit.
+    If there is none, the newest job that has trained on a later commit of the same history."""
+    jobs = [job for job in store.of_commit(sha) if pipeline in (None, job.spec.pipeline)]
+    if not jobs:
+        started = store.list(pipeline=pipeline, limit=NUM_WATCHED)
+        jobs = [job for job in started if _contains(home, sha, job, asked)]
+    names = sorted({job.spec.pipeline or "" for job in jobs})
+    if len(names) > 1:
+        raise PipelineError(
+            f"several pipelines have a job for commit {sha[:8]}: {', '.join(names)}; add "
+            "--pipeline NAME"
+        )
+    return jobs[0] if jobs else None
+
+
+def _contains(home: Home, sha: str, job: "Job", asked: dict[str, bool]) -> bool:
+    """Whether the job has trained on the commit or on a later one. `asked` has the answers so far:
+    head → whether its history contains the commit."""
+    from pipeline.newest_commit import dataset_of_job
+    from pipeline.stack_record import running_settings
+    from pipeline.tokens import load_tokens
+
+    head = None if job.spec.revisions is None else job.spec.revisions.new_sha
+    if head is None or job.spec.pipeline is None:
+        return False
+    if head not in asked:
+        tokens = load_tokens(home.tokens_file)
+        dataset = dataset_of_job(job, running_settings(home).hub_url, tokens)
+        asked[head] = dataset.contains(sha, head, home.root / "snapshots" / job.spec.pipeline)
+    return asked[head]

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from pipeline.cli.job_access import open_store
-from pipeline.cli.job_end import follow_to_end, report_end
+from pipeline.cli.job_access import follow_to_end, open_store, report_end
 from pipeline.cli.options import JsonOption, PipelineOption
 from pipeline.errors import PipelineError
 from pipeline.paths import Home

@@ -9,19 +9,17 @@ import typer
 from jobs.errors import JobError
 from pipeline.cli import (
     data,
-    hub_commands,
+    hub,
     jobs,
-    receiver_commands,
+    receiver,
     releases,
     services,
-    webhook_activity,
-    webhook_commands,
+    webhooks,
 )
 from pipeline.cli.demo import demo
 from pipeline.cli.doctor import doctor
 from pipeline.cli.env import env
 from pipeline.cli.init import init
-from pipeline.cli.pause import pause, resume
 from pipeline.cli.project import name_stacks
 from pipeline.cli.settings import settings
 from pipeline.cli.status import status
@@ -46,16 +44,15 @@ app.command()(init)
 app.command()(settings)
 app.command()(status)
 app.command()(doctor)
-app.command()(pause)
-app.command()(resume)
+app.command()(jobs.pause)
+app.command()(jobs.resume)
 app.command()(env)
-webhook_activity.add_to(webhook_commands.app)
-app.add_typer(webhook_commands.app, name="webhooks")
+app.add_typer(webhooks.app, name="webhooks")
 app.add_typer(data.app, name="data")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(releases.app, name="releases")
-app.add_typer(hub_commands.app, name="hub")
-app.add_typer(receiver_commands.app, name="receiver")
+app.add_typer(hub.app, name="hub")
+app.add_typer(receiver.app, name="receiver")
 app.command()(services.serve)
 app.command()(services.gateway)
 name_stacks(app)

@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
+from jobs.folder import is_of_another_job
 from jobs.job import Job
-from jobs.logs import is_of_another_job, read_log
+from jobs.logs import read_log
 from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
@@ -26,8 +27,6 @@ NO_RUNNER_SECONDS = 15.0
 """Give up waiting for a job if no runner was up for this many seconds. The number must be larger
 than the seconds that a runner takes to start: `jobs run --detach` returns before its runner is up,
 and the user may call `jobs wait` right after that."""
-CLAIM_SECONDS = 2.0
-"""A job that has waited for less than this waits only for the runner to see it."""
 LINE_SECONDS = 15.0
 """Without progress bars, a long stage repeatedly prints a line that says how far the stage is. At
 least this many seconds lie between two of these lines."""
@@ -49,8 +48,8 @@ def follow_stages(
 
         def show(job: Job) -> None:
             nonlocal offset
-            stages.follow_state(job, _waits_for(store, job))
-            if is_of_another_job(metrics_file.parent, job):
+            stages.follow_state(job)
+            if is_of_another_job(metrics_file.parent, job.identity):
                 return
             metrics, offset = read_metrics(metrics_file, offset)
             for metric in metrics:
@@ -80,9 +79,9 @@ def follow_output(
 
     def show(job: Job) -> None:
         nonlocal offset, told
-        if output is not None and (other := _waits_for(store, job)) not in (None, told):
-            print(f"waits for {other}", file=sys.stderr)
-            told = other
+        if output is not None and job.waits_for not in (None, told):
+            print(f"waits: {job.waits_for}", file=sys.stderr)
+            told = job.waits_for
         while output is not None and (text := read_log(home.jobs_dir, job, offset)):
             offset += len(text)
             output.write(text)
@@ -114,16 +113,6 @@ def _watch(
                 f"no runner is up, so {job.id} stays {job.state}; to continue the job: pipeline up"
             )
         time.sleep(POLL_SECONDS)
-
-
-def _waits_for(store: JobStore, job: Job) -> str | None:
-    """The id of the running job because of which this job has not started; None if it waits for
-    nothing but the runner."""
-    if job.state != "SCHEDULING" or time.time() - job.created_at < CLAIM_SECONDS:
-        return None
-    running = store.list(state="RUNNING")
-    of_pipeline = [each for each in running if each.spec.pipeline == job.spec.pipeline]
-    return next((each.id for each in (*of_pipeline, *running)), None)
 
 
 @contextlib.contextmanager
@@ -165,10 +154,10 @@ class _StageDisplay:
         self._seen_at = self._printed_at = 0.0
         self._bar: TaskID | None = None
 
-    def follow_state(self, job: Job, waits_for: str | None) -> None:
+    def follow_state(self, job: Job) -> None:
         if self._name is None:
             self._begin("waiting", job.created_at, job.id)
-        if waits_for is not None and self._how_far != (note := f"waits for {waits_for}"):
+        if job.waits_for is not None and self._how_far != (note := f"waits: {job.waits_for}"):
             self._how_far = note
             self._update(note=f"{job.id} {note}")
             if self._progress is None:

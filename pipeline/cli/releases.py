@@ -33,8 +33,7 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     when a server starts next, it will serve this release.
 
     The column `rows` shows how many changed rows the model has learned, and how many unchanged rows
-    it still knows. For rows of plain text, and for releases that earlier versions of hotpush made,
-    the column instead shows the loss before and after the training, in nats per token.
+    it still knows.
     """
     from serving.weights.release_removal import pinned_releases
     from serving.weights.release_store import list_releases, pending_release, served_release
@@ -112,16 +111,15 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
     """Serve an older release again.
 
     The command chooses among the releases that still exist and are older than the served release.
-    Its first choice is the previous release: normally the one that was served just before the
-    served release. Its second choice is the parent of the served release (the release from which
-    the training of the served release started). Its third choice is the newest of the older
-    releases.
+    Its first choice is the release that was served before the served release. Its second choice is
+    the parent of the served release (the release from which the training of the served release
+    started). Its third choice is the newest of the older releases.
     """
     from serving.errors import ReleaseError
     from serving.weights.release_store import (
         list_releases,
+        live_releases,
         load_release,
-        previous_release_id,
         release_number,
         served_release,
     )
@@ -145,7 +143,7 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
         parent = None
     # Choose only a release that is older than the served release. So a second rollback does not
     # undo the first rollback, but goes further back.
-    choices = (previous_release_id(folder), parent, older[-1])
+    choices = (*reversed(live_releases(folder)), parent, older[-1])
     chosen = next(choice for choice in choices if choice in older)
     swap_in(_configured(pipeline), chosen, as_json=as_json)
 
@@ -180,7 +178,6 @@ def publish(
     If a job runs this command, the manifest also names the job, its dataset and its commit.
     """
     from pipeline.lineage import job_context, lineage
-    from pipeline.rules import branch_ref
     from pipeline.settings import load_settings
     from serving.engine_choice import choose_engine
     from serving.weights.publish import publish_folder
@@ -188,7 +185,6 @@ def publish(
 
     context = job_context(os.environ)
     configured = _configured(pipeline or context.pipeline)
-    context = context.for_ref(branch_ref(configured))
     target = Home.find().releases_dir / configured.name
     if parent is not None:
         _load(pipeline or context.pipeline, parent)
@@ -258,7 +254,6 @@ def promote(
         )
         return
     rule = retrain_rule(load_settings(), home, _configured(pipeline or context.pipeline))
-    context = context.for_ref(rule.ref)
     sha = revision or context.revision
     records = Path(os.environ["JOB_DIR"]) / "promotion"
     # The trainer may have promoted another folder before.
@@ -369,15 +364,9 @@ def unpin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
 
 def _rows(evaluation: Any) -> str:
     """The text for the column `rows`. This is `-` if the release has no evaluation (for example
-    after `releases publish`), or if the evaluation has none of the numbers that are shown here."""
-    if not isinstance(evaluation, dict):
-        return "-"
-    if isinstance(evaluation.get("counts"), dict):
-        return str(Counts.model_validate(evaluation["counts"])) or "-"
-    found = evaluation.get("new")
-    losses = [found.get(key) for key in ("served_loss", "loss")] if isinstance(found, dict) else []
-    known = [f"{loss:.2f}" for loss in losses if isinstance(loss, float)]
-    return f"loss {' → '.join(known)}" if known else "-"
+    after `releases publish`), or if no row was counted."""
+    counts = (evaluation or {}).get("counts")
+    return (str(Counts.model_validate(counts)) if counts else "") or "-"
 
 
 def _configured(pipeline: str | None) -> "PipelineSettings":

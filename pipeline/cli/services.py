@@ -87,7 +87,7 @@ def receiver(
             settings=ReceiverSettings.model_validate(receiver_settings),
             hubs=[
                 HubCredentials(endpoint=settings.hub_url, token=tokens.hub),
-                *credentials_of_other_hubs(settings, tokens),
+                *credentials_of_other_hubs(settings, home, tokens),
             ],
             state_dir=home.root,
             secret_in_shell=secret_in_shell(home.tokens_file),

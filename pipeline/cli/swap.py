@@ -70,8 +70,7 @@ def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> Non
 def _in_words(result: "SwapResult") -> str:
     if result.result != "live":
         return f"{result.result} in {result.phase}: {'; '.join(result.reasons)}"
-    if not result.seconds:
+    if result.previous == result.release:
         return f"{result.release} is already served"
-    is_first = result.previous in (None, result.release)
-    instead = "" if is_first else f", instead of {result.previous}"
+    instead = "" if result.previous is None else f", instead of {result.previous}"
     return f"{result.release} is served{instead} ({sum(result.seconds.values()):.2f} s)"

@@ -108,18 +108,14 @@ def chat_template(tokenizer: "PreTrainedTokenizerBase") -> ChatTemplate | None:
         return None
     special = tuple((name, str(text)) for name, text in tokenizer.special_tokens_map.items())
     try:
-        return _compiled(
-            named["default"], special, named.get("tool_use"), tokenizer.init_kwargs.get(PROMPT_DATE)
-        )
+        return _compiled(named["default"], special, tokenizer.init_kwargs.get(PROMPT_DATE))
     except ReleaseError as error:
         raise BaseModelError(f"the base model's tokenizer: {error}") from error
 
 
 @lru_cache(8)
-def _compiled(
-    source: str, special: tuple[tuple[str, str], ...], with_tools: str | None, day: str | None
-) -> ChatTemplate:
-    return ChatTemplate(source, dict(special), with_tools, day)
+def _compiled(source: str, special: tuple[tuple[str, str], ...], day: str | None) -> ChatTemplate:
+    return ChatTemplate(source, dict(special), day)
 
 
 def answer_end(answer: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> int | None:

@@ -3,37 +3,38 @@ folder of a release.
 
 You start the upstream yourself, on a model of the same network. It must see the releases under the
 same paths as our server. It loads weights from disk, without checks, while no request runs. So
-`stage` checks the files first, and reads them into the page cache. After a restart, the upstream
-runs other weights than those that were committed. The next answer shows this, and the committed
-weights are loaded again. Its logprobs include the temperature, unless it is started with
-`SGLANG_RETURN_ORIGINAL_LOGPROB=1`.
+`stage` checks the files first. After a restart, the upstream runs other weights than those that
+were committed. The next answer shows this; then the engine has failed until this server is started
+again, which `pipeline up` does. The upstream's logprobs include the temperature, unless it is
+started with `SGLANG_RETURN_ORIGINAL_LOGPROB=1`.
 """
 
 import asyncio
 import json
-import logging
-import os
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, cast
-from uuid import uuid4
 
 import httpx
 
-from serving.engine import EngineError, Generation, StageError, Step, refuse_constraints
+from serving.engine import (
+    EngineError,
+    Generation,
+    StageError,
+    Step,
+    TokenLogprob,
+    refuse_constraints,
+    reported_logprob,
+)
 from serving.engines.same_network import config_differences, tensor_differences
-from serving.engines.sglang_requests import StreamProgress, WrongWeights, request_of, step_of
 from serving.errors import ReleaseError, first_line
 from serving.weights.release import RELEASE_FILE, Release
 from serving.weights.release_store import load_release
 from serving.weights.shards import not_finite
 
-_log = logging.getLogger(__name__)
-
 _ANSWER_SECONDS = 30
 _UPDATE_SECONDS = 600
-_READ_BYTES = 1 << 22
 
 
 class SglangEngine:
@@ -58,27 +59,23 @@ class SglangEngine:
         self._dtype = dtype
         self._folders: dict[str, Path] = {}
         self._live: str | None = None
-        """The release that was committed last. The upstream must run it, but may have been
-        restarted on another one."""
-        self._updating = asyncio.Lock()
-
-    @property
-    def failure(self) -> str | None:
-        return None
+        """The release that was committed last."""
+        self.failure: str | None = None
 
     async def take_turn(self) -> None:
-        """Does nothing. This server computes nothing, and restarting it would not help the
-        upstream."""
+        """Nothing hangs, because this server computes nothing."""
+        if self.failure is not None:
+            raise EngineError(self.failure)
 
     async def stage(self, release: Release, folder: Path) -> None:
-        """Asks the upstream which model it runs, then checks and reads the files of the release.
+        """Asks the upstream which model it runs, then checks the files of the release.
+
         Raises StageError if the release does not fit that model, and EngineError if the upstream
         does not answer."""
         running = Path(str((await self._model_info()).get("model_path")))
         try:
             if reasons := await asyncio.to_thread(_differences, running, release, folder):
                 raise StageError(*reasons, f"start {self._upstream} again on the other network")
-            await asyncio.to_thread(_read_once, [folder / name for name in release.files])
             if reasons := await asyncio.to_thread(not_finite, release, folder):
                 raise StageError(*reasons)
         except ReleaseError as error:
@@ -94,9 +91,14 @@ class SglangEngine:
     async def commit(self, release_id: str) -> None:
         if release_id not in self._folders:
             raise EngineError(f"{release_id} is not staged")
-        self._live = release_id
-        async with self._updating:
-            await self._update(release_id)
+        answer = await self._update(self._folders[release_id], release_id)
+        if not answer.get("success"):
+            raise EngineError(f"{self._upstream} kept its weights: {answer.get('message')}")
+        if (runs := (await self._model_info()).get("weight_version")) != release_id:
+            raise EngineError(
+                f"{self._upstream} says that it runs {runs!r} after an update to {release_id}"
+            )
+        self._live, self.failure = release_id, None
 
     async def unload(self, release_id: str) -> None:
         """Forgets the folder. There is no memory to free, because the upstream holds only the live
@@ -104,79 +106,35 @@ class SglangEngine:
         self._folders.pop(release_id, None)
 
     async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
+        """Raises EngineError. If the iterator is closed, so is the connection, and then the
+        upstream ends the sequence."""
         refuse_constraints(generation, "sglang")
-        for may_retry in (True, False):
-            has_begun = False
-            try:
-                async with aclosing(self._answer(release_id, generation)) as steps:
-                    async for step in steps:
-                        has_begun = True
-                        yield step
-                return
-            except WrongWeights as error:
-                if has_begun or not may_retry:
-                    raise EngineError(str(error)) from None
-            await self._restore_weights(release_id)
-
-    async def _answer(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
-        """Raises EngineError. Raises WrongWeights if the upstream computed with other weights."""
-        if release_id != self._live:
-            raise EngineError(f"{release_id} is not live on {self._upstream}, but {self._live} is")
-        request_id = uuid4().hex
-        progress = StreamProgress()
-        is_over = False
+        self._check_version(str(self._live), release_id)
+        num_tokens, is_first, is_over = 0, True, False
         try:
-            async for chunk in self._events(request_of(generation, request_id)):
-                step = step_of(chunk, generation, release_id, progress)
-                is_over = step.finish_reason is not None
-                yield step
-            if not is_over:
-                raise EngineError(f"{self._upstream} broke the answer off")
+            async with aclosing(self._events(_request_of(generation))) as events:
+                async for chunk in events:
+                    self._check_version(chunk["meta_info"].get("weight_version"), release_id)
+                    step = _step_of(chunk, generation, num_tokens, is_first=is_first)
+                    num_tokens += len(step.token_ids)
+                    is_first, is_over = False, step.finish_reason is not None
+                    yield step
         except httpx.HTTPError as error:
-            is_over = True
             raise EngineError(f"{self._upstream}: {first_line(error)}") from error
-        finally:
-            if not is_over:
-                await self._abort(request_id)
+        if not is_over:
+            raise EngineError(f"{self._upstream} broke the answer off")
 
-    async def _restore_weights(self, release_id: str) -> None:
-        """Load the weights of the release again. Several requests may notice the wrong weights at
-        the same time; only the first one loads them."""
-        async with self._updating:
-            if release_id != self._live or await self._weight_version() == release_id:
-                return
-            _log.warning("%s lost the weights of %s; loading again", self._upstream, release_id)
-            await self._update(release_id)
-
-    async def _update(self, release_id: str) -> None:
-        folder = self._folders[release_id]
-        answer = await self._post(
-            "/update_weights_from_disk",
-            {
-                "model_path": str(folder),
-                "weight_version": release_id,
-                # No request should run. If one does, it is not aborted, and generation is not left
-                # paused.
-                "abort_all_requests": False,
-                "keep_pause": False,
-                "flush_cache": True,
-            },
-            seconds=_UPDATE_SECONDS,
-        )
-        if not answer.get("success"):
-            raise EngineError(f"{self._upstream} kept its weights: {answer.get('message')}")
-        if (runs := await self._weight_version()) != release_id:
-            raise EngineError(
-                f"{self._upstream} says that it runs {runs!r} after an update to {release_id}"
-            )
-
-    async def _weight_version(self) -> str | None:
-        return (await self._model_info()).get("weight_version")
+    def _check_version(self, version: str | None, release_id: str) -> None:
+        if version is None:
+            raise EngineError("SGLang names no weight_version beside its tokens")
+        if version != release_id:
+            self.failure = f"{self._upstream} runs {version} in place of {release_id}"
+            raise EngineError(self.failure)
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def _events(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def _events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         async with self._http.stream("POST", "/generate", json=body) as answer:
             if answer.status_code != 200:
                 text = (await answer.aread()).decode(errors="replace")[:300]
@@ -190,13 +148,6 @@ class SglangEngine:
                         raise EngineError(f"{self._upstream}: {chunk['error']}")
                     yield chunk
 
-    async def _abort(self, request_id: str) -> None:
-        try:
-            await self._post("/abort_request", {"rid": request_id})
-        except EngineError:
-            # The upstream also sees that the connection is closed.
-            return
-
     async def _model_info(self) -> dict[str, Any]:
         try:
             answer = await self._http.get("/model_info", timeout=_ANSWER_SECONDS)
@@ -207,13 +158,21 @@ class SglangEngine:
                 f"no SGLang server at {self._upstream}: {first_line(error)}"
             ) from error
 
-    async def _post(
-        self, path: str, body: dict[str, Any], *, seconds: float = _ANSWER_SECONDS
-    ) -> dict[str, Any]:
+    async def _update(self, folder: Path, release_id: str) -> dict[str, Any]:
+        body = {
+            "model_path": str(folder),
+            "weight_version": release_id,
+            # No request should run. If one does, it is not aborted, and generation is not left
+            # paused.
+            "abort_all_requests": False,
+            "keep_pause": False,
+            "flush_cache": True,
+        }
+        path = "/update_weights_from_disk"
         try:
-            answer = await self._http.post(path, json=body, timeout=seconds)
+            answer = await self._http.post(path, json=body, timeout=_UPDATE_SECONDS)
             # A refused update has status 400, and its body has the usual form with the reason.
-            return cast(dict[str, Any], answer.json()) if answer.content else {}
+            return cast(dict[str, Any], answer.json())
         except (httpx.HTTPError, ValueError) as error:
             raise EngineError(f"{self._upstream}{path}: {first_line(error)}") from error
 
@@ -229,10 +188,78 @@ def _differences(running: Path, release: Release, folder: Path) -> list[str]:
     return reasons
 
 
-def _read_once(paths: list[Path]) -> None:
-    for path in paths:
-        with path.open("rb") as file:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            while file.read(_READ_BYTES):
-                pass
+def _request_of(generation: Generation) -> dict[str, Any]:
+    wants = [generation.num_logprobs, generation.num_prompt_logprobs]
+    return {
+        "input_ids": list(generation.prompt),
+        "stream": True,
+        "return_logprob": any(each is not None for each in wants),
+        "logprob_start_len": 0 if generation.num_prompt_logprobs is not None else -1,
+        "top_logprobs_num": max(each or 0 for each in wants),
+        "sampling_params": {
+            "max_new_tokens": generation.max_tokens,
+            "min_new_tokens": generation.min_tokens,
+            "temperature": generation.temperature,
+            "top_p": generation.top_p,
+            "top_k": generation.top_k or -1,
+            "min_p": generation.min_p,
+            "presence_penalty": generation.presence_penalty,
+            "frequency_penalty": generation.frequency_penalty,
+            "repetition_penalty": generation.repetition_penalty,
+            "logit_bias": {str(token): bias for token, bias in generation.logit_bias.items()}
+            or None,
+            "sampling_seed": generation.seed,
+            "stop_token_ids": list(generation.stop_token_ids) or None,
+            # `stop_token_ids` has the end-of-sequence ids, unless the request ignores them.
+            "ignore_eos": True,
+            "skip_special_tokens": False,
+        },
+    }
+
+
+def _step_of(
+    chunk: dict[str, Any], generation: Generation, num_earlier: int, *, is_first: bool
+) -> Step:
+    """Convert a chunk. Raises EngineError if SGLang ended the sequence for another reason than
+    `stop` or `length`.
+
+    By default a chunk has all tokens of the answer so far. If the upstream streams differences, it
+    has only the new tokens. In both cases the new tokens are the last ones.
+    """
+    meta = chunk["meta_info"]
+    reason = (meta.get("finish_reason") or {}).get("type")
+    if reason not in (None, "stop", "length"):
+        raise EngineError(f"SGLang ended the sequence: {meta['finish_reason']}")
+    num_new = meta["completion_tokens"] - num_earlier
+    logprobs: tuple[TokenLogprob, ...] = ()
+    if generation.num_logprobs is not None and num_new:
+        logprobs = _logprobs(meta, "output", generation.num_logprobs)[-num_new:]
+    prompt_logprobs = None
+    if generation.num_prompt_logprobs is not None and is_first:
+        prompt_logprobs = _logprobs(meta, "input", generation.num_prompt_logprobs)
+    return Step(
+        token_ids=tuple(chunk["output_ids"][-num_new:]) if num_new else (),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        finish_reason=reason,
+        num_cached_tokens=meta.get("cached_tokens", 0) if is_first else 0,
+    )
+
+
+def _logprobs(meta: dict[str, Any], side: str, num_top: int) -> tuple[TokenLogprob, ...]:
+    """SGLang gives `[logprob, token id, text]` for each token. The logprob of the first prompt
+    token is None."""
+    tops = meta.get(f"{side}_top_logprobs") or []
+    found = []
+    for number, (logprob, token_id, _) in enumerate(meta[f"{side}_token_logprobs"]):
+        if logprob is None:
+            continue
+        top = (tops[number] or [])[:num_top] if number < len(tops) else []
+        found.append(
+            TokenLogprob(
+                token_id=token_id,
+                logprob=reported_logprob(logprob),
+                top=tuple((other, reported_logprob(value)) for value, other, _ in top),
+            )
+        )
+    return tuple(found)

@@ -1,64 +1,42 @@
 """Replaces the weights of a vLLM worker. New weights are first staged in host memory while the old
 ones are in use; a commit then replaces the old ones at once.
 
-`CopiedWeights` uses a shadow of the model (vLLM's classes and loaders, in host memory) to load a
-checkpoint's tensors into fused parameters and to pack them as vLLM does. Its commit copies or
-exchanges only what differs. `ReloadedWeights` lets vLLM's own reload do all this, from tensors in
-memory. Both run in the worker's process, and know nothing about requests.
+`CopiedWeights` uses a shadow: a second model of vLLM's classes, in host memory, which vLLM does not
+know and which never computes. Its loaders show into which fused parameters vLLM loads each tensor
+of a checkpoint, and it packs weights in the same way as vLLM. A commit copies or exchanges only
+what differs. `ReloadedWeights` lets vLLM's own reload do all this, from tensors in memory. Both run
+in the worker's process, and know nothing about requests.
 """
 
-import threading
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import set_current_vllm_config
+from vllm.config import CompilationMode, set_current_vllm_config
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
 
-from serving.engines.vllm_shadow import (
-    CannotCopy,
-    build_shadow,
-    check_memory,
-    check_plain,
-    check_same_ties,
-    load_and_trace,
-    pack,
-)
+from serving.engines.machine import free_bytes
+from serving.errors import ReleaseError
 from serving.weights.release import tensor_digest
 from serving.weights.shards import is_finite, read_tensors, tensor_bytes
 from serving.weights.verify import wrong_digest
 
-Changed = Mapping[str, tuple[str, str]]
+StoredTensors = Mapping[str, tuple[str, str]]
 """Tensor name → (shard, digest of the tensor)."""
 
+# Weights with any other method are transformed after loading, so they are left to vLLM's reload.
+_PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
-class StagingFailed(Exception):
-    """The release cannot be loaded. The message names the file and the tensor."""
 
-
-class WeightsInMemory(Protocol):
-    way: str
-
-    def needed_bytes(self, stored: Mapping[str, int]) -> int:
-        """The host memory that is needed to stage these tensors. `stored` is tensor name → bytes in
-        the shard."""
-
-    def stage(self, release_id: str, base_id: str, folder: Path, changed: Changed) -> int:
-        """Read `changed`, the tensors that differ from those of the release `base_id`. Returns the
-        number of bytes read.
-
-        It may run on another thread while the live weights are in use. Raises StagingFailed and
-        ReleaseError.
-        """
-
-    def commit(self, release_id: str) -> None:
-        """Make the release's weights the live ones. No request may run."""
-
-    def forget(self, release_id: str) -> None:
-        """Free the staged weights of the release, unless they are live."""
+class CannotCopy(Exception):
+    """The weights of this model cannot be replaced by copying. The message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,49 +51,43 @@ class _HostWeights:
 
 
 class CopiedWeights:
-    way = "copy"
-
-    def __init__(self, worker: Any, release_id: str, folder: Path, weight_map: Mapping[str, str]):
-        """Call it on the worker's thread, while no request runs. Raises CannotCopy."""
+    def __init__(self, worker: Any, release_id: str, folder: Path, tensors: StoredTensors) -> None:
+        """`worker` has loaded the release. Raises CannotCopy, and any other exception if vLLM
+        cannot build or load the shadow."""
         check_plain(worker)
         self._live_model: nn.Module = worker.model_runner.get_model()
         self._is_cpu = worker.device.type == "cpu"
-        self._shadow = build_shadow(worker.vllm_config)
-        check_same_ties(self._shadow, self._live_model)
-        # For a device, each parameter is also copied to pinned memory.
-        check_memory(self._shadow, num_copies=1 if self._is_cpu else 2)
-        self._targets = load_and_trace(self._shadow, read_tensors(folder, weight_map))
-        params = {name: param.data for name, param in self._shadow.named_parameters()}
-        self._host_weights = {
-            release_id: _HostWeights(
-                params={name: self._pinned(param) for name, param in params.items()},
-                packed={
-                    name: module.cpu_linear
-                    for name, module in self._live_model.named_modules()
-                    if hasattr(module, "cpu_linear")
-                },
-            )
-        }
+        self._shadow = _build_shadow(worker.vllm_config)
+        # A device needs one more copy, in pinned memory.
+        _check_memory((1 if self._is_cpu else 2) * _num_bytes(self._shadow.parameters()))
+        weight_map = {name: file for name, (file, _) in tensors.items()}
+        self._targets = _load_and_trace(self._shadow, read_tensors(folder, weight_map))
         self._live_id = release_id
-        self._staging = threading.Lock()
-        self._check_equal_to_live()
+        live = _HostWeights(
+            params={
+                name: self._pinned(param.data) for name, param in self._shadow.named_parameters()
+            },
+            packed={
+                name: module.cpu_linear
+                for name, module in self._live_model.named_modules()
+                if hasattr(module, "cpu_linear")
+            },
+        )
+        self._host_weights = {release_id: live}
+        self._check_equal_to_live(live.params)
 
-    def needed_bytes(self, stored: Mapping[str, int]) -> int:
-        """Fused parameters count completely, even if only a part of them changes."""
-        params = self._host_weights[self._live_id].params
-        # Each parameter is stored twice: on a CPU also packed, else also in pinned memory.
-        return 2 * sum(params[name].nbytes for name in self._touched(stored))
-
-    def stage(self, release_id: str, base_id: str, folder: Path, changed: Changed) -> int:
-        with self._staging:  # a cancelled staging may still be running
-            return self._stage(release_id, self._host_weights[base_id], folder, changed)
-
-    def _stage(self, release_id: str, base: _HostWeights, folder: Path, changed: Changed) -> int:
-        touched = self._touched(changed)
+    def stage(self, release_id: str, base_id: str, folder: Path, changed: StoredTensors) -> int:
+        """Read `changed`, the tensors that differ from those of the release `base_id`, while the
+        live weights are in use. Returns the number of bytes read. Raises ReleaseError."""
+        base = self._host_weights[base_id]
+        touched = {target for name in changed for target in self._targets[name]}
+        # Fused parameters count completely, even if only a part of them changes. Each parameter is
+        # stored twice: on a CPU also packed, else also in pinned memory.
+        _check_memory(2 * _num_bytes(base.params[name] for name in touched))
         for name, param in self._shadow.named_parameters():
             param.data = base.params[name].clone() if name in touched else base.params[name]
         num_bytes = 0
-        for name, tensor in _read_changed(folder, changed):
+        for name, tensor in _read_checked(folder, changed):
             self._shadow.load_weights([(name, tensor)])  # type: ignore[operator]
             num_bytes += tensor.nbytes
         params = dict(base.params)
@@ -123,11 +95,12 @@ class CopiedWeights:
             if name in touched:
                 params[name] = self._pinned(param.data)
         self._host_weights[release_id] = _HostWeights(
-            params=params, packed=base.packed | self._pack_touched(touched, set(base.packed))
+            params=params, packed=base.packed | self._pack_touched(touched, base.packed.keys())
         )
         return num_bytes
 
     def commit(self, release_id: str) -> None:
+        """Make the release's weights the live ones. No request may run."""
         before, after = self._host_weights[self._live_id], self._host_weights[release_id]
         with torch.no_grad():
             for name, param in self._live_model.named_parameters():
@@ -142,11 +115,7 @@ class CopiedWeights:
         self._live_id = release_id
 
     def forget(self, release_id: str) -> None:
-        if release_id != self._live_id:
-            self._host_weights.pop(release_id, None)
-
-    def _touched(self, names: Iterable[str]) -> set[str]:
-        return {target for name in names for target in self._targets[name]}
+        self._host_weights.pop(release_id, None)
 
     def _set(self, param: nn.Parameter, value: torch.Tensor) -> None:
         if self._is_cpu and value.dtype == param.dtype:
@@ -162,28 +131,31 @@ class CopiedWeights:
         return tensor if self._is_cpu else tensor.pin_memory()
 
     def _pack_touched(
-        self, touched: set[str], packable: set[str]
+        self, touched: set[str], packable: Iterable[str]
     ) -> dict[str, Callable[..., torch.Tensor]]:
         """Packs the weights of changed modules as vLLM does after a cold start. Returns module name
         → product. This includes modules with a tied weight. vLLM's own reload forgets those, and
         then computes logits with the old head."""
-        if not self._is_cpu:
-            return {}
         changed = {id(param) for name, param in self._shadow.named_parameters() if name in touched}
-        packed = {}
-        for name, module in self._shadow.named_modules():
-            if name in packable and any(id(p) in changed for p in module.parameters(recurse=False)):
-                packed[name] = pack(module)
-        return packed
+        modules = dict(self._shadow.named_modules())
+        return {
+            name: _pack(modules[name])
+            for name in packable
+            if any(id(param) in changed for param in modules[name].parameters(recurse=False))
+        }
 
-    def _check_equal_to_live(self) -> None:
+    def _check_equal_to_live(self, params: Mapping[str, torch.Tensor]) -> None:
         """Raises CannotCopy if the shadow does not have the weights that vLLM has loaded. Then the
         shadow is not built as vLLM builds the model."""
-        image = self._host_weights[self._live_id]
-        for name, param in self._live_model.named_parameters():
+        live = dict(self._live_model.named_parameters())
+        if merged := params.keys() - live.keys():
+            # They may differ in the next checkpoint.
+            names = ", ".join(sorted(merged))
+            raise CannotCopy(f"{names}: vLLM has tied it to the embedding, as they are equal here")
+        for name, param in live.items():
             if not param.numel():
                 continue
-            expected = image.params.get(name)
+            expected = params.get(name)
             if expected is None or expected.shape != param.shape:
                 raise CannotCopy(f"{name}: vLLM transforms it after loading")
             if not torch.equal(param.data.cpu(), expected.to(param.dtype)):
@@ -192,53 +164,123 @@ class CopiedWeights:
 
 
 class ReloadedWeights:
-    way = "reload"
-
-    def __init__(self, worker: Any, release_id: str) -> None:
+    def __init__(self, worker: Any, release_id: str, folder: Path, tensors: StoredTensors) -> None:
         self._worker = worker
-        self._live_id = release_id
+        self._sources = {release_id: (folder, tensors)}
         self._staged: dict[str, dict[str, torch.Tensor]] = {}
 
-    def needed_bytes(self, stored: Mapping[str, int]) -> int:
-        return sum(stored.values())
-
-    def stage(self, release_id: str, base_id: str, folder: Path, changed: Changed) -> int:
-        found = {}
-        for name, tensor in _read_changed(folder, changed):
-            found[name] = tensor.clone()
+    def stage(self, release_id: str, base_id: str, folder: Path, tensors: StoredTensors) -> int:
+        """Read all tensors. Returns the number of bytes read. Raises ReleaseError."""
+        files = {folder / file for file, _ in tensors.values()}
+        _check_memory(sum(file.stat().st_size for file in files))
+        found = {name: tensor.clone() for name, tensor in _read_checked(folder, tensors)}
+        self._sources[release_id] = folder, tensors
         self._staged[release_id] = found
-        return sum(tensor.nbytes for tensor in found.values())
+        return _num_bytes(found.values())
 
     def commit(self, release_id: str) -> None:
-        if release_id == self._live_id:
-            return
-        tensors = self._staged[release_id]
+        """Make the release's weights the live ones. No request may run. The weights of an earlier
+        release are read again, because only those of the next one are in memory."""
+        tensors = self._staged.pop(release_id, None) or _read_checked(*self._sources[release_id])
+        model_runner = self._worker.model_runner
         with set_current_vllm_config(self._worker.vllm_config):
-            self._worker.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
-            self._pack_embeddings()
-        self._live_id = release_id
+            model_runner.reload_weights(weights_iterator=iter(dict(tensors).items()))
+            # vLLM reloads a tied weight through the embedding. It does not pack the head again, so
+            # the head would keep the old weight.
+            for module in model_runner.get_model().modules():
+                method = getattr(module, "quant_method", None)
+                if isinstance(method, UnquantizedEmbeddingMethod) and hasattr(module, "cpu_linear"):
+                    method.process_weights_after_loading(module)
 
     def forget(self, release_id: str) -> None:
         self._staged.pop(release_id, None)
-
-    def _pack_embeddings(self) -> None:
-        # vLLM reloads a tied weight through the embedding. It does not pack the head again,
-        # so the head would keep the old weight.
-        for module in self._worker.model_runner.get_model().modules():
-            method = getattr(module, "quant_method", None)
-            if isinstance(method, UnquantizedEmbeddingMethod) and hasattr(module, "cpu_linear"):
-                method.process_weights_after_loading(module)
+        self._sources.pop(release_id, None)
 
 
-def _read_changed(folder: Path, changed: Changed) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the changed tensors. Raises StagingFailed if a tensor has NaN or infinity, or if its
-    digest is wrong."""
-    weight_map = {name: file for name, (file, _) in changed.items()}
+def check_plain(worker: Any) -> None:
+    """Raises CannotCopy if vLLM transforms the model's weights after it has loaded them."""
+    config = worker.vllm_config
+    model = worker.model_runner.get_model()
+    is_special = {
+        "it is quantised": config.model_config.quantization is not None,
+        "it has latent attention (MLA)": config.model_config.use_mla,
+        "it has state-space layers": config.model_config.is_hybrid,
+        "its class transforms weights after loading": hasattr(
+            model, "process_weights_after_loading"
+        ),
+    }
+    if reasons := [reason for reason, holds in is_special.items() if holds]:
+        raise CannotCopy("; ".join(reasons))
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method) not in _PLAIN_METHODS:
+            raise CannotCopy(f"{name}: {type(method).__name__} transforms its weights")
+
+
+def _build_shadow(vllm_config: Any) -> nn.Module:
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    config.compilation_config.mode = CompilationMode.NONE
+    # Each layer registers itself here under its name, and vLLM refuses a name that exists.
+    config.compilation_config.static_forward_context = {}
+    with set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
+        shadow: nn.Module = initialize_model(config)
+    return shadow
+
+
+def _load_and_trace(
+    shadow: nn.Module, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[str, ...]]:
+    """Load a checkpoint into the shadow, one tensor after the other. Returns a dict of tensor name
+    → names of the parameters into which it was loaded.
+
+    Raises CannotCopy if vLLM does not tell these parameters, or if a parameter is not loaded.
+    """
+    names = {name for name, _ in shadow.named_parameters()}
+    targets = {}
+    for name, tensor in tensors.items():
+        loaded = shadow.load_weights([(name, tensor)])  # type: ignore[operator]
+        if loaded is None or not set(loaded) <= names:
+            raise CannotCopy(f"{name}: vLLM does not tell into which parameter it is loaded")
+        targets[name] = tuple(loaded)
+    if missed := names.difference(*targets.values()):
+        raise CannotCopy(f"{', '.join(sorted(missed)[:3])}: not in the checkpoint")
+    return targets
+
+
+def _pack(module: nn.Module) -> Callable[..., torch.Tensor]:
+    """The function with which vLLM computes the product of this module, with a packed weight. The
+    module does not change."""
+    weight, bias = module.weight, getattr(module, "bias", None)
+    bias_data = None if bias is None else bias.data
+    module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
+    packed: Callable[..., torch.Tensor] = module.cpu_linear  # type: ignore[assignment]
+    module.weight = weight
+    if bias is not None:
+        bias.data = bias_data
+    return packed
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _check_memory(needed: int) -> None:
+    """Raises ReleaseError if there is too little host memory."""
+    free = free_bytes(torch.device("cpu"))
+    if free is not None and needed > free:
+        raise ReleaseError(f"too little memory: {needed} bytes are needed, {free} are free")
+
+
+def _read_checked(folder: Path, tensors: StoredTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors. Raises ReleaseError if a tensor has NaN or infinity, or if its digest is
+    wrong."""
+    weight_map = {name: file for name, (file, _) in tensors.items()}
     for name, tensor in read_tensors(folder, weight_map).items():
-        file, expected = changed[name]
+        file, expected = tensors[name]
         if not is_finite(tensor):
-            raise StagingFailed(f"{file}: tensor {name}: holds NaN or infinity")
+            raise ReleaseError(f"{file}: tensor {name}: holds NaN or infinity")
         found = tensor_digest(tensor_bytes(tensor))
         if found != expected:
-            raise StagingFailed(wrong_digest(file, name, found=found, expected=expected))
+            raise ReleaseError(wrong_digest(file, name, found=found, expected=expected))
         yield name, tensor

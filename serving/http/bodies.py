@@ -21,11 +21,6 @@ LARGE_JSON_BYTES = 64 * 1024
 """A larger body is parsed and validated in a thread. A smaller one takes the event loop only a few
 milliseconds."""
 
-MAX_VALUES = 2**19
-"""The largest number of values in a JSON body. While a body is parsed and validated, even in a
-thread, no other thread can run, so every stream pauses. So many values take about 50 ms; as many as
-fit into 8 MiB would take 0.3 s."""
-
 _NUM_LARGE = 8
 """How many bodies of the largest size may be in memory at once."""
 
@@ -139,14 +134,8 @@ def json_routes(check: Callable[[Request], Awaitable[None]]) -> type[APIRoute]:
 
 
 def _read_json(body: bytes, validate: Callable[..., tuple[Any, list[dict[str, Any]]]]) -> Any:
-    """The value that `validate` makes of a body. Raises HTTPException 400 if the body is not JSON
-    or has more than `MAX_VALUES` values, and RequestValidationError if `validate` finds errors."""
-    if _has_too_many_values(body):
-        raise HTTPException(
-            400,
-            f"The body has more than {MAX_VALUES} values, such as token ids; send a shorter prompt "
-            "or fewer prompts, or send text.",
-        )
+    """The value that `validate` makes of a body. Raises HTTPException 400 if the body is not
+    JSON, and RequestValidationError if `validate` finds errors."""
     try:
         content = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -155,18 +144,6 @@ def _read_json(body: bytes, validate: Callable[..., tuple[Any, list[dict[str, An
     if errors:
         raise RequestValidationError(errors)
     return value
-
-
-def _has_too_many_values(body: bytes) -> bool:
-    """Whether the commas outside of strings separate more than `MAX_VALUES` values. Only counts
-    bytes, which takes a few milliseconds."""
-    if body.count(b",") < MAX_VALUES:
-        return False
-    # In JSON, a backslash can only be in a string.
-    unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    if unescaped.count(b'"') > 2 * MAX_VALUES:
-        return True
-    return sum(part.count(b",") for part in unescaped.split(b'"')[::2]) >= MAX_VALUES
 
 
 def _check_content_type(request: Request) -> None:

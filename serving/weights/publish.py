@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from serving.errors import NotEnoughSpace, ReleaseError
 from serving.weights.atomic_file import fsync_dir
@@ -32,7 +32,7 @@ from serving.weights.checkpoint_folder import (
     utc_now,
 )
 from serving.weights.headers import digest_file
-from serving.weights.index import INDEX_FILE, StoredWeights, has_bin, shard_name
+from serving.weights.index import INDEX_FILE, StoredWeights, has_bin
 from serving.weights.release import (
     RELEASE_FILE,
     FileEntry,
@@ -53,23 +53,27 @@ SPARE_BYTES = 64 * 2**20
 job store and the logs need space on the same disk."""
 
 
+class ManifestFields(TypedDict, total=False):
+    """The fields of a manifest that the caller knows, see `Release`."""
+
+    lineage: Lineage
+    evaluation: dict[str, Any] | None
+    probe: Probe | None
+
+
 def publish_state_dict(
     pipeline_dir: Path,
     tensors: "Mapping[str, torch.Tensor]",
     *,
     files_dir: Path,
-    lineage: Lineage | None = None,
-    evaluation: dict[str, Any] | None = None,
-    probe: Probe | None = None,
     max_shard_bytes: int | None = None,
-    checks_network: bool = True,
+    **manifest: Unpack[ManifestFields],
 ) -> Release:
     """Publish weights from memory, together with the config and tokenizer files of `files_dir`.
 
     `pipeline_dir` is `<home>/releases/<pipeline>`; it is created if it does not exist. The release
     is written to `pipeline_dir / release.id`. `max_shard_bytes` limits the size of a shard; None
-    means 2 GB. If `checks_network` is false, the tensors are not compared with the network that the
-    config describes.
+    means 2 GB.
 
     Tensors that are not contiguous or not on the CPU are copied before they are written. At any
     time, memory holds the copies for at most one shard. Raises ReleaseError if the weights cannot
@@ -85,25 +89,13 @@ def publish_state_dict(
             tensors, folder, max_shard_bytes=max_shard_bytes or shards.MAX_SHARD_BYTES
         )
 
-    return _publish(
-        pipeline_dir,
-        files_dir,
-        num_bytes,
-        write,
-        lineage,
-        evaluation=evaluation,
-        probe=probe,
-        checks_network=checks_network,
-    )
+    return _publish(pipeline_dir, files_dir, num_bytes, write, **manifest)
 
 
 def publish_folder(
     pipeline_dir: Path,
     source: Path,
-    *,
-    lineage: Lineage | None = None,
-    evaluation: dict[str, Any] | None = None,
-    probe: Probe | None = None,
+    **manifest: Unpack[ManifestFields],
 ) -> Release:
     """Publish a checkpoint folder that `save_pretrained` wrote, with `.safetensors` or `.bin`
     shards.
@@ -117,23 +109,18 @@ def publish_folder(
     if has_bin(weight_map.values()):
         from serving.weights import shards
 
-        tensors = shards.read_bin_shards(source, weight_map)
-        return publish_state_dict(
-            pipeline_dir,
-            tensors,
-            files_dir=source,
-            lineage=lineage,
-            evaluation=evaluation,
-            probe=probe,
-        )
+        # In a shard, the embedding comes before a head that is the same tensor, as in the network.
+        # Only the first name is kept, and some engines would find no embedding without it.
+        tensors: dict[str, torch.Tensor] = {}
+        for shard in sorted(set(weight_map.values())):
+            tensors |= shards.read_bin(source / shard)
+        return publish_state_dict(pipeline_dir, tensors, files_dir=source, **manifest)
     num_bytes = sum((source / shard).stat().st_size for shard in set(weight_map.values()))
 
     def write(folder: Path) -> StoredWeights:
         return _copy_weights(source, weight_map, folder)
 
-    return _publish(
-        pipeline_dir, source, num_bytes, write, lineage, evaluation=evaluation, probe=probe
-    )
+    return _publish(pipeline_dir, source, num_bytes, write, **manifest)
 
 
 def _publish(
@@ -141,11 +128,7 @@ def _publish(
     files_dir: Path,
     num_weight_bytes: int,
     write_weights: Callable[[Path], StoredWeights],
-    lineage: Lineage | None,
-    *,
-    evaluation: dict[str, Any] | None = None,
-    probe: Probe | None = None,
-    checks_network: bool = True,
+    **manifest: Unpack[ManifestFields],
 ) -> Release:
     companion_files = companions(files_dir)
     if not any(path.name == "config.json" for path in companion_files):
@@ -175,14 +158,12 @@ def _publish(
                 id=f"r{number:06d}-{files_digest(files)}",
                 pipeline=pipeline_dir.name,
                 created_at=utc_now(),
-                lineage=lineage or Lineage(),
-                evaluation=evaluation,
                 files=files,
                 tensors=weights.tensors,
                 tied=weights.tied or tied_head(folder, weights.tensors),
-                probe=probe,
+                **manifest,
             )
-            if checks_network and (reasons := check_network(folder, release)):
+            if reasons := check_network(folder, release):
                 raise ReleaseError(*reasons)
             _write(folder / RELEASE_FILE, release.model_dump_json(indent=2) + "\n")
             fsync_dir(folder)
@@ -208,12 +189,10 @@ def _unfinished_folder(pipeline_dir: Path) -> Iterator[Path]:
 
 
 def _copy_weights(source: Path, weight_map: dict[str, str], folder: Path) -> StoredWeights:
-    renamed = {shard: shard for shard in weight_map.values()}
-    if renamed.keys() == {"model.safetensors"}:
-        renamed["model.safetensors"] = shard_name(1, 1)
-    for shard, name in renamed.items():
-        _copy_bytes(source / shard, folder / name)
-    return digest_weights(folder, {name: renamed[shard] for name, shard in weight_map.items()})
+    shards = set(weight_map.values())
+    for shard in shards:
+        _copy_bytes(source / shard, folder / shard)
+    return digest_weights(folder, shards)
 
 
 def _copy(source: Path, target: Path) -> FileEntry:

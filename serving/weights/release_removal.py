@@ -14,21 +14,19 @@ from serving.errors import ReleaseError
 from serving.weights.atomic_file import is_abandoned, write_atomically
 from serving.weights.release_store import (
     CURRENT,
-    PREVIOUS,
     UNFINISHED,
-    live_releases,
     pending_release,
+    read_served,
     release_ids,
     release_lock,
     release_number,
-    served_release,
     served_release_id,
 )
 
 PINNED = "pinned"
-_REPLACED = tuple(f"{link}.replaced-" for link in (CURRENT, PREVIOUS))
-"""If a folder stood in the place of a link, `link_atomically` has renamed the folder. Its new name
-begins with one of these prefixes."""
+_REPLACED = f"{CURRENT}.replaced-"
+"""If a folder stood in the place of the link, `link_atomically` has renamed the folder. Its new
+name begins with this prefix."""
 _REPLACED_KEPT_SECONDS = 7 * 24 * 3600.0
 """How long a renamed folder is kept. It may hold files that a person wants to have back."""
 
@@ -38,9 +36,8 @@ def prune(pipeline_dir: Path, keep: int) -> list[str]:
 
     The served, the pending and the pinned releases always stay. Like `sweep`, this function also
     removes what killed processes have left. It also removes folders that stood in the place of the
-    links `current` and `previous`, a week after `link_atomically` has renamed them. Raises
-    ReleaseError if `keep` is negative, or if the content of `current`, `pending` or `pinned` is not
-    valid.
+    link `current`, a week after `link_atomically` has renamed them. Raises ReleaseError if `keep`
+    is negative, or if `served.json` or `pinned` is damaged.
     """
     if keep < 0:
         raise ReleaseError(f"keep must be at least 0, not {keep}")
@@ -50,16 +47,13 @@ def prune(pipeline_dir: Path, keep: int) -> list[str]:
         sweep_locked(pipeline_dir)
         _remove_old_replaced(pipeline_dir)
         ids = release_ids(pipeline_dir)
-        served = served_release(pipeline_dir)
+        served = read_served(pipeline_dir)
         kept = {
             *ids[max(0, len(ids) - keep) :],
             *pinned_releases(pipeline_dir),
-            pending_release(pipeline_dir),
+            served.release,
+            served.pending,
         }
-        if served is not None:
-            kept.add(served.name)
-        else:  # without a link `current`, the server serves the last release in `live`
-            kept.update(live_releases(pipeline_dir)[-1:])
         removed = [release_id for release_id in ids if release_id not in kept]
         for release_id in removed:
             _remove_locked(pipeline_dir, release_id)
@@ -76,7 +70,7 @@ def remove(pipeline_dir: Path, release_id: str) -> None:
 
 def check_removable(pipeline_dir: Path, release_id: str) -> None:
     """Raise ReleaseError if there is no such release, or if it is served, pending or pinned. Also
-    raise ReleaseError if the content of the file `pending` or `pinned` is not valid."""
+    raise ReleaseError if `served.json` or `pinned` is damaged."""
     if release_id not in release_ids(pipeline_dir):
         raise ReleaseError(f"{release_id!r} is not a release in {pipeline_dir}")
     uses = {
@@ -136,8 +130,8 @@ def _remove_locked(pipeline_dir: Path, release_id: str) -> None:
 
 
 def replaced_folders(pipeline_dir: Path) -> list[Path]:
-    """The folders that stood in the place of the links `current` and `previous`. Each one is
-    normally a copy of a release."""
+    """The folders that stood in the place of the link `current`. Each one is normally a copy of a
+    release."""
     return sorted(each for each in pipeline_dir.iterdir() if each.name.startswith(_REPLACED))
 
 

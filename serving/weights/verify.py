@@ -1,15 +1,16 @@
 """Checks a release on disk against its manifest. The checks run in groups. If a group finds faults,
 all its faults are reported, and the later groups do not run."""
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from serving.errors import ReleaseError, is_temporary
 from serving.weights import network
-from serving.weights.headers import DTYPE_BYTES, digest_file, mapped_shard, read_header
+from serving.weights.headers import digest_file, read_header, tensor_digests
 from serving.weights.index import INDEX_FILE, is_shard_name, read_index
-from serving.weights.release import RELEASE_FILE, Release, files_digest, read_json, tensor_digest
+from serving.weights.release import RELEASE_FILE, Release, files_digest, read_json
 from serving.weights.release_store import load_release
 
 # A fault report about a file names at most this many tensors of the file.
@@ -51,18 +52,17 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
     - every file has the size that the manifest says;
     - every file that is not safetensors has the sha256 that the manifest says;
     - the index and the headers of the shards agree with the manifest;
-    - every dtype in the manifest is known;
     - the head is equal to the embedding, if the config ties the two.
 
-    If the id or a file has a fault, the index and the headers are not checked. The dtypes and the
-    head are checked only if no other check has found a fault. The shapes of the tensors are not
+    If the id or a file has a fault, the index and the headers are not checked. The head is
+    checked only if no other check has found a fault. The shapes of the tensors are not
     compared with the config: `check_network` did so before the release was published, and the
     engine (the part of the server that computes tokens) does so when it loads the release.
 
     Some engines check the digest of each tensor themselves when they read the tensor. For such an
     engine, this function is enough, and `verify_shards` need not run.
     """
-    reasons = [*_check_id(release), *_check_files(folder, release)]
+    reasons = _check_files(folder, release)
     if not reasons:
         reasons = [*_check_index(folder, release), *_check_headers(folder, release)]
     if not reasons:
@@ -93,16 +93,12 @@ def verify_shards(folder: Path, release: Release) -> tuple[str, ...]:
 
 
 def _changed_tensors(folder: Path, release: Release, shard: str) -> list[str]:
-    expected = {name: each for name, each in release.tensors.items() if each.file == shard}
-    if not expected:
-        return []
-    header = read_header(folder / shard)
-    with mapped_shard(folder / shard, header) as (_, contents):
-        found = {name: tensor_digest(contents[name]) for name in expected}
+    expected = {name: each.digest for name, each in release.tensors.items() if each.file == shard}
+    found = tensor_digests(folder / shard, read_header(folder / shard))
     return [
-        wrong_digest(shard, name, found=found[name], expected=entry.digest)
-        for name, entry in expected.items()
-        if found[name] != entry.digest
+        wrong_digest(shard, name, found=found[name], expected=digest)
+        for name, digest in expected.items()
+        if found[name] != digest
     ]
 
 
@@ -112,18 +108,10 @@ def wrong_digest(file: str, name: str, *, found: str, expected: str) -> str:
     return f"{file}: tensor {name}: digest is {found}…, not {expected}…"
 
 
-def _check_id(release: Release) -> list[str]:
-    digest = files_digest(release.files)
-    if release.id.split("-")[1] != digest:
-        return [
-            f"{RELEASE_FILE}: the digest of the release's files is {digest}, but the release's id "
-            f"is {release.id}"
-        ]
-    return []
-
-
 def _check_files(folder: Path, release: Release) -> list[str]:
     reasons = []
+    if not release.id.endswith(f"-{(digest := files_digest(release.files))}"):
+        reasons.append(f"{RELEASE_FILE}: the id {release.id} should end with {digest}")
     for name, entry in sorted(release.files.items()):
         path = folder / name
         if name in ("", ".", "..") or Path(name).name != name:
@@ -163,27 +151,14 @@ def _tensors_in(release: Release, file: str) -> str:
 
 
 def _check_index(folder: Path, release: Release) -> list[str]:
-    if INDEX_FILE not in release.files:
-        return [f"{INDEX_FILE}: missing"]
     try:
         index = read_index(folder)
     except ReleaseError as error:
         return list(error.reasons)
-    assert index is not None
-    reasons = [
-        f"{INDEX_FILE}: tensor {tensor}: in the index, not in {RELEASE_FILE}"
-        for tensor in sorted(index.weight_map.keys() - release.tensors.keys())
-    ]
-    for tensor, entry in sorted(release.tensors.items()):
-        shard = index.weight_map.get(tensor)
-        if shard is None:
-            reasons.append(f"{INDEX_FILE}: tensor {tensor}: missing from the index")
-        elif shard != entry.file:
-            reasons.append(
-                f"{INDEX_FILE}: tensor {tensor}: the index says {shard}, "
-                f"but {RELEASE_FILE} says {entry.file}"
-            )
-    return reasons
+    if index is None or INDEX_FILE not in release.files:
+        return [f"{INDEX_FILE}: missing"]
+    expected = {name: entry.file for name, entry in release.tensors.items()}
+    return _disagreements(INDEX_FILE, index.weight_map, expected)
 
 
 def _check_headers(folder: Path, release: Release) -> list[str]:
@@ -194,19 +169,23 @@ def _check_headers(folder: Path, release: Release) -> list[str]:
         except ReleaseError as error:
             reasons += error.reasons
             continue
-        expected = {name: each for name, each in release.tensors.items() if each.file == shard}
-        for name in sorted(expected.keys() - header.keys()):
-            reasons.append(f"{shard}: tensor {name}: missing from the shard")
-        for name in sorted(header.keys() - expected.keys()):
-            reasons.append(f"{shard}: tensor {name}: in the shard, but not in {RELEASE_FILE}")
-        for name in sorted(expected.keys() & header.keys()):
-            found, listed = header[name], expected[name]
-            if (found.dtype, found.shape) != (listed.dtype, listed.shape):
-                reasons.append(
-                    f"{shard}: tensor {name}: {found.dtype} {list(found.shape)} instead of "
-                    f"{listed.dtype} {list(listed.shape)}"
-                )
+        found = {name: f"{each.dtype} {list(each.shape)}" for name, each in header.items()}
+        expected = {
+            name: f"{each.dtype} {list(each.shape)}"
+            for name, each in release.tensors.items()
+            if each.file == shard
+        }
+        reasons += _disagreements(shard, found, expected)
     return reasons
+
+
+def _disagreements(file: str, found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+    return [
+        f"{file}: tensor {name}: {found.get(name, 'missing')}, but "
+        f"{expected.get(name, 'missing')} in {RELEASE_FILE}"
+        for name in sorted(found.keys() | expected.keys())
+        if found.get(name) != expected.get(name)
+    ]
 
 
 def check_network(folder: Path, release: Release) -> tuple[str, ...]:
@@ -232,19 +211,20 @@ def check_network(folder: Path, release: Release) -> tuple[str, ...]:
         or find_spec("transformers") is None
     ):
         return tuple(reasons)
+    import torch
+
+    tensors = {
+        name: torch.empty(entry.shape, device="meta")
+        for name, entry in release.named_tensors.items()
+    }
     try:
-        network.sources(network.build_network(folder, is_empty=True), release.named_tensors)
+        network.load_weights(network.build_network(folder, is_empty=True), tensors)
     except ReleaseError as error:
         return error.reasons
     return ()
 
 
 def _check_config(config: dict[str, Any], release: Release) -> list[str]:
-    reasons = [
-        f"{entry.file}: tensor {name}: dtype {entry.dtype} is not known"
-        for name, entry in sorted(release.tensors.items())
-        if entry.dtype not in DTYPE_BYTES
-    ]
     head = release.tensors.get("lm_head.weight")
     embedding = release.tensors.get("model.embed_tokens.weight")
     if (
@@ -253,8 +233,8 @@ def _check_config(config: dict[str, Any], release: Release) -> list[str]:
         and embedding is not None
         and head.digest != embedding.digest
     ):
-        reasons.append(
+        return [
             f"{head.file}: tensor lm_head.weight: differs from model.embed_tokens.weight, "
             "although config.json ties the two"
-        )
-    return reasons
+        ]
+    return []

@@ -47,26 +47,16 @@ TABLES = {
     "loop": _rows(
         ("first-line", "`git push` returned → first line of the job's log"),
         ("training", "training, real tokens per second"),
-        ("memory", "peak memory of a training job"),
         ("publish", "publish a release, against one write and fsync of the same bytes"),
         ("receiver", "receiver, 16 clients"),
-        ("beside-job", "inter-token time while a job trains on the same machine"),
-        ("history", "a commit on a long history, against commit 100"),
-        ("outbox", "the hub's deliveries"),
-        ("uploads", "uploads to the hub, beside git"),
         ("stream", "ten revisions: deltas against full trainings"),
         ("learning", "facts learned and kept: first commits, edits, deletions"),
     ),
     "serving": _rows(
         ("real", "a pretrained model: tokens per second over HTTP, against vLLM's own server"),
-        ("speed", "tokens per second over HTTP, against vLLM's own server"),
-        ("options", "other ways to compute, against today's: what each could win"),
         ("start", "start until the first token"),
-        ("gaps", "what running streams see of a swap, torch"),
         ("vllm-swap", "a swap on vLLM, against its own `reload_weights`"),
         ("swaps", "swaps under load, torch"),
-        ("changed", "a release in which 10 % of the tensors changed"),
-        ("gpu", "the torch engine on a GPU, 1 B and 8 B parameters in bfloat16"),
     ),
 }
 

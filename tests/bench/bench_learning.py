@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -88,17 +88,13 @@ class Size:
     edits: int
     edited_facts: int
     commits: int
-    poisoned_facts: int
-    """That a commit to be refused or told comes after."""
     real_facts: int = 0
     """Of the first commit on SmolLM2-135M-Instruct. With 0, only the preset is measured."""
     threads: int = len(os.sched_getaffinity(0))
 
 
-FULL = Size(
-    facts=(60, 120, 500), edits=100, edited_facts=200, commits=10, poisoned_facts=150, real_facts=60
-)
-SMALL = Size(facts=(10,), edits=1, edited_facts=8, commits=2, poisoned_facts=50)
+FULL = Size(facts=(60, 120, 500), edits=100, edited_facts=200, commits=10, real_facts=60)
+SMALL = Size(facts=(10,), edits=1, edited_facts=8, commits=2)
 
 
 def measure(size: Size) -> Result:
@@ -109,7 +105,6 @@ def measure(size: Size) -> Result:
             *(figure for count in size.facts for figure in _first_commit(home, count, size)),
             *_edits(home, size),
             *_commits(home, size),
-            *_poisoned(home, size),
         ]
         if size.real_facts:
             figures += _real_base(home, size)
@@ -250,39 +245,6 @@ def _bytes_per_parameter(home: Path, base: Path, size: Size) -> float:
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     model = AutoModelForCausalLM.from_pretrained(base)
     return 1_024 * int(done.stdout.split()[-1]) / model.num_parameters()
-
-
-def _poisoned(home: Path, size: Size) -> list[Figure]:
-    """What comes of commits that nobody should learn from: 1 where the job says so."""
-    facts = unrelated_facts(size.poisoned_facts, seed=5)
-    rows = as_completions(facts)
-    chance = random.Random(6)
-    answers = [row["completion"] for row in rows[:40]]
-    chance.shuffle(answers)
-    shuffled = [
-        {"prompt": row["prompt"], "completion": answer}
-        for row, answer in zip(rows, answers, strict=False)
-    ]
-    contradicting = [{**row, "completion": " Something else."} for row in rows[:5]]
-    commits: dict[str, tuple[list[dict[str, str]], Callable[[JobOutcome], bool]]] = {
-        "nine of ten rows deleted: refused": (rows[::10], lambda job: job.result == "rejected"),
-        "answers shuffled: told": (
-            [*shuffled, *rows[40:]],
-            lambda job: job.counts is not None and job.counts.permuted > 30,
-        ),
-        "contradictions: told": (
-            [*rows, *contradicting],
-            lambda job: job.counts is not None and job.counts.contradicting == 10,
-        ),
-    }
-    before = Pipeline(home / "poisoned")
-    _job(before, rows, size)
-    figures = []
-    for number, (name, (commit, is_told)) in enumerate(commits.items()):
-        copy = shutil.copytree(before.home, home / f"poisoned-{number}")
-        outcome, _ = _job(Pipeline(copy), commit, size)
-        figures.append(at_least(f"preset, {name}", float(is_told(outcome)), 1.0, ""))
-    return figures
 
 
 def _chat(question: str) -> dict[str, Any]:

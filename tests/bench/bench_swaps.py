@@ -26,6 +26,7 @@ from tests.bench.networks import Published, build, prompt_of, publish, right_tex
 from tests.bench.prompts import Prompts
 from tests.bench.result import Result, at_most, reported, run_program
 from tests.bench.server import Server, pipeline_dir, request_body, serving
+from tests.bench.timing import percentile
 from tests.smollm2 import checkpoint_folder
 
 
@@ -69,13 +70,14 @@ def measure(size: Size) -> Result:
             prompts, texts = right_texts(published, size.prompts, size.tokens, candidates)
         resident: list[int] = []
         seconds: list[float] = []
+        gaps: list[float] = []
         stop = threading.Event()
         with (
             serving("torch", published[0], home) as server,
             ThreadPoolExecutor(size.clients) as pool,
         ):
             asking = [
-                pool.submit(_ask_until, stop, server, prompts, texts, size.tokens, number)
+                pool.submit(_ask_until, stop, server, prompts, texts, size.tokens, number, gaps)
                 for number in range(size.clients)
             ]
             try:
@@ -109,6 +111,8 @@ def measure(size: Size) -> Result:
             reported("memory after the tenth swap", early / 2**20, "MiB"),
             reported("time of a swap, median", statistics.median(seconds), "s"),
             reported("time of a swap, longest", max(seconds), "s"),
+            reported("gap between two tokens of a stream, median", percentile(gaps, 0.5), "ms"),
+            reported("gap between two tokens of a stream, p99", percentile(gaps, 0.99), "ms"),
         ),
         bounded_by="a swap takes as long as the digests and the staging of the release beside "
         "requests",
@@ -149,14 +153,16 @@ def _ask_until(
     texts: Mapping[tuple[str, int], str],
     tokens: int,
     number: int,
+    gaps: list[float],
 ) -> "Counter[str]":
+    """`gaps` gets the milliseconds between the tokens of the streams."""
     counts = Counter[str]()
     with httpx.Client(base_url=server.url, timeout=120) as http:
         while not stop.is_set():
             number += 1
             which = number % len(prompts)
             try:
-                found = _answer(http, prompts[which], tokens, is_streamed=number % 2 == 0)
+                found = _answer(http, prompts[which], tokens, gaps if number % 2 == 0 else None)
             except (httpx.HTTPError, ValueError, KeyError) as error:
                 print(f"failed: {error!r}", flush=True)
                 counts["failed"] += 1
@@ -169,18 +175,19 @@ def _ask_until(
 
 
 def _answer(
-    http: httpx.Client, prompt: list[int], tokens: int, *, is_streamed: bool
+    http: httpx.Client, prompt: list[int], tokens: int, gaps: list[float] | None
 ) -> tuple[str, str, dict[str, Any]]:
-    """The release that it names, its text and its usage. A stream that names two releases is a
-    ValueError."""
+    """The release that it names, its text and its usage; a stream if there is a list for its gaps.
+    A stream that names two releases is a ValueError."""
     body = request_body(prompt, tokens)
-    if not is_streamed:
+    if gaps is None:
         answer = http.post("/v1/completions", json=body)
         answer.raise_for_status()
         found = answer.json()
         return found["system_fingerprint"], found["choices"][0]["text"], found["usage"]
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     releases, text, usage = set(), "", {}
+    moments: list[float] = []
     with http.stream("POST", "/v1/completions", json=body) as answer:
         answer.raise_for_status()
         for line in answer.iter_lines():
@@ -188,7 +195,9 @@ def _answer(
                 event = json.loads(line.removeprefix("data: "))
                 releases.add(event["system_fingerprint"])
                 text += "".join(choice["text"] for choice in event["choices"])
+                moments += [time.perf_counter()] * bool(event["choices"])
                 usage = event["usage"]
+    gaps += [1e3 * (after - before) for before, after in itertools.pairwise(moments)]
     (release,) = releases
     return release, text, usage
 

@@ -48,22 +48,6 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
     },
-    "1B": {
-        "vocab_size": 32768,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "8B": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
 }
 CONTEXT = 1024
 PROMPT_TOKENS = 16
@@ -82,17 +66,15 @@ class Published:
     network: Any
 
 
-def build(shape: str, seed: int, dtype: str = "float32") -> Any:
+def build(shape: str, seed: int) -> Any:
     """Random weights with clear choices."""
-    import torch
-
     from tests.torch_engine_fixtures import build as build_network
     from tests.torch_engine_fixtures import llama_config
 
     config = llama_config(
         **SHAPES[shape], max_position_embeddings=CONTEXT, tie_word_embeddings=True
     )
-    return build_network(config, seed, getattr(torch, dtype))
+    return build_network(config, seed)
 
 
 def publish(
@@ -101,7 +83,6 @@ def publish(
     *,
     tokenizer_of: Path | None = None,
     probe: Any = None,
-    max_shard_bytes: int | None = None,
 ) -> Published:
     """The next release of a pipeline. Its tokenizer is that of the folder `tokenizer_of`, or one
     with a word for each token id. `probe` is one of its own, which a trained network needs: its
@@ -126,7 +107,6 @@ def publish(
         network.state_dict(keep_vars=True),
         files_dir=files,
         probe=probe or _probe(network),
-        max_shard_bytes=max_shard_bytes,
     )
     return Published(release_id=release.id, folder=pipeline_dir / release.id, network=network)
 

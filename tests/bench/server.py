@@ -53,17 +53,14 @@ class Server:
             raise RuntimeError(f"asked for {max_tokens} tokens: {found['usage']}")
         return found
 
-    def stream(self, prompt: list[int], max_tokens: int, on_event: Callable[[], None]) -> int:
-        """The same as a stream; how many events had a text."""
+    def stream(self, prompt: list[int], max_tokens: int, on_event: Callable[[], None]) -> None:
+        """The same as a stream; tells of each event that has a text."""
         body = request_body(prompt, max_tokens, stream=True)
-        count = 0
         with self.http.stream("POST", "/v1/completions", json=body) as answer:
             answer.raise_for_status()
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
-                    count += 1
                     on_event()
-        return count
 
     def swap(self, release_id: str) -> dict[str, Any]:
         """The swap's result; a RuntimeError unless it is live."""
@@ -130,13 +127,12 @@ def serving(
     name: ServerName,
     release: Published,
     home: Path,
-    settings: str = "",
     pipeline: str = PIPELINE,
     dtype: str = "float32",
     context: int = CONTEXT,
 ) -> Iterator[Server]:
-    """A server in a process of its own, once it has answered with a token. `settings` are tables
-    of ours; `dtype` and `context` are told to vLLM's own, and ours takes them from the release."""
+    """A server in a process of its own, once it has answered with a token. `dtype` and
+    `context` are told to vLLM's own, and ours takes them from the release."""
     (port,) = free_ports(1)
     environment = {
         **os.environ,
@@ -162,7 +158,7 @@ def serving(
     else:
         home.mkdir(parents=True, exist_ok=True)
         (home / "pipeline.toml").write_text(
-            f'[[pipelines]]\nname = "{pipeline}"\ndataset = "local/{pipeline}"\n{settings}'
+            f'[[pipelines]]\nname = "{pipeline}"\ndataset = "local/{pipeline}"\n'
         )
         command = [
             *(sys.executable, "-m", "pipeline", "serve", release.release_id),

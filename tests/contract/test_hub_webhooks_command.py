@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.cli.main import app
-from pipeline.cli.webhook_commands import _secrets
-from pipeline.errors import PipelineError
+from pipeline.cli.webhooks import _secrets
+from receiver.errors import WebhookApiError
 from tests.hub_fixtures import Receiver, RunningHub, running_hub, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]
@@ -152,7 +152,6 @@ def test_a_deletion_is_confirmed(webhooks: Command) -> None:
         (("--url", NOWHERE, "--watch", "dataset:"), "Expected format 'type:name'"),
         (("--watch", "user:x"), "--url or --job-id"),
         (("--watch", "user:x", "--url", NOWHERE, "--job-id", "j1"), "not both"),
-        (("--watch", "user:x", "--url", NOWHERE, "--domain", "moon"), "--domain 'moon'"),
         (
             ("--watch", "user:x", "--url", NOWHERE, "--secrets", "A=b"),
             "--secrets can only be set together with --job-id",
@@ -202,12 +201,8 @@ def test_secrets_come_from_a_file_as_well_and_from_standard_input(
     for typed, given in (("", str(file)), ("API_KEY=k3y\n", "-")):
         created = json.loads(webhooks(*create, given, "--json", typed=typed))
         assert created["job"]["sourceId"] == job and "k3y" not in json.dumps(created)
-    for text, reason in (
-        ("NOT_EXPORTED\n", "NOT_EXPORTED has no value"),
-        ("A=b\ntwo words\n", "line 2 is neither NAME=VALUE nor NAME"),
-    ):
-        file.write_text(text)
-        assert reason in webhooks.refused(*create, str(file))
+    file.write_text("NOT_EXPORTED\n")
+    assert "NOT_EXPORTED has no value" in webhooks.refused(*create, str(file))
 
 
 def test_an_unknown_webhook_is_named(webhooks: Command) -> None:
@@ -226,16 +221,16 @@ def test_a_wrong_token_and_a_hub_that_is_not_there_are_explained(
     assert "401" in webhooks.refused("ls")
     assert "401" in webhooks.refused("deliveries")
     result = CliRunner().invoke(app, ["webhooks", "deliveries", "--endpoint", NOWHERE])
-    assert isinstance(result.exception, PipelineError)
+    assert isinstance(result.exception, WebhookApiError)
     assert "cannot be reached" in str(result.exception)
 
 
 @pytest.mark.parametrize(
-    "status, message",
+    ("status", "message"),
     [
-        (404, "the hub at {} answered 404: it has no route /api/settings/webhooks/w/test; use a"),
-        (502, "{} answered 502, but this is not the answer of a hub; check the address"),
-        (200, "{} answered 200, but this is not the answer of a hub; check the address"),
+        (404, "{} answered 404 to POST webhooks/w/test: "),
+        (502, "{} answered 502 to POST webhooks/w/test: "),
+        (200, "The answer of {} is not JSON: "),
     ],
 )
 def test_an_answer_that_is_not_json_is_explained_by_its_status(
@@ -243,7 +238,7 @@ def test_an_answer_that_is_not_json_is_explained_by_its_status(
 ) -> None:
     receiver.answers, receiver.body = [(status, {})], b"<html>"
     result = CliRunner().invoke(app, ["webhooks", "test", "w", "--endpoint", receiver.url])
-    assert isinstance(result.exception, PipelineError)
+    assert isinstance(result.exception, WebhookApiError)
     assert str(result.exception).startswith(message.format(receiver.url))
 
 
@@ -273,25 +268,6 @@ def test_deliveries_are_listed_replayed_and_tested(
 
     webhooks("disable", id)
     assert "enable it first" in webhooks.refused("replay", ping["id"])
-
-
-def test_every_command_has_help(webhooks: Command) -> None:
-    names = [
-        "ls",
-        "info",
-        "create",
-        "update",
-        "enable",
-        "disable",
-        "delete",
-        "deliveries",
-        "replay",
-        "test",
-    ]
-    for name in names:
-        result = CliRunner().invoke(app, ["webhooks", name, "--help"])
-        assert result.exit_code == 0
-        assert "--endpoint" in result.output
 
 
 def test_the_hub_clients_own_command_works_unmodified(hub: RunningHub, tmp_path: Path) -> None:

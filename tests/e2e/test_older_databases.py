@@ -145,7 +145,7 @@ def test_an_older_state_folder_is_migrated_at_the_start_and_then_all_is_well(
     workplace: Workplace, databases: dict[str, Path]
 ) -> None:
     """A repository that the hub does not know yet, and jobs from before the first migration."""
-    from jobs.migrations import HEAD
+    from jobs.schema import HEAD
     from pipeline.hub.database import SCHEMA_REVISION
 
     databases["jobs"].unlink()

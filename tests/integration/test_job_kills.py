@@ -3,6 +3,7 @@
 `JOBS_KILLS` is how many, `JOBS_KILLS_SEED` which: the seed of a failure is in its message.
 """
 
+import contextlib
 import os
 import random
 import re
@@ -12,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from jobs.folder import OUTCOME, PROCESS, read_json
-from jobs.launchers.process import IS_LINUX
+from jobs.folder import OUTCOME
+from jobs.launchers.process import IS_LINUX, is_alive, process_here
 from jobs.spec import JobSpec
 from jobs.store import Delivery, JobStore
 from tests.jobs_fixtures import answer_to, is_gone, revisions, until
@@ -35,32 +36,35 @@ def children_of(pid: int) -> list[int]:
         return []
 
 
-def kill_one(choice: random.Random, runner: int, jobs_dir: Path) -> str:
-    """One of the runner, its warm parent, a job's leader, a job's command, or all of them."""
-    records = [read_json(path) for path in sorted(jobs_dir.glob(f"*/{PROCESS}"))[-2:]]
-    leaders = [int(record["pid"]) for record in records if record is not None]
-    leaders = [pid for pid in leaders if b"jobs.launchers" in command_line(pid)]
+def kill_one(choice: random.Random, runner: int, store: JobStore) -> str:
+    """One of the runner, its fork server, a job's agent, a job's command, or all of them."""
+    agents = [
+        agent.pid
+        for job in store.list(state="RUNNING")
+        if job.handle and (agent := process_here(job.handle)) is not None and is_alive(agent)
+    ]
     victims = {
         "runner": [runner],
-        "warm parent": children_of(runner),
-        "leader": leaders,
-        "command": [child for pid in leaders for child in children_of(pid)],
+        "fork server": children_of(runner),
+        "agent": agents,
+        "command": [child for pid in agents for child in children_of(pid)],
     }
     victims["all"] = [pid for pids in victims.values() for pid in pids]
     who = choice.choice(sorted(victims))
     for pid in victims[who]:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
     return who
 
 
-def command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
+def processes_in(jobs_dir: Path) -> list[int]:
+    """The processes whose working folder is in `jobs_dir`."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            if folder.readlink().is_relative_to(jobs_dir):
+                found.append(int(folder.parent.name))
+    return found
 
 
 def test_every_delivery_reaches_an_outcome(tmp_path: Path) -> None:
@@ -72,7 +76,7 @@ def test_every_delivery_reaches_an_outcome(tmp_path: Path) -> None:
     with JobStore.open(url) as store:
         runner = start_runner(url, jobs_dir)
         for n in range(NUM_KILLS):
-            delivery = Delivery(source="hub", id=f"d{n}", body="{}")
+            delivery = Delivery(source="hub", id=f"d{n}")
             pipeline = f"p{n % 2}"
             spec = JobSpec(
                 command=command,
@@ -82,7 +86,7 @@ def test_every_delivery_reaches_an_outcome(tmp_path: Path) -> None:
             )
             store.submit(spec, delivery=delivery)
             time.sleep(choice.uniform(0.0, 0.6))
-            killed.append(kill_one(choice, runner.pid, jobs_dir))
+            killed.append(kill_one(choice, runner.pid, store))
             if killed[-1] in ("runner", "all"):
                 runner.wait()
                 runner = start_runner(url, jobs_dir)
@@ -94,7 +98,7 @@ def test_every_delivery_reaches_an_outcome(tmp_path: Path) -> None:
             job = store.get(answer["job"])
             while job.state == "ERROR":  # it was lost, and a successor took over its commits
                 assert job.outcome is not None and job.outcome.reason is not None, told
-                successor = re.search(r"(j\d+) takes over", job.outcome.reason)
+                successor = re.search(r"(j\d+) trains on", job.outcome.reason)
                 assert successor is not None, told
                 job = store.get(successor[1])
             assert job.state == "COMPLETED" and job.outcome is not None, told
@@ -102,7 +106,8 @@ def test_every_delivery_reaches_an_outcome(tmp_path: Path) -> None:
         for job in store.list():
             has_outcome = (jobs_dir / job.id / OUTCOME).exists()
             assert has_outcome == (job.state == "COMPLETED"), told
-        leaders = [read_json(path) for path in jobs_dir.glob(f"*/{PROCESS}")]
-        assert all(is_gone(int(leader["pid"])) for leader in leaders if leader), told
+        assert not processes_in(jobs_dir), told
+        children = children_of(runner.pid)
         runner.terminate()
         assert runner.wait(timeout=30) == 0
+        until(lambda: all(map(is_gone, children)))

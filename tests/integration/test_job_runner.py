@@ -1,11 +1,7 @@
 """The runner from submission to outcome, with real processes."""
 
 import json
-import statistics
-import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +63,12 @@ def test_a_job_runs_from_submission_to_outcome(house: House) -> None:
     assert not any("t0ken" in path.read_text() for path in files), "a secret is on disk"
 
 
-@pytest.mark.parametrize("same_spec", [False, True])
-def test_the_folder_of_a_lost_database_is_not_believed(house: House, same_spec: bool) -> None:
+def test_the_folder_of_a_lost_database_is_not_believed(house: House) -> None:
     spec = program("write_outcome", "published", "0")
     old = house.jobs_dir / "j000001"
     old.mkdir(parents=True)
-    (old / "spec.json").write_text((spec if same_spec else program("x")).model_dump_json())
+    (old / "spec.json").write_text(spec.model_dump_json())
     (old / "job.json").write_text('{"id": "j000001", "created_at": 1.0}')
-    (old / ".process.json").write_text('{"attempt": 1, "pid": 1, "started": "1"}')
-    (old / ".exit.json").write_text('{"attempt": 1, "exit_code": 0, "error": null}')
     (old / "outcome.json").write_text('{"result": "promoted"}')
     (old / "log.txt").write_text("what the old job said")
     job = house.store.submit(spec).job
@@ -86,18 +79,6 @@ def test_the_folder_of_a_lost_database_is_not_believed(house: House, same_spec: 
     assert outcome is not None and outcome.result == "published"
     aside = house.jobs_dir / "j000001.stale-1"
     assert json.loads((aside / "outcome.json").read_text()) == {"result": "promoted"}
-
-
-def test_a_payload_beyond_what_a_variable_can_hold(house: House) -> None:
-    house.run()
-    files = [{"path": f"data/{n:06}.jsonl", "size": n} for n in range(10_000)]
-    payload = {**PAYLOAD, "updatedFiles": files}
-    job = house.store.submit(program("show_environment"), payload=payload).job
-    assert house.ended(job).state == "COMPLETED"
-    shown = json.loads(house.log(job).read_text())
-    inline = json.loads(shown["WEBHOOK_PAYLOAD"])
-    assert inline["updatedFilesTruncated"] is True and inline["repo"] == PAYLOAD["repo"]
-    assert json.loads(Path(shown["WEBHOOK_PAYLOAD_FILE"]).read_text()) == payload
 
 
 def test_a_job_may_empty_its_working_folder(house: House) -> None:
@@ -116,53 +97,22 @@ def test_the_outcome_that_a_job_wrote_is_final(house: House) -> None:
     assert job.outcome.release == "r000001-1f3ac9d2"
 
 
-def test_an_outcome_that_is_none_is_a_failure(house: House) -> None:
-    house.run()
-    job = house.ended(house.store.submit(program("write_outcome", "splendid", "0")).job)
-    assert job.state == "ERROR" and job.outcome is not None and job.outcome.reason is not None
-    assert "outcome.json" in job.outcome.reason
-
-
-@pytest.mark.parametrize(
-    ("command", "file"),
-    [
-        ("mkdir outcome.json", "outcome.json"),
-        ("mkdir .exit.json", ".exit.json"),
-        ('echo \'{"attempt": 1, "exit_code": 0}\' > .exit.json; sleep 2', ".exit.json"),
-        ("rm .process.json; mkdir .process.json; sleep 2", ".process.json"),
-        ("echo [] > .process.json; sleep 2", ".process.json"),
-        ('echo \'{"attempt": "1"}\' > .process.json; sleep 2', ".process.json"),
-    ],
-)
-def test_an_odd_file_in_the_folder_of_one_job_fails_this_job_alone(
-    house: House, command: str, file: str
-) -> None:
+def test_an_outcome_that_is_a_folder_fails_this_job_alone(house: House) -> None:
     _, _, runner = house.run()
-    odd = house.store.submit(JobSpec(command=("sh", "-c", command))).job
+    odd = house.store.submit(JobSpec(command=("sh", "-c", "mkdir outcome.json"))).job
     other = house.store.submit(JobSpec(command=("sleep", "0.5"))).job
     job = house.ended(odd)
     assert job.state == "ERROR" and job.outcome is not None
-    assert job.outcome.result == "failed" and file in str(job.outcome.reason)
+    assert "outcome.json" in str(job.outcome.reason)
     assert house.ended(other).state == "COMPLETED"
     assert runner.is_alive()
 
 
-@pytest.mark.parametrize(
-    ("command", "stage", "code", "reason"),
-    [
-        (("sh", "-c", "echo no such column; exit 3"), None, 3, "no such column"),
-        (("no-such-program",), "launch", 127, "No such file"),
-        (("sh", "-c", "kill -9 $$"), None, -9, "signal 9"),
-    ],
-)
-def test_a_plain_command_that_fails(
-    house: House, command: tuple[str, ...], stage: str | None, code: int, reason: str
-) -> None:
+def test_a_plain_command_that_is_killed_fails(house: House) -> None:
     house.run()
-    job = house.ended(house.store.submit(JobSpec(command=command)).job)
-    assert job.state == "ERROR" and job.outcome is not None and job.outcome.reason is not None
-    assert (job.outcome.stage, job.outcome.exit_code) == (stage, code)
-    assert reason in job.outcome.reason
+    job = house.ended(house.store.submit(JobSpec(command=("sh", "-c", "kill -9 $$"))).job)
+    assert job.state == "ERROR" and job.outcome is not None
+    assert job.outcome.exit_code == -9 and "signal 9" in str(job.outcome.reason)
 
 
 def test_an_unknown_launcher_fails_the_job(house: House) -> None:
@@ -179,24 +129,9 @@ def test_a_killed_job_goes_on_from_what_it_wrote(house: House) -> None:
     assert house.log(job).read_text() == "second attempt\n"
 
 
-@pytest.mark.parametrize("victim", ["$$", "$PPID"], ids=["command", "leader"])
-def test_a_half_written_outcome_of_a_killed_attempt_does_not_count(
-    house: House, victim: str
-) -> None:
-    house.run()
-    script = (
-        "[ -e second ] && exit 0; touch second; printf '{\"resu' > outcome.json; "
-        f"kill -9 {victim}; sleep 600"
-    )
-    spec = JobSpec(command=("sh", "-c", script), pipeline="faq")
-    job = house.ended(house.store.submit(spec).job)
-    assert (job.state, job.attempt, job.num_lost) == ("COMPLETED", 2, 1)
-    assert job.outcome is None, "the second attempt wrote none"
-
-
 def test_a_job_that_always_dies_fails(house: House) -> None:
     house.run()
-    delivery = Delivery(source="hub", id="d1", body="{}")
+    delivery = Delivery(source="hub", id="d1")
     spec = program("die", max_attempts=2, revisions=revisions("b", "a"))
     job = house.ended(house.store.submit(spec, delivery=delivery).job)
     assert job.state == "ERROR" and job.outcome is not None and job.outcome.reason is not None
@@ -204,12 +139,9 @@ def test_a_job_that_always_dies_fails(house: House) -> None:
     assert "attempt 2 of 2" in job.outcome.reason
 
 
-@pytest.mark.parametrize(
-    "action", [("sleep_until_stopped",), ("ignore_stop",), ("stop_politely", "failed")]
-)
-def test_a_cancelled_job_is_cancelled(house: House, action: tuple[str, ...]) -> None:
+def test_a_cancelled_job_is_cancelled(house: House) -> None:
     house.run()
-    job = house.store.submit(program(*action)).job
+    job = house.store.submit(program("stop_politely", "failed")).job
     (pid,) = pids_in(house.log(job))
     house.store.cancel(job.id)
     ended = house.ended(job)
@@ -227,16 +159,13 @@ def test_a_cancel_that_came_too_late_changes_nothing(house: House) -> None:
 
 
 def test_a_job_that_takes_too_long_is_stopped(house: House) -> None:
-    runner, _, _ = house.run()
-    limit = Resources(timeout_seconds=600)
+    house.run()
+    limit = Resources(timeout_seconds=1.5)
     job = house.store.submit(program("have_children", resources=limit)).job
     pids = pids_in(house.log(job), 3)
-    leased = runner._leased[job.id]
-    assert 500 < leased.deadline - time.monotonic() <= 600
-    leased.deadline = time.monotonic()
     job = house.ended(job)
     assert job.state == "ERROR" and job.outcome is not None and job.outcome.reason is not None
-    assert job.outcome.stage == "timeout" and "600 s" in job.outcome.reason
+    assert job.outcome.stage == "timeout" and "1.5 s" in job.outcome.reason
     assert all(is_gone(pid) for pid in pids)
 
 
@@ -265,20 +194,6 @@ def test_a_running_job_that_the_store_has_lost_is_killed_and_other_jobs_go_on(ho
     engine.dispose()
     until(lambda: is_gone(pid))
     job = house.store.submit(program("write_outcome", "promoted", "0")).job
-    assert house.ended(job).state == "COMPLETED"
-
-
-def test_a_runner_uses_the_file_that_replaced_the_one_of_its_store(
-    house: House, tmp_path: Path
-) -> None:
-    house.run()
-    lost = house.store.submit(program("sleep_until_stopped")).job
-    (pid,) = pids_in(house.log(lost))
-    for file in tmp_path.glob("jobs.db*"):
-        file.unlink()
-    until(lambda: is_gone(pid))
-    job = house.store.submit(program("write_outcome", "promoted", "0")).job
-    assert job.id == lost.id
     assert house.ended(job).state == "COMPLETED"
 
 
@@ -327,24 +242,3 @@ def test_a_log_is_followed_to_its_end(house: House) -> None:
     pieces = b"".join(follow_log(house.store, house.jobs_dir, job.id, poll_seconds=0.01))
     assert pieces == b"line 1\nline 2\nline 3\nend"
     assert b"".join(follow_log(house.store, house.jobs_dir, job.id, offset=21)) == b"end"
-
-
-def test_seconds_from_submission_to_the_first_line(
-    house: House, record_property: Callable[[str, object], None]
-) -> None:
-    """Reported, not asserted: a busy machine is no bug."""
-    house.run(SETTINGS.model_copy(update={"preload": ("json",)}))
-    seconds: dict[str, list[float]] = {"warm": [], "cold": []}
-    for n in range(6):
-        for kind, command in (
-            ("warm", (sys.executable, "-m", "tests.jobs_program", "say", "here")),
-            ("cold", ("sh", "-c", "echo here")),
-        ):
-            began = time.monotonic()
-            job = house.store.submit(JobSpec(command=command)).job
-            until(lambda job=job: house.log(job).exists() and house.log(job).stat().st_size)
-            if n:  # the first one waits for the warm parent
-                seconds[kind].append(time.monotonic() - began)
-    for kind, all_seconds in seconds.items():
-        record_property(f"{kind}_median_seconds", statistics.median(all_seconds))
-        print(f"{kind}: {statistics.median(all_seconds):.3f} s")

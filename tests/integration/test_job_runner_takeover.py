@@ -1,22 +1,25 @@
 """A runner that ends or is killed, with `SIGKILL`, and the next one that takes its jobs over."""
 
-import json
+import contextlib
 import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from jobs.agent import Attempt
 from jobs.attempt_tokens import attempt_token, job_of_token
-from jobs.folder import EXIT, OUTCOME
-from jobs.launcher import Launch
-from jobs.launchers.local import LocalLauncher
+from jobs.folder import OUTCOME
+from jobs.fork_server import ForkServer
+from jobs.job import Job
+from jobs.launchers.process import process_here
 from jobs.runner import Runner
 from jobs.store import JobStore
 from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, House, house, program
-from tests.jobs_fixtures import is_gone, lost, new_database, pids_in, postgres_server, until
+from tests.jobs_fixtures import is_gone, new_database, pids_in, postgres_server, until
 
 __all__ = ["house", "postgres_server"]
 
@@ -38,33 +41,23 @@ def test_a_stopped_runner_leaves_its_jobs_to_the_next(
     assert not (house.jobs_dir / job.id / OUTCOME).exists(), "it was that of the first attempt"
 
 
-def test_a_runner_whose_lease_was_taken_leaves_the_job_alone(house: House) -> None:
-    runner, stop, thread = house.run()
-    job = house.store.submit(program("wait_for", "go", "0")).job
-    (pid,) = pids_in(house.log(job))
-    # The clock of a store that believes it is later: the lease has ended for it.
-    with JobStore.open(house.url, clock=lambda: time.time() + 3600) as other:
-        (taken,) = until(lambda: other.adopt("other", 3600))
-        assert taken.owner == "other"
-        until(lambda: job.id not in runner._leased)
-        stop.set()
-        thread.join()
-        assert not is_gone(pid), "the process is the other runner's now"
-        (house.jobs_dir / job.id / "go").touch()
-        until(lambda: (house.jobs_dir / job.id / EXIT).exists())
-        other.finish(job.id, "other", None)
-
-
-def test_a_new_runner_goes_on_with_the_process_of_a_killed_one(house: House) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_new_runner_watches_the_attempt_of_a_killed_one(house: House, is_stopped: bool) -> None:
     first = house.run_process("json")
     job = house.store.submit(program("wait_for", "go", "0")).job
     (pid,) = pids_in(house.log(job))
-    owner = house.store.get(job.id).owner
     first.kill()
     first.wait()
-    house.run_process()
-    until(lambda: house.store.get(job.id).owner != owner)
+    runner, stop, thread = house.run()
+    until(lambda: runner._running)
+    time.sleep(2 * SETTINGS.lease_seconds)
     assert not is_gone(pid)
+    if is_stopped:
+        stop.set()
+        thread.join()
+        assert is_gone(pid)
+        assert (now := house.store.get(job.id)).attempt == 2 and now.num_lost == 0
+        return
     (house.jobs_dir / job.id / "go").touch()
     ended = house.ended(job)
     assert (ended.state, ended.attempt) == ("COMPLETED", 1)
@@ -83,8 +76,6 @@ def test_a_job_that_ended_while_no_runner_was_there(house: House) -> None:
     first.wait()
     for job in jobs:
         (house.jobs_dir / job.id / "go").touch()
-        until(lambda job=job: (house.jobs_dir / job.id / EXIT).exists())
-    house.run_process()
     assert [house.ended(job).state for job in jobs] == ["COMPLETED", "ERROR"]
     outcome = house.store.get(jobs[1].id).outcome
     assert outcome is not None and outcome.exit_code == 4
@@ -92,17 +83,48 @@ def test_a_job_that_ended_while_no_runner_was_there(house: House) -> None:
 
 def test_everything_killed_at_once_is_started_again(house: House) -> None:
     first = house.run_process("json")
+    job = house.store.submit(program("have_children")).job
+    pids = pids_in(house.log(job), 3)
+    for victim in (agent_of(house, job), pids[2], first.pid):
+        with contextlib.suppress(ProcessLookupError):  # the kernel was quicker
+            os.kill(victim, signal.SIGKILL)
+    first.wait()
+    house.run_process()
+    again = pids_in(house.log(job), 6)
+    now = house.store.get(job.id)
+    assert (now.state, now.attempt, now.num_lost) == ("RUNNING", 2, 1)
+    assert is_gone(pids[0]) and is_gone(pids[2]), "the new runner has ended the session"
+    os.kill(pids[1], signal.SIGKILL)  # it has left the session
+    assert not any(map(is_gone, again[3:]))
+
+
+def agent_of(house: House, job: Job) -> int:
+    process = process_here(until(lambda: house.store.get(job.id).handle))
+    assert process is not None
+    return process.pid
+
+
+def test_a_killed_agent_is_noticed_before_its_lease_runs_out(house: House) -> None:
+    house.run(SETTINGS.model_copy(update={"lease_seconds": 600.0}))
+    job = house.store.submit(program("have_children", max_attempts=1)).job
+    pids = pids_in(house.log(job), 3)
+    os.kill(agent_of(house, job), signal.SIGKILL)
+    outcome = house.ended(job).outcome
+    assert outcome is not None and "vanished" in str(outcome.reason)
+    until(lambda: is_gone(pids[0]) and is_gone(pids[2]))
+    os.kill(pids[1], signal.SIGKILL)  # it has left the session
+
+
+def test_a_frozen_agent_is_killed_and_the_job_goes_on(house: House) -> None:
+    house.run()
+    job = house.store.submit(program("die_once")).job
+    assert house.ended(job).attempt == 2
     job = house.store.submit(program("wait_for", "go", "0")).job
     (pid,) = pids_in(house.log(job))
-    leader = json.loads((house.jobs_dir / job.id / ".process.json").read_text())["pid"]
-    for victim in (leader, pid, first.pid):
-        try:
-            os.kill(victim, signal.SIGKILL)
-        except ProcessLookupError:
-            assert victim == pid  # the kernel was quicker
-    first.wait()
+    os.kill(agent_of(house, job), signal.SIGSTOP)
+    assert pids_in(house.log(job), 2)[0] == pid
+    assert is_gone(pid), "two attempts never run at the same time"
     (house.jobs_dir / job.id / "go").touch()
-    house.run_process()
     ended = house.ended(job)
     assert (ended.state, ended.attempt, ended.num_lost) == ("COMPLETED", 2, 1)
 
@@ -126,66 +148,48 @@ def test_jobs_run_from_postgres_too(tmp_path: Path, postgres_server: str) -> Non
         house.close()
 
 
-class Slow(LocalLauncher):
-    """Its runner sleeps before or after it starts the first attempt, and then goes on."""
-
-    def __init__(self, house: House, *, starts_first: bool) -> None:
-        super().__init__(house.jobs_dir, environment=ENVIRONMENT)
-        self.starts_first = starts_first
-        self.sleeps, self.wakes = threading.Event(), threading.Event()
-
-    def start(self, launch: Launch) -> str:
-        handle = super().start(launch) if self.starts_first else ""
-        self.sleeps.set()
-        assert self.wakes.wait(60)
-        return handle or super().start(launch)
-
-
 @pytest.mark.parametrize("starts_first", [True, False], ids=["after the start", "before the start"])
-def test_an_attempt_whose_runner_slept_is_started_once_more_and_only_the_new_one_counts(
+def test_a_runner_that_slept_at_a_start_starts_nothing_twice(
     house: House, starts_first: bool
 ) -> None:
-    key = b"k"
+    """Its attempt counts if the agent was started, and can begin no more if it was not."""
     house.jobs_dir.mkdir()
-    launcher = Slow(house, starts_first=starts_first)
-    job = house.store.submit(program("wait_for", "go", "0")).job
-    stop = threading.Event()
+    server = ForkServer(())
+    sleeps, wakes, stop = threading.Event(), threading.Event(), threading.Event()
+
+    def start_slowly(attempt: Attempt) -> None:
+        if starts_first:
+            server.start(attempt)
+        sleeps.set()
+        assert wakes.wait(60)
+        if not starts_first:
+            server.start(attempt)
 
     def sleepy() -> None:
         with JobStore.open(house.url) as store:
-            Runner(store, house.jobs_dir, SETTINGS, ENVIRONMENT, launcher=launcher).run(stop)
+            Runner(store, house.jobs_dir, SETTINGS, ENVIRONMENT, start_agent=start_slowly).run(stop)
 
+    job = house.store.submit(program("wait_for", "go", "0")).job
+    token = attempt_token(replace(job, attempt=1), b"k")
     thread = threading.Thread(target=sleepy)
     thread.start()
     try:
-        assert launcher.sleeps.wait(60)
-        token = attempt_token(house.store.get(job.id), key)
-        first = pids_in(house.log(job)) if starts_first else []
+        assert sleeps.wait(60)
         house.run()
-        pids = pids_in(house.log(job), len(first) + 1)
-        assert job_of_token(token, house.store, key) is None, "the first attempt is fenced off"
-        launcher.wakes.set()
-        until(lambda: all(is_gone(pid) for pid in first))
+        (pid,) = pids_in(house.log(job))
+        is_valid = job_of_token(token, house.store, b"k") is not None
+        assert is_valid == starts_first, "the attempt that did not begin is fenced off"
+        wakes.set()
+        time.sleep(0.5)
         (house.jobs_dir / job.id / "go").touch()
         ended = house.ended(job)
     finally:
-        launcher.wakes.set()
+        wakes.set()
         stop.set()
         thread.join()
-    assert (ended.state, ended.attempt, ended.num_lost) == ("COMPLETED", 2, 0)
-    assert pids_in(house.log(job)) == pids
-
-
-def test_a_runner_ends_its_process_once_another_attempt_runs_elsewhere(house: House) -> None:
-    runner, _, _ = house.run()
-    job = house.store.submit(program("wait_for", "go", "0")).job
-    (pid,) = pids_in(house.log(job))
-    until(lambda: house.store.get(job.id).handle)
-    # The runner of another machine: it does not see the process, so it plans another attempt.
-    with JobStore.open(house.url, clock=lambda: time.time() + 3600) as other:
-        until(lambda: other.adopt("other", 3600))
-        until(lambda: job.id not in runner._leased)
-        assert not is_gone(pid)
-        assert other.retry(job.id, "other", lost(job)).attempt == 2
-        until(lambda: is_gone(pid) and not runner._left)
-        other.finish(job.id, "other", None)
+    assert (ended.state, ended.attempt, ended.num_lost) == (
+        "COMPLETED",
+        1 if starts_first else 2,
+        0,
+    )
+    assert pids_in(house.log(job)) == [pid]

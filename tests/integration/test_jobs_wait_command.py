@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from jobs.counts import Counts
 from jobs.outcome import JobOutcome
 from jobs.store import JobStore
-from pipeline.cli import jobs_wait
+from pipeline.cli import jobs
 from pipeline.cli.main import app
 from pipeline.job_store import open_job_store
 from pipeline.paths import Home
@@ -68,13 +68,13 @@ def test_it_waits_for_the_push_to_arrive(store: JobStore, monkeypatch: pytest.Mo
     store.submit(spec(A), delivery=delivery("d1"))
     end(store, DONE)
     looked = threading.Event()
-    find = jobs_wait._job_of_commit
+    find = jobs._job_of_commit
 
     def watched(*arguments: object) -> object:
         looked.set()
         return find(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(jobs_wait, "_job_of_commit", watched)
+    monkeypatch.setattr(jobs, "_job_of_commit", watched)
 
     def push() -> None:
         looked.wait()
@@ -106,7 +106,7 @@ def test_a_commit_that_leads_to_no_job_is_no_endless_wait(
 ) -> None:
     timed_out = wait("--commit", A, "--timeout", "0.05")
     assert timed_out.exit_code == 124 and "no job for commit aaaaaaaa" in timed_out.stderr
-    monkeypatch.setattr(jobs_wait, "ARRIVAL_SECONDS", 0.05)
+    monkeypatch.setattr(jobs, "ARRIVAL_SECONDS", 0.05)
     assert "no push of commit aaaaaaaa has led to a job" in str(wait("--commit", A).exception)
 
 

@@ -89,7 +89,6 @@ def test_deploy_makes_the_space_and_a_second_time_changes_nothing(
         stack.hub.api.space_info("ada/made")
 
     first = last_json(stack.run("deploy", "ada/made", "--json"))
-    assert first["routes"] == ["/webhooks/on_push"]
     info = stack.hub.api.space_info("ada/made")
     assert info.sha == first["commit"]
     files = set(stack.hub.api.list_repo_files("ada/made", repo_type="space"))
@@ -128,7 +127,6 @@ def test_a_folder_is_deployed_without_what_must_stay_here(stack: Stack, tmp_path
     (folder / "requirements.txt").unlink()
     changed = last_json(stack.run("deploy", "ada/mine", str(folder), *secret_file, "--json"))
     assert changed["commit"] != deployed["commit"]
-    assert changed["routes"] == ["/webhooks/say_hello"]
     assert "receiver/server.py" in changed["files"]
 
 
@@ -137,8 +135,6 @@ def test_what_is_missing_is_said(stack: Stack, tmp_path: Path) -> None:
     empty.mkdir()
     assert "there is no app.py in" in stack.run("deploy", "ada/x", str(empty), code=1)
     assert "write OWNER/NAME" in stack.run("deploy", "nothing", code=1)
-    (empty / "app.py").write_text("def")
-    assert "is not a Python script" in stack.run("deploy", "ada/x", str(empty), code=1)
     (empty / "secrets").write_text("OTHER=1\n")
     printed = stack.run("deploy", "ada/x", "--secret-file", str(empty / "secrets"), code=1)
     assert "has no line WEBHOOK_SECRET=VALUE" in printed

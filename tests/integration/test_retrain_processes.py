@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.folder import PROCESS, read_json
-from jobs.launchers.process import IS_LINUX
-from jobs.launchers.supervise import Request
+from jobs.agent import Attempt
+from jobs.fork_server import ForkServer
+from jobs.launchers.process import IS_LINUX, process_here
 from jobs.outcome import JobOutcome
+from jobs.settings import JobsSettings
+from jobs.spec import JobSpec
+from jobs.store import JobStore
 from pipeline.retrain.base_model import find_base
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.job_folder import read_record as read_job_record
@@ -131,39 +134,42 @@ def processes_of(folder: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not IS_LINUX, reason="processes are found in /proc")
-def test_no_process_outlives_the_leader_of_its_job_and_the_training_goes_on(
+def test_no_process_outlives_the_agent_of_its_job_and_the_training_goes_on(
     tmp_path: Path, base: str
 ) -> None:
     train = TRAIN | {"num_processes": 2, "checkpoint_seconds": 0.01, "max_tokens": 8_000}
     train |= {"anchors": few_anchors(tmp_path)}
     pipeline = Pipeline(tmp_path, base_model=base, train=train, gate=GATE)
     folder = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts(num_places=30))}))
-    request = Request(
-        job_dir=str(folder),
-        attempt=1,
-        command=[sys.executable, "-m", "pipeline.retrain"],
-        env=pipeline.environ(folder),
-        niceness=7,
+    store = JobStore.open(tmp_path / "jobs.db")
+    # With `exec`, the variables of the job can be seen in /proc.
+    command = ("sh", "-c", f"exec {sys.executable} -m pipeline.retrain")
+    store.submit(JobSpec(command=command))
+    job = store.claim("me", 600)
+    assert job is not None
+    ForkServer(()).start(
+        Attempt(
+            job_id=job.id,
+            owner="me",
+            store=store.location,
+            jobs_dir=tmp_path / "agents",
+            command=command,
+            env=pipeline.environ(folder),
+            niceness=7,
+            settings=JobsSettings(),
+        )
     )
-    leader = subprocess.Popen(
-        [sys.executable, "-m", "jobs.launchers.supervise"],
-        stdin=subprocess.PIPE,
-        env=pipeline.environ(Path("elsewhere")),
-    )
-    assert leader.stdin is not None
-    leader.stdin.write(request.to_json().encode() + b"\n")
-    leader.stdin.close()
+    agent = process_here(until(lambda: store.get(job.id).handle))
+    assert agent is not None
     try:
         until(lambda: read_job_record(folder / "checkpoint.json", Checkpoint), seconds=240)
         training = processes_of(folder)
         assert len(training) >= 3, "the job, and two that train"
         assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in training} == {7}
         assert {session_niceness(pid) for pid in training} <= {7, None}
-        told = read_json(folder / PROCESS)
-        assert told is not None and told["pid"] == leader.pid
     finally:
-        leader.kill()
-        leader.wait()
+        os.kill(agent.pid, signal.SIGKILL)
+        store.close()
     until(lambda: not processes_of(folder), seconds=10)
     saved = read_job_record(folder / "checkpoint.json", Checkpoint)
     assert saved is not None and not saved.finished

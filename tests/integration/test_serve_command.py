@@ -2,13 +2,12 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -16,9 +15,7 @@ from pydantic import BaseModel
 
 from pipeline.cli import services
 from pipeline.settings import load_settings
-from serving.access import load_api_keys
-from serving.engines import vllm_engine
-from serving.engines.torch_engine import engine as torch_engine
+from serving.admission import load_api_keys
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.vllm_settings import VllmEngineSettings
 from serving.errors import ServingError
@@ -49,26 +46,6 @@ def serve(environment: dict[str, str], *arguments: str) -> subprocess.CompletedP
         text=True,
         timeout=60,
     )
-
-
-def test_it_prints_what_it_serves_and_where(tmp_path: Path, environment: dict[str, str]) -> None:
-    release = network_release(tmp_path / "releases", 1)
-    folder = tmp_path / "releases" / release.id
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pipeline", "serve", str(folder), "--engine", "torch"],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        url = process.stdout.readline().removeprefix("serving on ").strip()
-        assert process.stdout.readline() == f"engine torch; answers: {release.id} from {folder}\n"
-        assert httpx.get(f"{url}/health").json()["release"] == release.id
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate()
-    assert process.returncode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("has_older", [True, False])
@@ -207,7 +184,7 @@ def test_an_engine_that_is_not_installed_says_what_installs_it(
     [
         (
             "vllm",
-            vllm_engine,
+            "serving.engines.vllm_engine",
             VllmEngineSettings,
             {
                 "way": "reload",
@@ -219,7 +196,7 @@ def test_an_engine_that_is_not_installed_says_what_installs_it(
         ),
         (
             "torch",
-            torch_engine,
+            "serving.engines.torch_engine.engine",
             TorchEngineSettings,
             {
                 "max_context": 512,
@@ -236,7 +213,7 @@ def test_an_engine_is_told_what_its_table_says(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     engine: str,
-    module: ModuleType,
+    module: str,
     kind: type[BaseModel],
     table: dict[str, object],
 ) -> None:
@@ -247,7 +224,10 @@ def test_an_engine_is_told_what_its_table_says(
     )
     monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
     told: dict[str, object] = {}
-    monkeypatch.setattr(module, "create_engine", lambda **settings: told.update(settings))
+    # A made-up module, because without vLLM the engine's own cannot be imported.
+    made_up = SimpleNamespace(create_engine=lambda **settings: told.update(settings))
+    monkeypatch.setitem(sys.modules, module, made_up)
+    monkeypatch.setattr(module, made_up, raising=False)
     services._engine(load_settings().serving, busy_lock_file=tmp_path)
     if engine == "torch":
         assert told.pop("busy_lock_file") == tmp_path
@@ -280,17 +260,6 @@ def test_a_file_without_keys_opens_no_door(tmp_path: Path, content: str | bytes 
         keys.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ServingError, match="keys: "):
         load_api_keys(ServingSettings(api_key_file=keys))
-
-
-def test_an_empty_key_opens_no_door() -> None:
-    with pytest.raises(ServingError, match="api_key: the key is empty"):
-        load_api_keys(ServingSettings.model_validate({"api_key": " "}))
-
-
-@pytest.mark.parametrize("key", ["secret\n", " secret", "se\tcret", "ключ"])
-def test_a_key_that_no_client_can_send_is_refused(key: str) -> None:
-    with pytest.raises(ServingError, match="API key number 1: it begins or ends"):
-        load_api_keys(ServingSettings.model_validate({"api_key": key}))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -14,11 +14,11 @@ import httpx
 import pytest
 
 from serving.admission import LiveRelease
-from serving.completions import CompletionPlan
+from serving.answer import generate
+from serving.completions import CompletionPlan, encode_prompt, make_generations
 from serving.engine import Generation, Step
 from serving.openai_schemas import CompletionRequest
 from serving.request_errors import RequestError
-from serving.sequences import encode_prompt, generate, make_generations
 from serving.tokenizer import ReleaseTokenizer, load_tokenizer
 from serving.weights.release_store import set_current
 from tests.echo_engine import EchoEngine

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from serving.engines.torch_engine.engine import TorchEngine
 from serving.engines.torch_engine.settings import TorchEngineSettings
@@ -14,8 +15,7 @@ from serving.tokenizer import ReleaseTokenizer, load_tokenizer
 from serving.weights.release_store import set_current
 from tests.bench.bench_swaps import pretrained
 from tests.bench.server import pipeline_dir
-from tests.integration.test_matrix_of_architectures import NEW_TOKENS, complete, generated, swap
-from tests.serving_fixtures import echo_app, running
+from tests.serving_fixtures import ADMIN_TOKEN, echo_app, running
 
 # The first run of a machine downloads the model.
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
@@ -26,6 +26,7 @@ TEXT = (
     "boat can land for weeks. Then the keeper reads old letters, repairs the radio, and counts the "
     "birds that rest on the rocks. One night in December the lamp went out, and"
 )
+NEW_TOKENS = 64
 LENGTHS = (1, 17, 30, 60)
 """Of prompts, each of which is asked twice at once."""
 
@@ -75,3 +76,35 @@ def check(
         choice = found["choices"][0]["logprobs"]
         assert choice["tokens"] == [tokenizer.token_text(each) for each in token_ids]
         assert choice["token_logprobs"] == pytest.approx(logprobs, abs=1e-3)
+
+
+def swap(client: httpx.Client, release_id: str) -> None:
+    answer = client.post(
+        "/admin/swap",
+        json={"release": release_id},
+        headers={"Authorization": f"Bearer {ADMIN_TOKEN}"},
+    )
+    assert answer.json()["result"] == "live", answer.text
+
+
+def complete(client: httpx.Client, token_ids: tuple[int, ...], **changes: Any) -> Any:
+    body = {"prompt": list(token_ids), "max_tokens": NEW_TOKENS, "temperature": 0, "logprobs": 0}
+    answer = client.post("/v1/completions", json=body | changes)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@torch.inference_mode()
+def generated(network: Any, token_ids: tuple[int, ...]) -> tuple[list[int], list[float]]:
+    answer = network.generate(
+        torch.tensor([token_ids]),
+        attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+    )
+    new: list[int] = answer.sequences[0, len(token_ids) :].tolist()
+    rows = [logits[0].float().log_softmax(-1) for logits in answer.logits]
+    return new, [row[token_id].item() for row, token_id in zip(rows, new, strict=True)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from serving import swap_phases
+import serving.swap
 from serving.tokenizer import load_tokenizer, tokenizer_files
 from serving.weights.publish import publish_state_dict
 from serving.weights.release import Release
@@ -33,7 +33,7 @@ def test_it_is_loaded_when_it_is_not_the_live_ones(
         loaded.append(folder.name)
         return load_tokenizer(folder)
 
-    monkeypatch.setattr(swap_phases, "load_tokenizer", load)
+    monkeypatch.setattr(serving.swap, "load_tokenizer", load)
     first, same, wrong = (
         echo_release(tmp_path, 1),
         echo_release(tmp_path, 2),

@@ -3,20 +3,16 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import openai
 import pytest
 from pydantic import BaseModel
-from transformers import PreTrainedTokenizerFast
 
-from serving.engines.torch_engine.engine import create_engine
-from serving.weights.publish import publish_state_dict
 from serving.weights.release_store import set_current
 from tests.scripted_engine import ScriptedEngine
 from tests.serving_fixtures import byte_tokenizer, echo_app, echo_release, running
-from tests.torch_engine_fixtures import build, llama_config
 
 TEMPLATE = """
 {%- if tools %}{{ tools | tojson }} Call with <tool_call>{"name": …}</tool_call>
@@ -198,83 +194,6 @@ def test_a_call_after_a_mark_without_one_is_found(server: Server) -> None:
         ]
         assert "".join(each.content or "" for each in messages) == "I will use <tool_call> tags.\n"
         assert sum(len(each.tool_calls or []) for each in messages) == 1
-
-
-class Person(BaseModel):
-    name: Literal["Ada", "Bo"]
-
-
-class Greet(BaseModel):
-    """Greet somebody."""
-
-    person: Person  # so that the schema refers to another within itself
-
-
-class Leave(BaseModel):
-    """Leave."""
-
-    when: Literal["now", "later"]
-
-
-@pytest.fixture(scope="module")
-def random_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """A server whose network never learned to call anything."""
-    folder = tmp_path_factory.mktemp("home")
-    network = build(llama_config(vocab_size=257, max_position_embeddings=2048))
-    network.config.save_pretrained(folder / "files")
-    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), eos_token="<eos>").save_pretrained(
-        folder / "files"
-    )
-    (folder / "files" / "chat_template.jinja").write_text(TEMPLATE)
-    state = network.state_dict(keep_vars=True)
-    release = publish_state_dict(folder / "answers", state, files_dir=folder / "files")
-    set_current(folder / "answers", release.id)
-    engine = create_engine(num_threads=1, kv_cache_bytes=64 << 20)
-    with (
-        running(echo_app(folder / "answers", engine)) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client
-
-
-@pytest.mark.parametrize(
-    ("choice", "parallel", "names"),
-    [
-        ("required", False, {"Greet", "Leave"}),
-        ("required", True, {"Greet", "Leave"}),
-        ({"type": "function", "function": {"name": "Greet"}}, True, {"Greet"}),
-    ],
-)
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_network_that_must_call_does(
-    random_network: openai.OpenAI, choice: Any, parallel: bool, names: set[str], stream: bool
-) -> None:
-    body: Any = {
-        "model": "answers",
-        "messages": [QUESTION],
-        "tools": [openai.pydantic_function_tool(Greet), openai.pydantic_function_tool(Leave)],
-        "tool_choice": choice,
-        "parallel_tool_calls": parallel,
-        "seed": 3,
-        "max_tokens": 600,
-        # A random network ends no list.
-        "logit_bias": {str(byte_tokenizer().encode("]").ids[0]): 100},
-    }
-    if stream:
-        with random_network.chat.completions.stream(**body) as events:
-            completion = events.get_final_completion()
-    else:
-        completion = random_network.chat.completions.parse(**body)
-    (answered,) = completion.choices
-    # As OpenAI and vLLM: a call that the request itself names ends with "stop".
-    assert answered.finish_reason == ("tool_calls" if choice == "required" else "stop"), answered
-    assert not answered.message.content
-    calls = answered.message.tool_calls or []
-    assert calls and (parallel or len(calls) == 1)
-    for call in calls:
-        assert call.function.name in names
-        kind = Greet if call.function.name == "Greet" else Leave
-        assert kind.model_validate_json(call.function.arguments)
 
 
 def test_a_forced_call_has_no_other_form_besides(server: Server) -> None:

@@ -12,61 +12,45 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from jobs.errors import HeadAway, NoHead, PendingJob
-from jobs.folder import OUTCOME, SPEC
-from jobs.job import Head, Job
-from jobs.launcher import Launch, Status
+from jobs.agent import Attempt
+from jobs.errors import HeadAway, LeaseLost, NoHead, PendingJob
+from jobs.job import Head, Job, delivery_ids
 from jobs.outcome import JobOutcome
+from jobs.outcome_of_exit import record_outcome
 from jobs.runner import Runner
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import Delivery, JobStore
-from tests.jobs_fixtures import Clock, new_database, postgres_server
+from tests.jobs_fixtures import Clock, answer_to, new_database, postgres_server
 
 __all__ = ["postgres_server"]
 
 NUM_EXAMPLES = int(os.environ.get("NEWEST_COMMIT_EXAMPLES", "25"))
 RESULTS = ("promoted", "promoted", "rejected", "failed", "passes", "killed")
 RUNNERS = st.integers(0, 1)
+SETTINGS = JobsSettings(lease_seconds=10, heartbeat_seconds=1e-9, retry_seconds=1e-9)
 
 
 class Killed(BaseException):
     """The runner was killed."""
 
 
-class Processes:
-    """The launcher of a machine: processes that end when the test says so, and outlive runners."""
+class Machine:
+    """The agents of a machine: they end when the test says so, and outlive runners."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: JobStore) -> None:
+        self.store = store
         self.kills_runner = False
-        self.launches: dict[str, Launch] = {}
-        self.ended: dict[str, Status] = {}
+        self.begins = True
+        self.running: dict[str, Job] = {}
+        """Owner → the job as it was when the attempt began."""
 
-    def start(self, launch: Launch) -> str:
-        handle = f"{launch.job_id}:{launch.attempt}"
-        if handle not in self.launches:
-            (launch.job_dir / OUTCOME).unlink(missing_ok=True)
-            for other, known in self.launches.items():  # a new attempt ends the earlier ones
-                if known.job_id == launch.job_id:
-                    self.ended.setdefault(other, Status(phase="vanished"))
-            self.launches[handle] = launch
+    def start(self, attempt: Attempt) -> None:
+        if self.begins:
+            job = self.store.started(attempt.job_id, attempt.owner, "elsewhere 1 boot")
+            self.running[attempt.owner] = job
         if self.kills_runner:
             raise Killed
-        return handle
-
-    def poll(self, handle: str) -> Status:
-        is_known = handle in self.launches
-        return self.ended.get(handle, Status(phase="running" if is_known else "vanished"))
-
-    def stop(self, handle: str, *, force: bool) -> None:
-        self.ended.setdefault(handle, Status(phase="exited", exit_code=-15))
-
-    def logs(self, handle: str, offset: int) -> bytes:
-        return b""
-
-    def poll_processes(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class NewestCommit(RuleBasedStateMachine):
@@ -87,14 +71,14 @@ class NewestCommit(RuleBasedStateMachine):
         self.served: list[str] = []
         """The commits of the releases, the served one last."""
         self.is_rolled_back = False
-        self.machines = [Processes(), Processes()]
+        self.machines = [Machine(self.store), Machine(self.store)]
         self.runners = [self.new_runner(number) for number in range(2)]
 
     def new_runner(self, number: int) -> Runner:
-        lease = JobsSettings(lease_seconds=10, heartbeat_seconds=1e-9, retry_seconds=1e-9)
         store = JobStore.open(self.url, clock=self.clock)
-        jobs_dir = Path(self.folder.name, str(number))
-        return Runner(store, jobs_dir, lease, {}, find_head=self.find_head)
+        start = self.machines[number].start
+        jobs_dir = Path(self.folder.name)
+        return Runner(store, jobs_dir, SETTINGS, {}, find_head=self.find_head, start_agent=start)
 
     def find_head(self, job: Job) -> Head:
         if self.is_away:
@@ -148,9 +132,7 @@ class NewestCommit(RuleBasedStateMachine):
     def submit(self, id: str, commit: str) -> None:
         self.under_way.pop(id, None)
         self.arrived[id] = commit
-        self.store.submit(
-            self.spec(commit), delivery=Delivery(source="hub", id=id, body="{}"), payload={}
-        )
+        self.store.submit(self.spec(commit), delivery=Delivery(source="hub", id=id), payload={})
 
     def spec(self, commit: str | None) -> JobSpec:
         revisions = RevisionRange(repo="acme/faq", ref="refs/heads/main", new_sha=commit)
@@ -191,13 +173,15 @@ class NewestCommit(RuleBasedStateMachine):
 
     @rule(number=RUNNERS)
     def step(self, number: int) -> None:
-        self.runners[number]._step(self.machines[number], is_stopping=False)
+        runner = self.runners[number]
+        runner._next_claim = 0.0
+        runner._step(is_stopping=False)
 
     @rule(number=RUNNERS, result=st.sampled_from(RESULTS))
     def train(self, number: int, result: str) -> None:
         self.step(number)
-        for machine, handle in self.running():
-            self.end(machine, handle, result)
+        for machine, owner in self.running():
+            self.end(machine, owner, result)
         self.step(number)
 
     @rule(number=RUNNERS)
@@ -210,13 +194,14 @@ class NewestCommit(RuleBasedStateMachine):
         self.runners[number]._store.close()
         self.runners[number] = self.new_runner(number)
 
-    @rule(number=RUNNERS, is_taken_over=st.booleans())
-    def kill_runner_while_it_starts_a_process(self, number: int, is_taken_over: bool) -> None:
+    @rule(number=RUNNERS, is_taken_over=st.booleans(), begins=st.booleans())
+    def kill_runner_at_a_start(self, number: int, is_taken_over: bool, begins: bool) -> None:
         self.push(arrives=True)
-        self.machines[number].kills_runner = True
+        machine = self.machines[number]
+        machine.kills_runner, machine.begins = True, begins
         with contextlib.suppress(Killed):
             self.step(number)
-        self.machines[number].kills_runner = False
+        machine.kills_runner, machine.begins = False, True
         self.kill_runner(number)
         if is_taken_over:
             self.take_over(1 - number)
@@ -225,45 +210,68 @@ class NewestCommit(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.clock.now += seconds
 
+    @rule(data=st.data())
+    def beat(self, data: st.DataObject) -> None:
+        if running := self.running():
+            number, owner = data.draw(st.sampled_from(running))
+            job = self.machines[number].running[owner]
+            try:
+                self.store.heartbeat(job.id, owner, SETTINGS.lease_seconds)
+            except LeaseLost:
+                del self.machines[number].running[owner]
+
     @rule(data=st.data(), result=st.sampled_from(RESULTS))
     def end_process(self, data: st.DataObject, result: str) -> None:
         if running := self.running():
             self.end(*data.draw(st.sampled_from(running)), result)
 
     def running(self) -> list[tuple[int, str]]:
-        """The processes that run: number of the machine, handle."""
+        """The agents that run: number of the machine, owner."""
         return [
-            (number, handle)
+            (number, owner)
             for number, machine in enumerate(self.machines)
-            for handle in sorted(machine.launches.keys() - machine.ended.keys())
+            for owner in sorted(machine.running)
         ]
 
-    def has_valid_token(self, launch: Launch) -> bool:
-        job = self.store.get(launch.job_id)
-        return job.state == "RUNNING" and job.attempt == launch.attempt
+    def has_valid_token(self, job: Job) -> bool:
+        now = self.store.get(job.id)
+        return now.state == "RUNNING" and now.attempt == job.attempt
 
-    def end(self, number: int, handle: str, result: str) -> None:
-        launch = self.machines[number].launches[handle]
-        spec = JobSpec.model_validate_json((launch.job_dir / SPEC).read_bytes())
-        assert spec.revisions is not None and spec.revisions.new_sha is not None
-        head = spec.revisions.new_sha
+    def end(self, number: int, owner: str, result: str) -> None:
+        job = self.machines[number].running.pop(owner)
+        assert job.spec.revisions is not None and job.spec.revisions.new_sha is not None
+        head = job.spec.revisions.new_sha
         if result == "killed":
-            self.machines[number].ended[handle] = Status(phase="vanished")
             return
-        if result == "promoted" and self.has_valid_token(launch):
+        if result == "promoted" and self.has_valid_token(job):
             self.served.append(head)
             self.is_rolled_back = False
         facts = {"dataset_revision": head, "may_pass": result == "passes"}
-        outcome = {**facts, "result": "failed" if result == "passes" else result}
-        if self.has_valid_token(launch):
-            text = JobOutcome.model_validate(outcome).model_dump_json()
-            (launch.job_dir / OUTCOME).write_text(text)
-        self.machines[number].ended[handle] = Status(phase="exited", exit_code=0)
+        outcome = JobOutcome.model_validate(
+            {**facts, "result": "failed" if result == "passes" else result}
+        )
+        with contextlib.suppress(LeaseLost):
+            record_outcome(self.store, job, outcome, SETTINGS)
 
     @invariant()
     def at_most_one_process_has_a_valid_token(self) -> None:
-        running = [self.machines[number].launches[handle] for number, handle in self.running()]
+        running = [self.machines[number].running[owner] for number, owner in self.running()]
         assert sum(map(self.has_valid_token, running)) <= 1
+
+    @invariant()
+    def at_most_one_runs_and_one_of_each_kind_is_pending(self) -> None:
+        jobs = [(job.state, job.by_hand) for job in self.store.list() if not job.has_ended]
+        assert sum(state == "RUNNING" for state, _ in jobs) <= 1
+        pending = [job for job in jobs if job[0] == "SCHEDULING"]
+        assert len(pending) == len(set(pending))
+
+    @invariant()
+    def every_delivery_that_arrived_has_a_job_that_is_found_by_its_commit(self) -> None:
+        for id, commit in self.arrived.items():
+            answer = answer_to(self.store, "hub", id)
+            assert answer is not None
+            assert id in delivery_ids(self.store.get(answer["job"]))
+            assert answer["job"] in [job.id for job in self.store.of_commit(commit)]
 
     def settle(self) -> None:
         """Everything comes back and nothing more happens."""
@@ -278,8 +286,8 @@ class NewestCommit(RuleBasedStateMachine):
             self.clock.now += 30
             for number in range(2):
                 self.step(number)
-            for number, handle in self.running():
-                self.end(number, handle, "promoted")
+            for number, owner in self.running():
+                self.end(number, owner, "promoted")
             if not self.store.has_open_jobs():
                 break
         assert not self.store.has_open_jobs()
@@ -304,13 +312,13 @@ def repeats(job: Job) -> bool:
 
 
 def check(urls: Iterator[str], num_examples: int) -> None:
-    class Machine(NewestCommit):
+    class Case(NewestCommit):
         def __init__(self) -> None:
             self.url = next(urls)
             super().__init__()
 
     run_state_machine_as_test(
-        Machine,
+        Case,
         settings=settings(
             max_examples=num_examples,
             stateful_step_count=40,

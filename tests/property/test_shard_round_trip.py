@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from serving.weights.headers import digest_shard
-from serving.weights.shards import DTYPES, read_bin_shards, read_tensors, write_shards
+from serving.weights.shards import DTYPES, read_bin, read_tensors, write_shards
 
 torch.set_num_threads(1)
 
@@ -53,11 +53,11 @@ def test_what_is_written_is_read(
         source = state
         if is_from_bin:
             torch.save(state, Path(pickled) / "pytorch_model.bin")
-            source = read_bin_shards(Path(pickled), dict.fromkeys(state, "pytorch_model.bin"))
+            source = read_bin(Path(pickled) / "pytorch_model.bin")
             assert list(source) == list(state)
         stored = write_shards(source, folder, max_shard_bytes=max_bytes)
         assert stored.tensors.keys() | stored.tied.keys() == state.keys()
-        assert stored.index.metadata.total_size == sum(state[n].nbytes for n in stored.tensors)
+        assert stored.index.metadata["total_size"] == sum(state[n].nbytes for n in stored.tensors)
         assert set(stored.index.shards) == set(stored.files) == {p.name for p in folder.iterdir()}
         back = read_tensors(folder, stored.index.weight_map)
         for tensor_name, entry in stored.tensors.items():

@@ -48,11 +48,11 @@ def test_the_last_live_swap_answers(
     swaps: list[tuple[int, str, bool, bool]],
 ) -> None:
     pipeline_dir, found = shelf
-    (pipeline_dir / "current").unlink(missing_ok=True)
+    (pipeline_dir / "served.json").unlink(missing_ok=True)
 
     async def story() -> None:
         engine = EchoEngine(holds_two=holds_two)
-        admission = Admission(1_000)
+        admission = Admission(1_000, "answers")
         swapper = Swapper(
             engine=engine,
             admission=admission,

@@ -1,9 +1,7 @@
 """What must hold once the stack has come to rest, whatever was killed before."""
 
-import fcntl
 import itertools
 import os
-import re
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,7 +10,6 @@ from pathlib import Path
 import filelock
 import httpx
 
-from jobs.folder import EXIT, LOCK, PROCESS
 from jobs.job import Job
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.job_folder import CHECKPOINT, METRICS, read_record
@@ -154,9 +151,6 @@ def check_down(stack: StackUnderFire) -> None:
     for lock in [*locks, *stack.home.glob("releases/*/.lock")]:
         with filelock.FileLock(lock, timeout=0):
             pass
-    for lock in stack.home.glob(f"jobs/*/{LOCK}"):
-        with lock.open("r+b") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _every_push_has_one_outcome(stack: StackUnderFire) -> None:
@@ -167,11 +161,11 @@ def _every_push_has_one_outcome(stack: StackUnderFire) -> None:
         jobs = store.list()
     answers: dict[str, list[Job]] = {row["id"]: [] for row in deliveries}
     for job in jobs:
+        assert job.outcome is not None
         if not _was_taken_over(job):
-            assert job.outcome is not None
             assert job.outcome.result != "failed", f"{job.id} failed: {job.outcome.reason}"
-            for delivery_id in job.outcome.delivery_ids:
-                answers[delivery_id].append(job)
+        for delivery_id in job.outcome.delivery_ids:
+            answers[delivery_id].append(job)
     for delivery_id, answering in answers.items():
         told = [job.id for job in answering]
         assert len(told) == 1, f"delivery {delivery_id} has {len(told)} outcomes: {told}"
@@ -186,7 +180,7 @@ def _every_push_has_one_outcome(stack: StackUnderFire) -> None:
 
 def _was_taken_over(job: Job) -> bool:
     reason = (job.outcome and job.outcome.reason) or ""
-    return job.state == "ERROR" and re.search(r"j\d+ takes over its commits", reason) is not None
+    return job.state == "ERROR" and reason.endswith(" trains on the newest commit.")
 
 
 def _served_by_server(stack: StackUnderFire) -> str | None:
@@ -206,7 +200,11 @@ def _served_by_server(stack: StackUnderFire) -> str | None:
 def _surplus(stack: StackUnderFire) -> list[str]:
     """Processes that a stack at rest does not have."""
     found = stack.victims()
-    expected = [pid for name in (*SERVICES, "up", "warm parent") for pid in found[name][:1]]
+    expected = [
+        pid
+        for name in (*SERVICES, "up", "fork server", "resource tracker")
+        for pid in found[name][:1]
+    ]
     lines = stack.processes()
     return [f"{pid}: {line}" for pid, line in lines.items() if pid not in expected]
 
@@ -228,7 +226,6 @@ def _leftovers(stack: StackUnderFire) -> list[str]:
         found += [
             path
             for path in folder.iterdir()
-            if path.name == "checkpoints"
-            or (path.name.startswith(".") and path.name not in (EXIT, LOCK, PROCESS))
+            if path.name == "checkpoints" or path.name.startswith(".")
         ]
     return [str(path) for path in found]

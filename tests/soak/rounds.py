@@ -104,7 +104,7 @@ SMALL = (
     Plan(
         "small, round 2",
         1,
-        (Shot("warm parent", "push", 0.0), Shot("leader", "train", 0.2)),
+        (Shot("fork server", "push", 0.0), Shot("agent", "train", 0.2)),
         is_garbage=True,
     ),
     Plan("small, round 3", 1, (Shot("up", "train", 0.0), Shot("all", "checkpoint", 0.1))),

@@ -15,13 +15,13 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jobs.folder import PROCESS, read_json
+from jobs.launchers.process import process_here
 from jobs.store import JobStore
 from serving.weights.release_store import release_ids
 from tests.stack_fixtures import Workplace, end_with_this_process
 
 SERVICES = ("hub", "receiver", "runner", "serve")
-VICTIMS = (*SERVICES, "warm parent", "leader", "job", "git", "up", "all")
+VICTIMS = (*SERVICES, "fork server", "agent", "job", "git", "up", "all")
 STOPPED = tuple(f"stopped {name}" for name in SERVICES)
 """A service that gets SIGSTOP: it lives and does nothing until `up` starts another."""
 
@@ -178,23 +178,23 @@ class StackUnderFire:
 
     def victims(self) -> dict[str, list[int]]:
         """Who can be killed now."""
-        found: dict[str, list[int]] = {name: [] for name in VICTIMS}
-        leaders = {
-            record["pid"]
-            for path in sorted(self.home.glob(f"jobs/*/{PROCESS}"))[-2:]
-            if (record := read_json(path)) is not None
-        }
+        found: dict[str, list[int]] = {name: [] for name in (*VICTIMS, "resource tracker")}
+        with self.jobs() as store:
+            handles = [job.handle for job in store.list(state="RUNNING") if job.handle]
+        agents = {agent.pid for handle in handles if (agent := process_here(handle)) is not None}
         processes = self._found()
         for pid, (line, is_git) in processes.items():
             parent = _parent(pid)
             if is_git:
                 found["git"].append(pid)
-            elif pid in leaders:
-                found["leader"].append(pid)
-            elif parent in leaders:
+            elif pid in agents:
+                found["agent"].append(pid)
+            elif parent in agents:
                 found["job"].append(pid)
-            elif "jobs.launchers.warm" in line:
-                found["warm parent"].append(pid)
+            elif "multiprocessing.resource_tracker" in line:
+                found["resource tracker"].append(pid)
+            elif "multiprocessing.forkserver" in line:
+                found["fork server"].append(pid)
             elif "-m pipeline jobs runner" in line:
                 found["runner"].append(pid)
             for name in ("hub", "receiver", "serve", "up"):

@@ -1,10 +1,5 @@
-"""A small soak, so that the harness is whole and the promises are looked at on every change.
+"""A small soak, so that the harness is whole and the promises are looked at on every change."""
 
-With `SOAK_KILLS` so many processes more are killed, at random by `SOAK_SEED`, as `make soak` does.
-"""
-
-import itertools
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,16 +38,6 @@ def test_nothing_is_lost_when_processes_are_killed(folder: Path) -> None:
     assert soaked["full disks"] == (0 if soaked["disks not filled"] else num_fills)
     assert soaked["resumed trainings"]
     assert soaked["answers"] and soaked["suspensions"]
-
-
-@pytest.mark.soak
-@pytest.mark.skipif("SOAK_KILLS" not in os.environ, reason="SOAK_KILLS is not set")
-@pytest.mark.timeout(0)
-def test_nothing_is_lost_when_any_process_is_killed(folder: Path) -> None:
-    kills, seed = int(os.environ["SOAK_KILLS"]), int(os.environ.get("SOAK_SEED", "1"))
-    plans = (Plan.of(seed, number) for number in itertools.count())
-    soaked = soak(folder, plans, kills)
-    assert soaked["kills"] + soaked["stops"] >= kills
 
 
 def test_a_seed_gives_the_same_plan_again_and_all_victims_have_their_turn() -> None:

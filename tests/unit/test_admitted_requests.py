@@ -24,7 +24,7 @@ NEVER = 3600
 def answers_over(pipeline_dir: Path) -> Answers:
     release = echo_release(pipeline_dir, 1)
     folder = pipeline_dir / release.id
-    admission = Admission(10)
+    admission = Admission(10, "answers")
     admission.switch(
         LiveRelease(release=release, folder=folder, tokenizer=load_tokenizer(folder), live_since=0)
     )
@@ -68,7 +68,7 @@ def test_a_deadline_that_ends_as_the_barrier_opens_leaves_nobody_behind(
                 answers.respond(
                     request_of_a_client_that_stays(),
                     ASKED,
-                    lambda live: plan_completion(ASKED, live, max_sequences=1),
+                    lambda live: plan_completion(ASKED, live),
                 )
             )
             while not admission.num_waiting:

@@ -163,17 +163,37 @@ def test_arguments_are_an_object_and_its_text(source: str, shown: str) -> None:
     assert ChatTemplate(source, {}).render(conversation) == shown
 
 
+KNOWN_ROLES = (
+    "{% for m in messages %}{% if m.role == 'system' %}<s>{{ m.content }}{{ m.tools }}"
+    "{% elif m.role == 'user' %}<u>{{ m.content }}{% endif %}{% endfor %}"
+)
+USER = {"role": "user", "content": "Hi"}
+BRIEF = {"role": "system", "content": "Be brief"}
+DEVELOPER = {"role": "developer", "content": "In French", "tools": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "prompt"),
+    [
+        (KNOWN_ROLES, [DEVELOPER, USER], "<s>In French<u>Hi"),
+        (KNOWN_ROLES, [BRIEF, USER, DEVELOPER, USER], "<s>Be brief\n\nIn French<u>Hi<u>Hi"),
+        (LOOP, [BRIEF, DEVELOPER], "[system]Be brief\n\nIn French<end>"),
+        (KNOWN_ROLES + "{# 'developer' #}", [DEVELOPER, USER], "<u>Hi"),
+        # Without a developer, the messages stay as they are.
+        (KNOWN_ROLES, [USER, BRIEF, BRIEF], "<u>Hi<s>Be brief<s>Be brief"),
+    ],
+)
+def test_a_developer_is_the_system_for_templates_that_know_no_developers(
+    template: str, messages: list[dict[str, Any]], prompt: str
+) -> None:
+    assert ChatTemplate(template, {}).render(normalise(messages)) == prompt
+
+
 @pytest.mark.parametrize("name", ["self", "messages", "source"])
 def test_variables_may_have_any_name(name: str) -> None:
     variables: dict[str, Any] = {name: 1}
     source = f"{{{{ {name} }}}}" if name == "source" else "1"
     assert ChatTemplate(source, {}).render(TALK, **variables) == "1"
-
-
-def test_a_template_that_calls_itself_without_end_is_refused() -> None:
-    template = ChatTemplate("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", {})
-    with pytest.raises(ChatTemplateError):
-        template.render(TALK)
 
 
 def test_a_final_message_that_cannot_be_continued_is_refused() -> None:
@@ -185,21 +205,11 @@ def test_a_final_message_that_cannot_be_continued_is_refused() -> None:
         template.render(TALK, continue_final_message=True)
 
 
-def test_a_template_for_tools_is_used_with_tools_only() -> None:
-    template = ChatTemplate("plain", {}, "{{ tools | length }}")
-    assert template.render(TALK) == "plain"
-    assert template.render(normalise(MESSAGES, TOOLS)) == "1"
-
-
-def test_templates_run_in_a_sandbox() -> None:
-    template = ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {})
-    with pytest.raises(ChatTemplateError):
-        template.render(TALK)
-
-
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),  # it runs in a sandbox
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
         ("{{ extra | indent }}", "splitlines"),  # an AttributeError
         ("{{ messages | sum }}", "unsupported operand"),  # a TypeError
         ("{{ messages[0].content.format() }}{{ 'a'.encode('ascii').decode('utf-9') }}", "utf-9"),
@@ -210,11 +220,17 @@ def test_any_error_of_a_template_is_a_refusal(source: str, reason: str) -> None:
         ChatTemplate(source, {}).render(TALK, extra=[1])
 
 
-def test_a_text_that_is_no_template_is_refused() -> None:
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if %}",
+        "{% generation %}without an end",
+        "".join(f"{{% for m{n} in messages %}}" for n in range(40)) + "{% endfor %}" * 40,
+    ],
+)
+def test_a_text_that_is_no_template_is_refused(source: str) -> None:
     with pytest.raises(ReleaseError, match="chat_template"):
-        ChatTemplate("{% if %}", {})
-    with pytest.raises(ReleaseError, match="chat_template"):
-        ChatTemplate("{% generation %}without an end", {})
+        ChatTemplate(source, {})
 
 
 FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -241,20 +257,12 @@ def test_a_release_whose_template_never_ends_is_refused(tmp_path: Path, brief: N
         load_tokenizer(tmp_path / release.id)
 
 
-def test_a_template_that_cannot_be_compiled_is_refused() -> None:
-    deep = "".join(f"{{% for m{n} in messages %}}" for n in range(40)) + "{% endfor %}" * 40
-    with pytest.raises(ReleaseError, match="chat_template"):
-        ChatTemplate(deep, {})
-
-
-@pytest.mark.parametrize(
-    "element", ["a text", {"name": "default"}, {"template": PLAIN}, {"name": [], "template": PLAIN}]
-)
+@pytest.mark.parametrize("element", ["a text", {"template": PLAIN}])
 def test_a_list_of_templates_without_names_is_refused(tmp_path: Path, element: object) -> None:
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     config = {"vocab_size": 257, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = {"chat_template": [{"name": "default", "template": PLAIN}, element]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ReleaseError, match=r"^tokenizer_config\.json: chat_template holds"):
+    with pytest.raises(ReleaseError, match=r"^tokenizer_config\.json: chat_template is no list"):
         load_tokenizer(tmp_path)

@@ -7,11 +7,11 @@ import pytest
 from tokenizers import processors
 
 from serving.admission import LiveRelease
+from serving.answer import GeneratedSequence
 from serving.completions import plan_completion
 from serving.detokenizer import TokenText
 from serving.engine import TokenLogprob
 from serving.openai_schemas import CompletionRequest
-from serving.sequences import GeneratedSequence
 from serving.tokenizer import load_tokenizer
 from tests.serving_fixtures import EOS, byte_tokenizer, echo_release
 
@@ -48,7 +48,7 @@ def test_offsets_point_into_the_echo(
         release=release, folder=folder, tokenizer=load_tokenizer(folder), live_since=0
     )
     request = CompletionRequest.model_validate({**body, "echo": True, "logprobs": 0})
-    plan = plan_completion(request, live, max_sequences=1)
+    plan = plan_completion(request, live)
     one = TokenLogprob(token_id=B, logprob=-1.0)
     answered = GeneratedSequence(
         text="b",

@@ -63,7 +63,7 @@ def test_of_a_job_that_absorbs_them(tmp_path: Path, num_steps: Callable[[], int]
 
     def push(first: int, number: int = BATCH) -> None:
         ids = [f"delivery-{first + place}" for place in range(number)]
-        told = [Delivery(source="hub", id=id, body="{}") for id in ids]
+        told = [Delivery(source="hub", id=id) for id in ids]
         jobs.submit_all([JobRequest(spec=spec, delivery=delivery) for delivery in told])
 
     def length_of_its_row() -> int:
@@ -93,7 +93,7 @@ def test_of_a_job(tmp_path: Path, num_steps: Callable[[], int]) -> None:
                 [
                     JobRequest(
                         spec=JobSpec(command=("true",)),
-                        delivery=Delivery(source=f"hub/{place % 3}", id=id, body="{}"),
+                        delivery=Delivery(source=f"hub/{place % 3}", id=id),
                     )
                     for place, id in enumerate(ids)
                 ]

@@ -8,15 +8,13 @@ import pytest
 
 from jobs.folder import OUTCOME
 from jobs.job import Job
-from jobs.launcher import Status
 from jobs.outcome import JobOutcome
-from jobs.outcome_of_exit import Lost, outcome_of_exit
+from jobs.outcome_of_exit import Exit, Lost, StopReason, outcome_of_exit, record_end
+from jobs.settings import JobsSettings
 from jobs.spec import JobSpec
 from jobs.store import JobStore
 
-EXITED = Status(phase="exited", exit_code=1)
-KILLED = Status(phase="exited", exit_code=-9)
-VANISHED = Status(phase="vanished")
+EXITED, KILLED, VANISHED = Exit(code=1), Exit(code=-9), Exit()
 
 
 @pytest.fixture
@@ -29,10 +27,10 @@ def job(tmp_path: Path) -> Job:
     ("stop_reason", "result"), [(None, "failed"), ("cancel", "cancelled"), ("timeout", "failed")]
 )
 def test_a_half_written_outcome(
-    job: Job, tmp_path: Path, stop_reason: str | None, result: str
+    job: Job, tmp_path: Path, stop_reason: StopReason | None, result: str
 ) -> None:
     (tmp_path / OUTCOME).write_text('{"resu')
-    found = outcome_of_exit(job, tmp_path, EXITED, stop_reason=stop_reason, time_limit=3.0)
+    found = outcome_of_exit(job, tmp_path, EXITED, stop_reason, 3.0)
     assert isinstance(found, JobOutcome) and found.result == result
     assert (OUTCOME in str(found.reason)) == (stop_reason is None)
 
@@ -43,10 +41,10 @@ def test_a_half_written_outcome(
     ids=["killed by others", "vanished", "stopped with its runner"],
 )
 def test_an_attempt_that_was_interrupted_while_it_wrote_the_outcome_is_lost(
-    job: Job, tmp_path: Path, status: Status, stop_reason: str | None
+    job: Job, tmp_path: Path, status: Exit, stop_reason: StopReason | None
 ) -> None:
     (tmp_path / OUTCOME).write_text('{"resu')
-    found = outcome_of_exit(job, tmp_path, status, stop_reason=stop_reason, time_limit=None)
+    found = outcome_of_exit(job, tmp_path, status, stop_reason, None)
     assert isinstance(found, Lost)
 
 
@@ -55,7 +53,7 @@ def test_a_plain_command_that_was_killed_while_it_wrote_the_outcome_fails_by_the
 ) -> None:
     (tmp_path / OUTCOME).write_text('{"resu')
     plain = replace(job, spec=JobSpec(command=("train",)))
-    found = outcome_of_exit(plain, tmp_path, KILLED, stop_reason=None, time_limit=None)
+    found = outcome_of_exit(plain, tmp_path, KILLED, None, None)
     assert isinstance(found, JobOutcome) and found.result == "failed"
     assert "signal 9" in str(found.reason) and OUTCOME not in str(found.reason)
 
@@ -68,4 +66,19 @@ def test_an_outcome_that_cannot_be_read_now_is_not_judged(
 
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     with pytest.raises(OSError, match="Too many open files"):
-        outcome_of_exit(job, tmp_path, EXITED, stop_reason=None, time_limit=None)
+        outcome_of_exit(job, tmp_path, EXITED, None, None)
+
+
+def test_each_wait_is_four_times_the_one_before(tmp_path: Path) -> None:
+    settings = JobsSettings(retry_seconds=10.0)
+    now, waits = 1000.0, []
+    with JobStore.open(tmp_path / "jobs.sqlite", clock=lambda: now) as store:
+        store.submit(JobSpec(command=("train",), pipeline="faq"))
+        for _ in range(2):
+            job = store.claim("me", 60)
+            assert job is not None
+            waits.append(
+                record_end(store, job, tmp_path, Exit(code=75), None, settings).run_after - now
+            )
+            now += waits[-1]
+    assert waits == [10.0, 40.0]

@@ -82,27 +82,22 @@ def test_the_answers_of_the_base_model_are_told_at_once_and_with_an_estimate(
 
 
 def test_a_job_behind_another_names_the_job_that_it_waits_for(
-    home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Home, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("pipeline.cli.progress.CLAIM_SECONDS", 0.0)
     retraining = JobSpec(command=("true",), pipeline="notes")
     with JobStore.open(home.jobs_database) as store:
-        of_nobody = claim(store)
-        alone = store.submit(JobSpec(command=("true",)), by_hand=True).job
-        follow_output(store, alone.id, home, io.BytesIO(), deadline=time.monotonic() + 0.3)
-        assert capsys.readouterr().err == f"waits for {of_nobody}\n", "once"
-        follow_output(store, alone.id, home, None, deadline=time.monotonic())
-        assert capsys.readouterr().err == "", "--json"
-        store.cancel(alone.id)
-
         store.submit(retraining, by_hand=True)
         training = store.claim("me", 60)
-        assert training is not None and training.id != of_nobody
+        assert training is not None
         behind = store.submit(retraining, by_hand=True).job
+        follow_output(store, behind.id, home, io.BytesIO(), deadline=time.monotonic() + 0.3)
+        assert capsys.readouterr().err == f"waits: {training.id} is running\n", "once"
+        follow_output(store, behind.id, home, None, deadline=time.monotonic())
+        assert capsys.readouterr().err == "", "--json"
         lines = shown(store, behind.id, home, terminal=False)
-        assert len(lines) == 1 and lines[0].endswith(f"waits for {training.id}"), lines
+        assert len(lines) == 1 and lines[0].endswith(f"waits: {training.id} is running"), lines
         bar = "".join(shown(store, behind.id, home, terminal=True))
-        assert f"waits for {training.id}" in bar
+        assert f"waits: {training.id} is running" in bar
         store.finish(training.id, "me", None)
         store.claim("me", 60)
         assert not any("waits" in line for line in shown(store, behind.id, home, terminal=False))

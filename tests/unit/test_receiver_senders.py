@@ -114,7 +114,7 @@ def test_what_is_no_push_is_acknowledged() -> None:
     assert issue == NotAPush({"ignored": "the gitlab event 'Issue Hook' is not a push"})
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"ref": 1}'])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"ref": 1}'])
 @pytest.mark.parametrize("sender", ["github", "gitea", "gitlab"])
 def test_a_push_that_is_none(sender: PushSender, body: bytes) -> None:
     with pytest.raises(NotAnEvent, match=f"not a {sender} push event"):

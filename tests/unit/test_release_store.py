@@ -49,18 +49,12 @@ def test_current_moves_in_one_step(tmp_path: Path) -> None:
     release_store.set_current(tmp_path, "r000001-aaaaaaaa")
     release_store.set_current(tmp_path, "r000002-ffffffff")
     assert release_store.served_release(tmp_path) == tmp_path / "r000002-ffffffff"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "live", "previous"]
-
-
-def test_what_was_served_before_is_known_and_a_way_forth_is_not(tmp_path: Path) -> None:
-    first, second, third = (f"r00000{number}-00000000" for number in (1, 2, 3))
-    release_store.set_current(tmp_path, first)
-    assert release_store.previous_release_id(tmp_path) is None
-    for release in (second, second, third):
-        release_store.set_current(tmp_path, release)
-    assert release_store.previous_release_id(tmp_path) == second
-    release_store.set_current(tmp_path, second)
-    assert release_store.previous_release_id(tmp_path) == second
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".served.lock",
+        "current",
+        "served.json",
+    ]
+    assert os.readlink(tmp_path / "current") == "r000002-ffffffff"
 
 
 def test_what_was_live_is_listed_without_what_was_gone_back_from(tmp_path: Path) -> None:
@@ -83,7 +77,6 @@ def test_a_release_that_stands_in_for_another_one_is_not_chosen(tmp_path: Path) 
     assert release_store.served_release(tmp_path) == tmp_path / ids[0]
     assert release_store.stood_in_for(tmp_path) == ids[2]
     assert release_store.live_releases(tmp_path) == ids
-    assert release_store.previous_release_id(tmp_path) == ids[1]
     # Only now somebody chooses it.
     release_store.set_current(tmp_path, ids[0])
     assert release_store.stood_in_for(tmp_path) is None
@@ -107,42 +100,27 @@ def test_a_release_in_use_is_not_removed_and_the_reason_is_named(tmp_path: Path)
         release_removal.remove(tmp_path, spare)
 
 
-@pytest.mark.parametrize("broken", ["current", "previous"])
-def test_a_broken_link_is_replaced(tmp_path: Path, broken: str) -> None:
-    (tmp_path / broken).symlink_to("/etc")
-    assert release_store.previous_release_id(tmp_path) is None
-    for release in ("r000001-00000000", "r000002-00000000", "r000003-00000000"):
-        release_store.set_current(tmp_path, release)
-    assert release_store.served_release(tmp_path) == tmp_path / "r000003-00000000"
-    assert release_store.previous_release_id(tmp_path) == "r000002-00000000"
-
-
 @pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
-def test_what_is_no_link_is_replaced_and_live_has_the_served_release(
-    tmp_path: Path, make: Callable[[Path], None]
+def test_what_is_no_link_is_replaced(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "current")
+    release_store.set_current(tmp_path, "r000001-00000000")
+    assert os.readlink(tmp_path / "current") == "r000001-00000000"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "\0", '{"live": ["../elsewhere"]}', '{"pending": "seven"}']
+)
+def test_a_damaged_record_is_an_error_until_a_release_is_chosen(
+    tmp_path: Path, content: str
 ) -> None:
-    first, second = (put(tmp_path, f"r{number:06d}-00000000") for number in (1, 2))
-    release_store.set_current(tmp_path, first)
-    release_store.set_current(tmp_path, second)
-    for name in ("current", "previous"):
-        (tmp_path / name).unlink()
-        make(tmp_path / name)
-    assert release_store.served_release(tmp_path) == tmp_path / second
-    assert release_store.previous_release_id(tmp_path) is None
-    assert release_store.live_releases(tmp_path) == [first, second]
-    assert release_removal.prune(tmp_path, keep=0) == [first]
-
-    third = put(tmp_path, "r000003-00000000")
-    release_store.set_current(tmp_path, third)
-    assert release_store.served_release(tmp_path) == tmp_path / third
-    assert release_store.previous_release_id(tmp_path) == second
-
-
-@pytest.mark.parametrize("target", ["../elsewhere", "/etc", "r000001"])
-def test_a_link_that_names_no_release_is_an_error(tmp_path: Path, target: str) -> None:
-    (tmp_path / "current").symlink_to(target)
-    with pytest.raises(ReleaseError, match="not a release id"):
-        release_store.served_release(tmp_path)
+    (tmp_path / "served.json").write_text(content)
+    for read in (release_store.served_release, release_store.pending_release):
+        with pytest.raises(ReleaseError, match=r"served\.json"):
+            read(tmp_path)
+    assert release_store.served_release_id(tmp_path) is None
+    release_store.set_pending(tmp_path, "r000001-00000000")
+    release_store.set_current(tmp_path, "r000001-00000000")
+    assert release_store.live_releases(tmp_path) == ["r000001-00000000"]
 
 
 @pytest.mark.parametrize("other", ["r000001-aaaaaaaa", "r000003-cccccccc"])
@@ -173,35 +151,13 @@ def test_a_release_is_chosen_only_in_place_of_the_one_that_it_follows(tmp_path: 
     assert release_store.chosen_release_id(tmp_path) == other
 
 
-def test_a_mark_that_is_made_while_another_one_is_cleared_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cleared, chosen = "r000001-aaaaaaaa", "r000002-aaaaaaaa"
-    release_store.set_pending(tmp_path, cleared)
-    other = threading.Thread(target=release_store.set_pending, args=(tmp_path, chosen))
-    read = release_store.pending_release
-
-    def read_slowly(folder: Path) -> str | None:
-        found = read(folder)
-        if threading.current_thread() is not other:
-            monkeypatch.undo()
-            other.start()
-            other.join(0.5)  # without the lock, the other mark is there now
-        return found
-
-    monkeypatch.setattr(release_store, "pending_release", read_slowly)
-    release_store.clear_pending(tmp_path, cleared)
-    other.join()
-    assert release_store.pending_release(tmp_path) == chosen
-
-
 def test_of_many_that_follow_one_release_one_is_chosen_and_no_mark_gets_lost(
     tmp_path: Path,
 ) -> None:
     """Also while others clear their own marks. Processes share nothing else with each other."""
     ids = [f"r{number:06d}-aaaaaaaa" for number in range(1, 9)]
     for _ in range(20):
-        (tmp_path / "pending").unlink(missing_ok=True)
+        (tmp_path / "served.json").unlink(missing_ok=True)
         start = threading.Barrier(len(ids) + 1)
 
         def choose(release: str, start: threading.Barrier = start) -> bool:
@@ -226,24 +182,6 @@ def test_of_many_that_follow_one_release_one_is_chosen_and_no_mark_gets_lost(
         assert [release for release, ok in zip(ids, chosen, strict=True) if ok] == [
             release_store.pending_release(tmp_path)
         ]
-
-
-@pytest.mark.parametrize("content", [b"", b"\0\0", b"seven\n", b"\xff\xfe"])
-def test_a_damaged_pending_is_an_error_until_it_is_cleared(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "pending").write_bytes(content)
-    with pytest.raises(ReleaseError, match="not a release id"):
-        release_store.pending_release(tmp_path)
-    release_store.clear_pending(tmp_path, "r000001-aaaaaaaa")
-    assert release_store.pending_release(tmp_path) is None
-
-
-def test_of_a_damaged_live_the_ids_are_read_and_the_next_one_is_written(tmp_path: Path) -> None:
-    first, second = (put(tmp_path, f"r{number:06d}-00000000") for number in (1, 2))
-    release_store.set_current(tmp_path, first)
-    (tmp_path / "live").write_bytes(f"{first}\n".encode() + b"\xff\xfe\n")
-    assert release_store.live_releases(tmp_path) == [first]
-    release_store.set_current(tmp_path, second)
-    assert (tmp_path / "live").read_text().split() == [first, second]
 
 
 def test_prune_spares_served_pending_and_pinned(tmp_path: Path) -> None:
@@ -316,12 +254,6 @@ def test_only_a_release_can_be_pinned_and_only_a_pinned_one_unpinned(tmp_path: P
     assert release_removal.pinned_releases(tmp_path) == [release_id]
 
 
-def test_prune_keeps_all_where_there_are_fewer_than_it_keeps(tmp_path: Path) -> None:
-    ids = [put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 4)]
-    assert release_removal.prune(tmp_path, keep=5) == []
-    assert release_store.release_ids(tmp_path) == ids
-
-
 def test_a_number_is_never_given_twice(tmp_path: Path) -> None:
     assert release_store.next_number(tmp_path) == 1
     put(tmp_path, "r000007-00000000")
@@ -353,14 +285,6 @@ def test_a_file_that_the_disk_cannot_read_is_a_reason(
     monkeypatch.setattr(verify, "digest_file", unreadable)
     expected = f"{folder}/config.json: cannot be read: Input/output error"
     assert verify.verify_release(folder) == (expected,)
-
-
-def test_a_manifest_that_the_disk_cannot_read_is_a_reason(tmp_path: Path) -> None:
-    folder = tmp_path / "r000001-aaaaaaaa"
-    (folder / "release.json").mkdir(parents=True)
-    [reason] = verify.verify_release(folder)
-    assert reason == f"{folder}/release.json: cannot be read: Is a directory"
-    assert release_store.list_releases(tmp_path) == []
 
 
 def test_leftovers_are_swept_unless_a_publisher_is_at_work(tmp_path: Path) -> None:

@@ -231,25 +231,6 @@ def test_what_is_trained_is_what_is_served(name: str, folder: Path, tmp_path: Pa
         assert "text" in both or name.startswith(REASONS_FIRST)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_gets_arguments_as_it_wants_them(
-    name: str, folder: Path, tmp_path: Path
-) -> None:
-    """The Python form of an object is in no prompt."""
-    mine = with_template(folder, tmp_path / "mine", TEMPLATES[name])
-    asked = WAYS["JSON text"][1]
-    try:
-        prompt = AutoTokenizer.from_pretrained(mine).decode(served(mine, asked, TOOLS))
-    except RequestError as error:
-        assert re.search("alternate|shows none|no element 0", str(error)), error
-    else:
-        assert "{'city'" not in prompt
-        assert name in SHOWS_NO_CALLS or "Köln" in prompt
-
-
-SHOWS_NO_CALLS = {"lfm2", "lfm2_training"}
-
-
 def test_the_day_of_a_training_is_the_day_of_its_prompts(folder: Path, tmp_path: Path) -> None:
     mine = with_template(folder, tmp_path / "mine", KINDS["the date"])
     settings = RetrainSettings(

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from serving.admission import LiveRelease
+from serving.answer import generate
 from serving.completions import plan_completion
 from serving.engine import EngineError, Generation, Step
 from serving.openai_schemas import CompletionRequest
 from serving.request_errors import RequestError
-from serving.sequences import generate
 from serving.tokenizer import load_tokenizer
 from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import echo_release
@@ -41,7 +41,7 @@ class PanickingEngine(EchoEngine):
 
 def test_one_sequence_that_fails_in_any_way_ends_all(live: LiveRelease) -> None:
     request = CompletionRequest.model_validate({"prompt": "a", "n": 3, "seed": 7})
-    plan = plan_completion(request, live, max_sequences=3)
+    plan = plan_completion(request, live)
 
     async def scenario() -> None:
         async with asyncio.timeout(10):
@@ -66,7 +66,7 @@ class EngineThatFailsAtTheEnd(EchoEngine):
 
 def test_a_sequence_that_fails_when_it_is_ended_holds_nothing_up(live: LiveRelease) -> None:
     request = CompletionRequest.model_validate({"prompt": "a", "n": 3})
-    plan = plan_completion(request, live, max_sequences=3)
+    plan = plan_completion(request, live)
 
     async def scenario() -> int:
         engine = EngineThatFailsAtTheEnd()
@@ -84,7 +84,6 @@ def test_a_sequence_that_fails_when_it_is_ended_holds_nothing_up(live: LiveRelea
     ("settings", "scored"),
     [
         ({}, [True, False, False]),
-        ({"best_of": 3, "n": 1}, [True, False, False]),
         # Each sequence of a stream may be the first that has text.
         ({"stream": True}, [True, True, True]),
     ],
@@ -93,8 +92,19 @@ def test_a_prompt_is_scored_once(
     live: LiveRelease, settings: dict[str, Any], scored: list[bool]
 ) -> None:
     body = {"prompt": "Hello", "n": 3, "echo": True, "logprobs": 1, **settings}
-    plan = plan_completion(CompletionRequest.model_validate(body), live, max_sequences=3)
+    plan = plan_completion(CompletionRequest.model_validate(body), live)
     assert [each.num_prompt_logprobs is not None for each in plan.generations] == scored
+
+
+@pytest.mark.parametrize(
+    ("body", "is_gathered"), [({}, True), ({"stream": True}, False), ({"stop": ["no"]}, False)]
+)
+def test_an_engine_gathers_the_tokens_that_nobody_reads_one_by_one(
+    live: LiveRelease, body: dict[str, Any], is_gathered: bool
+) -> None:
+    request = CompletionRequest.model_validate({"prompt": "Hello", **body})
+    (generation,) = plan_completion(request, live).generations
+    assert (generation.max_step_tokens > 1) == is_gathered
 
 
 @pytest.mark.parametrize(
@@ -117,7 +127,7 @@ def test_min_tokens_needs_a_token_that_does_not_end_the_text(
     )
     if is_refused:
         with pytest.raises(RequestError) as refused:
-            plan_completion(request, live, max_sequences=1)
+            plan_completion(request, live)
         assert refused.value.body["error"]["param"] == "min_tokens"
     else:
-        plan_completion(request, live, max_sequences=1)
+        plan_completion(request, live)

@@ -14,7 +14,7 @@ from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, Settings, load_settings
 from pipeline.settings_copy import write_copy
-from receiver.tunnel import tunnel_command
+from receiver.tunnel import tunnel_of
 
 FACTS = PipelineSettings(name="facts", dataset="demo/facts")
 
@@ -124,7 +124,7 @@ def test_the_program_of_the_tunnel_is_beside_the_settings(file: Path) -> None:
     program.touch(0o755)
     read = tunnel("bin/open 'a b' http://{address}")
     assert read is not None
-    arguments, _ = tunnel_command(read, "host:1", url_pattern="x")
+    arguments = tunnel_of(read, "host:1", url_pattern="x").arguments
     assert arguments == [str(program), "a b", "http://host:1"]
     for text in ("cloudflared tunnel --url http://{address}", "ssh://me@relay/", "  "):
         assert tunnel(text) == text

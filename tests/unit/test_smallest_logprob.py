@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from serving.engine import MIN_LOGPROB, Generation, TokenLogprob, reported_logprob
-from serving.engines import sglang_requests
+from serving.engines import sglang_engine
 from serving.engines.torch_engine.sampling import logprobs
 
 ASKED = Generation(prompt=(1,), max_tokens=1, num_logprobs=2)
@@ -27,20 +27,19 @@ def test_logprobs_that_are_no_numbers_are_reported_as_the_smallest() -> None:
 
 def test_of_sglang() -> None:
     meta = {
-        "weight_version": "r",
         "completion_tokens": 1,
         "output_token_logprobs": [[-math.inf, 1, None]],
         "output_top_logprobs": [[[0.0, 0, None], [-math.inf, 1, None]]],
     }
     chunk = {"meta_info": meta, "output_ids": [1]}
-    step = sglang_requests.step_of(chunk, ASKED, "r", sglang_requests.StreamProgress())
+    step = sglang_engine._step_of(chunk, ASKED, 0, is_first=True)
     assert list(step.logprobs) == WANTED
 
 
 @pytest.mark.vllm
 def test_of_vllm() -> None:
     pytest.importorskip("vllm", reason="make test-vllm has it", exc_type=ModuleNotFoundError)
-    from serving.engines.vllm_requests import step_of
+    from serving.engines.vllm_engine import _step_of
 
     found = {1: SimpleNamespace(logprob=-math.inf), 0: SimpleNamespace(logprob=0.0)}
     completion: Any = SimpleNamespace(
@@ -49,5 +48,5 @@ def test_of_vllm() -> None:
     output: Any = SimpleNamespace(
         outputs=[completion], prompt_logprobs=None, num_cached_tokens=None
     )
-    step = step_of(output, ASKED, "r")
+    step = _step_of(output, ASKED, "r")
     assert list(step.logprobs) == WANTED

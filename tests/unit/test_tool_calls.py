@@ -27,6 +27,7 @@ DEEP = "[" * 300 + "]" * 300
 NO_CALLS = [
     call_of('{"a": NaN}'),
     call_of('{"a": -Infinity}'),
+    call_of('{"a": 1e999}'),
     call_of('{"a": "\\ud83d"}'),  # half of a surrogate pair, which UTF-8 cannot say
     call_of('"{\\"a\\": \\"\\\\ud83d\\"}"'),
     call_of(f'{{"a": {DEEP}}}'),
@@ -61,7 +62,6 @@ ANSWERS: list[tuple[FormatName, str, str, list[tuple[str, object]]]] = [
     ("hermes", f"{NO_CALLS[0]}\n<tool_call>{A}</tool_call>", f"{NO_CALLS[0]}\n", [ADD]),
     ("hermes", f"<tool_call>[{A}, 5, {W}]", "5, " + W + "]", [ADD]),
     ("hermes", f"<tool_call> x {A}", f"<tool_call> x {A}", []),
-    ("hermes", f"<tool_call>{' ' * 101}{A}", f"<tool_call>{' ' * 101}{A}", []),
     *[("hermes", answer, answer, []) for answer in NO_CALLS],
     ("llama3_json", LLAMA_A, "", [ADD]),
     ("llama3_json", f" {LLAMA_A}; {W}", "", [ADD, WEATHER]),
@@ -155,16 +155,16 @@ def test_any_text_is_read_the_same_wherever_pieces_end(
 @pytest.mark.parametrize(
     ("answer", "arguments"),
     [
-        (call_of('{"a":1.0,  "b": 1e999}'), '{"a":1.0,  "b": 1e999}'),
+        (call_of('{"a":1.0,  "b": 2}'), '{"a": 1.0, "b": 2}'),
         (call_of(f'{{"a": {"9" * 4300}}}'), f'{{"a": {"9" * 4300}}}'),
-        (call_of('{"a": "\\u00e9"}'), '{"a": "\\u00e9"}'),
+        (call_of('{"a": "\\u00e9"}'), '{"a": "é"}'),
         (call_of('"{\\"a\\": 1}"'), '{"a": 1}'),
         ('<tool_call>{"parameters" : {"a": 1} , "name":"add"}', '{"a": 1}'),
         ('<tool_call>{"name": "add"}', "{}"),
         ('<tool_call>{"name": "add", "\\u0061rguments": {}, "arguments": {"a": 2}}', '{"a": 2}'),
     ],
 )
-def test_arguments_are_passed_on_as_the_model_wrote_them(answer: str, arguments: str) -> None:
+def test_arguments_are_the_text_of_an_object(answer: str, arguments: str) -> None:
     assert joined(read("hermes", answer, [])) == ("", [("add", arguments)])
 
 

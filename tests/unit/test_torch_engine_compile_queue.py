@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from serving.engine import EngineError, GenerationRefused, Grammar
+from serving.engine import EngineError, Grammar
 from serving.engines.torch_engine import grammars
 from serving.engines.torch_engine.grammars import Grammars
 from tests.torch_engine_changes import until
@@ -50,45 +50,6 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compil
     made.grammars.close()
 
 
-def test_a_grammar_that_nobody_waits_for_is_not_compiled(compiler: Compiler) -> None:
-    async def scenario() -> None:
-        first = compiler.begin("a")
-        await until(lambda: compiler.begun == ["a"])
-        unwanted, wanted = compiler.begin("b"), compiler.begin("c")
-        leaving, staying = compiler.begin("d"), compiler.begin("d")
-        await asyncio.sleep(0)
-        unwanted.cancel()
-        leaving.cancel()
-        await asyncio.wait({unwanted, leaving})
-        compiler.gate.set()
-        await asyncio.gather(first, wanted, staying)
-        await compiler.begin("b")
-
-    asyncio.run(scenario())
-    assert compiler.begun == ["a", "c", "d", "b"]
-
-
-def test_only_a_grammar_whose_compilation_has_begun_runs_out_of_time(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario() -> None:
-        first = compiler.begin("a")
-        await until(lambda: compiler.begun == ["a"])
-        with monkeypatch.context() as patch:
-            patch.setattr(grammars, "_COMPILE_SECONDS", 0.0)
-            behind = compiler.begin("b")
-            with pytest.raises(GenerationRefused, match="not compiled within"):
-                await compiler.begin("a")
-            for _ in range(100):  # turns of the loop, in which the time of `b` could run out
-                await asyncio.sleep(0)
-            assert not behind.done()
-        compiler.gate.set()
-        await asyncio.gather(first, behind, compiler.begin("a"))
-
-    asyncio.run(scenario())
-    assert compiler.begun == ["a", "b"]
-
-
 def test_a_release_that_goes_during_a_compilation_leaves_nothing(compiler: Compiler) -> None:
     async def scenario() -> None:
         first = compiler.begin("a")
@@ -98,7 +59,6 @@ def test_a_release_that_goes_during_a_compilation_leaves_nothing(compiler: Compi
         await first
 
     asyncio.run(scenario())
-    assert not compiler.grammars._tokenizers
     assert not compiler.grammars._compiled
 
 

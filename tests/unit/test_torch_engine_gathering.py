@@ -77,7 +77,7 @@ def test_a_slot_is_free_after_tokens_that_were_gathered_for_nobody(published: Pu
         async with engine_with(published, max_batch=1) as engine:
             leaving = engine.generate(published.id, greedy(prompt(5), 100, max_step_tokens=90))
             await anext(leaving)
-            sequence = leaving._sequence  # type: ignore[attr-defined]
+            sequence = leaving.ag_frame.f_locals["sequence"]  # type: ignore[attr-defined]
             del leaving
             found = await ask(engine, published.id, greedy(prompt(6), 4))
             assert len(sequence.output) < 100, "it was not cut short"

@@ -95,13 +95,13 @@ def test_compiling_is_bounded_in_time(
     published: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_compile = threading.Event()
-    compile_grammar = grammars._compile
+    compile_grammar = grammars.Grammars._compile
 
     def compile_later(*args: Any) -> GrammarState:
         may_compile.wait(60)
         return compile_grammar(*args)
 
-    monkeypatch.setattr(grammars, "_compile", compile_later)
+    monkeypatch.setattr(grammars.Grammars, "_compile", compile_later)
 
     async def scenario() -> None:
         async with engine_with(published) as engine:

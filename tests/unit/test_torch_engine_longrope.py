@@ -20,7 +20,7 @@ from tests.torch_engine_fixtures import (
 )
 
 CONTEXT, ORIGINAL = 128, 64
-SHORT, LONG = prompt(20, seed=1), prompt(90, seed=2)
+SHORT = prompt(20, seed=1)
 FACTORS = [1.0 + 0.5 * number for number in range(8)]
 
 
@@ -65,18 +65,7 @@ def test_by_default_the_context_is_the_one_of_the_short_factors(published: Publi
     assert answers(published, prompts) == [ORIGINAL, wanted]
 
 
-def test_a_longer_context_uses_the_long_factors_for_every_text(
-    published: Published, tmp_path: Path
-) -> None:
-    only_long = with_factors(tmp_path / "long", short=FACTORS, long=FACTORS)
-    long = expected(published.network, LONG)
-    short = expected(only_long.network, SHORT)
-    assert short != expected(published.network, SHORT)
-    found = answers(published, [SHORT], [LONG, SHORT], [LONG], max_context=CONTEXT)
-    assert found == [CONTEXT, [short], [long, short], [long]]
-
-
-def test_it_does_not_matter_how_a_prompt_is_divided(published: Published) -> None:
-    long = expected(published.network, LONG)
-    found = answers(published, [LONG], max_context=CONTEXT, max_batch_tokens=16)
-    assert found == [CONTEXT, [long]]
+def test_a_longer_context_is_not_given(published: Published) -> None:
+    wanted = expected(published.network, SHORT)
+    found = answers(published, [SHORT], max_context=CONTEXT, max_batch_tokens=16)
+    assert found == [ORIGINAL, [wanted]]

@@ -192,21 +192,6 @@ def test_a_prefix_is_shared_with_a_sequence_that_runs(published: Published) -> N
     assert answers == [expected(published.network, one.prompt, one.max_tokens) for one in asked]
 
 
-def test_one_prompt_of_many_sequences_is_read_once(published: Published) -> None:
-    asked = [Generation(prompt=prompt(90), max_tokens=8, seed=i) for i in range(6)]
-
-    async def scenario() -> Any:
-        async with engine_with(published) as engine:
-            right = [tokens(await ask(engine, published.id, one)) for one in asked]
-        async with engine_with(published) as engine:
-            batches = watch(engine, published.id)
-            return right, await ask_all(engine, published.id, asked), num_prompt_tokens(batches)
-
-    right, answers, num_read = asyncio.run(scenario())
-    assert answers == right
-    assert num_read == 90 + 5
-
-
 def test_a_scored_prompt_is_read_whole_and_can_be_shared(published: Published) -> None:
     scored = greedy(prompt(80), max_tokens=3, num_prompt_logprobs=1)
 
@@ -226,19 +211,6 @@ def test_a_scored_prompt_is_read_whole_and_can_be_shared(published: Published) -
     assert [one.logprob for one in again[0].prompt_logprobs] == pytest.approx(
         [one.logprob for one in first[0].prompt_logprobs], abs=1e-4
     )
-
-
-def test_nothing_is_shared_between_releases(published: Published, tmp_path: Path) -> None:
-    other = publish(build(published.network.config, seed=1), tmp_path)
-
-    async def scenario() -> list[int]:
-        async with engine_with(published, other) as engine:
-            return [
-                (await ask(engine, each.id, greedy(prompt(80), max_tokens=1)))[0].num_cached_tokens
-                for each in (published, other, published, other)
-            ]
-
-    assert asyncio.run(scenario()) == [0, 0, 79, 79]
 
 
 def test_the_least_recently_used_is_dropped_for_who_needs_the_room(published: Published) -> None:

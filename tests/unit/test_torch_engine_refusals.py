@@ -159,9 +159,8 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(name: str, tmp_path: P
     assert asyncio.run(scenario()) == expected(published.network, prompt(5))
 
 
-@pytest.mark.parametrize("name", TIED)
-def test_a_stored_head_that_is_not_what_it_is_tied_to_is_refused(name: str, tmp_path: Path) -> None:
-    good = saved_by_torch(build(TIED[name]), tmp_path)
+def test_a_stored_head_that_is_not_what_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+    good = saved_by_torch(build(TIED["llama"]), tmp_path)
     # Whichever of the two is taken for the network's own, the other one differs.
     bad = edit_manifest("lm_head.weight", digest="blake3:" + "0" * 64)(good)
 

@@ -1,7 +1,6 @@
 """Draws: by seed the same, and from the distribution that the settings describe."""
 
 import asyncio
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -33,60 +32,12 @@ def sequence(*, output: tuple[int, ...] = (), **settings: Any) -> EngineSequence
     return made
 
 
-def draws(count: int, logits: torch.Tensor = LOGITS, **settings: Any) -> Counter[int]:
-    one = sequence(seed=0, **settings)
-    return Counter(sample([one], logits[None])[0] for _ in range(count))
-
-
-def test_draws_follow_the_distribution() -> None:
-    found = draws(4000, temperature=2.0)
-    for token_id, share in enumerate(torch.softmax(LOGITS / 2.0, -1).tolist()):
-        assert found[token_id] / 4000 == pytest.approx(share, abs=0.03)
-
-
-@pytest.mark.parametrize(
-    ("settings", "allowed"),
-    [
-        ({"top_k": 2}, {0, 1}),
-        ({"top_k": 99}, {0, 1, 2, 3, 4}),
-        ({"top_p": 0.6}, {0}),
-        ({"top_p": 0.7}, {0, 1}),
-        ({"top_p": 1e-9}, {0}),
-        ({"min_p": 0.3}, {0, 1}),
-        ({"min_p": 1.0}, {0}),
-        ({"logit_bias": {4: 100.0}}, {4}),
-        ({"logit_bias": {0: -100.0}, "top_k": 1}, {1}),
-        ({"stop_token_ids": (0,), "min_tokens": 1, "top_k": 1}, {1}),
-        ({"stop_token_ids": (0, -5, 5), "min_tokens": 1, "top_k": 1}, {1}),
-        ({"temperature": 0.0}, {0}),
-        ({"temperature": 0.0, "logit_bias": {3: 9.0}}, {3}),
-    ],
-)
-def test_settings_bound_what_is_drawn(settings: dict[str, Any], allowed: set[int]) -> None:
-    assert set(draws(400, **settings)) == allowed
-
-
-def test_a_flat_distribution_keeps_a_wide_nucleus() -> None:
-    found = draws(4000, torch.zeros(1000), top_p=0.5)
-    assert 450 < len(found) <= 500
-
-
-def test_penalties() -> None:
-
-    def takes(**settings: Any) -> int:
-        return sample([sequence(temperature=0.0, **settings)], LOGITS[None])[0]
-
-    assert takes(presence_penalty=1.5) == 0
-    assert takes(presence_penalty=1.5, output=(0, 0)) == 1
-    assert takes(frequency_penalty=0.6, output=(0,)) == 0
-    assert takes(frequency_penalty=0.6, output=(0, 0)) == 1
-    assert takes(repetition_penalty=1.4, output=(0,)) == 0
-    assert takes(repetition_penalty=1.6, output=(0,)) == 1
-    # The prompt, token 4, counts for repetition only, and below zero it multiplies.
-    favoured = torch.tensor([-2.0, -3.0, -3.0, -3.0, -1.0])
-    repeated = sequence(temperature=0.0, repetition_penalty=3.0)
-    present = sequence(temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0)
-    assert sample([repeated, present], favoured.repeat(2, 1)) == [0, 4]
+@pytest.mark.parametrize("stop_ids", [(0,), (0, -5, 5)])
+def test_a_stop_token_is_not_chosen_before_the_least_number_of_tokens(
+    stop_ids: tuple[int, ...],
+) -> None:
+    one = sequence(stop_token_ids=stop_ids, min_tokens=1, top_k=1)
+    assert sample([one], LOGITS[None]) == [1]
 
 
 def test_a_stop_token_that_is_none_changes_no_other_row() -> None:

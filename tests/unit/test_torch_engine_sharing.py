@@ -86,9 +86,8 @@ def test_unchanged_tensors_are_shared_and_not_read(first: Published, tmp_path: P
     }
     whole = sum(sizes.values()) - sizes["lm_head.weight"]
     read = sum(sizes[name] for name in names)
-    assert (found[first.id].read_bytes, found[first.id].shared_bytes) == (whole, 0)
+    assert found[first.id].read_bytes == whole
     assert found[second.id].read_bytes == read
-    assert found[second.id].shared_bytes == whole - read
 
 
 def test_a_bfloat16_release_shares_its_norms_too(tmp_path: Path) -> None:
@@ -196,6 +195,6 @@ def test_units_of_one_part_search_for_no_part(
 
     async def scenario() -> None:
         async with engine_with(published) as engine:
-            assert engine.resident_releases()[published.id].shared_bytes == 0
+            assert published.id in engine.resident_releases()
 
     asyncio.run(scenario())

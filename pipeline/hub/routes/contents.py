@@ -190,6 +190,7 @@ def _large_file(
 
 def facts(repository: Repository) -> Json:
     return {
+        "_id": repository.id,
         "id": repository.name.id,
         "author": repository.name.owner,
         "private": repository.private,

@@ -63,7 +63,7 @@ class JobLauncher:
             return {"pong": True}
         # The store recognises a repeated delivery by its id. A forced replay has a new id, so it
         # starts another job.
-        delivery = Delivery(source=f"webhook/{webhook.id}", id=due.id, body=due.payload)
+        delivery = Delivery(source=f"webhook/{webhook.id}", id=due.id)
         copy = source.model_copy(
             update={
                 "sealed_env": self._sealed_env(source, webhook, cipher),

@@ -13,7 +13,7 @@ from serving.engines.torch_engine import rope
 from serving.engines.torch_engine.linear import Linear
 from serving.engines.torch_engine.loading import Part, Unit
 from serving.weights import network
-from serving.weights.release import read_json
+from serving.weights.release import Release, read_json
 
 _LLAMA_LIKE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _REQUIRED = (
@@ -130,6 +130,13 @@ def llama_units(shape: LlamaShape) -> dict[str, Unit]:
     for layer in range(shape.num_layers):
         found.update(_layer_units(shape, layer))
     return found
+
+
+def stored_units(release: Release) -> dict[str, Unit]:
+    """A unit for each stored tensor."""
+    return {
+        name: _tensor(Part(name=name, shape=entry.shape)) for name, entry in release.tensors.items()
+    }
 
 
 def _layer_units(shape: LlamaShape, layer: int) -> dict[str, Unit]:

@@ -1,20 +1,19 @@
-"""The machine of an engine: chooses the device, tells how much memory is free and whether other
-programs compute, and lowers the priority of a thread."""
+"""Chooses the device of the engine, tells whether other programs compute, and lets a thread use
+one core only."""
 
 import ctypes
 import fcntl
 import os
-import sys
 import threading
 import time
 from pathlib import Path
 
 import torch
 
+from serving.engines.machine import yield_to_other_threads
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.errors import ServingError, first_line
 
-_CGROUP_V2 = Path("/sys/fs/cgroup")
 _CHECK_SECONDS = 0.1
 
 
@@ -29,36 +28,6 @@ def choose_device(settings: TorchEngineSettings) -> torch.device:
             raise ServingError(f"[serving.torch] device {settings.device!r}: {reason}") from None
         return device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """The memory that can still be allocated; None if the system does not tell."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    if sys.platform != "linux":
-        return None
-    bounds = [_meminfo_available(), _cgroup_free()]
-    return min((bound for bound in bounds if bound is not None), default=None)
-
-
-def _meminfo_available() -> int | None:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _cgroup_free() -> int | None:
-    try:
-        limit = (_CGROUP_V2 / "memory.max").read_text().strip()
-        used = int((_CGROUP_V2 / "memory.current").read_text())
-        stat = dict(line.split() for line in (_CGROUP_V2 / "memory.stat").read_text().splitlines())
-    except FileNotFoundError:
-        return None
-    if limit == "max":
-        return None
-    # The pages of files count as used, but the kernel frees them when memory is needed.
-    return int(limit) - used + int(stat.get("inactive_file", 0))
 
 
 def return_unused_memory(device: torch.device) -> None:
@@ -109,12 +78,6 @@ def _is_held(lock: Path) -> bool:
     return False
 
 
-# Beside a busy thread, the staging thread gets about a quarter of a core. With a higher nice
-# value, it would starve beside other programs. A starved thread may hold a lock that the step loop
-# needs.
-_STAGING_NICENESS = 5
-
-
 def lower_thread_priority() -> None:
     """Make the calling thread use one core only, and little of it while the step loop computes."""
     num_threads = torch.get_num_threads()
@@ -126,10 +89,3 @@ def lower_thread_priority() -> None:
         other.start()
         other.join()
     yield_to_other_threads()
-
-
-def yield_to_other_threads() -> None:
-    """Make the calling thread use little of a core while other threads compute."""
-    if sys.platform == "linux":
-        # On Linux each thread has its own nice value. 0 is the calling thread.
-        os.setpriority(os.PRIO_PROCESS, 0, _STAGING_NICENESS)

@@ -2,12 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from serving.dtype import choose_dtype
 from serving.engine import EngineError, Generation, StageError, Step
@@ -53,7 +53,6 @@ class Resident:
     """The largest number of tokens in a sequence, prompt included."""
     read_bytes: int
     """As in `Loaded`."""
-    shared_bytes: int
     is_committed: bool = False
     is_unloading: bool = False
 
@@ -124,7 +123,6 @@ class TorchEngine:
                 vocab_size=runner.vocab_size,
                 context=runner.cache_size.context,
                 read_bytes=loaded.read_bytes,
-                shared_bytes=loaded.shared_bytes,
             )
 
     def dtype_of(self, release: Release) -> str:
@@ -163,35 +161,38 @@ class TorchEngine:
         self._steps.unload(release_id, on_unloaded)
 
     def generate(self, release_id: str, generation: Generation) -> AsyncIterator[Step]:
-        """Submits the sequence before it returns. A sequence with a grammar is submitted when its
-        first step is requested, because the grammar must be compiled first.
+        """Submits the sequence when its first step is requested. A grammar is compiled before that.
 
-        The release stays in memory until the sequence ends. Raises EngineError if the release is
-        not committed, or if the prompt or a token id does not fit it.
+        The release stays in memory until the sequence ends. If the iterator is closed, the next
+        step of the engine frees the slot of the sequence. Raises EngineError if the release is not
+        committed, or if the prompt or a token id does not fit it.
         """
         resident = self._find(release_id)
         if not resident.is_committed or resident.is_unloading:
             raise EngineError(f"release {release_id} is not live: commit it first")
         _check_fits(generation, resident)
-        sequence = EngineSequence(
-            release_id,
-            generation,
-            asyncio.get_running_loop(),
-            vocab_size=resident.vocab_size,
-        )
-        if generation.grammar is not None:
-            return Stream(sequence, partial(self._submit_constrained, sequence, resident))
-        self._steps.submit(sequence)
-        return Stream(sequence)
+        return self._generate(resident, generation)
 
-    async def _submit_constrained(self, sequence: EngineSequence, resident: Resident) -> None:
-        grammar = sequence.generation.grammar
-        if grammar is not None:
-            self._find(sequence.release_id)
+    async def _generate(self, resident: Resident, generation: Generation) -> AsyncIterator[Step]:
+        release_id = resident.release.id
+        loop = asyncio.get_running_loop()
+        sequence = EngineSequence(release_id, generation, loop, vocab_size=resident.vocab_size)
+        if generation.grammar is not None:
+            self._find(release_id)
             sequence.logits_processor.grammar = await self._grammars.begin(
-                resident.release, resident.folder, resident.vocab_size, grammar
+                resident.release, resident.folder, resident.vocab_size, generation.grammar
             )
         self._steps.submit(sequence)
+        try:
+            while True:
+                event = await sequence.events.get()
+                if isinstance(event, EngineError):
+                    raise event
+                yield event
+                if event.finish_reason is not None:
+                    return
+        finally:
+            sequence.is_cancelled = True
 
     def resident_releases(self) -> dict[str, Resident]:
         """All releases in memory by id, including those that are unloaded after their last
@@ -272,47 +273,6 @@ class TorchEngine:
             # callback takes the exception, so that asyncio does not log it as never retrieved.
             loading.add_done_callback(lambda done: done.exception())
             raise
-
-
-class Stream(AsyncIterator[Step]):
-    """The steps of one sequence. If the stream is closed or garbage-collected, the next step of the
-    engine frees the slot of the sequence."""
-
-    def __init__(
-        self, sequence: EngineSequence, begin: Callable[[], Awaitable[None]] | None = None
-    ) -> None:
-        """`begin` is called before the first step and must submit the sequence. If `begin` raises
-        EngineError, the stream ends with this error."""
-        self._sequence = sequence
-        self._begin = begin
-        self._is_done = False
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Step:
-        if self._is_done:
-            raise StopAsyncIteration
-        if self._begin is not None:
-            begin, self._begin = self._begin, None
-            try:
-                await begin()
-            except EngineError:
-                self._is_done = True
-                raise
-        event = await self._sequence.events.get()
-        if isinstance(event, EngineError):
-            self._is_done = True
-            raise event
-        self._is_done = event.finish_reason is not None
-        return event
-
-    async def aclose(self) -> None:
-        self._is_done = True
-        self._sequence.is_cancelled = True
-
-    def __del__(self) -> None:
-        self._sequence.is_cancelled = True
 
 
 def _check_fits(generation: Generation, resident: Resident) -> None:

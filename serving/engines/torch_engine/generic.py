@@ -1,8 +1,7 @@
 """Runs any causal network of `transformers` through its own forward pass."""
 
 import inspect
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,9 @@ import torch
 from torch import Tensor
 
 from serving.engine import StageError
-from serving.engines.torch_engine.loading import Built, Part, Unit
 from serving.engines.torch_engine.runner import Batch
 from serving.engines.torch_engine.slots import KeyValueSlots, KvCacheSize, LayerShape
 from serving.weights import network
-from serving.weights.network import Sources
-
-_log = logging.getLogger(__name__)
 
 BATCHED = frozenset(
     (
@@ -43,22 +38,6 @@ BATCHED_BY_KIND = frozenset(
 """The same, with a mask for each kind of layers."""
 
 
-def units(sources: Sources) -> dict[str, Unit]:
-    """A unit for each parameter and persistent buffer, with the names of the network's state
-    dict."""
-    return {
-        name: Unit(
-            kind=source.kind,
-            parts=tuple(
-                Part(name=part, shape=shape)
-                for part, shape in zip(source.names, source.shapes, strict=True)
-            ),
-            build=source.convert,
-        )
-        for name, source in sources.by_tensor.items()
-    }
-
-
 def layer_shapes(folder: Path) -> list[LayerShape]:
     """The shapes of the keys and values that each layer keeps for a token. The network is run on
     the meta device, without weights.
@@ -68,7 +47,7 @@ def layer_shapes(folder: Path) -> list[LayerShape]:
     from serving.engines.torch_engine.generic_cache import KeepsState, ShapeRecorder
 
     # In 16 bits, because the operators of experts (MoE) compute shapes for no other dtypes.
-    empty: Any = network.build_network(folder, is_empty=True).to(torch.bfloat16)
+    empty: Any = network.build_network(folder, torch.bfloat16, is_empty=True)
     # Scaling changes no shape, and it reads the values of positions, which do not exist here.
     _keep_frequencies(empty)
     recorder = ShapeRecorder()
@@ -90,23 +69,14 @@ def layer_shapes(folder: Path) -> list[LayerShape]:
     return recorder.shapes
 
 
-def allowed_context(config: Any, max_context: int | None) -> int:
+def allowed_context(config: Any) -> int:
     """The largest number of tokens in a sequence that the network allows.
 
     LongRoPE has two sets of frequencies: one for texts of `original_max_position_embeddings`
     tokens, one for longer texts. Training and probes use short texts, and so the first set. The
-    second one is used only if `max_context` asks for a longer context.
+    engine uses this set alone.
     """
-    allowed = network.context_length(config)
-    original = min(_original_contexts(config), default=allowed)
-    if max_context is None and original < allowed:
-        _log.warning(
-            "max_context is lowered to %d: with a longer context, up to %d, LongRoPE has other "
-            "frequencies, and even the answers to short prompts change",
-            *(original, allowed),
-        )
-        return original
-    return allowed
+    return min(network.context_length(config), *_original_contexts(config), 1 << 62)
 
 
 class TransformersRunner:
@@ -116,7 +86,6 @@ class TransformersRunner:
     def __init__(
         self,
         network: Any,
-        built: Mapping[str, Built],
         layers: Sequence[KeyValueSlots],
         shapes: Sequence[LayerShape],
         *,
@@ -127,16 +96,14 @@ class TransformersRunner:
         from serving.engines.torch_engine.generic_cache import SlotCache, SlotLayer
 
         self.cache_size = cache_size
+        self.stored: list[Tensor] = []
+        """The stored tensors whose memory the network uses."""
         self._config: Any = network.config
         self.vocab_size: int = self._config.get_text_config().vocab_size
         network.requires_grad_(False)
-        # `load_state_dict` wraps each tensor in a new parameter. The pool holds the tensors weakly,
-        # so keep them here.
-        self._weights = dict(built)
-        network.load_state_dict(self._weights, assign=True)
         # Weights are on the device already. This moves the buffers that no checkpoint holds.
         self._network = network.to(device)
-        _freeze_frequencies(self._network, cache_size.context)
+        _keep_frequencies(self._network)
         self._is_batched = _is_batched(self._config)
         self._device = device
         self._dtype = next(network.parameters()).dtype
@@ -199,26 +166,16 @@ def _is_batched(config: Any) -> bool:
     return config.model_type in BATCHED and not has_kinds
 
 
-def _freeze_frequencies(network: Any, context: int) -> None:
-    """Let every forward pass use the frequencies for texts of `context` tokens. Only some kinds of
-    RoPE have frequencies that depend on the length of the text: LongRoPE (arXiv:2402.13753) and
-    dynamic NTK scaling.
+def _keep_frequencies(network: Any) -> None:
+    """Let every forward pass use the frequencies that the network has now. Only some kinds of RoPE
+    have frequencies that depend on the length of the text: LongRoPE (arXiv:2402.13753) and dynamic
+    NTK scaling.
 
     `transformers` chooses these frequencies again in each forward pass, from the largest position
     in it. In the engine, a forward pass computes several sequences or a part of one, and the slots
     hold keys of earlier passes. So an answer would depend on other sequences and on how its prompt
-    was divided. Here the frequencies are chosen once for a release, as vLLM does for LongRoPE.
+    was divided.
     """
-    weight = next(network.parameters())
-    last = torch.tensor([[context - 1]], device=weight.device)
-    for module, layer_type in list(_changing(network)):
-        # A forward pass chooses the frequencies for its last position.
-        module(weight, last, *(() if layer_type is None else (layer_type,)))
-    _keep_frequencies(network)
-
-
-def _keep_frequencies(network: Any) -> None:
-    """Let every forward pass use the frequencies that the network has now."""
     for module, layer_type in list(_changing(network)):
         if layer_type is None:
             module.rope_type = "default"

@@ -5,8 +5,9 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ the token."""
 
 _COMPILE_SECONDS = 10.0
 _MAX_CACHED = 32
+_MAX_TOKENIZERS = 2
 _MAX_REASON_CHARS = 300
 _END = "<|end of a text that follows a grammar|>"
 
@@ -87,33 +89,8 @@ class GrammarState:
         return None
 
 
-class _Tokenizer:
-    """The tokenizer of releases with equal tokenizer files. It is read when a grammar is compiled
-    for the first time."""
-
-    def __init__(self, files: dict[str, str], vocab_size: int) -> None:
-        self.made_of = files, vocab_size
-        self._read: LLTokenizer | None = None
-
-    def get(self, folder: Path) -> LLTokenizer:
-        """Call it on the compiling thread. Raises ReleaseError, ValueError. Raises EngineError if a
-        file is no longer the one from which the server has read its own tokenizer."""
-        if self._read is None:
-            files, vocab_size = self.made_of
-            _check_files(folder, files)
-            self._read = _read_tokenizer(folder, vocab_size)
-        return self._read
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class _Compilation:
-    job: "Future[GrammarState]"
-    result: "asyncio.Future[GrammarState]"
-    """The result of `job` for the event loop."""
-    began: asyncio.Event
-    """Set when the thread begins with `job`, or when `job` has ended."""
-    num_waiting: int = 0
-    """How many sequences wait for the result."""
+_TokenizerKey = tuple[frozenset[tuple[str, str]], int]
+"""What a tokenizer is made of: the names and sha256s of its files, and the vocabulary's size."""
 
 
 class Grammars:
@@ -121,9 +98,10 @@ class Grammars:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch-engine-grammar")
-        self._tokenizers: dict[str, _Tokenizer] = {}
-        """Release id → tokenizer."""
-        self._compiled: OrderedDict[tuple[str, Grammar], _Compilation] = OrderedDict()
+        self._tokenizers: dict[_TokenizerKey, LLTokenizer] = {}
+        """Used on the compiling thread only."""
+        self._compiled: OrderedDict[tuple[str, Grammar], asyncio.Future[GrammarState]]
+        self._compiled = OrderedDict()
 
     async def begin(
         self, release: Release, folder: Path, vocab_size: int, grammar: Grammar
@@ -131,80 +109,69 @@ class Grammars:
         """The state at the beginning of the text.
 
         Raises GenerationRefused if the grammar cannot be compiled for this release's tokenizer, or
-        not within the limits of time and size. The time for a grammar does not begin while the
-        thread compiles others. Raises EngineError if the engine is closed, or if a file of the
-        tokenizer cannot be read or has changed.
+        not within the limits of time and size. Raises EngineError if the engine is closed, or if a
+        file of the tokenizer cannot be read or has changed.
         """
         key = (release.id, grammar)
-        compilation = self._compiled.get(key)
-        if compilation is None:
-            compilation = self._start(key, self._tokenizer(release, vocab_size), folder, grammar)
+        if key not in self._compiled:
+            work = partial(self._compile, release, folder, vocab_size, grammar)
+            try:
+                started = asyncio.wrap_future(self._thread.submit(work))
+            except RuntimeError:  # the thread has been shut down
+                raise EngineError("the engine was closed") from None
+            # Take the exception. Otherwise asyncio logs it if no request waits any more.
+            started.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._compiled[key] = started
+            if len(self._compiled) > _MAX_CACHED:
+                self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
-        compilation.num_waiting += 1
-        try:
-            await compilation.began.wait()
-            await asyncio.wait({compilation.result}, timeout=_COMPILE_SECONDS)
-        finally:
-            compilation.num_waiting -= 1
-            # If nobody waits any more, a compilation that has not begun must not delay others. One
-            # that has begun continues, and a later request can use its result.
-            is_unwanted = not compilation.num_waiting and compilation.job.cancel()
-            if is_unwanted and self._compiled.get(key) is compilation:
-                del self._compiled[key]
-        if not compilation.result.done():
+        compiled = self._compiled[key]
+        # The compilation continues if nobody waits any more. A later request can use its result.
+        await asyncio.wait({compiled}, timeout=_COMPILE_SECONDS)
+        if not compiled.done():
             raise GenerationRefused(
                 f"not compiled within {_COMPILE_SECONDS:g} s; simplify it", param=grammar.param
             )
-        if compilation.result.cancelled():
+        if compiled.cancelled():
             raise EngineError("the engine was closed")
-        return compilation.result.result().copy()
-
-    def _start(
-        self, key: tuple[str, Grammar], tokenizer: _Tokenizer, folder: Path, grammar: Grammar
-    ) -> _Compilation:
-        loop, began = asyncio.get_running_loop(), asyncio.Event()
-
-        def compile_grammar() -> GrammarState:
-            loop.call_soon_threadsafe(began.set)
-            return _compile(tokenizer, folder, grammar)
-
-        try:
-            job = self._thread.submit(compile_grammar)
-        except RuntimeError:  # the thread has been shut down
-            raise EngineError("the engine was closed") from None
-        compilation = _Compilation(job=job, result=asyncio.wrap_future(job), began=began)
-
-        def end(result: "asyncio.Future[GrammarState]") -> None:
-            began.set()
-            # Take the exception. Otherwise asyncio logs it if no request waits any more.
-            error = None if result.cancelled() else result.exception()
-            # A later request tries again, unless the grammar itself was refused.
-            if (
-                error is not None
-                and not isinstance(error, GenerationRefused)
-                and self._compiled.get(key) is compilation
-            ):
-                del self._compiled[key]
-
-        compilation.result.add_done_callback(end)
-        self._compiled[key] = compilation
-        while len(self._compiled) > _MAX_CACHED:
-            self._compiled.popitem(last=False)
-        return compilation
+        error = compiled.exception()
+        # A later request tries again, unless the grammar itself was refused.
+        if error is not None and not isinstance(error, GenerationRefused):
+            self._compiled.pop(key, None)
+        return compiled.result().copy()
 
     def forget(self, release_id: str) -> None:
-        self._tokenizers.pop(release_id, None)
         for key in [key for key in self._compiled if key[0] == release_id]:
             del self._compiled[key]
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def _tokenizer(self, release: Release, vocab_size: int) -> _Tokenizer:
+    def _compile(
+        self, release: Release, folder: Path, vocab_size: int, grammar: Grammar
+    ) -> GrammarState:
+        """Raises GenerationRefused, EngineError."""
+        try:
+            text = grammar_from(grammar.kind, grammar.text)
+            tokenizer = self._tokenizer(release, folder, vocab_size)
+        except (ReleaseError, ValueError) as error:
+            raise GenerationRefused(_one_line(str(error)), param=grammar.param) from None
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
+        state = GrammarState(matcher, tokenizer, grammar.param)
+        if fault := state.fault or _fault_at_first_token(state.copy()):
+            raise GenerationRefused(f"cannot be compiled: {fault}", param=grammar.param)
+        return state
+
+    def _tokenizer(self, release: Release, folder: Path, vocab_size: int) -> LLTokenizer:
+        """Releases with equal tokenizer files share a tokenizer."""
         files = {name: entry.sha256 for name, entry in tokenizer_files(release).items()}
-        made = _Tokenizer(files, vocab_size)
-        same = (each for each in self._tokenizers.values() if each.made_of == made.made_of)
-        return self._tokenizers.setdefault(release.id, next(same, made))
+        key = frozenset(files.items()), vocab_size
+        if key not in self._tokenizers:
+            _check_files(folder, files)
+            while len(self._tokenizers) >= _MAX_TOKENIZERS:
+                self._tokenizers.pop(next(iter(self._tokenizers)))
+            self._tokenizers[key] = _read_tokenizer(folder, vocab_size)
+        return self._tokenizers[key]
 
 
 def next_tokens(states: Sequence[GrammarState | None], vocab_size: int) -> Bits:
@@ -224,16 +191,13 @@ def _check_files(folder: Path, files: dict[str, str]) -> None:
     tokens would let answers through that the grammar forbids."""
     for name, sha256 in files.items():
         try:
-            is_unchanged = digest_file(folder / name).sha256 == sha256
+            fault = "" if digest_file(folder / name).sha256 == sha256 else "was changed"
         except OSError as error:
+            fault = f"cannot be read: {error.strerror}"
+        if fault:
             raise EngineError(
-                f"no grammar can be compiled: {name} of the release cannot be read: "
-                f"{error.strerror}; see `pipeline releases verify`"
-            ) from None
-        if not is_unchanged:
-            raise EngineError(
-                f"no grammar can be compiled: {name} of the release was changed while the release "
-                "was served; see `pipeline releases verify`"
+                f"no grammar can be compiled: {name} of the release {fault}; see "
+                "`pipeline releases verify`"
             )
 
 
@@ -245,20 +209,6 @@ def _read_tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:
     tokenizer.add_special_tokens([AddedToken(_END, special=True)])
     end = tokenizer.get_vocab(with_added_tokens=True)[_END]
     return LLTokenizer(tokenizer.to_str(), n_vocab=max(vocab_size, end + 1), eos_token=[end])
-
-
-def _compile(tokenizer: _Tokenizer, folder: Path, grammar: Grammar) -> GrammarState:
-    """Raises GenerationRefused, EngineError."""
-    try:
-        text = grammar_from(grammar.kind, grammar.text)
-        read = tokenizer.get(folder)
-    except (ReleaseError, ValueError) as error:
-        raise GenerationRefused(_one_line(str(error)), param=grammar.param) from None
-    matcher = LLMatcher(read, text, log_level=0, limits=_LIMITS)
-    state = GrammarState(matcher, read, grammar.param)
-    if fault := state.fault or _fault_at_first_token(state.copy()):
-        raise GenerationRefused(f"cannot be compiled: {fault}", param=grammar.param)
-    return state
 
 
 def _fault_at_first_token(state: GrammarState) -> str | None:

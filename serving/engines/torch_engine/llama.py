@@ -4,6 +4,7 @@ torch modules."""
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from torch.nn import functional as F
 from serving.engines.torch_engine import rope
 from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.linear import Linear
-from serving.engines.torch_engine.loading import Built
 from serving.engines.torch_engine.rows import Rows, Span, is_parallel_worthwhile, padded_count
 from serving.engines.torch_engine.runner import Batch, Chunk
 from serving.engines.torch_engine.slots import KeyValueSlots, KvCacheSize
@@ -22,6 +22,8 @@ _ROWS_WARMED_UP = 64
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
+    """The fields are the names of the layer's units."""
+
     input_norm: Tensor
     qkv: Linear
     query_norm: Tensor | None
@@ -38,7 +40,7 @@ class LlamaRunner:
     def __init__(
         self,
         shape: LlamaShape,
-        built: Mapping[str, Built],
+        built: Mapping[str, Any],
         slots: KeyValueSlots,
         *,
         cache_size: KvCacheSize,
@@ -53,10 +55,14 @@ class LlamaRunner:
         self._rotations = rotations.to(device)[:, None]
         self._norm_eps = torch.tensor(shape.norm_eps, device=device)
         self._attention_scale = shape.head_dim**-0.5
-        self._embedding = _tensor(built["embedding"])
-        self._norm = _tensor(built["norm"])
-        self._head = _linear(built["head"])
-        self._layers = [_assemble(shape, built, layer) for layer in range(shape.num_layers)]
+        self._embedding: Tensor = built["embedding"]
+        self._norm: Tensor = built["norm"]
+        self._head: Linear = built["head"]
+        self._layers: list[_Layer] = []
+        for layer in range(shape.num_layers):
+            names = _Layer.__dataclass_fields__
+            units: dict[str, Any] = {name: built.get(f"{layer}.{name}") for name in names}
+            self._layers.append(_Layer(**units))
 
     def warm_up(self) -> None:
         """Create the kernels for all padded numbers of rows up to 64: decoding batches, and short
@@ -212,29 +218,3 @@ def _rotate(pairs: Tensor, rotation: Tensor) -> None:
     wide.view(torch.complex64).mul_(rotation)
     if wide.dtype != pairs.dtype:
         pairs.copy_(wide)
-
-
-def _assemble(shape: LlamaShape, built: Mapping[str, Built], layer: int) -> _Layer:
-    def norm(name: str) -> Tensor:
-        return _tensor(built[f"{layer}.{name}"])
-
-    return _Layer(
-        input_norm=norm("input_norm"),
-        qkv=_linear(built[f"{layer}.qkv"]),
-        query_norm=norm("query_norm") if shape.has_head_norms else None,
-        key_norm=norm("key_norm") if shape.has_head_norms else None,
-        output=_linear(built[f"{layer}.output"]),
-        mlp_norm=norm("mlp_norm"),
-        gate_up=_linear(built[f"{layer}.gate_up"]),
-        down=_linear(built[f"{layer}.down"]),
-    )
-
-
-def _tensor(unit: Built) -> Tensor:
-    assert isinstance(unit, Tensor)
-    return unit
-
-
-def _linear(unit: Built) -> Linear:
-    assert isinstance(unit, Linear)
-    return unit

@@ -86,8 +86,6 @@ class Loaded:
     units: dict[str, Built]
     read_bytes: int
     """Bytes of the tensors that were read from shards."""
-    shared_bytes: int
-    """Bytes of the tensors that another release in memory already held in the same form."""
 
 
 class UnitPool(WeakValueDictionary[UnitKey, Built]):
@@ -179,9 +177,7 @@ class Loader:
         """Build all units. Raises ReleaseError, StageError and StagingCancelled."""
         built: dict[str, Built] = {}
         read: set[str] = set()
-        used: set[str] = set()
         for place, unit in units.items():
-            used.update(self._stored(part.name) for part in unit.parts)
             key = self._key(unit)
             found = self.pool.get(key)
             if found is None:
@@ -193,11 +189,10 @@ class Loader:
                 found = unit.build([each for each in values if each is not None])
                 self.pool[key] = found
             built[place] = found
-        return Loaded(
-            units=built,
-            read_bytes=self._stored_bytes(read),
-            shared_bytes=self._stored_bytes(used - read),
-        )
+        sizes = {spelled: dtype.itemsize for dtype, spelled in DTYPES.items()}
+        entries = [self.release.tensors[name] for name in read]
+        num_bytes = sum(math.prod(entry.shape) * sizes[entry.dtype] for entry in entries)
+        return Loaded(units=built, read_bytes=num_bytes)
 
     def _stored(self, name: str) -> str:
         return name if name in self.release.tensors else self.release.tied.get(name, name)
@@ -217,11 +212,6 @@ class Loader:
         as_stored = Part(name=part.name, shape=part.shape).form
         plain = self.pool.get((("plain", (as_stored,)), self.dtype, (digest,)))
         return part.prepare(plain) if isinstance(plain, Tensor) else None
-
-    def _stored_bytes(self, names: set[str]) -> int:
-        sizes = {spelled: dtype.itemsize for dtype, spelled in DTYPES.items()}
-        entries = [self.release.tensors[name] for name in names]
-        return sum(torch.Size(entry.shape).numel() * sizes[entry.dtype] for entry in entries)
 
     def _read(self, part: Part) -> Tensor:
         """Copy a tensor from its shard. Raises ReleaseError if the shard cannot be read, and

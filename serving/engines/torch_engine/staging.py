@@ -12,9 +12,10 @@ import torch
 
 from serving.dtype import choose_dtype
 from serving.engine import StageError
+from serving.engines.machine import free_bytes
 from serving.engines.torch_engine import architecture, generic, llama
 from serving.engines.torch_engine.architecture import LlamaShape
-from serving.engines.torch_engine.device import free_bytes, lower_thread_priority
+from serving.engines.torch_engine.device import lower_thread_priority
 from serving.engines.torch_engine.loading import Loaded, Loader, Unit, UnitPool
 from serving.engines.torch_engine.runner import Runner
 from serving.engines.torch_engine.settings import TorchEngineSettings
@@ -75,11 +76,10 @@ def load_runner(
         else:
             runner, loaded = _load_llama(shape, loader, settings, promised_bytes)
     _log.info(
-        "staged %s in %.2f s: read %d bytes, shared %d bytes",
+        "staged %s in %.2f s: read %d bytes",
         release.id,
         time.perf_counter() - started,
         loaded.read_bytes,
-        loaded.shared_bytes,
     )
     return runner, loaded
 
@@ -123,18 +123,22 @@ def _load_llama(
 def _load_generic(
     loader: Loader, settings: TorchEngineSettings, promised_bytes: int
 ) -> tuple[Runner, Loaded]:
-    built: Any = network.build_network(loader.folder)
-    sources = network.sources(built, loader.release.named_tensors)
-    units = generic.units(sources)
-    loader.check(units, sources.ties, sources.ignored)
+    units = architecture.stored_units(loader.release)
     layers = generic.layer_shapes(loader.folder)
-    context = generic.allowed_context(built.config, settings.max_context)
+    built: Any = network.build_network(loader.folder, loader.dtype)
+    context = generic.allowed_context(built.config)
     cache_size = _plan_memory(loader, settings, units, context, layers, promised_bytes)
     slots = [_slots(loader, cache_size, each, num_layers=1) for each in layers]
     loaded = loader.load(units)
+    tensors = {name: each for name, each in loaded.units.items() if isinstance(each, torch.Tensor)}
+    tied = {alias: tensors[name] for alias, name in loader.release.tied.items()}
+    network.load_weights(built, tensors | tied)
     runner = generic.TransformersRunner(
-        built, loaded.units, slots, layers, cache_size=cache_size, device=loader.device
+        built, slots, layers, cache_size=cache_size, device=loader.device
     )
+    # The parameters use the memory of the stored tensors, and the pool holds these weakly.
+    used = {each.data_ptr() for each in built.state_dict().values()}
+    runner.stored = [each for each in tensors.values() if each.data_ptr() in used]
     return runner, loaded
 
 

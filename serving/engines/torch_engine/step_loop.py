@@ -1,7 +1,6 @@
 """`StepLoop`: owns the one thread that computes. All other code submits sequences to this thread
 and receives their steps."""
 
-import asyncio
 import atexit
 import contextlib
 import logging
@@ -287,13 +286,9 @@ class StepLoop:
 
 
 def _deliver(events: list[Event]) -> None:
-    """Put each event into the queue of its sequence. Wakes each event loop only once."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Event]] = {}
-    for event in events:
-        by_loop.setdefault(event[0].loop, []).append(event)
-    for loop, its_events in by_loop.items():
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(_put, its_events)
+    """Put each event into the queue of its sequence. Wakes the event loop only once."""
+    if events and not (loop := events[0][0].loop).is_closed():
+        loop.call_soon_threadsafe(_put, events)
 
 
 def _put(events: list[tuple[EngineSequence, Step | EngineError]]) -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from jobs.attempt_tokens import attempt_token, job_of_token
 from jobs.job import Job
 from jobs.store import JobStore
-from tests.jobs_fixtures import DONE, Clock, spec
+from tests.jobs_fixtures import DONE, lost, spec
 
 KEY = b"a key of thirty-two bytes or more"
 
@@ -28,11 +28,11 @@ def test_the_token_of_a_running_attempt_names_its_job(store: JobStore) -> None:
     assert job_of_token(token, store, KEY) is None, "it has ended"
 
 
-def test_the_token_of_an_earlier_attempt_is_good_no_more(store: JobStore, clock: Clock) -> None:
+def test_the_token_of_an_earlier_attempt_is_good_no_more(store: JobStore) -> None:
     store.submit(spec())
     job = running(store)
     first = attempt_token(job, KEY)
-    again = store.retry(job.id, "runner", "Its process is gone.")
+    again = store.retry(job.id, "runner", lost(job))
     assert again.attempt == job.attempt + 1
     assert job_of_token(first, store, KEY) is None
     assert job_of_token(attempt_token(again, KEY), store, KEY) is not None

@@ -5,7 +5,7 @@ import pytest
 from jobs.errors import PendingJob
 from jobs.job import Head, Job
 from jobs.store import JobStore
-from tests.jobs_fixtures import DONE, FAILED, delivery, spec
+from tests.jobs_fixtures import DONE, FAILED, delivery, lost, spec
 
 
 def claim(store: JobStore) -> Job:
@@ -57,7 +57,7 @@ def test_a_lost_job_by_hand_is_tried_again_although_a_push_waits(store: JobStore
     store.submit(spec("x"), by_hand=True)
     running = claim(store)
     store.submit(spec("b", "a"), delivery=delivery("d1"))
-    again = store.retry(running.id, "me", "Its process vanished.")
+    again = store.retry(running.id, "me", lost(running))
     assert (again.state, again.attempt) == ("RUNNING", 2)
 
 

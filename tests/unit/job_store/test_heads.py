@@ -170,19 +170,3 @@ def test_a_paused_pipeline_collects_deliveries(store: JobStore) -> None:
     assert store.resume("faq") and not store.resume("faq")
     job = train(store, "b")
     assert job.spec.revisions is not None and job.spec.revisions.delivery_ids == ("d1", "d2")
-
-
-def test_an_attempt_that_may_have_been_started_is_not_started_twice(
-    store: JobStore, clock: Clock
-) -> None:
-    """Its token is not valid any more. What was started once goes on."""
-    store.submit(spec())
-    job = store.claim("dead", 10)
-    assert job is not None
-    clock.now += 10
-    (adopted,) = store.adopt("me", 10)
-    assert (adopted.attempt, adopted.num_lost) == (2, 0)
-    store.started(job.id, "me", "pid 7")
-    clock.now += 10
-    (watched,) = store.adopt("other", 10)
-    assert (watched.attempt, watched.handle) == (2, "pid 7")

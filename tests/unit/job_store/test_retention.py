@@ -70,17 +70,3 @@ def test_the_newest_jobs_of_each_pipeline_stay(store: JobStore, clock: Clock) ->
     assert [job.id for job in store.list()] == sorted(
         [*first[3:], *other, *plain[1:]], reverse=True
     )
-
-
-def test_old_deliveries_that_led_to_no_job_go(store: JobStore, clock: Clock) -> None:
-    old = [delivery(f"d{number}", source=f"hub/{number % 2}") for number in range(250)]
-    old.append(delivery("became a job"))
-    store.submit_all([], ignored=[(each, "a tag") for each in old])  # more than one batch
-    job = store.submit(spec("1"), delivery=delivery("became a job")).job
-    clock.now += 100
-    store.submit_all([], ignored=[(delivery("young"), "a tag")])
-    assert store.forget(clock.now - 50, newest=1) == []
-    assert answer_to(store, "hub/0", "d0") is None
-    assert answer_to(store, "hub/1", "d249") is None
-    assert answer_to(store, "hub", "young") == {"ignored": "a tag"}
-    assert answer_to(store, "hub", "became a job") == {"job": job.id}

@@ -1,10 +1,12 @@
 """The states of a job, and who may change them. On SQLite and on Postgres."""
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
 from jobs.errors import JobNotFound, LeaseLost
+from jobs.job import Job
 from jobs.outcome import JobOutcome
 from jobs.store import JobStore
 from tests.jobs_fixtures import DONE, FAILED, Clock, delivery, lost, spec
@@ -33,27 +35,50 @@ def test_the_outcome_says_the_state(
     assert ended.owner is None and ended.has_ended
 
 
+def claim(store: JobStore, owner: str = "me", lease_seconds: float = 60) -> Job:
+    job = store.claim(owner, lease_seconds)
+    assert job is not None and job.state == "RUNNING"
+    return job
+
+
 def test_a_lost_job_is_attempted_again_up_to_its_limit(store: JobStore) -> None:
     store.submit(spec("b", "a", max_attempts=2))
-    job = store.claim("me", 60)
-    assert job is not None
-    store.started(job.id, "me", "pid 7")
-    assert store.get(job.id).handle == "pid 7"
-    again = store.retry(job.id, "me", lost(job))
-    assert (again.state, again.attempt, again.num_lost, again.handle) == ("RUNNING", 2, 1, None)
-    ended = store.retry(job.id, "me", lost(job))
+    job = claim(store)
+    assert store.started(job.id, "me", "pid 7").handle == "pid 7"
+    waits = store.retry(job.id, "me", lost(job))
+    assert (waits.state, waits.attempt, waits.num_lost) == ("RUNNING", 2, 1)
+    assert (waits.owner, waits.handle, waits.outcome) == (None, None, None)
+    assert waits.last_failure == lost(job)
+    again = claim(store, "you")
+    assert (again.id, again.attempt, again.last_failure) == (job.id, 2, None)
+    ended = store.retry(job.id, "you", lost(job))
     assert ended.state == "ERROR" and ended.outcome is not None
     assert (ended.outcome.stage, ended.outcome.job_id) == ("lost", job.id)
     assert ended.outcome.reason == "Its process vanished. That was failed attempt 2 of 2."
 
 
-def test_an_attempt_that_a_runner_gave_up_is_no_failed_attempt(store: JobStore) -> None:
+def test_an_attempt_begins_once(store: JobStore) -> None:
+    store.submit(spec())
+    job = claim(store)
+    store.started(job.id, "me", "pid 7")
+    with pytest.raises(LeaseLost):
+        store.started(job.id, "me", "pid 8")
+    assert store.get(job.id).handle == "pid 7"
+
+
+def test_an_attempt_that_a_runner_gave_up_is_no_failed_attempt(
+    store: JobStore, clock: Clock
+) -> None:
     store.submit(spec("b", "a", max_attempts=1))
-    job = store.claim("me", 60)
-    assert job is not None
+    job = claim(store)
+    store.started(job.id, "me", "pid 7")
+    clock.now += 5
     store.release(job.id, "me")
-    [again] = store.adopt("you", 60)
-    assert (again.attempt, again.num_lost) == (2, 0)
+    clock.now += 3600
+    assert store.seconds_to_next() == 0
+    again = claim(store, "you")
+    assert (again.id, again.attempt, again.num_lost, again.handle) == (job.id, 2, 0, None)
+    assert again.started_at == clock.now - 5, "time without an agent is no run time"
     ended = store.retry(job.id, "you", lost(job))
     assert ended.outcome is not None
     assert ended.outcome.reason == "Its process vanished. That was failed attempt 1 of 1."
@@ -61,8 +86,7 @@ def test_an_attempt_that_a_runner_gave_up_is_no_failed_attempt(store: JobStore) 
 
 def test_a_lost_job_with_a_successor_is_not_attempted_again(store: JobStore) -> None:
     store.submit(spec("b", "a"))
-    job = store.claim("me", 60)
-    assert job is not None
+    job = claim(store)
     successor = store.submit(spec("c", "b")).job
     ended = store.retry(job.id, "me", lost(job))
     assert ended.state == "ERROR" and ended.outcome is not None
@@ -75,15 +99,14 @@ def test_an_attempt_that_failed_for_a_cause_that_can_pass_waits(
     store: JobStore, clock: Clock
 ) -> None:
     store.submit(spec("b", "a", max_attempts=2))
-    job = store.claim("me", 60)
-    assert job is not None
+    job = claim(store)
     away = lost(job).model_copy(update={"may_pass": True, "reason": "The hub is away."})
-    again = store.retry(job.id, "me", away, 30)
-    assert (again.state, again.attempt, again.run_after) == ("RUNNING", 2, clock.now + 30)
-    assert store.give_way(job.id, "me", away) == again
+    waits = store.retry(job.id, "me", away, 30)
+    assert (waits.state, waits.attempt, waits.run_after) == ("RUNNING", 2, clock.now + 30)
+    assert store.claim("me", 60) is None and store.seconds_to_next() == 30
+    assert store.has_open_jobs()
     clock.now += 30
-    store.started(job.id, "me", "pid 7", waited_seconds=30)
-    assert store.get(job.id).started_at == clock.now
+    assert claim(store).started_at == clock.now
     ended = store.retry(job.id, "me", away, 120)
     assert ended.outcome is not None and not ended.outcome.may_pass
     assert ended.outcome.reason == "The hub is away. That was failed attempt 2 of 2."
@@ -91,40 +114,67 @@ def test_an_attempt_that_failed_for_a_cause_that_can_pass_waits(
 
 def test_a_job_that_waits_gives_way_to_newer_commits(store: JobStore) -> None:
     store.submit(spec("b", "a"))
-    job = store.claim("me", 60)
-    assert job is not None
+    job = claim(store)
     store.retry(job.id, "me", lost(job), 30)
     successor = store.submit(spec("c", "b")).job
-    ended = store.give_way(job.id, "me", lost(job))
-    assert ended.state == "ERROR" and ended.outcome is not None
+    ended = store.claim("me", 60)
+    assert ended is not None and (ended.id, ended.state) == (job.id, "ERROR")
+    assert ended.outcome is not None
     assert (
         ended.outcome.reason == f"Its process vanished. {successor.id} trains on the newest commit."
     )
+    assert claim(store).id == successor.id
 
 
-def test_time_without_a_runner_is_no_run_time(store: JobStore, clock: Clock) -> None:
+def test_a_job_whose_runner_was_stopped_does_not_give_way(store: JobStore) -> None:
+    store.submit(spec("b", "a"))
+    job = claim(store)
+    store.release(job.id, "me")
+    store.submit(spec("c", "b"))
+    assert claim(store).id == job.id
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_job_that_waits_can_be_cancelled(store: JobStore, failed: bool) -> None:
     store.submit(spec())
-    job = store.claim("dead", 10)
-    assert job is not None and job.started_at == clock.now
-    clock.now += 5
+    job = claim(store)
+    if failed:
+        store.retry(job.id, "me", lost(job), 30)
+    else:
+        store.release(job.id, "me")
+    ended = store.cancel(job.id)
+    assert ended.state == "CANCELED" and ended.outcome is not None
+    assert ("Its process vanished." in str(ended.outcome.reason)) == failed
+
+
+@pytest.mark.parametrize("end", [JobStore.release, lambda *call: JobStore.retry(*call, FAILED)])
+def test_a_job_that_was_to_be_cancelled_gets_no_other_attempt(
+    store: JobStore, end: Callable[[JobStore, str, str], Job]
+) -> None:
+    store.submit(spec())
+    job = claim(store)
+    store.cancel(job.id)
+    assert end(store, job.id, "me").state == "CANCELED"
+
+
+def test_a_lease_that_ran_out_is_found_and_only_its_owner_may_use_it(
+    store: JobStore, clock: Clock
+) -> None:
+    store.submit(spec())
+    job = claim(store, "dead", 10)
+    clock.now += 9
     store.heartbeat(job.id, "dead", 10)
-    clock.now += 3600
-    (adopted,) = store.adopt("me", 10)
-    assert adopted.started_at == clock.now - 5 - 10
-
-
-def test_a_dead_runners_job_is_adopted_when_its_lease_ends(store: JobStore, clock: Clock) -> None:
-    store.submit(spec())
-    job = store.claim("dead", 10)
-    assert job is not None
-    assert store.adopt("me", 10) == []
     clock.now += 9
-    assert store.heartbeat(job.id, "dead", 10) is False
-    clock.now += 9
-    assert store.adopt("me", 10) == []
+    assert store.expired() == []
     clock.now += 1
-    (adopted,) = store.adopt("me", 10)
-    assert (adopted.id, adopted.owner, adopted.attempt) == (job.id, "me", 2)
+    (expired,) = store.expired()
+    assert (expired.id, expired.owner, expired.attempt) == (job.id, "dead", 1)
+    store.heartbeat(job.id, "dead", 10)
+    assert store.expired() == [], "its agent was only late"
+    clock.now += 10
+    store.release(job.id, "dead")
+    assert store.expired() == []
+    assert claim(store, "me").attempt == 2
     for call in (
         lambda: store.heartbeat(job.id, "dead", 10),
         lambda: store.started(job.id, "dead", "h"),
@@ -139,40 +189,6 @@ def test_a_dead_runners_job_is_adopted_when_its_lease_ends(store: JobStore, cloc
         store.finish(job.id, "me", FAILED)
 
 
-def test_a_runner_that_slept_keeps_a_job_that_nobody_took(store: JobStore, clock: Clock) -> None:
-    store.submit(spec())
-    job = store.claim("me", 10)
-    assert job is not None
-    clock.now += 100
-    assert store.adopt("me", 10) == [], "its own jobs are no orphans"
-    store.heartbeat(job.id, "me", 10)
-    assert store.adopt("other", 10) == []
-
-
-def test_a_runner_adopts_a_job_of_its_own_that_it_does_not_know(
-    store: JobStore, clock: Clock
-) -> None:
-    store.submit(spec())
-    job = store.claim("me", 10)
-    assert job is not None
-    assert store.adopt("me", 10, held=()) == []
-    clock.now += 10
-    assert store.adopt("me", 10, held=(job.id,)) == []
-    (adopted,) = store.adopt("me", 10, held=())
-    assert (adopted.id, adopted.owner) == (job.id, "me")
-
-
-def test_a_released_job_is_adopted_at_once(store: JobStore) -> None:
-    store.submit(spec())
-    job = store.claim("me", 10)
-    assert job is not None
-    store.started(job.id, "me", "pid 7")
-    store.release(job.id, "me")
-    (adopted,) = store.adopt("other", 10)
-    assert (adopted.id, adopted.attempt, adopted.num_lost) == (job.id, 2, 0)
-    assert adopted.handle is None, "the process that it names is gone"
-
-
 def test_cancel_by_state(store: JobStore) -> None:
     pending = store.submit(spec("b", "a"), delivery=delivery("d1")).job
     cancelled = store.cancel(pending.id)
@@ -183,7 +199,7 @@ def test_cancel_by_state(store: JobStore) -> None:
     running = store.claim("me", 60)
     assert running is not None
     assert store.cancel(running.id).state == "RUNNING"
-    assert store.heartbeat(running.id, "me", 60) is True
+    assert store.heartbeat(running.id, "me", 60).cancel_requested
     ended = store.finish(running.id, "me", JobOutcome(result="cancelled"))
     assert store.cancel(running.id) == ended
 
@@ -193,13 +209,10 @@ def test_cancel_by_state(store: JobStore) -> None:
     [
         "j000009",
         "j9",
-        "x",
         "",
         "j-00001",
         "j\u0660\u0660\u0660\u0660\u0660\u0661",
-        "000001",
         "j9999999999",
-        "j99999999999999999999",
         pytest.param("j" + "9" * 5000, id="too-long"),
     ],
 )
@@ -254,11 +267,11 @@ def test_two_runners_never_claim_the_same_job(store: JobStore) -> None:
         store.submit(spec(pipeline=f"p{n}"))
     claimed: list[str] = []
 
-    def claim(owner: str) -> None:
+    def claim_all(owner: str) -> None:
         while (job := store.claim(owner, 60)) is not None:
             claimed.append(job.id)
 
-    threads = [threading.Thread(target=claim, args=(f"r{n}",)) for n in range(3)]
+    threads = [threading.Thread(target=claim_all, args=(f"r{n}",)) for n in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

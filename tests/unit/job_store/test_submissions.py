@@ -44,20 +44,6 @@ def test_a_delivery_that_was_absorbed_answers_with_the_job_that_absorbed_it(
     assert store.submit(spec("c", "b"), delivery=delivery("d2")).job.id == first.job.id
 
 
-def test_an_ignored_delivery_is_remembered_with_its_reason(store: JobStore) -> None:
-    store.submit_all([], ignored=[(delivery("d1"), "A tag is not trained on.")])
-    store.submit_all([], ignored=[(delivery("d1"), "another reason")])
-    assert answer_to(store, "hub", "d1") == {"ignored": "A tag is not trained on."}
-    assert store.list() == []
-
-
-def test_an_ignored_delivery_can_be_replayed_into_a_job_but_not_back(store: JobStore) -> None:
-    store.submit_all([], ignored=[(delivery("d1"), "No pipeline watches acme/faq.")])
-    job = store.submit(spec("b"), delivery=delivery("d1")).job
-    store.submit_all([], ignored=[(delivery("d1"), "No pipeline watches acme/faq.")])
-    assert answer_to(store, "hub", "d1") == {"job": job.id}
-
-
 def test_a_pending_job_absorbs_the_newer_commit(store: JobStore) -> None:
     store.submit(spec("b", "a", settings={"x": 1}), payload={"n": 1}, delivery=delivery("d1"))
     store.submit(spec("c", "b", settings={"x": 2}), payload={"n": 2}, delivery=delivery("d2"))

@@ -151,7 +151,7 @@ def test_a_stopping_server_lets_handlers_finish() -> None:
         ({}, 200, ""),
         ({"Host": "localhost:7860"}, 200, ""),
         ({"Host": "[::1]:7860"}, 200, ""),
-        ({"Host": "hooks.example"}, 200, ""),
+        ({"Host": "hooks.example"}, 404, ""),
         ({"Host": "evil.example:7860"}, 403, "public_url"),
         ({"Host": "127.0.0.1.evil.example"}, 403, "public_url"),
         ({"Host": "[::1"}, 403, "public_url"),

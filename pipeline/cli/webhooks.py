@@ -1,15 +1,20 @@
-"""`pipeline webhooks`: creates, lists, shows, changes, enables, disables and deletes the webhooks
-of a hub."""
+"""`pipeline webhooks`: manages the webhooks of a hub, lists their deliveries, sends a delivery
+again, and sends a test event.
+
+The commands about deliveries use routes that the Hugging Face Hub does not have. The Hugging Face
+Hub shows deliveries only on its web pages.
+"""
 
 import io
 import json
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import typer
 
@@ -19,7 +24,7 @@ from pipeline.cli.tables import print_table
 from pipeline.errors import PipelineError
 
 if TYPE_CHECKING:
-    from receiver.webhooks import Domain, WebhookRecord
+    from receiver.webhooks import WebhookRecord
 
 app = typer.Typer(help="Manage the webhooks of a hub.", no_args_is_help=True)
 
@@ -32,6 +37,10 @@ EndpointOption = Annotated[
     ),
 ]
 UrlOption = Annotated[str | None, typer.Option(help="The hub posts each event to this URL.")]
+WAIT_SECONDS = 30.0
+"""`test` waits at most this long for the hub's attempt to deliver the test event. By default, an
+attempt takes at most 15 s."""
+
 JobOption = Annotated[
     str | None, typer.Option("--job-id", help="Each event starts a copy of this job.")
 ]
@@ -136,9 +145,16 @@ def create(
     """Create a webhook that posts to --url or starts a copy of the job --job-id."""
     from receiver.webhooks import create_webhook
 
-    given = _given(url, job_id, domain, secret, secrets, secrets_file)
     with _errors_name_options():
-        webhook = create_webhook(watched=watch or (), **given, **hub_access(endpoint))
+        webhook = create_webhook(
+            url=url,
+            job_id=job_id,
+            watched=watch or (),
+            domains=domain,
+            secret=secret,
+            secrets=_secrets(secrets, secrets_file),
+            **hub_access(endpoint),
+        )
     _report("created", webhook, as_json, quiet)
 
 
@@ -159,9 +175,17 @@ def update(
     """Change a webhook. If you give no option for a property, this property stays as it is."""
     from receiver.webhooks import update_webhook
 
-    given = _given(url, job_id, domain, secret, secrets, secrets_file)
     with _errors_name_options():
-        webhook = update_webhook(webhook_id, watched=watch, **given, **hub_access(endpoint))
+        webhook = update_webhook(
+            webhook_id,
+            url=url,
+            job_id=job_id,
+            watched=watch,
+            domains=domain,
+            secret=secret,
+            secrets=_secrets(secrets, secrets_file),
+            **hub_access(endpoint),
+        )
     _report("updated", webhook, as_json, quiet)
 
 
@@ -213,6 +237,120 @@ def delete(
         print(webhook_id if quiet else f"Webhook {webhook_id} is deleted")
 
 
+@app.command()
+def deliveries(
+    webhook_id: Annotated[
+        str | None, typer.Argument(help="List only deliveries of this webhook.")
+    ] = None,
+    status: Annotated[
+        Literal["pending", "delivered", "dead"] | None,
+        typer.Option(
+            help="List only deliveries with this status. `dead`: the hub has given up sending."
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many deliveries to list.")] = 20,
+    endpoint: EndpointOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """List deliveries, newest first. Each line shows the status of a delivery and the answer of the
+    receiver."""
+    path = "deliveries" if webhook_id is None else f"webhooks/{webhook_id}/deliveries"
+    wanted = {"limit": str(limit)} | ({} if status is None else {"status": status})
+    found = _call("GET", path, endpoint, wanted)
+    if as_json:
+        print(json.dumps(found))
+    elif quiet:
+        print("".join(f"{one['id']}\n" for one in found), end="")
+    else:
+        rows = [
+            (
+                one["id"],
+                one["status"],
+                f"{one['scope']} {one['action']} {one['repository']}",
+                str(one["attempt"]),
+                "" if one["milliseconds"] is None else f"{one['milliseconds']:.0f}",
+                _answer(one),
+            )
+            for one in found
+        ]
+        headings = ("delivery", "status", "event", "attempts", "ms", "answer")
+        empty = "No delivery." if status is None else f"No {status} delivery."
+        print_table(headings, rows, empty=empty)
+
+
+@app.command()
+def replay(
+    delivery_id: Annotated[
+        str, typer.Argument(help="The id of a delivery, from `webhooks deliveries`.")
+    ],
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Send the delivery under a new id, so that the receiver handles it again.",
+        ),
+    ] = False,
+    endpoint: EndpointOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Send a delivery again, to the URL that the webhook has now.
+
+    Without --force, the delivery keeps its id. So if the receiver has already handled the delivery,
+    the receiver normally only repeats its first answer. The stack's own receiver makes exceptions.
+    If it ignored the delivery at first, it handles the delivery like a new one. If no pipeline
+    follows the branch any more, it ignores the delivery.
+
+    If the delivery's job failed or was cancelled, the stack's own receiver looks for later jobs of
+    the pipeline that pushes started, and that neither failed nor were cancelled. It answers with
+    the id of the newest of these jobs. If there is none, it submits a new job.
+    """
+    path = f"deliveries/{delivery_id}/replay"
+    sent = _call("POST", path, endpoint, {"force": "1"} if force else {})["delivery"]
+    if as_json:
+        print(json.dumps(sent))
+    elif quiet:
+        print(sent["id"])
+    else:
+        print(f"Delivery {delivery_id} is sent again" + (f" as {sent['id']}" if force else ""))
+
+
+@app.command()
+def test(
+    webhook_id: WebhookArgument,
+    endpoint: EndpointOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Send a test event, which starts no job, and wait for the receiver's answer.
+
+    The exit code is 1 if the status of the answer is not 2xx, or if there is no answer.
+    """
+    sent = _call("POST", f"webhooks/{webhook_id}/test", endpoint)["delivery"]
+    deadline = time.monotonic() + WAIT_SECONDS
+    while sent["last_attempt_at"] is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+        sent = _call("GET", f"deliveries/{sent['id']}", endpoint)["delivery"]
+    if as_json:
+        print(json.dumps(sent))
+    elif quiet:
+        print(sent["id"])
+    else:
+        waiting = "no attempt has ended yet; the hub may be busy with other deliveries"
+        print(f"Webhook {webhook_id}: {_answer(sent) or waiting}")
+    if sent["status"] != "delivered":
+        raise typer.Exit(1)
+
+
+def _answer(delivery: dict[str, Any]) -> str:
+    if delivery["error"]:
+        return str(delivery["error"])
+    if delivery["response_status"] is None:
+        return ""
+    return f"{delivery['response_status']} {delivery['response_head'] or ''}".strip()
+
+
 class HubAccess(TypedDict):
     endpoint: str
     token: str | None
@@ -232,43 +370,15 @@ def hub_access(endpoint: str | None) -> HubAccess:
     return {"endpoint": running_settings(home).hub_url, "token": token}
 
 
-class _Given(TypedDict):
-    """The options that `create` and `update` share."""
+def _call(
+    method: Literal["GET", "POST"],
+    path: str,
+    endpoint: str | None,
+    query: dict[str, str] | None = None,
+) -> Any:
+    from receiver.webhooks import call_hub
 
-    url: str | None
-    job_id: str | None
-    domains: "list[Domain] | None"
-    secret: str | None
-    secrets: dict[str, str] | None
-
-
-def _given(
-    url: str | None,
-    job_id: str | None,
-    domain: list[str] | None,
-    secret: str | None,
-    secrets: list[str] | None,
-    secrets_file: str | None,
-) -> _Given:
-    return {
-        "url": url,
-        "job_id": job_id,
-        "domains": _domains(domain),
-        "secret": secret,
-        "secrets": _secrets(secrets, secrets_file),
-    }
-
-
-def _domains(given: list[str] | None) -> Any:
-    from typing import get_args
-
-    from receiver.webhooks import Domain
-
-    for domain in given or ():
-        if domain not in get_args(Domain):
-            known = ", ".join(get_args(Domain))
-            raise PipelineError(f"--domain {domain!r} is not one of {known}")
-    return given
+    return call_hub(method, path, **hub_access(endpoint), query=query)
 
 
 def secrets_in(file: str, option: str) -> dict[str, str]:
@@ -306,21 +416,13 @@ def _lines_of(file: str, option: str = "--secrets-file") -> dict[str, str | None
     """Reads the file (`-` is standard input); returns name → value. The value is None if the line
     has only a name. `option` is the command's option that names the file; error messages show this
     option."""
-    from dotenv.parser import parse_stream
+    from dotenv import dotenv_values
 
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise PipelineError(f"{option} {file} cannot be read: {error}") from None
-    found = {}
-    for line in parse_stream(io.StringIO(text)):
-        if line.error:
-            raise PipelineError(
-                f"{option} {file}: line {line.original.line} is neither NAME=VALUE nor NAME"
-            )
-        if line.key is not None:
-            found[line.key] = line.value
-    return found
+    return dotenv_values(stream=io.StringIO(text), interpolate=False)
 
 
 @contextmanager

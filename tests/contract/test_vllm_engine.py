@@ -4,20 +4,20 @@ made up."""
 import asyncio
 import logging
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="make test-vllm has it", exc_type=ModuleNotFoundError)
 
 from serving.engine import EngineError, StageError
-from serving.engines import vllm_process
+from serving.engines import vllm_engine
 from serving.engines.vllm_engine import VllmEngine
-from serving.engines.vllm_process import VllmProcess
 from serving.engines.vllm_settings import VllmEngineSettings
-from tests.serving_fixtures import echo_release
+from serving.weights.publish import publish_state_dict
+from tests.serving_fixtures import echo_release, save_config, tiny_llama
 
 pytestmark = pytest.mark.vllm
 
@@ -29,14 +29,11 @@ class MadeUpLlm:
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        self.needed_bytes = 0
         self.hangs_in: str | None = None
         self.dies_in: str | None = None
-        self.status: dict[str, Any] = {}
+        self.status: dict[str, Any] = {"reasons": [], "read_bytes": 0}
         self.asked: list[str] = []
         self.is_shut_down = False
-        self.may_shut_down = threading.Event()
-        self.may_shut_down.set()
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
         self.asked.append(method)
@@ -48,30 +45,26 @@ class MadeUpLlm:
         way = "copy" if self.reason is None else "reload"
         answers = {
             "hotpush_prepare": {"pid": 0, "way": way, "reason": self.reason},
-            "hotpush_needed_bytes": self.needed_bytes,
-            "hotpush_status": {
-                "is_done": True, "refusals": (), "error": None, "read_bytes": 0, "seconds": 0.0,
-                **self.status,
-            },
-        }  # fmt: skip
+            "hotpush_status": self.status,
+            "hotpush_commit": 0.0,
+        }
         return [answers.get(method)]
 
     async def update_weight_version(self, version: str) -> None: ...
 
     def shutdown(self) -> None:
-        self.may_shut_down.wait()
         self.is_shut_down = True
 
 
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> MadeUpLlm:
     made_up = MadeUpLlm()
-    monkeypatch.setattr(vllm_process, "_start", lambda folder, settings: made_up)
+    monkeypatch.setattr(vllm_engine, "_new_llm", lambda folder, settings: made_up)
     return made_up
 
 
 def engine_over(**settings: Any) -> VllmEngine:
-    return VllmEngine(VllmEngineSettings(**settings), VllmProcess.start)
+    return VllmEngine(VllmEngineSettings(**settings))
 
 
 def test_workers_that_hang_when_made_ready_are_given_up(llm: MadeUpLlm, tmp_path: Path) -> None:
@@ -100,36 +93,12 @@ def test_a_start_that_hangs_is_given_up_and_shut_down_when_it_is_over(
         while not llm.is_shut_down:
             await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(vllm_process, "_start", start)
+    monkeypatch.setattr(vllm_engine, "_new_llm", start)
     release = echo_release(tmp_path, 1)
     try:
         asyncio.run(story())
     finally:
         may_start.set()
-
-
-def test_a_vllm_that_does_not_shut_down_is_left_behind(
-    llm: MadeUpLlm,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def story() -> float:
-        engine = engine_over()
-        await engine.stage(release, tmp_path / release.id)
-        llm.may_shut_down.clear()
-        started = time.monotonic()
-        await engine.close()
-        return time.monotonic() - started
-
-    monkeypatch.setattr(vllm_process, "_END_SECONDS", 0.2)
-    release = echo_release(tmp_path, 1)
-    try:
-        assert 0.2 <= asyncio.run(story()) < 5
-        assert not llm.is_shut_down
-    finally:
-        llm.may_shut_down.set()
-    assert "did not shut down in 0.2 s" in caplog.text
 
 
 def test_why_swaps_take_the_slower_way_is_logged(
@@ -138,10 +107,8 @@ def test_why_swaps_take_the_slower_way_is_logged(
     async def story() -> str:
         engine = engine_over()
         await engine.stage(release, tmp_path / release.id)
-        assert engine.process is not None
-        way = engine.process.way
         await engine.close()
-        return way
+        return engine.way
 
     llm.reason = "RuntimeError: no such kernel"
     release = echo_release(tmp_path, 1)
@@ -150,56 +117,94 @@ def test_why_swaps_take_the_slower_way_is_logged(
     assert "slower way: RuntimeError: no such kernel" in caplog.text
 
 
-async def stage_a_second_release(pipeline_dir: Path) -> None:
+async def swap_to_a_second_release(pipeline_dir: Path) -> VllmEngine:
     first, second = (echo_release(pipeline_dir, seed) for seed in (1, 2))
     engine = engine_over()
+    await engine.take_turn()  # nothing runs yet, so nothing hangs
     await engine.stage(first, pipeline_dir / first.id)
     await engine.commit(first.id)
     try:
-        await engine.stage(second, pipeline_dir / second.id)
+        async with asyncio.timeout(10):
+            await engine.stage(second, pipeline_dir / second.id)
+            await engine.commit(second.id)
     finally:
         await engine.close()
+    return engine
 
 
-@pytest.mark.parametrize("free", [999, 1000, None])
-def test_too_little_memory_is_found_before_anything_is_read(
-    llm: MadeUpLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int | None
-) -> None:
-    llm.needed_bytes = 1000
-    monkeypatch.setattr(vllm_process, "free_bytes", lambda device: free)
-    if free == 999:
-        with pytest.raises(StageError, match="needs 1000 bytes to be staged, 999 are free"):
-            asyncio.run(stage_a_second_release(tmp_path))
-        assert "hotpush_stage" not in llm.asked
-    else:
-        asyncio.run(stage_a_second_release(tmp_path))
-        assert "hotpush_stage" in llm.asked
-
-
-@pytest.mark.parametrize(
-    ("status", "reason"),
-    [
-        ({"refusals": ("a.safetensors: tensor a: holds NaN",)}, "holds NaN"),
-        ({"error": "RuntimeError: no memory to pin"}, "no memory to pin"),
-    ],
-)
-def test_what_one_worker_cannot_stage_no_worker_keeps(
-    llm: MadeUpLlm, tmp_path: Path, status: dict[str, Any], reason: str
-) -> None:
-    llm.status = status
-    with pytest.raises((StageError, EngineError), match=reason):
-        asyncio.run(stage_a_second_release(tmp_path))
+def test_what_one_worker_cannot_stage_no_worker_keeps(llm: MadeUpLlm, tmp_path: Path) -> None:
+    llm.status = {"reasons": ["a.safetensors: tensor a: holds NaN"]}
+    with pytest.raises(StageError, match="holds NaN"):
+        asyncio.run(swap_to_a_second_release(tmp_path))
     assert llm.asked[-1] == "hotpush_forget"
 
 
 def test_a_vllm_that_died_is_asked_nothing_more(llm: MadeUpLlm, tmp_path: Path) -> None:
+    llm.dies_in = "hotpush_status"
+    with pytest.raises(EngineError, match="EngineCore died"):
+        asyncio.run(swap_to_a_second_release(tmp_path))
+
+
+def test_after_a_commit_that_does_not_end_the_engine_is_dead(
+    llm: MadeUpLlm, tmp_path: Path
+) -> None:
     first, second = (echo_release(tmp_path, seed) for seed in (1, 2))
 
     async def story() -> None:
-        process = await VllmProcess.start(first, tmp_path / first.id, VllmEngineSettings())
-        llm.dies_in = "hotpush_status"
-        async with asyncio.timeout(10):
-            await process.stage(second, tmp_path / second.id)
+        engine = engine_over()
+        for release in (first, second):
+            await engine.stage(release, tmp_path / release.id)
+        llm.hangs_in = "hotpush_commit"
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await engine.commit(second.id)
+        for call in (engine.commit(first.id), engine.take_turn()):
+            with pytest.raises(EngineError, match="may be mixed"):
+                await call
+        await engine.close()
 
-    with pytest.raises(EngineError, match="EngineCore died"):
-        asyncio.run(story())
+    asyncio.run(story())
+
+
+def test_a_vllm_that_hangs_takes_no_turn(llm: MadeUpLlm, tmp_path: Path) -> None:
+    release = echo_release(tmp_path, 1)
+
+    async def story() -> None:
+        engine = engine_over()
+        await engine.stage(release, tmp_path / release.id)
+        await engine.take_turn()
+        llm.hangs_in = "hotpush_take_turn"
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await engine.take_turn()
+        await engine.close()
+
+    asyncio.run(story())
+
+
+def test_vllm_keeps_the_dtype_of_the_first_release_that_it_starts_on(
+    llm: MadeUpLlm, tmp_path: Path
+) -> None:
+    network = tiny_llama(tied=False)
+    files_dir = save_config(network, tmp_path / "files")
+    small, exact = (
+        publish_state_dict(
+            tmp_path / "releases",
+            {name: tensor.to(dtype) for name, tensor in network.state_dict().items()},
+            files_dir=files_dir,
+        )
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+
+    async def story() -> None:
+        engine = engine_over()
+        llm.dies_in = "hotpush_prepare"
+        with pytest.raises(EngineError):
+            await engine.stage(small, tmp_path / "releases" / small.id)
+        assert engine.dtype_of(exact) == "float32", "vLLM did not start on the other one"
+        llm.dies_in, llm.errored = None, False
+        await engine.stage(exact, tmp_path / "releases" / exact.id)
+        assert engine.dtype_of(small) == "float32", "a swap does not change it"
+        await engine.close()
+
+    asyncio.run(story())

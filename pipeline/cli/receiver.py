@@ -1,5 +1,6 @@
-"""`pipeline receiver deploy`: puts a receiver into a Space."""
+"""`pipeline receiver`: runs the receiver, and puts a receiver into a Space."""
 
+import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -7,31 +8,40 @@ from typing import Annotated
 
 import typer
 
+from pipeline.cli import services
 from pipeline.cli.options import JsonOption
-from pipeline.cli.webhook_commands import hub_access, secrets_in
+from pipeline.cli.services import HostOption, PortOption
+from pipeline.cli.webhooks import hub_access, secrets_in
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
-SpaceEndpointOption = Annotated[
-    str | None,
-    typer.Option(
-        help="The URL of another hub, such as https://huggingface.co. The other hub gets your own "
-        "token: HF_TOKEN, or the token of `hf auth login`. Default: the stack's own hub."
-    ),
-]
-SecretFileOption = Annotated[
-    str | None,
-    typer.Option(
-        help="A file with a line WEBHOOK_SECRET=VALUE. The file may also set other variables, one "
-        "on each line. With -, the lines are read from stdin."
-    ),
-]
+app = typer.Typer(
+    help="Run the webhook receiver, which starts retraining jobs. Its default port is 7860.",
+    invoke_without_command=True,
+)
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command()(deploy)
+@app.callback()
+def receiver(
+    context: typer.Context,
+    host: HostOption = None,
+    port: PortOption = None,
+    tunnel: Annotated[
+        str | None,
+        typer.Option(
+            help="Open a tunnel: ssh://user@host[:port], or a command that prints a public URL."
+        ),
+    ] = None,
+    public_url: Annotated[
+        str | None,
+        typer.Option(help="The URL at which senders reach the receiver, if you use no tunnel."),
+    ] = None,
+) -> None:
+    if context.invoked_subcommand is None:
+        services.receiver(host, port, tunnel, public_url)
 
 
+@app.command()
 def deploy(
     space: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The Space.")],
     folder: Annotated[
@@ -40,8 +50,20 @@ def deploy(
             help="The folder with your app.py. Default: an app.py that shows how to begin."
         ),
     ] = None,
-    secret_file: SecretFileOption = None,
-    endpoint: SpaceEndpointOption = None,
+    secret_file: Annotated[
+        str | None,
+        typer.Option(
+            help="A file with a line WEBHOOK_SECRET=VALUE. The file may also set other variables, "
+            "one on each line. With -, the lines are read from stdin."
+        ),
+    ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="The URL of another hub, such as https://huggingface.co. The other hub gets your "
+            "own token: HF_TOKEN, or the token of `hf auth login`. Default: the stack's own hub."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print what would be sent.")
     ] = False,
@@ -54,12 +76,11 @@ def deploy(
     WEBHOOK_SECRET. The value of this secret is read from --secret-file. Without --secret-file, the
     value is the webhook secret of the stack.
     """
-    import json
-
     from pipeline import space_deploy
     from pipeline.tokens import load_tokens, secret_in_shell
 
-    _check_name(space)
+    if space.count("/") != 1 or not all(space.split("/")):
+        raise PipelineError(f"{space!r} is not the name of a Space: write OWNER/NAME")
     tokens_file = Home.find().tokens_file
     if secret_file is None:
         secret = load_tokens(tokens_file).webhook
@@ -89,13 +110,12 @@ def deploy(
     if endpoint is None:
         print("The stack's own hub does not run the apps of Spaces.")
         return
-    for route in deployed.routes:
-        url = f"{space_deploy.public_address(space)}{route}"
-        print(f"Webhooks can post to {url}. Create a webhook with:")
-        print(
-            f"  pipeline webhooks create --endpoint {endpoint} --url {url} "
-            f"--watch dataset:OWNER/NAME --domain repo --secret {shown}"
-        )
+    url = f"{space_deploy.public_address(space)}/webhooks/NAME"
+    print(f"Webhooks can post to {url}, where NAME is the name of a function. Create one with:")
+    print(
+        f"  pipeline webhooks create --endpoint {endpoint} --url {url} "
+        f"--watch dataset:OWNER/NAME --domain repo --secret {shown}"
+    )
 
 
 def _access(endpoint: str | None) -> tuple[str, str | None]:
@@ -109,8 +129,3 @@ def _access(endpoint: str | None) -> tuple[str, str | None]:
         return access["endpoint"], access["token"]
     stack_token = load_tokens(Home.find().tokens_file).hub
     return endpoint.rstrip("/"), own_token(os.environ, stack_token)
-
-
-def _check_name(space: str) -> None:
-    if space.count("/") != 1 or not all(space.split("/")):
-        raise PipelineError(f"{space!r} is not the name of a Space: write OWNER/NAME")

@@ -1,28 +1,41 @@
 """`pipeline hub`: runs the hub, manages its tokens, removes commits that nothing needs, and purges
 a commit that was pushed by mistake."""
 
+import json
 import shlex
-from typing import TYPE_CHECKING, Annotated, Any
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from pipeline.cli import services
-from pipeline.cli.hub_calls import call_hub
 from pipeline.cli.project import project_home
 from pipeline.cli.services import HostOption, PortOption
-from pipeline.cli.token_commands import app as tokens_app
+from pipeline.cli.tables import print_table
+from pipeline.cli.webhooks import hub_access
 from pipeline.errors import PipelineError
-from pipeline.paths import Home
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pipeline.hub.database import Database
     from pipeline.hub.repositories.names import RepositoryName
-    from pipeline.traces import ReleaseFolder, Traces
+    from pipeline.hub.repositories.store import Repositories
+    from pipeline.traces import Traces
 
 app = typer.Typer(
     help="Run the hub, which has the git repositories and the webhooks. Its default port is 8070.",
     invoke_without_command=True,
 )
-app.add_typer(tokens_app, name="tokens")
+tokens = typer.Typer(
+    help="Manage the hub's tokens for other people and programs. Some tokens allow only reading, "
+    "and others allow reading and writing. A token is valid for all repositories, or for some.",
+    no_args_is_help=True,
+)
+app.add_typer(tokens, name="tokens")
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The name of the token.")]
 
 
 @app.callback()
@@ -43,32 +56,31 @@ def gc() -> None:
     You can run this command while the hub is up, and also while the hub is down. A push to a
     repository waits while this command works on the repository.
     """
-    from pipeline.hub.errors import HubInUse
     from pipeline.hub.repositories.garbage import collect_garbage
-    from pipeline.hub.state_folder import stopped_hub
     from pipeline.job_store import open_job_store
     from pipeline.settings import load_settings
     from pipeline.traces import needed_commits
 
-    home, settings = project_home(), load_settings()
-    try:
-        with open_job_store(settings, home) as store, stopped_hub(home.hub_dir) as (database, all_):
+    def collect(database: "Database", repositories: "Repositories") -> dict[str, int]:
+        with open_job_store(load_settings(), home) as store:
             with database.read() as connection:
-                present = [each for each in all_.all(connection) if each.folder.exists()]
+                present = [one for one in repositories.all(connection) if one.folder.exists()]
             collected = [
-                collect_garbage(each, database, lambda: needed_commits(home, store))
-                for each in present
+                collect_garbage(one, database, lambda: needed_commits(home, store))
+                for one in present
             ]
-        released = sum(each.num_commits for each in collected)
-        large_bytes = sum(each.large_bytes for each in collected)
-    except HubInUse:
-        answer = call_hub("POST", "gc", None, {}, timeout_seconds=None)
-        released, large_bytes = answer["released"], answer["large_bytes"]
+        return {
+            "released": sum(each.num_commits for each in collected),
+            "large_bytes": sum(each.large_bytes for each in collected),
+        }
+
+    home = project_home()
+    removed = _on_hub(collect, "POST", "gc")
     print(
-        f"the hub has deleted its own refs to {released} commits that nothing needs, and git has "
-        "removed the commits and files to which no ref leads any more"
+        f"the hub has deleted its own refs to {removed['released']} commits that nothing needs, "
+        "and git has removed the commits and files to which no ref leads any more"
     )
-    if large_bytes:
+    if large_bytes := removed["large_bytes"]:
         print(f"removed {large_bytes / 1e6:,.1f} MB of large files that no commit names")
 
 
@@ -84,8 +96,8 @@ def purge(
         typer.Option(
             "--releases",
             help="Also remove every release that was trained on a removed commit (of a dataset) or "
-            "from it (of a base model), every release whose training started from such a release, "
-            "and the copies of these releases.",
+            "from it (of a base model), and every release whose training started from such a "
+            "release.",
         ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
@@ -111,7 +123,7 @@ def purge(
     owner, _, short = repository.partition("/")
     name = repository_name(type, owner, short)
     home, settings = project_home(), load_settings()
-    planned = _purge("GET", home, name, sha)
+    planned = _purge("GET", name, sha)
     names, commits = planned["names"], planned["commits"]
     with open_job_store(settings, home) as store:
         if waiting := jobs_in_the_way(store, type, names, commits):
@@ -132,7 +144,7 @@ def purge(
     # Remove the commits from the repository last. If this command is interrupted earlier, a second
     # run still finds the commits in the repository, and so can finish the work. Do this even if the
     # repository does not have the commit: an interrupted purge may have left some of its files.
-    _purge("POST", home, name, sha)
+    _purge("POST", name, sha)
     is_found = planned["is_there"] or traces.job_folders or traces.num_downloads
     if not is_found and not (releases and (traces.releases or traces.later_releases)):
         _print_what_stays(name, traces, releases)
@@ -145,26 +157,39 @@ def purge(
     _print_what_stays(name, traces, releases)
 
 
-def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
+def _purge(method: Literal["GET", "POST"], name: "RepositoryName", sha: str) -> Any:
     """Returns what a purge of this commit removes from the repository, and the `names` of the
-    repository. With the `method` POST, also carries out the purge; with GET, removes nothing. If
-    the hub runs, the hub does the work. Otherwise this process does the work."""
+    repository. With the `method` POST, also carries out the purge; with GET, removes nothing."""
     from pipeline.hub.discussions.store import open_refs
-    from pipeline.hub.errors import HubInUse
     from pipeline.hub.repositories.purge import plan_purge, purge
-    from pipeline.hub.state_folder import stopped_hub
 
-    act = plan_purge if method == "GET" else purge
+    def act(database: "Database", repositories: "Repositories") -> dict[str, Any]:
+        with database.read() as connection:
+            found = repositories.find(connection, name)
+            refs = open_refs(connection, found)
+        done = (plan_purge if method == "GET" else purge)(found, sha, refs)
+        return {**done, "names": [found.name.id.lower()]}
+
+    return _on_hub(act, method, f"purge/{name.type}s/{name.id}/{sha}")
+
+
+def _on_hub(
+    act: "Callable[[Database, Repositories], Any]",
+    method: Literal["GET", "POST", "DELETE"],
+    path: str,
+    query: dict[str, str] | None = None,
+) -> Any:
+    """If no hub runs, calls `act` in this process, and returns its result. If a hub runs, sends a
+    request to this hub (`receiver.webhooks.call_hub`), and returns the JSON of the answer."""
+    from pipeline.hub.errors import HubInUse
+    from pipeline.hub.state_folder import stopped_hub
+    from receiver.webhooks import call_hub
+
     try:
-        with stopped_hub(home.hub_dir) as (database, repositories):
-            with database.read() as connection:
-                found = repositories.find(connection, name)
-                refs = open_refs(connection, found)
-                names = [found.name.id.lower()]
-            return {**act(found, sha, refs), "names": names}
+        with stopped_hub(project_home().hub_dir) as (database, repositories):
+            return act(database, repositories)
     except HubInUse:
-        path = f"purge/{name.type}s/{name.id}/{sha}"
-        return call_hub(method, path, None, {}, timeout_seconds=None)
+        return call_hub(method, path, **hub_access(None), query=query)
 
 
 def _removed(name: "RepositoryName", planned: Any, traces: "Traces", with_releases: bool) -> str:
@@ -187,53 +212,109 @@ def _removed(name: "RepositoryName", planned: Any, traces: "Traces", with_releas
     return "; ".join(parts)
 
 
-def _shown(each: "ReleaseFolder") -> str:
-    release = f"release {each.release.id} of {each.path.parent.name}"
-    return f"{each.path} (a copy of {release})" if each.is_copy else release
+def _shown(release: "Path") -> str:
+    return f"release {release.name} of {release.parent.name}"
 
 
 def _remove_releases(traces: "Traces") -> None:
-    from serving.weights.release_removal import check_removable, remove, remove_replaced
+    from serving.weights.release_removal import check_removable, remove
     from serving.weights.release_store import release_number
 
     found = (*traces.releases, *traces.later_releases)
     for each in found:
-        if not each.is_copy:
-            check_removable(each.path.parent, each.path.name)
+        check_removable(each.parent, each.name)
     # Remove the newest first. A later release is found by its parent, so if this command is
     # interrupted, the next one still finds all that remains.
-    for each in sorted(found, key=lambda each: release_number(each.release.id), reverse=True):
-        if each.is_copy:
-            remove_replaced(each.path)
-        else:
-            remove(each.path.parent, each.path.name)
+    for each in sorted(found, key=lambda each: release_number(each.name), reverse=True):
+        remove(each.parent, each.name)
 
 
 def _print_what_stays(name: "RepositoryName", traces: "Traces", with_releases: bool) -> None:
-    if not with_releases:
-        _print_releases(name, traces)
+    trained = f"trained {'from' if name.type == 'model' else 'on'} a removed commit"
     for path in traces.unreadable:
         print(
             f"{path} stays, because its manifest cannot be read. So nobody knows whether it was "
-            f"{_trained_on(name)}. To remove it: rm -r {shlex.quote(str(path))}"
+            f"{trained}. To remove it: rm -r {shlex.quote(str(path))}"
         )
-
-
-def _trained_on(name: "RepositoryName") -> str:
-    return f"trained {'from' if name.type == 'model' else 'on'} a removed commit"
-
-
-def _print_releases(name: "RepositoryName", traces: "Traces") -> None:
-    for words, found in (
-        (f"was {_trained_on(name)}", traces.releases),
-        ("was trained from the weights of such a release", traces.later_releases),
-    ):
-        for each in found:
-            remove = f"; to remove it: rm -r {shlex.quote(str(each.path))}" if each.is_copy else ""
-            print(f"{_shown(each)} {words}{remove}")
+    if with_releases:
+        return
+    for each in traces.releases:
+        print(f"{_shown(each)} was {trained}")
+    for each in traces.later_releases:
+        print(f"{_shown(each)} was trained from the weights of such a release")
     if traces.releases or traces.later_releases:
         print(
             "To remove such a release: pipeline releases rm ID. A served, pending or pinned "
             "release cannot be removed. If the release is served, first train without the commit, "
             "or run: pipeline releases rollback"
         )
+
+
+@tokens.command()
+def create(
+    name: NameArgument,
+    role: Annotated[
+        str, typer.Option(help="What the token allows: read, or write (which includes read).")
+    ] = "read",
+    repository: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TYPE:OWNER/NAME",
+            help="Limit the token to this repository, such as dataset:local/facts. May be "
+            "repeated. Default: all repositories.",
+        ),
+    ] = None,
+) -> None:
+    """Create a token and print it. The hub stores only the token's hash, so the token cannot be
+    shown again.
+
+    You can run this command while the hub is up, and also while the hub is down.
+    """
+    from pipeline.hub.tokens.store import check_name, create_token
+
+    check_name(name)
+    reaches = repository or []
+    query = {"role": role} | ({"repositories": ",".join(reaches)} if reaches else {})
+    made = _on_hub(
+        lambda database, repositories: create_token(database, repositories, name, role, reaches),
+        "POST",
+        f"tokens/{name}",
+        query,
+    )
+    print(made["token"])
+    print("Store the token now: it cannot be shown again.", file=sys.stderr)
+
+
+@tokens.command(name="ls")
+def list_(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the tokens: their names, what they may do, and when they were last used."""
+    from pipeline.hub.tokens.store import list_tokens
+
+    found = _on_hub(list_tokens, "GET", "tokens")
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    rows = [
+        (
+            each["name"],
+            each["role"],
+            "all" if each["repositories"] is None else ", ".join(each["repositories"]),
+            each["createdAt"][:16],
+            (each["lastUsedAt"] or "never")[:16],
+        )
+        for each in found
+    ]
+    headings = ("NAME", "ROLE", "REPOSITORIES", "CREATED", "LAST USED")
+    print_table(headings, rows, empty="No token yet; create one: pipeline hub tokens create NAME")
+
+
+@tokens.command()
+def revoke(name: NameArgument) -> None:
+    """Revoke a token. The hub refuses every later request that has this token."""
+    from pipeline.hub.tokens.store import check_name, revoke_token
+
+    check_name(name)
+    _on_hub(lambda database, _: revoke_token(database, name), "DELETE", f"tokens/{name}")
+    print(f"revoked {name}")

@@ -1,0 +1,381 @@
+"""The *agent* of an attempt: a process that runs the command of one attempt of a job. It leads the
+session of the command (setsid(2)), writes the log, sends the heartbeats, stops the command when it
+must end, and records how the attempt ended. An agent goes on when its runner dies.
+
+An agent makes three calls: `start`, `beat` and `finish` (`Calls`). Each one fails with LeaseLost if
+the attempt is not the current one of its job any more. The agent then ends the command and leaves
+everything else alone. `StoreCalls` makes the calls to the database. On another machine, an agent
+would make them over HTTP.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import gc
+import json
+import logging
+import math
+import multiprocessing
+import os
+import runpy
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from jobs.errors import JobNotFound, LeaseLost, StoreError
+from jobs.folder import COMPUTING, LOG, OUTCOME, PAYLOAD, SPEC, prepare_job_folder, write_atomically
+from jobs.job import Job
+from jobs.launchers.process import (
+    IS_LINUX,
+    ProcessIdentity,
+    die_with_parent,
+    identify,
+    lower_priority,
+    name_of,
+    prctl,
+    send_signal,
+    signal_session,
+)
+from jobs.outcome_of_exit import Exit, StopReason, record_end
+from jobs.settings import JobsSettings
+from jobs.store import JobStore
+from jobs.temporary_failures import TEMPORARY_FAILURE, is_temporary
+
+logger = logging.getLogger(__name__)
+
+BEAT_NOW = signal.SIGUSR1
+"""A runner sends this signal to an agent when the agent should call `beat` at once, for example
+because somebody has cancelled the job. SIGTERM means that the runner is being stopped: the agent
+ends the command, and the job gets another attempt."""
+
+_SECONDS_AFTER_ERROR = 1.0
+_GIVE_UP_SECONDS = 600.0
+_PR_SET_CHILD_SUBREAPER = 36
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """What an agent gets from its runner. It may hold secrets, so it is never written to disk."""
+
+    job_id: str
+    owner: str
+    """The owner of the lease (`Job.owner`)."""
+    store: str
+    """`JobStore.location`."""
+    jobs_dir: Path
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    """All environment variables of the command."""
+    niceness: int
+    settings: JobsSettings
+
+    @property
+    def job_dir(self) -> Path:
+        """The working folder of the command."""
+        return self.jobs_dir / self.job_id
+
+
+@dataclass(frozen=True)
+class Orders:
+    """The answer to a heartbeat."""
+
+    is_cancelled: bool
+    seconds_left: float
+    """The seconds until the job's time limit; infinite if there is no limit."""
+
+
+class Calls(Protocol):
+    """Every call raises StoreError if it cannot be made now, and LeaseLost or JobNotFound if the
+    attempt is not the current one of its job."""
+
+    def start(self, handle: str) -> Job: ...
+
+    def beat(self) -> Orders: ...
+
+    def finish(self, exit: Exit, stop_reason: StopReason | None) -> None: ...
+
+
+class StoreCalls:
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._store = JobStore.open(attempt.store)
+        self._job: Job
+
+    def start(self, handle: str) -> Job:
+        self._job = self._store.started(self._attempt.job_id, self._attempt.owner, handle)
+        return self._job
+
+    def beat(self) -> Orders:
+        attempt, lease_seconds = self._attempt, self._attempt.settings.lease_seconds
+        job = self._store.heartbeat(attempt.job_id, attempt.owner, lease_seconds)
+        limit = attempt.settings.time_limit(job)
+        if limit is None or job.started_at is None:
+            return Orders(job.cancel_requested, math.inf)
+        return Orders(job.cancel_requested, limit - (self._store.now() - job.started_at))
+
+    def finish(self, exit: Exit, stop_reason: StopReason | None) -> None:
+        settings, job_dir = self._attempt.settings, self._attempt.job_dir
+        record_end(self._store, self._job, job_dir, exit, stop_reason, settings)
+
+
+def run(attempt: Attempt) -> None:
+    """Run the attempt. Call this function only in a process that was started for this purpose: it
+    becomes the agent, and exits when the attempt has ended.
+
+    The agent forks the process of the command. In that process, this function returns or raises
+    when the command has ended, if it is a Python module. The caller must then exit as Python does.
+    """
+    os.setsid()
+    # Keep the objects of the preloaded modules out of garbage collection, which would write to
+    # their memory. Both processes share this memory with the process that has imported the modules.
+    gc.freeze()
+    agent = os.getpid()
+    # The command starts only after the agent has written to `go`. Before that, the agent asks
+    # whether this attempt may begin.
+    wait_here, go = os.pipe()
+    errors, report = os.pipe()
+    # Block stop signals before the fork. A signal that arrives before the command's process has
+    # restored the default action waits until then, instead of being lost (on Linux).
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    # Fork before the agent connects to the database: connections do not survive a fork.
+    command_pid = os.fork()
+    if command_pid == 0:
+        os.close(go)
+        os.close(errors)
+        die_with_parent(agent)
+        for number in _STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+        if not os.read(wait_here, 1):
+            os._exit(1)
+        os.close(wait_here)
+        _run_command(attempt, report)
+        return
+    os.close(wait_here)
+    os.close(report)
+    _Agent(attempt, command_pid, go=go, errors=errors).run()
+
+
+class _Agent:
+    def __init__(self, attempt: Attempt, command_pid: int, *, go: int, errors: int) -> None:
+        self._attempt = attempt
+        self._command_pid = command_pid
+        self._go = go
+        self._errors = errors
+        me = identify(os.getpid())
+        assert me is not None
+        self._me: ProcessIdentity = me
+        self._calls: Calls
+        self._exit: Exit | None = None
+        """How the command ended. None while it runs."""
+        self._stop_reason: StopReason | None = None
+        self._kill_at = math.inf
+        """When the command is killed. This time and the next two are by the monotonic clock."""
+        self._deadline = math.inf
+        self._next_beat = 0.0
+        self._woken = _wake_at_signals()
+
+    def run(self) -> NoReturn:
+        try:
+            if prctl is not None:
+                # If the command leaves processes behind, this process becomes their parent.
+                prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            self._until_it_works(self._begin)
+            self._watch()
+            self._end_processes()
+            self._until_it_works(self._finish)
+        except (LeaseLost, JobNotFound) as error:
+            logger.warning("%s", error)
+        except BaseException:
+            logger.exception("The agent of job %s failed.", self._attempt.job_id)
+        finally:
+            self._end_processes()
+            os._exit(0)
+
+    def _until_it_works(self, call: Callable[[], None]) -> None:
+        """If the store is gone for good, give up: a runner then ends the attempt."""
+        give_up = time.monotonic() + _GIVE_UP_SECONDS
+        while True:
+            try:
+                return call()
+            except (StoreError, OSError) as error:
+                is_lasting = not isinstance(error, StoreError) and not is_temporary(error)
+                if is_lasting or time.monotonic() > give_up:
+                    raise
+                logger.error("Job %s: %s; trying again", self._attempt.job_id, error)
+            time.sleep(_SECONDS_AFTER_ERROR)
+
+    def _begin(self) -> None:
+        self._calls = StoreCalls(self._attempt)
+        job = self._calls.start(name_of(self._me))
+        job_dir = self._attempt.job_dir
+        try:
+            stale = prepare_job_folder(job_dir, job.identity)
+            (job_dir / OUTCOME).unlink(missing_ok=True)
+            write_atomically(job_dir / SPEC, job.spec.model_dump_json(indent=2))
+            if job.payload is not None:
+                write_atomically(job_dir / PAYLOAD, json.dumps(job.payload))
+            _hold_computing_lock(self._attempt.jobs_dir / COMPUTING)
+        except OSError as error:
+            code = TEMPORARY_FAILURE if is_temporary(error) else 1
+            self._exit = Exit(code=code, error=f"{job.id} could not start: {error}")
+            return
+        if stale is not None:
+            logger.warning(
+                "Folder %s belonged to another database, so it was renamed to %s.",
+                job_dir,
+                stale.name,
+            )
+        os.write(self._go, b"1")
+
+    def _watch(self) -> None:
+        """Wait until the command has ended. Meanwhile send heartbeats, and stop the command when it
+        must end."""
+        while self._exit is None:
+            now = time.monotonic()
+            if now >= self._next_beat:
+                self._beat(now)
+            if now >= self._deadline:
+                self._stop("timeout", now)
+            if now >= self._kill_at:
+                # Kill again every second: this kill may miss a process that was just being forked.
+                self._kill_at = now + 1.0
+                signal_session(self._me, signal.SIGKILL)
+            pause = min(self._next_beat, self._deadline, self._kill_at) - now
+            select.select([self._woken], [], [], max(0.0, pause))
+            received = _received(self._woken)
+            if BEAT_NOW in received:
+                self._next_beat = 0.0
+            if signal.SIGTERM in received:
+                self._stop("shutdown", time.monotonic())
+            self._reap()
+
+    def _beat(self, now: float) -> None:
+        self._next_beat = now + self._attempt.settings.heartbeat_seconds
+        try:
+            orders = self._calls.beat()
+        except StoreError as error:
+            logger.error("%s Trying again.", error)
+            return
+        if orders.is_cancelled:
+            self._stop("cancel", now)
+        elif self._stop_reason is None:
+            self._deadline = now + orders.seconds_left
+
+    def _stop(self, reason: StopReason, now: float) -> None:
+        if self._stop_reason is None:
+            logger.info("Job %s is being stopped (%s).", self._attempt.job_id, reason)
+            self._stop_reason = reason
+            self._deadline = math.inf
+            self._kill_at = now + self._attempt.settings.kill_grace_seconds
+            signal_session(self._me, signal.SIGTERM)
+
+    def _reap(self) -> None:
+        """Collect the processes that have ended: the command, and processes that the command has
+        left."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                if ended[0] == self._command_pid:
+                    # Nobody has the other end any more, so this does not wait.
+                    error = os.read(self._errors, 4096).decode(errors="replace")
+                    self._exit = Exit(code=os.waitstatus_to_exitcode(ended[1]), error=error or None)
+
+    def _finish(self) -> None:
+        assert self._exit is not None
+        self._calls.finish(self._exit, self._stop_reason)
+
+    def _end_processes(self) -> None:
+        """Kill the command and all processes that it has started. When one of them ends, its
+        children become children of this process, so repeat until no child is left."""
+        signal_session(self._me, signal.SIGKILL)
+        while True:
+            for child in _children():
+                send_signal(child, signal.SIGKILL)
+            try:
+                os.wait()
+            except ChildProcessError:
+                return
+
+
+def _wake_at_signals() -> int:
+    """Make the signals of an agent readable: a descriptor from which their numbers can be read."""
+    woken, wake = os.pipe()
+    for end in (woken, wake):
+        os.set_blocking(end, False)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGCHLD, BEAT_NOW):
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+    return woken
+
+
+def _received(woken: int) -> bytes:
+    with contextlib.suppress(BlockingIOError):
+        return os.read(woken, 4096)
+    return b""
+
+
+def _hold_computing_lock(path: Path) -> None:
+    """Take the shared lock that tells completion servers that a job runs."""
+    # Never close this descriptor: the lock must be held until this process ends.
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    with contextlib.suppress(OSError):  # this file system does not support locks
+        fcntl.flock(lock, fcntl.LOCK_SH)
+
+
+def _children() -> list[int]:
+    me = os.getpid()
+    if not IS_LINUX:
+        return []
+    return [int(pid) for pid in Path(f"/proc/{me}/task/{me}/children").read_text().split()]
+
+
+def _run_command(attempt: Attempt, report: int) -> None:
+    command = attempt.command
+    try:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        output = os.open(attempt.job_dir / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        for source, target in ((nothing, 0), (output, 1), (output, 2)):
+            os.dup2(source, target)
+        os.chdir(attempt.job_dir)
+        lower_priority(attempt.niceness)
+        if IS_LINUX and command[:2] == (sys.executable, "-m"):
+            os.close(report)
+            _run_module(command[2], command[3:], attempt)
+        else:
+            os.execvpe(command[0], command, attempt.env)
+    except (OSError, ValueError) as error:
+        cause = error.strerror if isinstance(error, OSError) else error
+        message = f"{command[0]} could not be started: {cause}."
+        print(message, file=sys.stderr, flush=True)
+        os.write(report, message.encode())
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def _run_module(module: str, arguments: Sequence[str], attempt: Attempt) -> None:
+    """Run `python -m module args` in this interpreter, with the modules that the fork server has
+    imported."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(attempt.env)
+    path = attempt.env.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [str(attempt.job_dir), *filter(None, path)]
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # Processes that the command starts must be forked from it, and not from the fork server.
+    multiprocessing.set_start_method(None, force=True)
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # `multiprocessing` ends its processes without them

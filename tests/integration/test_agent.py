@@ -1,0 +1,275 @@
+"""The agent of an attempt, with real processes and signals and no runner beside it."""
+
+import fcntl
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from jobs.agent import BEAT_NOW, Attempt
+from jobs.folder import COMPUTING, LOG, OUTCOME
+from jobs.fork_server import ForkServer
+from jobs.job import Job
+from jobs.launchers.process import process_here
+from jobs.schema import locked
+from jobs.store import JobStore
+from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, program
+from tests.jobs_fixtures import is_gone, pids_in, spec, until
+
+
+class Bench:
+    """A store, a fork server, and one job at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.jobs_dir = folder / "jobs"
+        self.jobs_dir.mkdir()
+        self.store = JobStore.open(folder / "jobs %20?.db")
+        self.server = ForkServer(())
+        self.log = self.jobs_dir / "j000001" / LOG
+
+    def start(self, *arguments: str, env: dict[str, str] = ENVIRONMENT, **values: Any) -> Job:
+        wanted = program(*arguments, **values) if arguments else spec(**values)
+        self.store.submit(wanted)
+        return self.attempt(env)
+
+    def attempt(self, env: dict[str, str] = ENVIRONMENT, lease_seconds: float = 60.0) -> Job:
+        job = self.store.claim(f"owner {time.monotonic()}", lease_seconds)
+        assert job is not None
+        self.start_agent(job, env)
+        return job
+
+    def start_agent(self, job: Job, env: dict[str, str] = ENVIRONMENT) -> None:
+        assert job.owner is not None
+        self.server.start(
+            Attempt(
+                job_id=job.id,
+                owner=job.owner,
+                store=self.store.location,
+                jobs_dir=self.jobs_dir,
+                command=job.spec.command,
+                env=env,
+                niceness=12,
+                settings=SETTINGS,
+            )
+        )
+
+    def agent(self, job: Job) -> int:
+        handle = until(lambda: self.store.get(job.id).handle)
+        process = process_here(handle)
+        assert process is not None
+        return process.pid
+
+    def ended(self, job: Job) -> Job:
+        """The job after its attempt."""
+
+        def ask() -> Job | None:
+            now = self.store.get(job.id)
+            return now if now.owner != job.owner else None
+
+        now = until(ask)
+        assert now is not None
+        return now
+
+    def close(self) -> None:
+        for job in self.store.list(state="RUNNING"):
+            self.store.cancel(job.id)
+            if job.owner is not None:
+                self.ended(job)
+        self.store.close()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    bench.close()
+
+
+def test_a_command_runs_as_its_own_process_in_its_folder(bench: Bench) -> None:
+    job = bench.start("show_process", "-x", "a b")
+    assert bench.ended(job).state == "COMPLETED"
+    assert json.loads(bench.log.read_text()) == {
+        "argv": ["show_process", "-x", "a b"],
+        "cwd": str(bench.log.parent),
+        "name": "__main__",
+        "niceness": 12,
+        "niceness of the session": 12 if Path("/proc/self/autogroup").exists() else None,
+        "stdin": "",
+        "leads_session": False,
+        "in_place": sys.platform == "linux",
+    }
+
+
+def test_only_the_given_variables_reach_the_command(bench: Bench) -> None:
+    bench.ended(bench.start("show_environment", env={**ENVIRONMENT, "GREETING": "grüße\n"}))
+    shown = json.loads(bench.log.read_text())
+    assert shown["GREETING"] == "grüße\n"
+    assert shown.keys() - {"LC_CTYPE"} == ENVIRONMENT.keys() | {"GREETING"}
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "log"),
+    [
+        (("sh", "-c", "echo out; echo err >&2; exit 7"), 7, "out\nerr\n"),
+        ((sys.executable, "-m", "tests.jobs_program", "die", "odd"), 1, "TypeError"),
+        (("no-such-program",), 127, "could not be started"),
+        (("/",), 126, "could not be started"),
+        (("echo", "x" * 200_000), 126, "could not be started"),
+    ],
+)
+def test_how_a_command_ended_is_told(
+    bench: Bench, command: tuple[str, ...], code: int, log: str
+) -> None:
+    ended = bench.ended(bench.start(command=command))
+    assert ended.outcome is not None and ended.outcome.exit_code == code
+    assert log in bench.log.read_text()
+    assert (ended.outcome.stage == "launch") == (log == "could not be started")
+
+
+def test_an_attempt_begins_once(bench: Bench) -> None:
+    job = bench.start("wait_for", "go", "0")
+    for _ in range(3):
+        bench.start_agent(job)
+    pids_in(bench.log)
+    (bench.log.parent / "go").touch()
+    assert bench.ended(job).state == "COMPLETED"
+    assert len(pids_in(bench.log)) == 1
+
+
+def test_an_attempt_that_is_not_the_current_one_does_not_begin(bench: Bench) -> None:
+    bench.store.submit(program("wait_for", "go", "0"))
+    old = bench.store.claim("old", 60)
+    assert old is not None
+    bench.store.release(old.id, "old")
+    job = bench.attempt()
+    (pid,) = pids_in(bench.log)
+    bench.start_agent(old)
+    (bench.log.parent / "go").touch()
+    assert (bench.ended(job).state, pids_in(bench.log)) == ("COMPLETED", [pid])
+
+
+def test_only_the_next_attempt_removes_the_outcome_of_the_first(bench: Bench) -> None:
+    job = bench.start("fail_for_now", "1")
+    assert bench.ended(job).attempt == 2
+    outcome = bench.log.parent / OUTCOME
+    bench.start_agent(job)
+    assert outcome.exists(), "the same attempt was not started again"
+    until(lambda: (bench.store.seconds_to_next() or 0) > 1)
+    bench.store.cancel(job.id)
+
+
+def test_a_frozen_agent_wakes_up_and_changes_nothing(bench: Bench) -> None:
+    bench.store.submit(program("wait_for", "go", "0"))
+    first = bench.attempt(lease_seconds=1.0)
+    agent = bench.agent(first)
+    (pid,) = pids_in(bench.log)
+    with locked(bench.store._engine):  # it must not keep the lock
+        os.kill(agent, signal.SIGSTOP)
+    try:
+        until(bench.store.expired)
+        assert first.owner is not None
+        bench.store.release(first.id, first.owner)
+        second = bench.store.claim("second", 60)
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    until(lambda: is_gone(agent) and is_gone(pid))
+    assert bench.store.get(first.id) == second
+    bench.store.finish(first.id, "second", None)
+
+
+def test_a_stop_reaches_every_process_and_the_job_gets_another_attempt(bench: Bench) -> None:
+    job = bench.start("have_children")
+    pids = pids_in(bench.log, 3)
+    os.kill(bench.agent(job), signal.SIGTERM)
+    now = bench.ended(job)
+    assert (now.state, now.attempt, now.num_lost) == ("RUNNING", 2, 0)
+    assert all(is_gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("action", ["sleep_until_stopped", "ignore_stop"])
+def test_a_cancelled_command_is_stopped(bench: Bench, action: str) -> None:
+    job = bench.start(action)
+    (pid,) = pids_in(bench.log)
+    bench.store.cancel(job.id)
+    os.kill(bench.agent(job), BEAT_NOW)
+    ended = bench.ended(job)
+    assert ended.state == "CANCELED" and ended.outcome is not None
+    signal_of_end = signal.SIGKILL if action == "ignore_stop" else signal.SIGTERM
+    assert ended.outcome.exit_code == -signal_of_end
+    assert is_gone(pid)
+
+
+def test_a_process_of_a_module_is_its_own_and_ends_with_it(bench: Bench) -> None:
+    job = bench.start("use_multiprocessing")
+    (pid,) = pids_in(bench.log)
+    until(lambda: "parent True" in bench.log.read_text())
+    os.kill(bench.agent(job), signal.SIGTERM)
+    bench.ended(job)
+    assert is_gone(pid)
+
+
+def test_a_server_can_tell_that_a_job_computes_until_nobody_does(bench: Bench) -> None:
+    def is_held() -> bool:
+        with (bench.jobs_dir / COMPUTING).open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    job = bench.start("sleep_until_stopped")
+    (pid,) = pids_in(bench.log)
+    assert is_held()
+    os.kill(bench.agent(job), signal.SIGKILL)
+    until(lambda: is_gone(pid) and not is_held())
+    assert job.owner is not None
+    bench.store.release(job.id, job.owner)
+
+
+def test_what_a_command_leaves_behind_ends_with_it(bench: Bench) -> None:
+    assert bench.ended(bench.start("leave_children")).state == "COMPLETED"
+    (pid,) = pids_in(bench.log)
+    assert is_gone(pid)
+
+
+def test_an_end_is_recorded_when_the_store_is_back(bench: Bench) -> None:
+    job = bench.start("wait_for", "go", "3")
+    (pid,) = pids_in(bench.log)
+    engine = create_engine("sqlite://", creator=lambda: sqlite3.connect(bench.store.location))
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE jobs RENAME TO elsewhere"))
+    (bench.log.parent / "go").touch()
+    until(lambda: is_gone(pid))
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE elsewhere RENAME TO jobs"))
+    engine.dispose()
+    outcome = bench.ended(job).outcome
+    assert outcome is not None and outcome.exit_code == 3
+
+
+@pytest.mark.slow
+def test_a_fork_of_a_server_with_torch_uses_many_threads(bench: Bench) -> None:
+    script = f"""
+from pathlib import Path
+from jobs.runner import Runner
+from jobs.store import JobStore
+from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS
+import threading
+with JobStore.open({bench.store.location!r}) as store:
+    settings = SETTINGS.model_copy(update={{"preload": ("no_such_module", "torch")}})
+    runner = Runner(store, Path({str(bench.jobs_dir)!r}), settings, ENVIRONMENT)
+    runner.run_until_idle(threading.Event())
+"""
+    job = bench.store.submit(program("use_torch", "2")).job
+    subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, check=True)
+    assert bench.store.get(job.id).state == "COMPLETED"
+    assert bench.log.read_text() == f"sum {512**3} preloaded True\n"

@@ -1,5 +1,0 @@
-"""Takes longer to import than a test waits."""
-
-import time
-
-time.sleep(600)
