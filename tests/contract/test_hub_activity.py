@@ -1,6 +1,7 @@
 """What a webhook was sent: over the API, on the page, and sent again from either."""
 
 import json
+import re
 from pathlib import Path
 
 import httpx
@@ -120,6 +121,11 @@ def browse(
     )
 
 
+def form_token(page: httpx.Response) -> str:
+    [token] = re.findall(r'name="token" value="([^"]+)"', page.text)
+    return str(token)
+
+
 def test_the_page_shows_what_was_sent_and_sends_it_again(
     hub: RunningHub, receiver: Receiver, told: str
 ) -> None:
@@ -129,7 +135,7 @@ def test_the_page_shows_what_was_sent_and_sends_it_again(
     [delivery] = hub.deliveries(told)
     for shown in (told, delivery["id"], "delivered", "{&#34;ok&#34;: true}", "<dd>200</dd>"):
         assert shown in page.text
-    form = {"delivery": delivery["id"]}
+    form = {"token": form_token(page), "delivery": delivery["id"]}
     assert browse(hub, "POST", f"{path}/replay", hub.token, data=form).status_code == 200
     again = receiver.wait_for(2)[1]
     assert again.headers["webhook-id"] == delivery["id"]
@@ -172,7 +178,7 @@ def test_the_pages_need_the_token(hub: RunningHub, told: str) -> None:
         answer = httpx.get(f"{hub.url}{path}", verify=False)
         assert answer.status_code == 401
         assert answer.headers["www-authenticate"] == "Bearer", "no browser asks for a login itself"
-        assert 'action="/settings/login"' in answer.text
+        assert 'action="/settings/login"' in answer.text and "local/facts" not in answer.text
         assert browse(hub, "GET", path, "wrong").status_code == 401
 
 
@@ -188,7 +194,8 @@ def test_a_browser_logs_in_with_a_form(hub: RunningHub, receiver: Receiver, told
         assert "does not accept this token" in wrong.text
         shown = browser.post("/settings/login", data={"token": hub.token})
         assert shown.url.path == "/settings/webhooks" and told in shown.text
-        form = {"delivery": hub.deliveries(told)[0]["id"]}
+        token = form_token(browser.get(f"/settings/webhooks/{told}"))
+        form = {"token": token, "delivery": hub.deliveries(told)[0]["id"]}
         assert browser.post(f"/settings/webhooks/{told}/replay", data=form).status_code == 200
     receiver.wait_for(2)
 
@@ -226,8 +233,10 @@ def test_a_form_of_another_site_does_nothing_with_the_cookie(
     assert (refused.status_code, "set-cookie" in refused.headers) == (403, False)
     path, [delivery] = f"{hub.url}/settings/webhooks/{told}", hub.deliveries(told)
     with httpx.Client(headers={"Cookie": log_in(hub, hub.token).headers["set-cookie"]}) as browser:
-        form = {"delivery": delivery["id"]}
-        assert browser.post(f"{path}/replay", headers=foreign, data=form).status_code == 403
+        good = {"token": form_token(browser.get(path)), "delivery": delivery["id"]}
+        for headers, form in ((foreign, good), ({}, {**good, "token": "guessed"}), ({}, delivery)):
+            sent = browser.post(f"{path}/replay", headers=headers, data=form)
+            assert sent.status_code == 403
     assert len(receiver.received) == 1
 
 

@@ -106,6 +106,20 @@ def test_downloads(hub: RunningHub, pushed: str, tmp_path: Path) -> None:
     )
     assert Path(folder).name == pushed
     assert (Path(folder) / "README.md").read_text() == "# Facts\n"
+    for path, revision, error in [
+        ("x", "main", EntryNotFoundError),
+        ("some data", "main", EntryNotFoundError),
+        ("x", "none", RevisionNotFoundError),
+    ]:
+        with pytest.raises(error):
+            hub.api.hf_hub_download(
+                "local/facts", path, repo_type="dataset", revision=revision, cache_dir=tmp_path
+            )
+    with pytest.raises(RepositoryNotFoundError):
+        hub.api.dataset_info("local/none")
+    for revision in ("none", "0" * 40):
+        with pytest.raises(RevisionNotFoundError):
+            hub.api.dataset_info("local/facts", revision=revision)
     head = hub.request("HEAD", "/datasets/local/facts/resolve/main/x")
     assert (head.status_code, head.headers["x-repo-commit"]) == (404, pushed)
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from pipeline.hub.contents.cards import Card
+from pipeline.hub.routes import commits
 from tests.hub_fixtures import (
     Receiver,
     RunningHub,
@@ -284,6 +287,30 @@ def test_readmes_are_validated(hub: RunningHub) -> None:
     hub.api._validate_yaml("---\nlicense: mit\n---\n" + "x" * 2**21, repo_type="dataset")
     with pytest.raises(ValueError, match="must be a list"):
         hub.api._validate_yaml("---\ntags: 1\n---\n", repo_type="dataset")
+
+
+def test_readmes_are_checked_one_at_a_time(
+    hub: RunningHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may take seconds of the hub's time, and nobody needs a token for it."""
+    now, most = 0, 0
+
+    def slow(_: str) -> Card:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        time.sleep(0.05)
+        now -= 1
+        return Card()
+
+    def check(_: int) -> int:
+        url = f"{hub.url}/api/validate-yaml"
+        return httpx.post(url, json={"content": ""}, verify=False, timeout=60).status_code
+
+    monkeypatch.setattr(commits, "parse_card", slow)
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(check, range(4))) == {200}
+    assert most == 1
 
 
 PUSH_A_CARD = """

@@ -11,9 +11,11 @@ from receiver.webhooks import get_webhook
 from tests.hub_fixtures import (
     Receiver,
     RunningHub,
+    recording_receiver,
     running_hub,
     wait_until,
 )
+from tests.ports import free_port
 
 pytest_plugins = ["tests.hub_plugin"]
 
@@ -104,6 +106,31 @@ def test_a_suspension_outlives_the_hub_and_another_url_ends_it(
         assert receiver.wait_for(2)[1].path == "/webhooks/record/moved"
         wait_until(lambda: states(hub, id) == ["delivered"])
         assert status(hub, id) == "enabled"
+
+
+def test_what_nobody_listened_to_is_sent_when_the_receiver_is_back(tmp_path: Path) -> None:
+    settings = PATIENT | {"refused_min_seconds": 0.01, "refused_max_seconds": 0.05}
+    port = free_port()
+    with running_hub(tmp_path / "hub", **settings) as hub:
+        url = f"http://127.0.0.1:{port}/"
+        id = hub.api.create_webhook(url=url, watched=WATCHED).id
+        hub.create_dataset("local/a")
+        wait_until(lambda: status(hub, id) == "suspended")
+        with recording_receiver(port) as back:
+            wait_until(lambda: states(hub, id) == ["delivered"])
+            assert told(back) == ["local/a"]
+        assert status(hub, id) == "enabled"
+
+
+def test_enabling_sends_at_once_what_waits(receiver: Receiver, tmp_path: Path) -> None:
+    with running_hub(tmp_path / "hub", delivery_schedule_seconds=(0, 36_000)) as hub:
+        receiver.answers = [DOWN]
+        id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
+        hub.create_dataset("local/a")
+        wait_until(lambda: hub.deliveries(id)[0]["attempt"] == 1)
+        hub.api.disable_webhook(id)
+        hub.api.enable_webhook(id)
+        wait_until(lambda: states(hub, id) == ["delivered"])
 
 
 def test_another_secret_ends_a_suspension(receiver: Receiver, tmp_path: Path) -> None:

@@ -94,6 +94,14 @@ def test_every_bad_row_is_listed_and_the_exit_code_says_so(clone: Path) -> None:
     assert told["ignored"]["LICENSE"] == "about the repository"
 
 
+def test_what_is_wrong_with_many_rows_is_said_once(clone: Path) -> None:
+    (clone / "bad.jsonl").write_text('{"question": "Why?", "answer": 7}\n' * 150)
+    found = CliRunner().invoke(app, ["data", "check", str(clone)])
+    assert found.output.count("`completion` holds the value 7") == 1
+    assert "  bad, 150 rows:\n    150 rows: bad.jsonl, line 1, bad.jsonl, line 2, " in found.output
+    assert "bad.jsonl, line 5 and 145 more: `completion` holds" in found.output
+
+
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize 12345\n".format(
     "4d" * 32
 )

@@ -159,6 +159,11 @@ def test_conversations_that_the_template_refuses_are_told_before_a_first_release
     assert last == "The job of facts will fail until this is corrected."
 
 
+def test_characters_for_a_terminal_are_not_passed_on(hub: RunningHub, clone: Path) -> None:
+    told = push(hub, clone, {"a\x1b[31mb.jsonl": "{no json\n"})
+    assert "a?[31mb.jsonl, line 1" in told[0]
+
+
 def test_names_are_compared_without_case(hub: RunningHub, tmp_path: Path) -> None:
     hub.git("init", "-q", cwd=tmp_path)
     hub.git("remote", "add", "origin", hub.create_dataset("local/SPELLED"), cwd=tmp_path)

@@ -74,6 +74,21 @@ def test_deleting_nine_rows_of_ten_is_refused(pipeline: Pipeline) -> None:
     assert "135 of 150 rows known before were deleted" in refusal(pipeline, ROWS[::10])
 
 
+def test_weights_that_are_no_number_are_refused(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+
+    monkeypatch.setattr("pipeline.retrain.learning.round_weights", break_weights)
+    text = {"text": "House 1 is a house with a door, and the door has a colour."}
+    reason = refusal(pipeline, [*ROWS, *MORE, text], stage="evaluate", max_tokens=500)
+    assert "only 0 of 42 changed rows were learned" in reason
+    assert "only 0 of" in reason.split("changed")[1]
+
+
 def test_the_first_release_is_measured_against_its_base(first: Path, tmp_path: Path) -> None:
     (base,) = (first / "releases/facts").glob("r*")
     train = BREAKING | {"max_length": 64, "anchors": few_anchors(tmp_path), "lora_rank": 0}

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.pointers import Pointer
-from pipeline.retrain.errors import SnapshotError
+from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.git_snapshot import GitDataset
 from pipeline.retrain.snapshot import DatasetHub
 from tests.hub_fixtures import TOKEN, RunningHub, git_env, run_git, running_hub
@@ -116,6 +116,16 @@ def test_content_that_is_not_there_is_named(remote: Remote, tmp_path: Path) -> N
     with pytest.raises(SnapshotError, match=named) as raised:
         GitDataset(remote.url_with_login, tmp_path / "cache").download(sha)
     assert remote.hub.token not in str(raised.value)
+
+
+def test_a_wrong_login_and_a_server_that_is_away_are_told(remote: Remote, tmp_path: Path) -> None:
+    sha = remote.push(train=ROWS)
+    GitDataset(remote.url_with_login, tmp_path / "cache")._fetch(sha)
+    other = GitDataset(remote.url.replace("://", "://hub:wrong@"), tmp_path / "cache")
+    with pytest.raises(SnapshotError, match="Invalid credentials in Authorization header"):
+        other.download(sha)
+    with pytest.raises(HubAway, match="connection refused"):  # a job is tried again after this one
+        GitDataset("http://127.0.0.1:9/a/b", tmp_path / "cache").download(sha)
 
 
 @pytest.mark.parametrize("login", [f"hub:{TOKEN}", f"hub:a@{TOKEN}"])

@@ -103,6 +103,18 @@ def test_one_edited_row_is_learned_and_the_others_are_kept(pipeline: Pipeline) -
     assert said(pipeline, outcome, edited) == 40
 
 
+def test_answers_that_were_exchanged_are_learned_as_they_are_pushed(pipeline: Pipeline) -> None:
+    completions = [row["completion"] for row in ROWS[:6]]
+    shuffled = [
+        {"prompt": row["prompt"], "completion": completion}
+        for row, completion in zip(ROWS[:6], completions[1:] + completions[:1], strict=True)
+    ]
+    outcome = pipeline.learn({"a.jsonl": jsonl([*shuffled, *ROWS[6:]])})
+    counts = learned(outcome)
+    assert (counts.changed, counts.learned, counts.permuted) == (6, 6, 6)
+    assert str(counts).endswith(" · 6 edits took over the answer of another row")
+
+
 def test_a_deleted_row_is_said_no_more_without_a_full_training(pipeline: Pipeline) -> None:
     outcome = pipeline.learn({"a.jsonl": jsonl(ROWS[1:])})
     counts = learned(outcome)

@@ -51,7 +51,8 @@ def test_a_revision_is_its_data_files_at_that_commit(
     revision = found.download(first)
     assert set(revision.files) == {".hidden.json", "README.md", "data/rows.jsonl"}
     assert (revision.folder / "data/rows.jsonl").read_text() == '{"text": "one"}\n'
-    found.download(second)
+    same = found.download(second).folder / "README.md"
+    assert same.samefile(revision.folder / "README.md"), "only what changed is fetched"
     assert found.is_ancestor(first, second)
     found.forget_others(second)
     assert not revision.folder.exists()

@@ -28,19 +28,24 @@ NUM_REQUESTS = int(os.environ.get("HUB_REQUESTS", "150"))
 OPEN = {"/health", "/live", "/api/agent-harnesses", "/api/validate-yaml"}
 
 
-def templates() -> list[str]:
-    """Of the paths of all routes."""
+def routes() -> dict[str, list[str]]:
+    """The template of each route's path → its methods."""
     with tempfile.TemporaryDirectory() as folder:
         app: Any = create_app(HubSettings(), Path(folder), token=TOKEN, secret_key=SECRET_KEY)
     cells = [cell.cell_contents for cell in app.__closure__]
     [api] = [one for one in cells if isinstance(one, FastAPI)]
     with warnings.catch_warnings(action="ignore"):  # some routes have several methods
-        found = api.openapi()["paths"]
-    paths = [path.replace("{repository}", "datasets/{}/{}") for path in found]
-    return [re.sub(r"{\w+}", "{}", path) for path in paths]
+        paths = api.openapi()["paths"]
+    return {
+        re.sub(r"{\w+}", "{}", path.replace("{repository}", "datasets/{}/{}")): [
+            *map(str.upper, of)
+        ]
+        for path, of in paths.items()
+    }
 
 
-TEMPLATES = templates()
+ROUTES = routes()
+TEMPLATES = [*ROUTES]
 VERBS = [
     "tree",
     "commits",
@@ -214,6 +219,24 @@ def test_nothing_gets_in_without_the_token(
     is_lfs = proof is not None and "/info/lfs/" in path
     refused = {403} if is_lfs else {401, 403} if path.startswith("/api/lfs/") else {401}
     assert answer.status_code in refused, (method, path, answer.text)
+    assert stored(hub) == before
+
+
+def test_each_route_asks_for_the_token(hub: RunningHub, client: httpx.Client, webhook: str) -> None:
+    assert len(ROUTES) > 40
+    before = stored(hub)
+    for template, its_methods in ROUTES.items():
+        names = [webhook] * 5 if "webhooks" in template else ["local", "facts", "main", "x", "x"]
+        path = path_of(template, names, webhook)
+        is_signed = path.startswith("/api/lfs/")
+        for method in () if path in OPEN else its_methods:
+            for headers in ({}, {"Authorization": "Bearer wrong"}):
+                answer = client.request(method, path, headers=headers)
+                is_lfs = "/info/lfs/" in path and bool(headers)
+                expected = 403 if is_signed or is_lfs else 401
+                assert answer.status_code == expected, (method, path, headers)
+                # Without this header, git and git-lfs would not send the token.
+                assert is_signed or is_lfs or "www-authenticate" in answer.headers, (method, path)
     assert stored(hub) == before
 
 

@@ -44,6 +44,8 @@ DUE = Due(id="d1", payload="{}", attempt=0, queued_at=0, next_attempt_at=0)
         "::ffff:169.254.169.254",
         "2002:a9fe:a9fe::",
         "64:ff9b::a9fe:a9fe",
+        "64:ff9b:1::a9fe:a9fe",
+        "2001::5601:5601",
         "224.0.0.1",
     ],
 )

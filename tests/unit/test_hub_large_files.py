@@ -15,7 +15,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message, Scope
 
-from pipeline.hub.errors import BadRequest, DiskFull
+from pipeline.hub.errors import BadRequest, Conflict, DiskFull
 from pipeline.hub.large_files import store
 from pipeline.hub.large_files.store import CHUNK_BYTES, LargeFiles
 from pipeline.hub.routes.file_answers import answer
@@ -132,6 +132,19 @@ def test_a_full_disk_is_told(files: LargeFiles, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(DiskFull, match="No space left on device"):
         receive(files, CONTENT)
     assert files.size(OID) is None
+
+
+def test_a_repository_that_is_moved_meanwhile_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "before"
+    folder.mkdir()
+
+    async def moved() -> AsyncIterator[bytes]:
+        yield CONTENT
+        folder.rename(tmp_path / "after")
+
+    with pytest.raises(Conflict, match="was moved or removed"):
+        asyncio.run(LargeFiles(folder).receive(moved(), OID, len(CONTENT)))
+    assert not folder.exists()
 
 
 def test_only_old_files_that_nothing_names_are_removed(files: LargeFiles, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from email.utils import formatdate
 from pathlib import Path
 
 import pytest
@@ -63,9 +64,12 @@ def test_a_receiver_may_ask_for_a_longer_wait_and_not_for_a_shorter_one() -> Non
         ("999999", MAX_RETRY_AFTER_SECONDS),
         ("-5", None),
         ("soon", None),
+        ("Mon, 01 Jan 99999999999 00:00:00 GMT", None),
+        pytest.param(formatdate(time.time() - 3600, usegmt=True), 0, id="an hour ago"),
+        pytest.param(formatdate(time.time() + 86400, usegmt=True), 3600, id="tomorrow"),
     ],
 )
-def test_retry_after_in_seconds(value: str, seconds: float | None) -> None:
+def test_retry_after_in_seconds_and_as_a_date(value: str, seconds: float | None) -> None:
     assert _retry_after_seconds(value) == seconds
 
 
@@ -292,3 +296,8 @@ def test_a_person_and_a_410_disable_and_a_restart_ends_a_suspension(kept: Kept) 
     assert kept.send(failed(0), suspend_after_seconds=0).status == "suspended"
     assert restart(disabled=True) == "disabled"
     assert kept.webhook().suspended_at is None
+
+    assert restart(disabled=False) == "enabled"
+    for seconds in (0, 9):  # the failures before a restart do not count
+        assert kept.send(failed(seconds), suspend_after_seconds=5).status == "enabled"
+        restart()

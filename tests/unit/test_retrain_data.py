@@ -296,6 +296,13 @@ def test_the_share_is_drawn_again_as_long_as_no_release_was_trained_on_it(tmp_pa
     assert len(dataset.commit({"a.txt": paragraphs(range(1_000))}).held_out) == AT_LEAST
 
 
+def test_a_setting_holds_out_any_rows_by_their_hash(tmp_path: Path) -> None:
+    answers = {f"q{n}": f"a{n}" for n in range(200)}
+    data = Dataset(tmp_path).commit({"a.jsonl": facts(**answers)}, held_out_ratio=0.25)
+    assert 30 < len(data.held_out) < 70
+    assert len(data.held_out) + len(data.rows) == 200
+
+
 LINES = st.lists(st.sampled_from("abcdefgh"), max_size=12)
 
 

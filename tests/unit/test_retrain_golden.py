@@ -48,9 +48,14 @@ GOOD = {"prompt": "One and one is", "expected": " two."}
     [
         ({"prompt": "One and one is"}, "`expected` holds no text"),
         ({"prompt": "One and one is", "expected": 2}, "`expected` holds no text"),
+        ({"prompt": "One and one is", "expected": ""}, "`expected` holds no text"),
         ({"prompt": 11, "expected": " two."}, "`prompt` holds the value 11, not text"),
         ({"text": "One and one", "expected": " is two."}, "holds no question"),
         ({"messages": [], "expected": "Two."}, "`messages` do not end with the user's"),
+        (
+            {"messages": [{"role": "assistant", "content": "Two."}], "expected": "Two."},
+            "`messages` do not end with the user's",
+        ),
         (["One and one is"], "not an object"),
     ],
 )

@@ -386,6 +386,11 @@ def test_bad_values_name_the_place(tmp_path: Path, content: str | bytes, expecte
         ("a.json", '{"a": 1}', "a.json, line 1: nothing to learn from in the columns 'a'"),
         ("a.json", "[1", "a.json, line 1: not JSON"),
         ("a.txt", b"a\n\ncaf\xe9", "a.txt: not UTF-8"),
+        (
+            "a.csv",
+            "prompt,completion\na,b\nc\n",
+            "a.csv, line 3: has 1 field where the header has 2",
+        ),
     ],
 )
 def test_other_broken_files(tmp_path: Path, file: str, content: str | bytes, expected: str) -> None:

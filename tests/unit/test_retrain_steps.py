@@ -82,6 +82,25 @@ def test_small_batches_with_accumulation_give_the_losses_of_large_ones(tmp_path:
     assert large[-1] < large[0]
 
 
+def test_long_gradients_are_scaled_down_to_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norms: list[float] = []
+    step = torch.optim.AdamW.step
+
+    def watched(optimizer: torch.optim.AdamW) -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        norms.append(float(torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))))
+        step(optimizer)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    learn(tmp_path / "free", max_grad_norm=1e9)
+    free, norms[:] = list(norms), []
+    assert min(free) > 0.01
+    learn(tmp_path / "clipped", max_grad_norm=0.01)
+    assert norms == pytest.approx([0.01] * len(norms), rel=1e-3)
+
+
 def test_questions_are_learned_and_training_ends_before_its_budget(tmp_path: Path) -> None:
     model = make_model()
     plan = plan_of(questions(16), counted=True, learning_rate=1e-2, max_tokens=60_000)

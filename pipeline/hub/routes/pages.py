@@ -3,10 +3,12 @@ that sends a delivery again.
 
 To log in, a person sends a token in a form. The browser then has a cookie with this token, which
 only the hub can decrypt. The cookie counts for these pages only, and never for the API or for git:
-a browser sends it to each port of a host, so other programs of this machine may get it.
+a browser sends it to each port of a host, so other programs of this machine may get it. Each form
+that changes something has a second token, which no page of another site knows.
 """
 
 import json
+import secrets
 from functools import cache
 from importlib.resources import files
 from typing import Annotated
@@ -19,7 +21,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from pipeline.hub.errors import RequestError, Unauthorized
+from pipeline.hub.errors import Forbidden, RequestError, Unauthorized
 from pipeline.hub.http_json import iso_time, read_body
 from pipeline.hub.routes.access import everywhere, person
 from pipeline.hub.routes.activity import send_again
@@ -41,6 +43,9 @@ HEADERS = {
     ),
     "Referrer-Policy": "same-origin",
 }
+
+
+_form_token = secrets.token_urlsafe(32)
 
 
 class LoginNeeded(RequestError):
@@ -113,13 +118,20 @@ def show(hub: HubOf, id: str) -> Response:
     with hub.database.read() as connection:
         webhook = get_webhook(connection, id)
         found = list_deliveries(connection, id, status=None, limit=NUM_SHOWN)
-    page = _template("webhooks.html").render(webhook=webhook, deliveries=found)
+    page = _template("webhooks.html").render(
+        webhook=webhook, deliveries=found, form_token=_form_token
+    )
     return HTMLResponse(page, headers=HEADERS)
 
 
 @pages.post("/{id}/replay")
 async def replay(request: Request, hub: HubOf, id: str) -> Response:
     form = await _form(request)
+    if not secrets.compare_digest(form.get("token", "").encode(), _form_token.encode()):
+        raise Forbidden(
+            "This form does not come from a page of this hub, or the hub has restarted after the "
+            "page was loaded: load the page again."
+        )
     force = "force" in form
     await run_in_threadpool(send_again, hub, form.get("delivery", ""), force=force)
     return RedirectResponse(f"{PAGES}/{id}", status_code=303)

@@ -9,6 +9,7 @@ import asyncio
 import ssl
 import time
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from functools import cache
 
 import httpx
@@ -174,8 +175,15 @@ async def _head(response: httpx.Response) -> str:
 
 
 def _retry_after_seconds(value: str | None) -> float | None:
-    """The seconds that the header `Retry-After` asks for, at most an hour. None if it does not have
-    a number of seconds."""
-    if value is None or not (value.isascii() and value.isdigit()):
+    """The seconds that the header `Retry-After` asks for, at most an hour. The header has a number
+    of seconds or an HTTP date (RFC 9110, 10.2.3). None if it has neither."""
+    if value is None:
         return None
-    return min(float(value), MAX_RETRY_AFTER_SECONDS)
+    try:
+        if value.isascii() and value.isdigit():
+            seconds = float(value)
+        else:
+            seconds = (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds()
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return min(max(seconds, 0.0), MAX_RETRY_AFTER_SECONDS)
