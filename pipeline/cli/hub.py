@@ -77,8 +77,8 @@ def gc() -> None:
     home = project_home()
     removed = _on_hub(collect, "POST", "gc")
     print(
-        f"the hub has deleted its own refs to {removed['released']} commits that nothing needs, "
-        "and git has removed the commits and files to which no ref leads any more"
+        f"removed {removed['released']:,} commits that nothing needs, and all git objects to which "
+        "only these commits led"
     )
     if large_bytes := removed["large_bytes"]:
         print(f"removed {large_bytes / 1e6:,.1f} MB of large files that no commit names")
