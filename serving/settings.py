@@ -76,5 +76,5 @@ class ServingSettings(BaseModel):
 
     barrier_seconds: float = Field(default=30, gt=0)
     """Time limit of the commit of a swap, of its probe if new requests wait for the probe, and of
-    one write of the link `current`. For `sglang`, the limit of the commit is 630 seconds instead,
-    because SGLang reads the weights during the commit."""
+    one write of the record `served.json`. For `sglang`, the limit of the commit is 630 seconds
+    instead, because SGLang reads the weights during the commit."""

@@ -77,8 +77,8 @@ def gc() -> None:
     home = project_home()
     removed = _on_hub(collect, "POST", "gc")
     print(
-        f"the hub has deleted its own refs to {removed['released']} commits that nothing needs, "
-        "and git has removed the commits and files to which no ref leads any more"
+        f"removed {removed['released']:,} commits that nothing needs, and all git objects to which "
+        "only these commits led"
     )
     if large_bytes := removed["large_bytes"]:
         print(f"removed {large_bytes / 1e6:,.1f} MB of large files that no commit names")
@@ -106,10 +106,10 @@ def purge(
     because this command fails if one of them still contains the commit.
 
     The command removes the commit, and all later commits that are based on it, from the repository.
-    For a dataset, it also removes the copies that jobs downloaded, the rows that jobs stored as
-    tokens, and the folders of the jobs that were started for these commits or read them. It
-    overwrites the reasons in the outcomes of these jobs, because a reason may quote rows. For a
-    model, it also removes the copy that jobs downloaded as their base model.
+    For a dataset, it also removes the copies that jobs downloaded, and the folders of the jobs that
+    were started for these commits or read them. It overwrites the reasons in the outcomes of these
+    jobs, because a reason may quote rows. For a model, it also removes the copy that jobs
+    downloaded as their base model.
 
     Without --releases, the command removes no release, but names the releases that --releases would
     remove. If the command is interrupted, run it again. If the command finds nothing to remove, it

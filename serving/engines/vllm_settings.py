@@ -26,8 +26,8 @@ class VllmSettings(BaseModel):
     """How a swap replaces the weights. `reload` is vLLM's own, slower method. `copy` falls back to
     it for models whose weights vLLM transforms (quantised, MLA, MoE), and when copying fails."""
     start_seconds: float = Field(default=300, gt=0)
-    """Time limit of a start of vLLM, or of a restart after it died. This includes the check of all
-    bytes of the release, and the preparation of the first swap."""
+    """Time limit of a start of vLLM. This includes the check of all bytes of the release, and the
+    preparation of the first swap."""
 
 
 class VllmEngineSettings(VllmSettings):
