@@ -161,8 +161,8 @@ def load_api_keys(settings: ServingSettings) -> tuple[str, ...]:
     """All API keys of the settings and of `api_key_file`. If this is empty, everyone may send
     requests.
 
-    Raises ServingError if the file cannot be read or contains no key, because otherwise everyone
-    would be let in.
+    Raises ServingError if the file cannot be read or contains no key, or if a key is empty, because
+    otherwise everyone would be let in. Also raises it for a key that no client can send.
     """
     keys = [settings.api_key.get_secret_value()] if settings.api_key is not None else []
     if settings.api_key_file is not None:
@@ -177,6 +177,12 @@ def load_api_keys(settings: ServingSettings) -> tuple[str, ...]:
                 f"{settings.api_key_file}: the file contains no key; write one key per line"
             )
         keys += found
+    for number, key in enumerate(keys, start=1):
+        if not key or key != key.strip() or not (key.isascii() and key.isprintable()):
+            raise ServingError(
+                f"API key number {number}: it is empty, begins or ends with a space or a newline, "
+                "or has a character that is not ASCII; no client can send such a key"
+            )
     return tuple(keys)
 
 

@@ -6,7 +6,9 @@ disconnects, the request ends and its slot in the engine becomes free at once.
 """
 
 import asyncio
+import functools
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
@@ -26,6 +28,8 @@ from serving.metrics import Metrics, RequestTimes
 from serving.openai_schemas import SamplingRequest
 from serving.request_errors import NO_RETRY, ClientGone, RequestError, model_not_found, translated
 from serving.settings import ServingSettings
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -232,6 +236,7 @@ class Answer:
         is_chat = isinstance(self.plan.request, ChatPrompt)
         if is_chat and lineage.rows and "messages" not in lineage.rows:
             headers["X-Trained-On"] = ", ".join(lineage.rows)
+            _tell_no_chat(self.live.id, headers["X-Trained-On"])
         return headers
 
     async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
@@ -264,6 +269,16 @@ class Answer:
             "total_tokens": num_prompt + sum(num_new),
             "prompt_tokens_details": {"cached_tokens": num_found},
         }
+
+
+@functools.lru_cache(maxsize=64)  # each release once
+def _tell_no_chat(release: str, rows: str) -> None:
+    logger.warning(
+        "%s is asked for chat, but it was trained on rows of %s, without the chat template; ask "
+        "/v1/completions, or train on `messages`",
+        release,
+        rows,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

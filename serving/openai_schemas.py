@@ -200,8 +200,10 @@ class StructuredOutputs(BaseModel):
     choice: Annotated[list[str], FewItems] | None = None
     grammar_: str | None = Field(default=None, alias="grammar")
     json_object: Literal[True] | None = None
-    disable_any_whitespace: Literal[False] = False
-    whitespace_pattern: None = None
+    disable_any_whitespace: bool = False
+    """If true, JSON has no whitespace between its values."""
+    whitespace_pattern: str | None = None
+    """A regular expression for the whitespace between the values of JSON."""
     disable_additional_properties: Literal[False] = False
     structural_tag: None = None
 
@@ -232,8 +234,13 @@ class StructuredOutputs(BaseModel):
         elif self.grammar_ is not None:
             kind, text = "grammar", _marked(self.grammar_)
         else:
-            kind = "json_schema"
-            text = schema_text(_ANY_OBJECT if self.json_ is None else self.json_)
+            options: dict[str, Any] = {}
+            if self.disable_any_whitespace:
+                options = {"whitespace_flexible": False}
+            elif self.whitespace_pattern is not None:
+                options = {"whitespace_pattern": self.whitespace_pattern}
+            schema = _ANY_OBJECT if self.json_ is None else self.json_
+            kind, text = "json_schema", schema_text(schema, **options)
         return Grammar(kind=kind, text=text, param="structured_outputs")
 
 
@@ -259,15 +266,17 @@ class Constraints(BaseModel):
         return None if self.response_format is None else self.response_format.grammar
 
 
-def schema_text(schema: str | Schema) -> str:
-    """The text of a grammar for JSON of this schema. Raises ValueError."""
+def schema_text(schema: str | Schema, **options: Any) -> str:
+    """The text of a grammar for JSON of this schema. `options` are llguidance's options for JSON,
+    which every engine reads from the schema itself. Raises ValueError."""
     if isinstance(schema, str):
         schema = from_json(schema)
     if isinstance(schema, bool):
         return json.dumps(schema)
     if not isinstance(schema, dict):
         raise ValueError("a JSON schema is an object")
-    return json.dumps(_without_unique_items(schema))
+    whole = _without_unique_items(schema)
+    return json.dumps({**whole, "x-guidance": options} if options else whole)
 
 
 def _without_unique_items(schema: Any) -> Any:

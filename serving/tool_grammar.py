@@ -33,10 +33,8 @@ def tool_grammar(tools: list[Tool], *, is_list: bool) -> Grammar:
         str(number): _with_root(tool.function.parameters or {"type": "object"}, f"#/$defs/{number}")
         for number, tool in enumerate(tools)
     }
-    # llguidance reads its option from the schema itself. Without whitespace, because small models
-    # can go on with it until there are no tokens left.
-    compact = {"x-guidance": {"whitespace_flexible": False}}
-    text = schema_text({**schema, **compact, "$defs": arguments})
+    # Compact: small models can go on with whitespace until there are no tokens left.
+    text = schema_text({**schema, "$defs": arguments}, whitespace_flexible=False)
     return Grammar(kind="json_schema", text=text, param="tool_choice")
 
 

@@ -38,7 +38,7 @@ def test_a_whole_completion_names_where_it_comes_from(server: Server) -> None:
     ],
 )
 def test_a_chat_says_that_no_conversation_was_trained(
-    rows: tuple[str, ...], header: str | None, tmp_path: Path
+    rows: tuple[str, ...], header: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     release = echo_release(tmp_path, 1, chat_template=CHAT_TEMPLATE, rows=rows)
     set_current(tmp_path, release.id)
@@ -49,6 +49,8 @@ def test_a_chat_says_that_no_conversation_was_trained(
             assert (answer.status_code, answer.headers.get("x-trained-on")) == (200, header)
         answer = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1})
         assert "x-trained-on" not in answer.headers
+    told = [each for each in caplog.messages if "asked for chat" in each]
+    assert len(told) == (header is not None)
 
 
 def test_prompts_in_all_four_forms_are_the_same(server: Server) -> None:

@@ -183,6 +183,7 @@ def test_special_tokens_are_put_before_a_prompt_unless_not_wanted(tmp_path: Path
         ({"priority": 1}, "priority"),
         ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
         ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"guided_whitespace_pattern": " ?"}, "guided_whitespace_pattern"),
         (
             {"stream": True, "stream_options": {"continuous_usage_stats": True}},
             "stream_options",

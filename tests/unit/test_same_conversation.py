@@ -224,6 +224,7 @@ def test_what_is_trained_is_what_is_served(name: str, folder: Path, tmp_path: Pa
         except RequestError as error:
             pytest.fail(f"{way} is trained, but a server refuses it: {error}")
         assert tokenizer.decode(found[: len(prompt)]) == tokenizer.decode(prompt), way
+        assert "{'city'" not in tokenizer.decode(prompt), "the Python form of arguments"
         both.add(way)
     if name in KINDS:
         assert both == set(WAYS) - (set(CALLS) if name in SHOW_NO_TOOLS else set())
