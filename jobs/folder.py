@@ -75,8 +75,8 @@ def read_json(path: Path) -> Any:
 
 def is_of_another_job(folder: Path, identity: dict[str, Any]) -> bool:
     """Whether a job of another database has left this folder. It is renamed when an attempt of the
-    job with this `identity` begins. True if nobody can tell whose folder it is. Raises OSError if it
-    cannot be read for a temporary cause."""
+    job with this `identity` begins. True if nobody can tell whose folder it is. Raises OSError if
+    `job.json` cannot be read for a temporary cause."""
     try:
         return read_json(folder / IDENTITY) not in (None, identity)
     except OSError as error:
