@@ -351,6 +351,9 @@ def _run_command(attempt: Attempt, report: int) -> None:
             os.close(report)
             _run_module(command[2], command[3:], attempt)
         else:
+            # Python ignores these signals; other programs expect them.
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):
+                signal.signal(number, signal.SIG_DFL)
             os.execvpe(command[0], command, attempt.env)
     except (OSError, ValueError) as error:
         cause = error.strerror if isinstance(error, OSError) else error

@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from jobs.temporary_failures import is_temporary
+
 IDENTITY = "job.json"
 """Says which job the folder belongs to. The job id in the folder's name is not enough: a new
 database numbers its jobs from j000001 again, so an old folder may have the name of a new job."""
@@ -73,8 +75,14 @@ def read_json(path: Path) -> Any:
 
 def is_of_another_job(folder: Path, identity: dict[str, Any]) -> bool:
     """Whether a job of another database has left this folder. It is renamed when an attempt of the
-    job with this `identity` begins."""
-    return read_json(folder / IDENTITY) not in (None, identity)
+    job with this `identity` begins. True if nobody can tell whose folder it is. Raises OSError if
+    `job.json` cannot be read for a temporary cause."""
+    try:
+        return read_json(folder / IDENTITY) not in (None, identity)
+    except OSError as error:
+        if is_temporary(error):
+            raise
+        return True
 
 
 def prepare_job_folder(folder: Path, identity: dict[str, Any]) -> Path | None:

@@ -6,6 +6,7 @@ The modules must not start threads, run tensor operations or initialise CUDA whe
 because none of these survives a fork. A module that cannot be imported is skipped.
 """
 
+import errno
 import logging
 import os
 import threading
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess, SpawnProcess
 from pathlib import Path
+from typing import Any
 
 from jobs.agent import Attempt, run
 from jobs.environment import SHORT_SPINS, thread_variables
@@ -60,11 +62,15 @@ class ForkServer:
         for is_last in (False, False, True):
             try:
                 return _start(attempt)
-            except (OSError, EOFError) as error:
-                # If the fork server was killed meanwhile, the next call starts another one. A
-                # second agent of the same attempt does no harm, because an attempt begins once.
-                if is_last or not isinstance(error, (ConnectionError, EOFError)):
-                    raise LaunchError(f"No process could be started: {error}") from error
+            except (ConnectionError, EOFError) as error:
+                # The fork server was killed, or could not fork. The next call starts another one if
+                # necessary. A second agent of the same attempt does no harm, because an attempt
+                # begins once.
+                if is_last:
+                    cause = OSError(errno.EAGAIN, str(error))  # the job is tried again later
+                    raise LaunchError(f"No process could be started: {error}") from cause
+            except OSError as error:
+                raise LaunchError(f"No process could be started: {error}") from error
 
 
 def _start(attempt: Attempt | None) -> None:
@@ -75,12 +81,19 @@ def _start(attempt: Attempt | None) -> None:
     process = _Process(target=_fork_agent, args=(attempt,), name="MainProcess")
     process.start()
     process.join()
+    if process.exitcode != 0:
+        raise ConnectionError("the fork server has ended, or the system starts no process")
 
 
 def _fork_agent(attempt: Attempt | None) -> None:
     # Fork once more. `multiprocessing` waits for its processes when the runner ends, but an agent
     # may go on.
     if attempt is not None and os.fork() == 0:
+        if IS_LINUX:
+            # The fork server ends when nobody has this descriptor any more.
+            server: Any = forkserver._forkserver
+            os.close(server._forkserver_alive_fd)
+            server._forkserver_alive_fd = None
         run(attempt)
 
 

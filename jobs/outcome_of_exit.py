@@ -179,7 +179,7 @@ def _last_log_line(job_dir: Path) -> str:
         with (job_dir / LOG).open("rb") as log:
             log.seek(max(0, log.seek(0, 2) - 4096))
             lines = log.read().decode(errors="replace").split("\n")
-    except FileNotFoundError:
+    except OSError:
         return "."
     last = next((line.strip() for line in reversed(lines) if line.strip()), None)
     return "; it wrote nothing." if last is None else f"; the last line of its log: {last[:500]}"

@@ -6,6 +6,7 @@ runner ends the attempt: at once if the agent was on the runner's own machine, o
 lease has run out. The job then normally gets another attempt.
 """
 
+import contextlib
 import itertools
 import logging
 import os
@@ -137,6 +138,8 @@ class Runner:
                     raise  # do not try again: the next runner finds the agents
                 # A failed step can safely be repeated, so try again.
                 logger.error("%s Trying again.", error)
+                with contextlib.suppress(StoreError):
+                    self._store.create_tables()  # somebody may have deleted the SQLite file
                 stop.wait(_SECONDS_AFTER_ERROR)
                 idle = False
             if (stop.is_set() and not self._running) or idle:
@@ -227,9 +230,7 @@ class Runner:
         """Tell the agent, once, that it must end its attempt."""
         assert job.owner is not None
         if is_stopping and job.handle is None:
-            # The agent has not begun, and cannot begin any more after this.
-            self._store.release(job.id, job.owner)
-            del self._running[job.owner]
+            self._end_lost(job, is_stopping=True)
         elif job.owner not in self._told and (agent := _agent_of(job)) is not None:
             self._told.add(job.owner)
             send_signal(agent.pid, signal.SIGTERM if is_stopping else BEAT_NOW)
@@ -245,12 +246,13 @@ class Runner:
     def _end_lost(self, job: Job, *, is_stopping: bool) -> None:
         """End an attempt whose agent is dead or frozen, or cannot reach the store."""
         assert job.owner is not None
-        self._running.pop(job.owner, None)
         try:
             if job.handle is None:
-                # Nobody has begun the attempt, and nobody can begin it after this.
-                self._store.release(job.id, job.owner)
+                # Nobody can begin the attempt after this.
+                self._store.release(job.id, job.owner, only_unbegun=True)
+                self._running.pop(job.owner, None)
                 return
+            self._running.pop(job.owner, None)
             if (agent := _agent_of(job)) is not None:
                 kill_session(agent)
                 now = self._store.get(job.id)
@@ -263,7 +265,9 @@ class Runner:
             reason: StopReason | None = "shutdown" if is_stopping else None
             _log_end(record_end(self._store, job, job_dir, Exit(), reason, self._settings))
         except (LeaseLost, JobNotFound) as error:
+            # The attempt has ended, or its agent has begun it since this runner has looked.
             logger.warning("%s", error)
+            self._next_look = 0.0
         except OSError as error:
             # Nothing is recorded yet, so the attempt is ended at a later step.
             logger.error("Job %s: %s; trying again", job.id, error)
@@ -328,7 +332,10 @@ class Runner:
             outcome = failure(job, stage="launch", reason=f"{job.id} could not start: {error}")
             outcome = outcome.model_copy(update={"may_pass": is_temporary(error)})
             del self._running[job.owner]
-            _log_end(record_outcome(self._store, job, outcome, self._settings))
+            try:
+                _log_end(record_outcome(self._store, job, outcome, self._settings))
+            except (LeaseLost, JobNotFound) as lost:
+                logger.warning("%s", lost)
 
 
 def _agent_of(job: Job) -> ProcessIdentity | None:

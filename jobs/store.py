@@ -109,6 +109,10 @@ class JobStore:
             return None
         return cls(engine)
 
+    def create_tables(self) -> None:
+        """Create the tables if the database has none."""
+        migrate(self._engine)
+
     def close(self) -> None:
         self._engine.dispose()
 
@@ -313,11 +317,11 @@ class JobStore:
     def started(self, job_id: str, owner: str, handle: str) -> Job:
         """Record that the attempt begins. `handle` names the agent that runs it. Returns the job.
 
-        An attempt begins only once: raises LeaseLost at the second call, and if the lease is not
-        `owner`'s any more. The caller must then run nothing.
+        An attempt begins only once: raises LeaseLost if another agent has begun it, and if the
+        lease is not `owner`'s any more. The caller must then run nothing.
         """
         with writing(self._engine) as connection:
-            if fetch_leased(connection, job_id, owner).handle is not None:
+            if fetch_leased(connection, job_id, owner).handle not in (None, handle):
                 raise LeaseLost(job_id, owner)
             return update_job(connection, job_id, handle=handle)
 
@@ -365,11 +369,13 @@ class JobStore:
             values = {"outcome": failed.model_dump_json(), "run_after": now + wait_seconds}
             return _end_attempt(connection, job, now, **values)
 
-    def release(self, job_id: str, owner: str) -> Job:
+    def release(self, job_id: str, owner: str, *, only_unbegun: bool = False) -> Job:
         """End an attempt that does not count, so that `claim` gives out the next attempt at once.
-        Returns the job. Raises LeaseLost."""
+        Returns the job. Raises LeaseLost; with `only_unbegun`, also if the attempt has begun."""
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
+            if only_unbegun and job.handle is not None:
+                raise LeaseLost(job_id, owner)
             now = self._now(connection)
             if job.cancel_requested:
                 return end_job(connection, job, _cancelled(job, None), now)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from jobs.folder import write_atomically
+from jobs.folder import read_json, write_atomically
 from receiver.errors import NotAllowed, ReceiverError, TunnelFailed
 from receiver.settings import ReceiverSettings
 from receiver.webhooks import list_webhooks, update_webhook
@@ -143,7 +143,7 @@ class PublicUrl:
             began = time.monotonic()
             try:
                 self._run(tunnel)
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # the latter: no thread could be started
                 self._last_output = str(error)
             self._has_begun.set()
             if self.url is None:
@@ -175,10 +175,11 @@ class PublicUrl:
             start_new_session=True,
         ) as process:
             self._process = process
-            timer = _ending_after(START_SECONDS, process)
-            if self._is_closing.is_set():  # `close` may not have seen the process
-                _end(process)
+            timer: threading.Timer | None = None
             try:
+                timer = _ending_after(START_SECONDS, process)
+                if self._is_closing.is_set():  # `close` may not have seen the process
+                    _end(process)
                 assert process.stdout is not None
                 for line in map(str.strip, process.stdout):
                     if line and not line.startswith(("debug", "OpenSSH")):
@@ -190,7 +191,8 @@ class PublicUrl:
                         timer = _ending_after(lifetime * (1 - RENEWED_EARLY), process)
                         self._use(url, ends_at=time.time() + lifetime)
             finally:
-                timer.cancel()
+                if timer is not None:
+                    timer.cancel()
                 self._process = None
                 _end(process)
                 self._last_output = " | ".join(lines)
@@ -338,7 +340,7 @@ def remember(url: str, remembered: Path) -> None:
     `move_webhooks` has moved the webhooks that post to them, also after a restart."""
     remembered.parent.mkdir(parents=True, exist_ok=True)
     with _writing:
-        known = json.loads(remembered.read_text()) if remembered.exists() else []
+        known = read_json(remembered) or []
         write_atomically(remembered, json.dumps([url, *(each for each in known if each != url)]))
 
 

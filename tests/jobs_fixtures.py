@@ -166,7 +166,7 @@ def spec(
     )
 
 
-def until(ask: Callable[[], T], seconds: float = 30.0) -> T:
+def until(ask: Callable[[], T | None], seconds: float = 30.0) -> T:
     """The first answer that is true; fails when there is none in time."""
     deadline = time.monotonic() + seconds
     while not (answer := ask()):

@@ -7,21 +7,26 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from sqlalchemy import create_engine, text
 
 from jobs.agent import BEAT_NOW, Attempt
+from jobs.errors import LaunchError
 from jobs.folder import COMPUTING, LOG, OUTCOME
 from jobs.fork_server import ForkServer
 from jobs.job import Job
 from jobs.launchers.process import process_here
 from jobs.schema import locked
 from jobs.store import JobStore
+from jobs.temporary_failures import is_temporary
 from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, program
 from tests.jobs_fixtures import is_gone, pids_in, spec, until
 
@@ -124,15 +129,46 @@ def test_only_the_given_variables_reach_the_command(bench: Bench) -> None:
         (("no-such-program",), 127, "could not be started"),
         (("/",), 126, "could not be started"),
         (("echo", "x" * 200_000), 126, "could not be started"),
+        (("sh", "-c", "kill -PIPE $$; exit 3"), -signal.SIGPIPE, ""),
     ],
 )
 def test_how_a_command_ended_is_told(
     bench: Bench, command: tuple[str, ...], code: int, log: str
 ) -> None:
-    ended = bench.ended(bench.start(command=command))
+    ended = bench.ended(bench.start(command=command, pipeline=None))
     assert ended.outcome is not None and ended.outcome.exit_code == code
     assert log in bench.log.read_text()
     assert (ended.outcome.stage == "launch") == (log == "could not be started")
+
+
+def test_a_fork_server_that_is_killed_takes_no_job_with_it_and_is_started_again(
+    bench: Bench,
+) -> None:
+    first = bench.start("wait_for", "go", "0")
+    pids_in(bench.log)
+    server: Any = forkserver._forkserver
+    pid = server._forkserver_pid
+    os.kill(pid, signal.SIGSTOP)  # so that it is killed during the next start
+    threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
+    second = bench.start("write_outcome", "promoted", "0", pipeline="other")
+    assert server._forkserver_pid != pid
+    assert bench.ended(second).state == "COMPLETED"
+    (bench.log.parent / "go").touch()
+    assert bench.ended(first).state == "COMPLETED"
+
+
+def test_a_start_that_the_system_refuses_can_be_tried_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = mock.Mock(exitcode=1)
+    monkeypatch.setattr("jobs.fork_server._Process", lambda **_: process)
+    with pytest.raises(LaunchError) as caught:
+        bench.start("show_process")
+    assert is_temporary(caught.value)
+    assert process.start.call_count == 3
+    (job,) = bench.store.list()
+    assert job.owner is not None
+    bench.store.release(job.id, job.owner, only_unbegun=True)
 
 
 def test_an_attempt_begins_once(bench: Bench) -> None:

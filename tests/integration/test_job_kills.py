@@ -96,13 +96,13 @@ def test_every_delivery_reaches_an_outcome(tmp_path: Path) -> None:
             answer = answer_to(store, "hub", f"d{n}")
             assert answer is not None, told
             job = store.get(answer["job"])
+            assert job.spec.revisions is not None and f"d{n}" in job.spec.revisions.delivery_ids
             while job.state == "ERROR":  # it was lost, and a successor took over its commits
                 assert job.outcome is not None and job.outcome.reason is not None, told
                 successor = re.search(r"(j\d+) trains on", job.outcome.reason)
                 assert successor is not None, told
                 job = store.get(successor[1])
             assert job.state == "COMPLETED" and job.outcome is not None, told
-            assert job.spec.revisions is not None and f"d{n}" in job.spec.revisions.delivery_ids
         for job in store.list():
             has_outcome = (jobs_dir / job.id / OUTCOME).exists()
             assert has_outcome == (job.state == "COMPLETED"), told

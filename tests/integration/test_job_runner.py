@@ -97,13 +97,23 @@ def test_the_outcome_that_a_job_wrote_is_final(house: House) -> None:
     assert job.outcome.release == "r000001-1f3ac9d2"
 
 
-def test_an_outcome_that_is_a_folder_fails_this_job_alone(house: House) -> None:
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("mkdir outcome.json", "outcome.json"),
+        ("rm job.json; mkdir job.json; kill -9 $PPID; sleep 9", "job.json"),
+        ("rm log.txt; mkdir log.txt; exit 3", "exited with 3"),
+    ],
+)
+def test_an_odd_file_in_the_folder_of_one_job_fails_this_job_alone(
+    house: House, script: str, reason: str
+) -> None:
     _, _, runner = house.run()
-    odd = house.store.submit(JobSpec(command=("sh", "-c", "mkdir outcome.json"))).job
+    odd = house.store.submit(JobSpec(command=("sh", "-c", script))).job
     other = house.store.submit(JobSpec(command=("sleep", "0.5"))).job
     job = house.ended(odd)
     assert job.state == "ERROR" and job.outcome is not None
-    assert "outcome.json" in str(job.outcome.reason)
+    assert reason in str(job.outcome.reason)
     assert house.ended(other).state == "COMPLETED"
     assert runner.is_alive()
 
@@ -194,6 +204,18 @@ def test_a_running_job_that_the_store_has_lost_is_killed_and_other_jobs_go_on(ho
     engine.dispose()
     until(lambda: is_gone(pid))
     job = house.store.submit(program("write_outcome", "promoted", "0")).job
+    assert house.ended(job).state == "COMPLETED"
+
+
+def test_a_runner_makes_the_deleted_file_of_its_store_anew(house: House, tmp_path: Path) -> None:
+    house.run()
+    lost = house.store.submit(program("sleep_until_stopped")).job
+    (pid,) = pids_in(house.log(lost))
+    for file in tmp_path.glob("jobs.db*"):
+        file.unlink()
+    until(lambda: is_gone(pid))
+    job = house.store.submit(program("write_outcome", "promoted", "0")).job
+    assert job.id == lost.id
     assert house.ended(job).state == "COMPLETED"
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -12,12 +13,14 @@ import pytest
 
 from jobs.agent import Attempt
 from jobs.attempt_tokens import attempt_token, job_of_token
+from jobs.errors import LaunchError
 from jobs.folder import OUTCOME
 from jobs.fork_server import ForkServer
 from jobs.job import Job
-from jobs.launchers.process import process_here
+from jobs.launchers.process import identify, name_of, process_here
 from jobs.runner import Runner
 from jobs.store import JobStore
+from tests.integration.test_job_kills import children_of
 from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, House, house, program
 from tests.jobs_fixtures import is_gone, new_database, pids_in, postgres_server, until
 
@@ -46,10 +49,16 @@ def test_a_new_runner_watches_the_attempt_of_a_killed_one(house: House, is_stopp
     first = house.run_process("json")
     job = house.store.submit(program("wait_for", "go", "0")).job
     (pid,) = pids_in(house.log(job))
+    servers = [
+        child
+        for child in children_of(first.pid)
+        if b"forkserver" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
     first.kill()
     first.wait()
     runner, stop, thread = house.run()
     until(lambda: runner._running)
+    until(lambda: all(map(is_gone, servers)))
     time.sleep(2 * SETTINGS.lease_seconds)
     assert not is_gone(pid)
     if is_stopped:
@@ -127,6 +136,39 @@ def test_a_frozen_agent_is_killed_and_the_job_goes_on(house: House) -> None:
     (house.jobs_dir / job.id / "go").touch()
     ended = house.ended(job)
     assert (ended.state, ended.attempt, ended.num_lost) == ("COMPLETED", 2, 1)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_an_attempt_that_begins_or_ends_while_its_runner_stops(house: House, begins: bool) -> None:
+    runner = Runner(house.store, house.jobs_dir, SETTINGS, ENVIRONMENT, start_agent=lambda _: None)
+    job = house.store.submit(program("die")).job
+    runner._step(is_stopping=False)
+    ((owner, as_it_was),) = runner._running.items()
+    agent = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    process = identify(agent.pid)
+    assert process is not None
+    if begins:
+        house.store.started(job.id, owner, name_of(process))
+    else:
+        house.store.finish(job.id, owner, None)
+    runner._tell(as_it_was, is_stopping=True)
+    assert runner._running, "it looks again before it ends"
+    runner._step(is_stopping=True)
+    assert bool(runner._running) == begins
+    if not begins:
+        agent.terminate()
+    assert agent.wait(30) == -signal.SIGTERM
+
+
+def test_an_attempt_that_has_ended_though_its_start_failed_stays_as_it_is(house: House) -> None:
+    def end_and_fail(attempt: Attempt) -> None:
+        house.store.finish(attempt.job_id, attempt.owner, None)
+        raise LaunchError("The answer was lost.")
+
+    job = house.store.submit(program("die")).job
+    runner = Runner(house.store, house.jobs_dir, SETTINGS, ENVIRONMENT, start_agent=end_and_fail)
+    runner.run_until_idle(threading.Event())
+    assert house.store.get(job.id).state == "COMPLETED"
 
 
 def test_two_runners_share_the_jobs(house: House) -> None:

@@ -20,7 +20,7 @@ from receiver.errors import OpenToEveryone, TunnelFailed
 from receiver.monitoring import measure
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
-from receiver.tunnel import HubCredentials, PublicUrl, move_webhooks, remember
+from receiver.tunnel import HubCredentials, PublicUrl, move_webhooks, remember, remembered_urls
 from receiver.webhooks import create_webhook, get_webhook
 from tests.hub_fixtures import RunningHub, wait_until
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
@@ -254,6 +254,34 @@ def test_a_hub_that_is_down_is_asked_again(hub: RunningHub, tmp_path: Path) -> N
     stranger = HubCredentials(endpoint=hub.url, token="wrong")
     assert move_webhooks(urls, [up, stranger]), "never will be"
     assert json.loads(urls.read_text()) == ["https://b.example"]
+    for damaged in ("{", "null", "{}", ""):
+        urls.write_text(damaged)
+        remember("https://c.example", urls)
+        assert move_webhooks(urls, [up])
+        assert json.loads(urls.read_text()) == ["https://c.example"]
+
+
+def test_a_program_that_is_gone_for_a_while_does_not_end_the_tunnel(
+    tmp_path: Path, relay: str, closing: list[WebhooksServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    program = tmp_path / "relay"
+    program.write_text(f"#!/bin/sh\nexec {relay}\n")
+    program.chmod(0o755)
+    server = server_in(
+        tmp_path, tunnel=str(program), tunnel_url_pattern=r"https://\w+\.relay\.example"
+    )
+    closing.append(server)
+    server.launch(prevent_thread_lock=True, share=True)
+    [first] = commands_with(f"{tmp_path}/starts")
+    program.rename(tmp_path / "uninstalled")
+    os.kill(first, signal.SIGTERM)
+    wait_until(lambda: caplog.text.count("The tunnel has ended") == 2)
+    (tmp_path / "uninstalled").rename(program)
+    wait_until(lambda: "The public URL is https://n2.relay.example" in caplog.text)
+
+
+def test_receivers_of_one_folder_keep_their_own_urls(tmp_path: Path) -> None:
+    assert len({remembered_urls(tmp_path, port) for port in (7860, 7861)}) == 2
 
 
 @pytest.mark.parametrize(
@@ -320,6 +348,23 @@ def test_a_tunnel_ends_with_what_its_command_has_started(tmp_path: Path) -> None
     assert tunnel.url == "https://a.example"
     tunnel.close()
     wait_until(lambda: commands_with(str(tmp_path)) == [])
+
+
+def test_a_command_whose_time_no_thread_can_watch_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def start_or_fail(thread: threading.Thread) -> None:
+        if isinstance(thread, threading.Timer):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    tunnel = tunnel_in(tmp_path, f"sh -c 'sleep 600; true {tmp_path}'")
+    with pytest.raises(TunnelFailed, match="can't start new thread"):
+        tunnel.open()
+    assert commands_with(str(tmp_path)) == []
 
 
 def test_a_shared_server_takes_no_open_handler(

@@ -60,9 +60,12 @@ def test_a_lost_job_is_attempted_again_up_to_its_limit(store: JobStore) -> None:
 def test_an_attempt_begins_once(store: JobStore) -> None:
     store.submit(spec())
     job = claim(store)
-    store.started(job.id, "me", "pid 7")
+    for _ in range(2):  # the first answer was lost
+        store.started(job.id, "me", "pid 7")
     with pytest.raises(LeaseLost):
         store.started(job.id, "me", "pid 8")
+    with pytest.raises(LeaseLost):
+        store.release(job.id, "me", only_unbegun=True)
     assert store.get(job.id).handle == "pid 7"
 
 
