@@ -178,6 +178,7 @@ def publish(
     If a job runs this command, the manifest also names the job, its dataset and its commit.
     """
     from pipeline.lineage import job_context, lineage
+    from pipeline.rules import branch_ref
     from pipeline.settings import load_settings
     from serving.engine_choice import choose_engine
     from serving.weights.publish import publish_folder
@@ -185,6 +186,7 @@ def publish(
 
     context = job_context(os.environ)
     configured = _configured(pipeline or context.pipeline)
+    context = context.for_ref(branch_ref(configured))
     target = Home.find().releases_dir / configured.name
     if parent is not None:
         _load(pipeline or context.pipeline, parent)
@@ -254,6 +256,7 @@ def promote(
         )
         return
     rule = retrain_rule(load_settings(), home, _configured(pipeline or context.pipeline))
+    context = context.for_ref(rule.ref)
     sha = revision or context.revision
     records = Path(os.environ["JOB_DIR"]) / "promotion"
     # The trainer may have promoted another folder before.

@@ -108,7 +108,7 @@ def down() -> None:
     """Stop the stack of this state folder."""
     from jobs.launchers.process import is_alive
     from pipeline.orphans import STOP_SECONDS
-    from pipeline.stack_record import read_stack
+    from pipeline.stack_record import read_stack, suspended_stack
 
     home = project_home()
     record = read_stack(home)
@@ -120,7 +120,7 @@ def down() -> None:
     is_reported = False
     while is_alive(record.process):
         if time.monotonic() > (deadline if is_reported else began + REPORT_SECONDS):
-            waits_for = (
+            waits_for = suspended_stack(record) or (
                 f"the stack (process {record.process.pid}) has not stopped yet; to see why, read "
                 f"{home.log_file('up')}"
             )
