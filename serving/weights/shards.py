@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -100,11 +101,12 @@ def read_tensors(folder: Path, weight_map: Mapping[str, str]) -> dict[str, torch
 
 
 def read_bin(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of one `.bin` shard, memory-mapped, on the CPU. A write to a tensor never changes
-    the file, and code in the pickle does not run. Raises ReleaseError if the file cannot be read,
-    or if it holds anything but tensors."""
+    """The tensors of one `.bin` shard, on the CPU, memory-mapped if possible. A write to a tensor
+    never changes the file, and code in the pickle does not run. Raises ReleaseError if the file
+    cannot be read, or if it holds anything but tensors."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        # Shards from before torch 1.6 are no zip files, and cannot be mapped.
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
         if not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
             raise TypeError("not a dict of tensor names and tensors")
     # If the file is damaged, or is not a checkpoint, torch may raise any exception.

@@ -57,8 +57,12 @@ class Bag(BaseModel):
         return {"type": "json_schema", "json_schema": schema}
 
 
-class Ask(BaseModel):
+class Paint(BaseModel):
     colour: Literal["red", "blue"]
+
+
+class Ask(BaseModel):
+    paint: Paint  # so that the schema refers to another within itself
 
 
 def constrained_release(home: Path, **shape: Any) -> Release:

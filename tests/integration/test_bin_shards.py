@@ -85,6 +85,17 @@ def test_a_view_of_a_larger_tensor_is_stored_alone(tmp_path: Path) -> None:
         assert torch.equal(tensor, state[name])
 
 
+def test_shards_from_before_torch_1_6_are_published_too(tmp_path: Path) -> None:
+    original = network()
+    source = bin_folder(tmp_path / "checkpoint", original, num_shards=1)
+    shard, state = source / "pytorch_model.bin", original.state_dict()
+    torch.save(state, shard, _use_new_zipfile_serialization=False)
+    folder, release = publish(tmp_path, source)
+    weight_map = {name: entry.file for name, entry in release.tensors.items()}
+    for name, tensor in shards.read_tensors(folder, weight_map).items():
+        assert torch.equal(tensor, state[name])
+
+
 def test_safetensors_are_preferred_to_pickles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from serving.weights.release_store import set_current
 from tests.completions_fixtures import Server, server
+from tests.contract.engine_bench import swap
 from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import (
     ADMIN_TOKEN,
@@ -162,6 +163,9 @@ def test_before_the_first_release(tmp_path: Path) -> None:
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["code"] == "unavailable"
+        with httpx.Client(base_url=url) as http:
+            result = swap(http, echo_release(tmp_path / "answers", 1).id).json()
+        assert (result["result"], result["previous"]) == ("live", None)
 
 
 def test_api_keys_guard_v1_alone(tmp_path: Path) -> None:

@@ -27,7 +27,14 @@ from serving.server import bind
 from serving.settings import ServingSettings
 from serving.weights.release_store import pending_release, set_current, set_pending
 from tests.echo_engine import EchoEngine
-from tests.serving_fixtures import ADMIN_TOKEN, echo_app, echo_release, running
+from tests.serving_fixtures import (
+    ADMIN_TOKEN,
+    byte_tokenizer,
+    echo_app,
+    echo_release,
+    running,
+    tiny_llama,
+)
 
 BODY = {"model": "answers", "prompt": "Hello", "max_tokens": 100, "ignore_eos": True}
 
@@ -245,6 +252,20 @@ def test_the_world_is_let_in_with_a_key_only() -> None:
     bind(ServingSettings(host="0.0.0.0", port=0, api_key="key")).close()  # type: ignore[arg-type]
     with pytest.raises(ServingError, match="no address"):
         bind(ServingSettings(host="nowhere.invalid", port=0, api_key="key"))  # type: ignore[arg-type]
+
+
+def test_a_plain_checkpoint_folder_is_served_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    tiny_llama().save_pretrained(folder)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    before = sorted(folder.iterdir())
+    with running(echo_app(tmp_path / "answers", folder=folder)) as url:
+        health = httpx.get(f"{url}/health").json()
+        assert health["status"] == "ok" and health["release"].startswith("r000000-")
+        body = {"prompt": "Hi", "max_tokens": 2}
+        assert httpx.post(f"{url}/v1/completions", json=body).is_success
+    assert sorted(folder.iterdir()) == before
+    assert not (tmp_path / "answers").exists()
 
 
 SERVE = """

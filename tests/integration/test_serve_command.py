@@ -262,6 +262,12 @@ def test_a_file_without_keys_opens_no_door(tmp_path: Path, content: str | bytes 
         load_api_keys(ServingSettings(api_key_file=keys))
 
 
+@pytest.mark.parametrize("key", ["", " ", "secret\n", " secret", "se\tcret", "ключ"])
+def test_a_key_that_no_client_can_send_opens_no_door(key: str) -> None:
+    with pytest.raises(ServingError, match="API key number 1: it is empty, begins or ends"):
+        load_api_keys(ServingSettings.model_validate({"api_key": key}))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_has_its_time(tmp_path: Path, stream: bool) -> None:
     set_current(tmp_path, echo_release(tmp_path, 1).id)

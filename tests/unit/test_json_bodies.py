@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from pydantic import BaseModel, TypeAdapter, ValidationError, field_validator
 
 from serving.chat_schemas import ChatRequest
-from serving.http.bodies import LARGE_JSON_BYTES, json_routes
+from serving.http.bodies import LARGE_JSON_BYTES, MAX_COMMAS, json_routes
 from serving.openai_schemas import MAX_ITEMS, CompletionRequest
 from serving.request_errors import MAX_SHOWN, from_validation
 from serving.token_routes import DetokenizeRequest, TokenizeRequest
@@ -144,4 +144,7 @@ def test_a_large_body_is_validated_in_a_thread(is_large: bool) -> None:
         assert wrong.status_code == 422
         assert wrong.json()["detail"][0]["loc"] == ["body", "text"]
         assert client.post("/", content=b"{", headers=JSON).status_code == 400
+        if is_large:
+            many = b'{"text": "a", "other": [' + b"1," * MAX_COMMAS + b"1]}"
+            assert "commas" in client.post("/", content=many, headers=JSON).json()["detail"]
         assert client.post("/", content=b"", headers=JSON).status_code == 422

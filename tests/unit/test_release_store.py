@@ -117,6 +117,10 @@ def test_a_damaged_record_is_an_error_until_a_release_is_chosen(
     for read in (release_store.served_release, release_store.pending_release):
         with pytest.raises(ReleaseError, match=r"served\.json"):
             read(tmp_path)
+    spare = put(tmp_path, "r000000-00000000")
+    for drop in (release_removal.prune, release_removal.remove):  # nobody knows what is served
+        with pytest.raises(ReleaseError, match=r"served\.json"):
+            drop(tmp_path, 0 if drop is release_removal.prune else spare)
     assert release_store.served_release_id(tmp_path) is None
     release_store.set_pending(tmp_path, "r000001-00000000")
     release_store.set_current(tmp_path, "r000001-00000000")

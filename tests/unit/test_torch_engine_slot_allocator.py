@@ -120,3 +120,11 @@ def test_the_common_prefix_is_found_to_the_token(common: int) -> None:
     assert answer(allocator, *tokens[:common], 7, 7) == common
     # The last token is always computed.
     assert answer(allocator, *tokens[:common]) == common - 1
+
+
+def test_the_longest_of_several_prefixes_is_found() -> None:
+    allocator, _ = make_allocator()
+    tokens = tuple(range(500))
+    for common in (100, 300, 200):
+        answer(allocator, *tokens[:common], *(common + 1000,) * 100)
+    assert answer(allocator, *tokens) == 300

@@ -1,6 +1,7 @@
 """The weights index: both forms are read, and nothing in it leads out of its folder."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,16 @@ def test_the_bin_form_of_the_specification_is_read(tmp_path: Path) -> None:
 
 def test_a_folder_without_an_index_has_none(tmp_path: Path) -> None:
     assert read_index(tmp_path) is None
+
+
+def test_names_that_come_twice_are_read_in_little_time(tmp_path: Path) -> None:
+    """Looking for each name in the list of all would take 20 seconds."""
+    pairs = ", ".join(f'"t{number}": "model.safetensors"' for number in [*range(20_000)] * 2)
+    (tmp_path / INDEX_FILE).write_text(f'{{"weight_map": {{{pairs}}}}}')
+    started = time.thread_time()
+    index = read_index(tmp_path)
+    assert time.thread_time() - started < 2
+    assert index is not None and len(index.weight_map) == 20_000
 
 
 def test_shard_names_count_from_one() -> None:
