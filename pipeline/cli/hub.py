@@ -203,7 +203,6 @@ def _removed(name: "RepositoryName", planned: Any, traces: "Traces", with_releas
         parts += [
             f"{len(traces.job_folders)} job folders",
             "the copies of the dataset that jobs have downloaded",
-            "the rows that jobs have stored as tokens",
         ]
     else:
         parts += [str(path) for path in traces.caches]
