@@ -47,7 +47,7 @@ from tests.ports import free_ports
 SECRET = "the secret row that was pushed by mistake"
 SLOW_GIT = """\
 #!/bin/sh
-case " $* " in *" repack "*) touch {reached}; exec sleep 600;; esac
+case " $* " in *" gc "*) touch {reached}; exec sleep 600;; esac
 exec {git} "$@"
 """
 
@@ -249,14 +249,10 @@ def test_what_lay_before_the_purged_commit_is_kept_as_it_was(place: Place) -> No
         hub.git("checkout", "-q", "--orphan", "anew", cwd=place.worktree)
         fresh = commit_file(hub, place.worktree, "rows.jsonl", "fresh")
         hub.git("push", "-q", "--force", "origin", "anew:main", cwd=place.worktree)
-        assert place.git("for-each-ref", "--format=%(refname)", "refs/keep/").split() == [
-            f"refs/keep/{place.after}"
-        ]
     purged(place.bad)
     assert place.holds_the_secret() == []
     assert place.has(place.good) and place.has(fresh)
-    place.git("gc", "-q", "--prune=now")
-    assert place.has(place.good)
+    assert not place.git("for-each-ref", "refs/keep/")
 
 
 def test_a_purge_that_is_killed_is_run_again(place: Place, tmp_path: Path) -> None:
