@@ -18,7 +18,7 @@ any release, and it does not touch the hub's part of the state folder. The hub u
 import shutil
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -32,7 +32,7 @@ from pipeline.retrain.job_folder import SNAPSHOT
 from pipeline.retrain.snapshot import FOLLOWED
 from serving.errors import ReleaseError
 from serving.weights.release import Release
-from serving.weights.release_removal import sweep_locked
+from serving.weights.release_removal import replaced_folders, sweep_locked
 from serving.weights.release_store import list_releases, load_release, release_ids, release_lock
 
 PURGED = (
@@ -66,15 +66,15 @@ class Traces:
     job_ids: tuple[str, ...] = ()
     """The jobs that were started for one of the commits, or that read rows of one of the commits.
     """
-    releases: tuple[Path, ...] = ()
+    releases: dict[Path, str] = field(default_factory=dict)
     """The releases that were trained on one of the commits of the dataset, or from one of the
-    commits of the base model."""
-    later_releases: tuple[Path, ...] = ()
+    commits of the base model; and their copies (`replaced_folders`). Folder → id of the release."""
+    later_releases: dict[Path, str] = field(default_factory=dict)
     """The releases whose training started from a release in `releases`, or from another release in
-    `later_releases`."""
+    `later_releases`; and their copies."""
     unreadable: tuple[Path, ...] = ()
-    """The releases whose manifest cannot be read. So nobody knows on which commit they were
-    trained, and they may have been trained on one of these commits."""
+    """The releases and copies whose manifest cannot be read. So nobody knows on which commit they
+    were trained, and they may have been trained on one of these commits."""
 
 
 def needed_commits(home: Home, store: JobStore) -> set[str]:
@@ -134,13 +134,14 @@ def find_traces(
     caches = tuple((_caches if is_dataset else _base_models)(home, names, commits))
     stored, unreadable = _stored_releases(home)
     trained, later = _trained_on(stored, store.list(), type, commits)
+    keys = {path: _key(path, release) for path, release in stored.items()}
     return Traces(
         caches=caches,
         num_downloads=sum(_has_commit(each, commits) for each in caches),
         job_folders=folders,
         job_ids=tuple(sorted(ids)),
-        releases=tuple(path for path in stored if _key(path) in trained),
-        later_releases=tuple(path for path in stored if _key(path) in later),
+        releases={path: stored[path].id for path, key in keys.items() if key in trained},
+        later_releases={path: stored[path].id for path, key in keys.items() if key in later},
         unreadable=tuple(unreadable),
     )
 
@@ -231,14 +232,14 @@ def _trained_on(
     """The releases that were trained on one of the commits of a dataset, or from one of the commits
     of a base model; and the later releases whose training started from a release of either set.
 
-    A release that lies between two others may be gone. So this function also reads which releases
-    the jobs made.
+    A release that lies between two others may be gone. So this function also reads the copies, and
+    which releases the jobs made.
     """
     origins: list[tuple[Key, str | None, str | None]] = []
     for path, release in stored.items():
         lineage = release.lineage
         revision = lineage.dataset_revision if type == "dataset" else lineage.base_revision
-        origins.append((_key(path), lineage.parent, revision))
+        origins.append((_key(path, release), lineage.parent, revision))
     for job in jobs:
         if (made := job.outcome) is not None and made.release is not None:
             revision = made.dataset_revision if type == "dataset" else None
@@ -255,10 +256,11 @@ def _trained_on(
 
 
 def _stored_releases(home: Home) -> tuple[dict[Path, Release], list[Path]]:
-    """All releases, and the folders of releases whose manifest cannot be read."""
+    """All releases and copies of releases, and the folders whose manifest cannot be read."""
     stored, unreadable = {}, []
     for pipeline_dir in sorted(home.releases_dir.glob("*/")):
-        for path in (pipeline_dir / release_id for release_id in release_ids(pipeline_dir)):
+        releases = (pipeline_dir / release_id for release_id in release_ids(pipeline_dir))
+        for path in (*releases, *replaced_folders(pipeline_dir)):
             try:
                 stored[path] = load_release(path)
             except ReleaseError:
@@ -266,8 +268,8 @@ def _stored_releases(home: Home) -> tuple[dict[Path, Release], list[Path]]:
     return stored, unreadable
 
 
-def _key(release: Path) -> Key:
-    return release.parent.name, release.name
+def _key(path: Path, release: Release) -> Key:
+    return path.parent.name, release.id
 
 
 def _unfinished(store: JobStore) -> list[Job]:

@@ -207,25 +207,30 @@ def _removed(name: "RepositoryName", planned: Any, traces: "Traces", with_releas
     else:
         parts += [str(path) for path in traces.caches]
     if with_releases:
-        parts += [_shown(each) for each in (*traces.releases, *traces.later_releases)]
+        parts += [_shown(*each) for each in (traces.releases | traces.later_releases).items()]
     return "; ".join(parts)
 
 
-def _shown(release: "Path") -> str:
-    return f"release {release.name} of {release.parent.name}"
+def _shown(path: "Path", release_id: str) -> str:
+    release = f"release {release_id} of {path.parent.name}"
+    return release if path.name == release_id else f"{path} (a copy of {release})"
 
 
 def _remove_releases(traces: "Traces") -> None:
-    from serving.weights.release_removal import check_removable, remove
+    from serving.weights.release_removal import check_removable, remove, remove_replaced
     from serving.weights.release_store import release_number
 
-    found = (*traces.releases, *traces.later_releases)
-    for each in found:
-        check_removable(each.parent, each.name)
+    found = traces.releases | traces.later_releases
+    for path, release_id in found.items():
+        if path.name == release_id:
+            check_removable(path.parent, release_id)
     # Remove the newest first. A later release is found by its parent, so if this command is
     # interrupted, the next one still finds all that remains.
-    for each in sorted(found, key=lambda each: release_number(each.name), reverse=True):
-        remove(each.parent, each.name)
+    for path in sorted(found, key=lambda path: release_number(found[path]), reverse=True):
+        if path.name == found[path]:
+            remove(path.parent, path.name)
+        else:
+            remove_replaced(path)
 
 
 def _print_what_stays(name: "RepositoryName", traces: "Traces", with_releases: bool) -> None:
@@ -237,10 +242,15 @@ def _print_what_stays(name: "RepositoryName", traces: "Traces", with_releases: b
         )
     if with_releases:
         return
-    for each in traces.releases:
-        print(f"{_shown(each)} was {trained}")
-    for each in traces.later_releases:
-        print(f"{_shown(each)} was trained from the weights of such a release")
+    for words, found in (
+        (f"was {trained}", traces.releases),
+        ("was trained from the weights of such a release", traces.later_releases),
+    ):
+        for path, release_id in found.items():
+            way = (
+                "" if path.name == release_id else f"; to remove it: rm -r {shlex.quote(str(path))}"
+            )
+            print(f"{_shown(path, release_id)} {words}{way}")
     if traces.releases or traces.later_releases:
         print(
             "To remove such a release: pipeline releases rm ID. A served, pending or pinned "

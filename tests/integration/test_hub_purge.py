@@ -30,7 +30,9 @@ from pipeline.job_store import open_job_store
 from pipeline.paths import Home
 from pipeline.settings import load_settings
 from serving.weights import release_removal, release_store
+from serving.weights.atomic_file import link_atomically
 from serving.weights.release import RELEASE_FILE, Lineage, Release
+from serving.weights.release_store import CURRENT
 from tests.hub_fixtures import (
     SECRET_KEY,
     TOKEN,
@@ -295,12 +297,56 @@ def test_releases_go_if_told_and_a_served_one_keeps_all_as_it_is(place: Place) -
     assert place.holds_the_secret() == []
 
 
-def test_a_purge_that_is_killed_while_it_removes_a_release_finds_the_rest(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+def test_a_copy_in_the_place_of_a_link_counts_like_its_release(place: Place) -> None:
+    folder = place.home.releases_dir / "facts"
+    ids = [place.release(1, place.good), place.release(2, place.bad)]
+    ids.append(place.release(3, place.good, parent=ids[1]))
+    good = put_copy(place, ids[0])
+    bad = [put_copy(place, each) for each in ids[1:]]
+    release_store.set_current(folder, ids[0])
+    release_removal.remove(folder, ids[2])
+    with place.hub() as hub:
+        place.push_away(hub)
+    said = purged(place.bad)
+    for each, id, words in (
+        (bad[0], ids[1], "was trained on a removed commit"),
+        (bad[1], ids[2], "was trained from the weights of such a release"),
+    ):
+        assert f"{each} (a copy of release {id} of facts) {words}; to remove it: rm -r" in said
+    assert all(each.is_dir() for each in bad)
+    asked = pipeline("purge", "local/facts", place.bad, "--releases").output
+    assert all(each.is_dir() for each in bad), "nobody has answered the question"
+    said = purged(place.bad, "--releases")
+    for words in (asked, said):
+        assert (
+            f"release {ids[1]} of facts; {bad[0]} (a copy of release {ids[1]} of facts);" in words
+        )
+        assert f"{bad[1]} (a copy of release {ids[2]} of facts)" in words
+    assert "Purge the dataset local/facts? [y/N]" in asked
+    assert not any(each.exists() for each in bad) and good.is_dir()
+
+
+def put_copy(place: Place, id: str) -> Path:
+    """As a copy tool leaves a copy of the release in the place of a link; the renamed folder."""
+    folder = place.home.releases_dir / "facts"
+    before = set(folder.glob("current.replaced-*"))
+    (folder / CURRENT).unlink(missing_ok=True)
+    shutil.copytree(folder / id, folder / CURRENT)
+    link_atomically(folder / CURRENT, id)
+    [copy] = set(folder.glob("current.replaced-*")) - before
+    return copy
+
+
+@pytest.mark.parametrize("is_release", [True, False])
+def test_a_purge_that_is_killed_while_it_removes_a_release_or_a_copy_finds_the_rest(
+    place: Place, monkeypatch: pytest.MonkeyPatch, is_release: bool
 ) -> None:
     id = place.release(2, place.bad)
     folder = place.home.releases_dir / "facts"
     half = folder / id
+    if not is_release:
+        half = put_copy(place, id)
+        release_removal.remove(folder, id)
     (half / "weights").write_text(SECRET)
     with place.hub() as hub:
         place.push_away(hub)
