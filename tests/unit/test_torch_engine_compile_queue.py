@@ -50,6 +50,25 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compil
     made.grammars.close()
 
 
+def test_a_grammar_that_nobody_waits_for_is_not_compiled(compiler: Compiler) -> None:
+    async def scenario() -> None:
+        first = compiler.begin("a")
+        await until(lambda: compiler.begun == ["a"])
+        unwanted, wanted = compiler.begin("b"), compiler.begin("c")
+        leaving, staying = compiler.begin("d"), compiler.begin("d")
+        await asyncio.sleep(0)
+        unwanted.cancel()
+        leaving.cancel()
+        await asyncio.wait({unwanted, leaving})
+        compiler.gate.set()
+        await asyncio.gather(first, wanted, staying)
+        await compiler.begin("b")
+
+    asyncio.run(scenario())
+    assert compiler.begun == ["a", "c", "d", "b"]
+    assert not compiler.grammars._num_waiting
+
+
 def test_a_release_that_goes_during_a_compilation_leaves_nothing(compiler: Compiler) -> None:
     async def scenario() -> None:
         first = compiler.begin("a")

@@ -3,9 +3,9 @@ in its grammar."""
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -100,8 +100,8 @@ class Grammars:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch-engine-grammar")
         self._tokenizers: dict[_TokenizerKey, LLTokenizer] = {}
         """Used on the compiling thread only."""
-        self._compiled: OrderedDict[tuple[str, Grammar], asyncio.Future[GrammarState]]
-        self._compiled = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, Grammar], Future[GrammarState]] = OrderedDict()
+        self._num_waiting: Counter[tuple[str, Grammar]] = Counter()
 
     async def begin(
         self, release: Release, folder: Path, vocab_size: int, grammar: Grammar
@@ -116,18 +116,24 @@ class Grammars:
         if key not in self._compiled:
             work = partial(self._compile, release, folder, vocab_size, grammar)
             try:
-                started = asyncio.wrap_future(self._thread.submit(work))
+                self._compiled[key] = self._thread.submit(work)
             except RuntimeError:  # the thread has been shut down
                 raise EngineError("the engine was closed") from None
-            # Take the exception. Otherwise asyncio logs it if no request waits any more.
-            started.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._compiled[key] = started
             if len(self._compiled) > _MAX_CACHED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
-        compiled = self._compiled[key]
-        # The compilation continues if nobody waits any more. A later request can use its result.
-        await asyncio.wait({compiled}, timeout=_COMPILE_SECONDS)
+        job = self._compiled[key]
+        compiled = asyncio.wrap_future(job)
+        # Take the exception. Otherwise asyncio logs it if this request does not wait any more.
+        compiled.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._num_waiting[key] += 1
+        try:
+            await asyncio.wait({compiled}, timeout=_COMPILE_SECONDS)
+        finally:
+            self._num_waiting -= Counter([key])
+            # Nobody waits any more. If the compilation has begun, a later request can use it.
+            if not self._num_waiting[key] and job.cancel() and self._compiled.get(key) is job:
+                del self._compiled[key]
         if not compiled.done():
             raise GenerationRefused(
                 f"not compiled within {_COMPILE_SECONDS:g} s; simplify it", param=grammar.param
