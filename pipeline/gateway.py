@@ -55,7 +55,6 @@ def create_app(servers: Mapping[str, str], *, max_body_bytes: int) -> Starlette:
         routes=[
             Route("/live", gateway.live),
             Route("/health", gateway.health),
-            Route("/ping", gateway.health, methods=["GET", "POST"]),
             Route("/metrics", gateway.metrics),
             Route("/v1/models", gateway.models),
             Route("/v1/models/{model:path}", gateway.forward),

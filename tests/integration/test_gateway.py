@@ -225,7 +225,6 @@ def test_what_a_busy_and_a_stopped_server_answer(
 def test_health_and_metrics_of_all(url: str, servers: list[Server]) -> None:
     health = httpx.get(f"{url}/health").json()
     assert health["status"] == "ok" and set(health["pipelines"]) == {"faq", "notes"}
-    assert httpx.get(f"{url}/ping").status_code == 200
     assert httpx.get(f"{url}/live").json() == {"status": "ok"}
     servers[1].post(url)
     text = httpx.get(f"{url}/metrics").text
