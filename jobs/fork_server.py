@@ -21,6 +21,7 @@ from jobs.agent import Attempt, run
 from jobs.environment import SHORT_SPINS, thread_variables
 from jobs.errors import LaunchError
 from jobs.launchers.process import IS_LINUX
+from jobs.preload import PRELOAD
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str]) -> None:
         if IS_LINUX:
-            forkserver.set_forkserver_preload(["jobs.agent", *preload])
+            _ENVIRONMENT[PRELOAD] = " ".join(preload)
+            forkserver.set_forkserver_preload(["jobs.agent", "jobs.preload"])
         self._warming = threading.Thread(target=self._warm, name="fork-server", daemon=True)
         self._warming.start()
 
