@@ -35,8 +35,8 @@ _ENVIRONMENT = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
 _PAUSES = (0.1, 1.0)
-"""The pauses in seconds between the tries to start a process. A fork server that was killed takes no
-connection any more, but it takes a moment until the system says that it has ended."""
+"""The pauses between the tries to start a process, in seconds. When a fork server was killed, its
+address fails at once, but a moment passes until the system says that it has ended."""
 _LOCK = threading.Lock()
 _Process = ForkServerProcess if IS_LINUX else SpawnProcess
 
