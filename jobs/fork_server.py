@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver
@@ -21,6 +22,7 @@ from jobs.agent import Attempt, run
 from jobs.environment import SHORT_SPINS, thread_variables
 from jobs.errors import LaunchError
 from jobs.launchers.process import IS_LINUX
+from jobs.preload import PRELOAD
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,9 @@ _ENVIRONMENT = {
     # Otherwise pyarrow's memory allocator starts a thread when pyarrow is imported.
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
+_PAUSES = (0.1, 1.0)
+"""The pauses between the tries to start a process, in seconds. When a fork server was killed, its
+address fails at once, but a moment passes until the system says that it has ended."""
 _LOCK = threading.Lock()
 _Process = ForkServerProcess if IS_LINUX else SpawnProcess
 
@@ -42,7 +47,8 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str]) -> None:
         if IS_LINUX:
-            forkserver.set_forkserver_preload(["jobs.agent", *preload])
+            _ENVIRONMENT[PRELOAD] = " ".join(preload)
+            forkserver.set_forkserver_preload(["jobs.agent", "jobs.preload"])
         self._warming = threading.Thread(target=self._warm, name="fork-server", daemon=True)
         self._warming.start()
 
@@ -59,16 +65,17 @@ class ForkServer:
 
     def start(self, attempt: Attempt) -> None:
         """Start the agent of the attempt. Raises LaunchError."""
-        for is_last in (False, False, True):
+        for pause in (*_PAUSES, None):
             try:
                 return _start(attempt)
             except (ConnectionError, EOFError) as error:
                 # The fork server was killed, or could not fork. The next call starts another one if
                 # necessary. A second agent of the same attempt does no harm, because an attempt
                 # begins once.
-                if is_last:
+                if pause is None:
                     cause = OSError(errno.EAGAIN, str(error))  # the job is tried again later
                     raise LaunchError(f"No process could be started: {error}") from cause
+                time.sleep(pause)
             except OSError as error:
                 raise LaunchError(f"No process could be started: {error}") from error
 

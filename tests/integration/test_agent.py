@@ -160,6 +160,7 @@ def test_a_fork_server_that_is_killed_takes_no_job_with_it_and_is_started_again(
 def test_a_start_that_the_system_refuses_can_be_tried_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    bench.server._warming.join()
     process = mock.Mock(exitcode=1)
     monkeypatch.setattr("jobs.fork_server._Process", lambda **_: process)
     with pytest.raises(LaunchError) as caught:

@@ -241,6 +241,12 @@ def test_a_job_whose_claim_was_stored_but_not_answered_is_run(
     assert house.store.get(job.id).state == "COMPLETED"
 
 
+def test_a_module_that_cannot_be_imported_in_advance_is_done_without(house: House) -> None:
+    house.run_process("tests.jobs_broken_module", "no_such_module", "json")
+    job = house.store.submit(program("write_outcome", "promoted", "0")).job
+    assert house.ended(job).state == "COMPLETED"
+
+
 def test_run_until_idle_returns_when_nothing_is_left(house: House) -> None:
     for n in range(2):
         house.store.submit(JobSpec(command=("true",), debounce_seconds=0.2 * n))

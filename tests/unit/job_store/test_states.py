@@ -87,6 +87,16 @@ def test_an_attempt_that_a_runner_gave_up_is_no_failed_attempt(
     assert ended.outcome.reason == "Its process vanished. That was failed attempt 1 of 1."
 
 
+def test_time_after_a_lease_ran_out_is_no_run_time(store: JobStore, clock: Clock) -> None:
+    store.submit(spec())
+    job = claim(store, "dead", 10)
+    clock.now += 5
+    store.heartbeat(job.id, "dead", 10)
+    clock.now += 3600
+    store.release(job.id, "dead")
+    assert claim(store).started_at == clock.now - 5 - 10
+
+
 def test_a_lost_job_with_a_successor_is_not_attempted_again(store: JobStore) -> None:
     store.submit(spec("b", "a"))
     job = claim(store)

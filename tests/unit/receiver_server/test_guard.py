@@ -47,6 +47,7 @@ def httpx_post(server: WebhooksServer, body: bytes, headers: dict[str, str]) -> 
     [
         b"",
         b"{",
+        b"null",
         b"[]",
         b"\xff\xfe",
         b'{"event": {"action": "update", "scope": "repo"}}',
@@ -61,6 +62,11 @@ def test_a_body_that_is_no_payload(server: WebhooksServer, client: TestClient, b
     assert answer.status_code == 422
     assert answer.json()["error"].startswith("The body is not ")
     assert len(answer.content) < 2000, "the body is not echoed"
+
+
+def test_a_body_that_is_nested_too_deep(server: WebhooksServer, client: TestClient) -> None:
+    server.add_webhook("/x")(lambda payload: None)
+    assert client.post("/webhooks/x", content=b"[" * 50_000).status_code == 400
 
 
 def test_what_only_a_newer_hub_says_reaches_the_handler(

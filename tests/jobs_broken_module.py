@@ -1,0 +1,3 @@
+"""A module that cannot be imported, for `preload`."""
+
+raise RuntimeError("broken")
