@@ -29,7 +29,7 @@ class Server:
 
     def post(self, **body: object) -> httpx.Response:
         # verify: not to load every certificate authority for each request over plain HTTP.
-        return httpx.post(f"{self.url}/v1/completions", json=body, verify=False)
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60, verify=False)
 
 
 @pytest.fixture(scope="module")

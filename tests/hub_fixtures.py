@@ -85,6 +85,7 @@ def create_empty(url: str, name: str) -> None:
         f"{url}/api/repos/create",
         headers={"Authorization": f"Bearer {TOKEN}"},
         json={"type": "dataset", "organization": owner, "name": short, "empty": True},
+        timeout=60,
         verify=False,
     ).raise_for_status()
 
