@@ -223,8 +223,8 @@ class Answer:
     @property
     def headers(self) -> dict[str, str]:
         """The HTTP headers that name the release, its dataset commit, its job, and the damaged
-        release for which it is the substitute. A chat also gets the kinds of rows that the release
-        was trained on, if it was trained on no conversation."""
+        release for which it is the substitute. If the release was trained on no row of the kind
+        that is asked for (a conversation, or a prompt without template), a header says so."""
         lineage = self.live.release.lineage
         headers = {"X-Model-Release": self.live.id}
         if lineage.dataset_revision is not None:
@@ -233,10 +233,15 @@ class Answer:
             headers["X-Job-Id"] = lineage.job_id
         if self.live.stands_in_for is not None:
             headers["X-Stands-In-For"] = self.live.stands_in_for.id
-        is_chat = isinstance(self.plan.request, ChatPrompt)
-        if is_chat and lineage.rows and "messages" not in lineage.rows:
+        if isinstance(self.plan.request, ChatPrompt):
+            is_known, other = "messages" in lineage.rows, "/v1/completions"
+        else:
+            has_template = self.live.tokenizer.chat_template is not None
+            is_known = lineage.rows != ("messages",) or not has_template
+            other = "/v1/chat/completions"
+        if lineage.rows and not is_known:
             headers["X-Trained-On"] = ", ".join(lineage.rows)
-            _tell_no_chat(self.live.id, headers["X-Trained-On"])
+            _tell_other_rows(self.live.id, headers["X-Trained-On"], other)
         return headers
 
     async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
@@ -272,12 +277,12 @@ class Answer:
 
 
 @functools.lru_cache(maxsize=64)  # each release once
-def _tell_no_chat(release: str, rows: str) -> None:
+def _tell_other_rows(release: str, rows: str, other: str) -> None:
     logger.warning(
-        "%s is asked for chat, but it was trained on rows of %s, without the chat template; ask "
-        "/v1/completions, or train on `messages`",
+        "%s was trained on rows of %s only, so it has never seen such a prompt: ask %s",
         release,
         rows,
+        other,
     )
 
 

@@ -29,16 +29,21 @@ def test_a_whole_completion_names_where_it_comes_from(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "header"),
+    ("rows", "of_chat", "of_completion"),
     [
-        (("prompt", "text"), "prompt, text"),
-        (("text",), "text"),
-        (("messages", "prompt"), None),
-        ((), None),  # nobody knows
+        (("prompt", "text"), "prompt, text", None),
+        (("text",), "text", None),
+        (("messages",), None, "messages"),
+        (("messages", "prompt"), None, None),
+        ((), None, None),  # nobody knows
     ],
 )
-def test_a_chat_says_that_no_conversation_was_trained(
-    rows: tuple[str, ...], header: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_an_answer_says_that_no_such_prompt_was_trained(
+    rows: tuple[str, ...],
+    of_chat: str | None,
+    of_completion: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     release = echo_release(tmp_path, 1, chat_template=CHAT_TEMPLATE, rows=rows)
     set_current(tmp_path, release.id)
@@ -46,11 +51,11 @@ def test_a_chat_says_that_no_conversation_was_trained(
     with running(echo_app(tmp_path)) as url, httpx.Client(base_url=url) as http:
         for body in (chat, {**chat, "stream": True}):
             answer = http.post("/v1/chat/completions", json=body)
-            assert (answer.status_code, answer.headers.get("x-trained-on")) == (200, header)
+            assert (answer.status_code, answer.headers.get("x-trained-on")) == (200, of_chat)
         answer = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1})
-        assert "x-trained-on" not in answer.headers
-    told = [each for each in caplog.messages if "asked for chat" in each]
-    assert len(told) == (header is not None)
+        assert answer.headers.get("x-trained-on") == of_completion
+    told = [each for each in caplog.messages if "never seen such a prompt" in each]
+    assert len(told) == (of_chat != of_completion)
 
 
 def test_prompts_in_all_four_forms_are_the_same(server: Server) -> None:
