@@ -92,4 +92,6 @@ class Asker:
 
 
 def _lines(stream: str) -> list[str]:
-    return [line.removeprefix("data: ") for line in stream.splitlines() if line]
+    return [
+        line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")
+    ]
