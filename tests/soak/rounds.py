@@ -100,11 +100,15 @@ SMALL = (
             Shot("runner", "checkpoint", 0.2),
         ),
     ),
-    Plan("small, round 1", 1, (Shot("git", "push", 0.0), Shot("serve", "promote", 0.0))),
+    Plan(
+        "small, round 1",
+        1,
+        (Shot("git", "push", 0.0), Shot("agent", "train", 0.2), Shot("serve", "promote", 0.0)),
+    ),
     Plan(
         "small, round 2",
         1,
-        (Shot("fork server", "push", 0.0), Shot("agent", "train", 0.2)),
+        (Shot("fork server", "push", 0.0),),
         is_garbage=True,
     ),
     Plan("small, round 3", 1, (Shot("up", "train", 0.0), Shot("all", "checkpoint", 0.1))),
