@@ -30,7 +30,8 @@ from typing import NoReturn, Protocol
 from jobs.errors import JobNotFound, LeaseLost, StoreError
 from jobs.folder import COMPUTING, LOG, OUTCOME, PAYLOAD, SPEC, prepare_job_folder, write_atomically
 from jobs.job import Job
-from jobs.launchers.process import (
+from jobs.outcome_of_exit import Exit, StopReason, record_end
+from jobs.process import (
     IS_LINUX,
     ProcessIdentity,
     die_with_parent,
@@ -41,7 +42,6 @@ from jobs.launchers.process import (
     send_signal,
     signal_session,
 )
-from jobs.outcome_of_exit import Exit, StopReason, record_end
 from jobs.settings import JobsSettings
 from jobs.store import JobStore
 from jobs.temporary_failures import TEMPORARY_FAILURE, is_temporary

@@ -21,8 +21,8 @@ from typing import Any
 from jobs.agent import Attempt, run
 from jobs.environment import SHORT_SPINS, thread_variables
 from jobs.errors import LaunchError
-from jobs.launchers.process import IS_LINUX
 from jobs.preload import PRELOAD
+from jobs.process import IS_LINUX
 
 logger = logging.getLogger(__name__)
 

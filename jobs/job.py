@@ -72,7 +72,7 @@ class Job:
     """When the lease runs out, unless a heartbeat extends it. If the job waits for its next
     attempt, when the last attempt ended. None while the job is pending, and after it has ended."""
     handle: str | None
-    """The agent of the current attempt (`jobs.launchers.process.name_of`). None if the agent has
+    """The agent of the current attempt (`jobs.process.name_of`). None if the agent has
     not begun the attempt yet."""
     cancel_requested: bool
     """Whether somebody asked to cancel the job while it was running."""

@@ -23,7 +23,9 @@ from jobs.errors import JobNotFound, LaunchError, LeaseLost, SealBroken, StoreEr
 from jobs.folder import is_of_another_job
 from jobs.fork_server import ForkServer
 from jobs.job import FindHead, Job, delivery_ids, failure, log_fields
-from jobs.launchers.process import (
+from jobs.outcome import JobOutcome
+from jobs.outcome_of_exit import Exit, StopReason, record_end, record_outcome
+from jobs.process import (
     ProcessIdentity,
     identify,
     is_alive,
@@ -32,8 +34,6 @@ from jobs.launchers.process import (
     process_here,
     send_signal,
 )
-from jobs.outcome import JobOutcome
-from jobs.outcome_of_exit import Exit, StopReason, record_end, record_outcome
 from jobs.sealed import unseal
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec

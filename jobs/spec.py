@@ -69,7 +69,7 @@ class JobSpec(_Record):
     """The commits that led to the job. None if no commit led to it."""
     resources: Resources = Resources()
     launcher: str = "local"
-    """The launcher that starts the command. There is only `local` (`jobs/launchers/local.py`)."""
+    """The launcher that starts the command. There is only `local` (`jobs/fork_server.py`)."""
     max_attempts: int = Field(default=3, ge=1)
     """The job fails when this many of its attempts were lost (for example, because the process was
     killed) or failed for a temporary cause. If an attempt fails for another cause, the job fails at

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from jobs.job import Job
-from jobs.launchers.process import is_alive
+from jobs.process import is_alive
 from pipeline.errors import PipelineError
 from pipeline.going_back import went_back
 from pipeline.job_store import reading_jobs

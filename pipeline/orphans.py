@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from jobs.launchers.process import ProcessIdentity, is_alive
+from jobs.process import ProcessIdentity, is_alive
 from pipeline.paths import Home
 from pipeline.stack_record import last_record
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import filelock
 
 from jobs.folder import write_atomically
-from jobs.launchers.process import identify
+from jobs.process import identify
 from pipeline.errors import PipelineError
 from pipeline.liveness import (
     PROBE_INTERVAL_SECONDS,

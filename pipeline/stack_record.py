@@ -5,7 +5,7 @@ processes."""
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from jobs.launchers.process import ProcessIdentity, is_alive, is_suspended
+from jobs.process import ProcessIdentity, is_alive, is_suspended
 from pipeline.paths import Home, settings_file
 from pipeline.settings import Settings, load_settings, settings_digest
 

@@ -15,8 +15,8 @@ import pytest
 from sqlalchemy import create_engine, select, text
 
 from jobs.job import Job, failure
-from jobs.launchers.process import identify
 from jobs.outcome import JobOutcome
+from jobs.process import identify
 from jobs.rows import job_id_of, matches_delivery
 from jobs.schema import DELIVERIES, reading
 from jobs.spec import JobSpec, RevisionRange

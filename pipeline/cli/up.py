@@ -106,7 +106,7 @@ def up(
 
 def down() -> None:
     """Stop the stack of this state folder."""
-    from jobs.launchers.process import is_alive
+    from jobs.process import is_alive
     from pipeline.orphans import STOP_SECONDS
     from pipeline.stack_record import read_stack, suspended_stack
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jobs.launchers.process import die_with_parent
+from jobs.process import die_with_parent
 from pipeline.retrain.errors import TemporaryError, TrainError
 
 

@@ -131,6 +131,9 @@ def test_enabling_sends_at_once_what_waits(receiver: Receiver, tmp_path: Path) -
         hub.api.disable_webhook(id)
         hub.api.enable_webhook(id)
         wait_until(lambda: states(hub, id) == ["delivered"])
+        # Its next attempt was not due for ten hours.
+        assert hub.deliveries(id)[0]["attempt"] == 2
+        assert len(receiver.received) == 2
 
 
 def test_another_secret_ends_a_suspension(receiver: Receiver, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from jobs.launchers.process import ProcessIdentity, is_alive
+from jobs.process import ProcessIdentity, is_alive
 from tests.ports import free_ports
 from tests.stack_fixtures import (
     Workplace,

@@ -23,7 +23,7 @@ from jobs.errors import LaunchError
 from jobs.folder import COMPUTING, LOG, OUTCOME
 from jobs.fork_server import ForkServer
 from jobs.job import Job
-from jobs.launchers.process import process_here
+from jobs.process import process_here
 from jobs.schema import locked
 from jobs.store import JobStore
 from jobs.temporary_failures import is_temporary

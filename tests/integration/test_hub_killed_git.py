@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.launchers.process import IS_LINUX
+from jobs.process import IS_LINUX
 from pipeline.hub.git import backend
 from pipeline.hub.git.process import PLACE, git, git_environment
 from tests.hub_fixtures import RunningHub, commit_file, run_git, running_hub, wait_until

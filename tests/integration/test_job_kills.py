@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from jobs.folder import OUTCOME
-from jobs.launchers.process import IS_LINUX, is_alive, process_here
+from jobs.process import IS_LINUX, is_alive, process_here
 from jobs.spec import JobSpec
 from jobs.store import Delivery, JobStore
 from tests.jobs_fixtures import answer_to, is_gone, revisions, until

@@ -17,7 +17,7 @@ from jobs.errors import LaunchError
 from jobs.folder import OUTCOME
 from jobs.fork_server import ForkServer
 from jobs.job import Job
-from jobs.launchers.process import identify, name_of, process_here
+from jobs.process import identify, name_of, process_here
 from jobs.runner import Runner
 from jobs.store import JobStore
 from tests.integration.test_job_kills import children_of

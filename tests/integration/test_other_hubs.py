@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jobs.launchers.process import identify
+from jobs.process import identify
 from pipeline.facts import Facts
 from pipeline.other_hubs import (
     check_other_hubs,

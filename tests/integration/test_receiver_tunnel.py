@@ -278,6 +278,8 @@ def test_a_program_that_is_gone_for_a_while_does_not_end_the_tunnel(
     wait_until(lambda: caplog.text.count("The tunnel has ended") == 2)
     (tmp_path / "uninstalled").rename(program)
     wait_until(lambda: "The public URL is https://n2.relay.example" in caplog.text)
+    [second] = commands_with(f"{tmp_path}/starts")
+    assert second != first
 
 
 def test_receivers_of_one_folder_keep_their_own_urls(tmp_path: Path) -> None:

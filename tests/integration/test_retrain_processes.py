@@ -12,8 +12,8 @@ import torch
 
 from jobs.agent import Attempt
 from jobs.fork_server import ForkServer
-from jobs.launchers.process import IS_LINUX, process_here
 from jobs.outcome import JobOutcome
+from jobs.process import IS_LINUX, process_here
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec
 from jobs.store import JobStore

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from jobs.launchers.process import IS_LINUX
+from jobs.process import IS_LINUX
 from pipeline.errors import PipelineError
 from pipeline.liveness import Answer, ChildWatch
 from pipeline.log_files import MAX_BYTES

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from jobs.errors import NoHead
 from jobs.job import Head
-from jobs.launchers.process import identify
 from jobs.outcome import JobOutcome
+from jobs.process import identify
 from jobs.spec import JobSpec, RevisionRange
 from pipeline.cli.main import app
 from pipeline.job_store import open_job_store

@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jobs.launchers.process import process_here
+from jobs.process import process_here
 from jobs.store import JobStore
 from serving.weights.release_store import release_ids
 from tests.stack_fixtures import Workplace, end_with_this_process

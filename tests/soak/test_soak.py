@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.launchers.process import IS_LINUX
+from jobs.process import IS_LINUX
 from tests.soak.__main__ import soak
 from tests.soak.disk import unmount
 from tests.soak.faults import DAMAGES, STALLED

@@ -11,7 +11,7 @@ import pytest
 from cryptography.fernet import Fernet
 
 from jobs.errors import HeadAway
-from jobs.launchers.process import identify
+from jobs.process import identify
 from jobs.spec import JobSpec
 from pipeline import by_hand
 from pipeline.by_hand import with_runner

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jobs.launchers.process import (
+from jobs.process import (
     IS_LINUX,
     ProcessIdentity,
     identify,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.launchers.process import identify
+from jobs.process import identify
 from pipeline.cli.status import status_report
 from pipeline.cli.up import _detach, down
 from pipeline.doctor import check_services

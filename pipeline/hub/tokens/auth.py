@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from starlette.datastructures import Headers
-from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
 from jobs.attempt_tokens import PREFIX, job_of_token
@@ -135,12 +134,6 @@ def require_a_person(identity: Identity, what: str) -> None:
         )
 
 
-def identity_of(connection: HTTPConnection) -> Identity:
-    """Who makes this request. `Guard.check` has stored it in the scope."""
-    identity: Identity = connection.scope["state"]["identity"]
-    return identity
-
-
 class Guard:
     """Accepts three kinds of tokens: the hub's own token, the tokens that a person created on this
     hub, and the tokens of jobs.
@@ -171,16 +164,11 @@ class Guard:
         self._secret_key = secret_key
 
     async def check(self, scope: Scope) -> Identity:
-        """Finds out who makes the request, and stores the result for `identity_of`.
+        """Who makes the request.
 
         Raises Unauthorized if the request has no valid token and needs one. Raises Forbidden for a
         host name that is not the hub's (see `_without_token`).
         """
-        identity = await self._identify(scope)
-        scope.setdefault("state", {})["identity"] = identity
-        return identity
-
-    async def _identify(self, scope: Scope) -> Identity:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if not given:
             return self._without_token(scope)

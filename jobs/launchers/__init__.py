@@ -1,2 +1,0 @@
-"""The implementations of `jobs.launcher.Launcher`. There is only one: `local` runs jobs on this
-machine."""
