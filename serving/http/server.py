@@ -14,16 +14,12 @@ import struct
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import uvicorn
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-if TYPE_CHECKING:
-    from uvicorn.protocols.http.h11_impl import H11Protocol as HttpProtocol
-else:
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol as HttpProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MIN_BYTES = 4096
 """A client that sends a body or reads an answer makes progress if it sends or reads this many bytes
@@ -81,7 +77,7 @@ class Limits:
         }[awaited]
 
 
-class Connection(HttpProtocol):
+class Connection(HttpToolsProtocol):
     """uvicorn's connection, with limits. The server calls `check_progress` from time to time."""
 
     limits: Limits
@@ -104,7 +100,7 @@ class Connection(HttpProtocol):
         super().data_received(data)
         # If several requests arrive together, httptools parses all of them before uvicorn answers
         # the first one. So count them here.
-        if len(getattr(self, "pipeline", ())) > MAX_PIPELINED:
+        if len(self.pipeline) > MAX_PIPELINED:
             self.end()
             return
         # httptools accepts headers of any size, so count their bytes here. uvicorn makes a new
