@@ -128,7 +128,11 @@ def compare_revisions(
     everything = tuple(chain.from_iterable(dataset.rows.values()))
     still_there = {row.digest for row in everything}
     deleted = tuple(row for row in change.deleted if row.digest not in still_there)
-    if deleted:
+    if deleted and before is not None:
+        # A text is edited, and not deleted, also if its new version is held out.
+        pairs = difference(before.train, dataset.train).edited
+        edited_text = {old.digest for old, _ in pairs if old.text is not None}
+        deleted = tuple(row for row in deleted if row.digest not in edited_text)
         taught = {turn for row in everything for turn in row.turns}
         deleted = tuple(row for row in deleted if not row.turns or not taught.issuperset(row.turns))
     recorded_rows = parent.evaluation if parent is not None else {}

@@ -303,6 +303,21 @@ def test_a_setting_holds_out_any_rows_by_their_hash(tmp_path: Path) -> None:
     assert len(data.held_out) + len(data.rows) == 200
 
 
+def test_a_text_is_edited_also_if_its_new_version_is_held_out(tmp_path: Path) -> None:
+    def commit(texts: list[str]) -> TrainingData:
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        return dataset.commit({"a.jsonl": lines}, held_out_ratio=0.25)
+
+    dataset = Dataset(tmp_path)
+    texts = [f"text {number}" for number in range(40)]
+    trained = {row.text for row in commit(texts).rows}
+    edited = {text: f"{text}, edited" for text in texts[::2]}
+    data = commit([edited.get(text, text) for text in texts])
+    held_out = {row.text for row in data.held_out}
+    assert any(old in trained and new in held_out for old, new in edited.items())
+    assert (data.mode, data.deleted) == ("delta", ())
+
+
 LINES = st.lists(st.sampled_from("abcdefgh"), max_size=12)
 
 
