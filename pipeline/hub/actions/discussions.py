@@ -127,7 +127,7 @@ def merge_pull_request(
 
 def check_takes_commits(log: EventLog, repository: Repository, ref: str) -> None:
     """Raises Conflict if the pull request of this ref is closed or merged: such a pull request
-    takes no more commits. Raises DiscussionNotFound if there is no pull request for this ref."""
+    takes no more commits. Raises NotFound if there is no pull request for this ref."""
     with log.database.read() as connection:
         num = int(ref.removeprefix(PULL_REQUEST_PREFIX))
         discussion = find_discussion(connection, repository, num)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from sqlalchemy import Connection, func, insert, select, update
 
-from pipeline.hub.errors import BadRequest, Conflict, DiscussionNotFound
+from pipeline.hub.errors import BadRequest, Conflict, NotFound
 from pipeline.hub.git.process import PULL_REQUEST_PREFIX
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.schema import discussion_events as events
@@ -64,11 +64,11 @@ class DiscussionEvent:
 
 
 def find_discussion(connection: Connection, repository: Repository, num: int) -> Discussion:
-    """Raises DiscussionNotFound."""
+    """Raises NotFound."""
     of_repository = table.c.repository_id == repository.id
     row = connection.execute(select(table).where(of_repository, table.c.num == num)).one_or_none()
     if row is None:
-        raise DiscussionNotFound(
+        raise NotFound(
             f"The {repository.name} has no discussion and no pull request {num}: list them to find "
             "its number."
         )

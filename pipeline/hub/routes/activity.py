@@ -57,7 +57,7 @@ def replay(hub: HubOf, delivery_id: str, force: bool = False) -> Json:
 
 
 def send_again(hub: Hub, delivery_id: str, *, force: bool) -> OutboxDelivery:
-    """Raises WebhookNotFound, and BadRequest if the webhook is disabled."""
+    """Raises NotFound, and BadRequest if the webhook is disabled."""
     with hub.database.write() as connection:
         webhook = get_webhook(connection, get_delivery(connection, None, delivery_id).webhook_id)
         _check_enabled(webhook)

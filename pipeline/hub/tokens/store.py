@@ -19,7 +19,7 @@ from sqlalchemy import delete, insert, select, update
 from sqlalchemy.exc import OperationalError
 
 from pipeline.hub.database import Database
-from pipeline.hub.errors import BadRequest, Conflict, TokenNotFound
+from pipeline.hub.errors import BadRequest, Conflict, NotFound
 from pipeline.hub.repositories.names import RepositoryName, repository_name
 from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.schema import tokens as table
@@ -111,10 +111,10 @@ def _iso(seconds: float) -> str:
 
 
 def revoke_token(database: Database, name: str) -> Json:
-    """Deletes a token, so that the next request with it is refused. Raises TokenNotFound."""
+    """Deletes a token, so that the next request with it is refused. Raises NotFound."""
     with database.write() as connection:
         if connection.execute(delete(table).where(table.c.name == name)).rowcount == 0:
-            raise TokenNotFound(
+            raise NotFound(
                 f"There is no token {name!r} here: list the tokens with `pipeline hub tokens ls`."
             )
     return {"revoked": name}

@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import Connection, select, update
 
-from pipeline.hub.errors import WebhookNotFound
+from pipeline.hub.errors import NotFound
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.schema import deliveries as table
 from pipeline.hub.schema import events
@@ -65,14 +65,14 @@ def list_deliveries(
 def get_delivery(
     connection: Connection, webhook_id: str | None, delivery_id: str
 ) -> OutboxDelivery:
-    """Raises WebhookNotFound if the webhook, or any webhook if `webhook_id` is None, has no
+    """Raises NotFound if the webhook, or any webhook if `webhook_id` is None, has no
     delivery of this id."""
     query = _ACTIVITY.where(table.c.id == delivery_id)
     if webhook_id is not None:
         query = query.where(table.c.webhook_id == webhook_id)
     row = connection.execute(query).one_or_none()
     if row is None:
-        raise WebhookNotFound(
+        raise NotFound(
             f"There is no delivery {delivery_id!r}: list the deliveries with "
             f"`pipeline webhooks deliveries{' ' + webhook_id if webhook_id else ''}`."
         )

@@ -16,7 +16,7 @@ from cryptography.fernet import Fernet, InvalidToken
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
-from pipeline.hub.errors import BadRequest, HubError, WebhookNotFound
+from pipeline.hub.errors import BadRequest, HubError, NotFound
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.schema import webhooks as table
 from pipeline.hub.webhooks.addresses import check_literal
@@ -223,7 +223,7 @@ def jobs_of_webhooks(path: Path) -> set[str]:
 def get_webhook(connection: Connection, id: str) -> StoredWebhook:
     webhook = find_webhook(connection, id)
     if webhook is None:
-        raise WebhookNotFound(
+        raise NotFound(
             f"There is no webhook {id!r} here: list the webhooks with `hf webhooks ls`."
         )
     return webhook
