@@ -18,13 +18,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jobs.store import JobStore
 from pipeline.hub import http_json
+from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import check_schema, open_database
 from pipeline.hub.discussions.store import open_bases
 from pipeline.hub.errors import HubError, NotFound, NotSupported
 from pipeline.hub.events.log import EventLog
 from pipeline.hub.events.reconcile import reconcile, reconcile_at_start
 from pipeline.hub.http_json import Json
-from pipeline.hub.large_files.signatures import AccessTokens, SignedUrls
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repositories, Repository
@@ -55,7 +55,6 @@ from pipeline.hub.tokens.store import identity_of_token
 from pipeline.hub.webhooks import outbox
 from pipeline.hub.webhooks.deliveries import Deliverer
 from pipeline.hub.webhooks.job_copies import JobLauncher
-from pipeline.hub.webhooks.store import SecretCipher
 from serving.http.bodies import BodiesInFlight
 
 logger = logging.getLogger(__name__)
@@ -93,7 +92,7 @@ def create_app(
             "The hub's own token is empty, and with an empty token anybody could push: give the "
             "hub a token."
         )
-    cipher = SecretCipher(secret_key)
+    cipher = Cipher(secret_key)
     launcher = None if jobs_store is None else JobLauncher(jobs_store, secret_key)
     # The lifespan makes the same checks. They are also made here, because the server shows an
     # error of the lifespan as a traceback. An error that is raised here is shown as one line.
@@ -153,9 +152,6 @@ def create_app(
                 launcher=launcher,
                 metrics=metrics,
                 guard=guard,
-                signed_urls=SignedUrls(secret_key),
-                xet_tokens=AccessTokens(secret_key),
-                secret_key=secret_key,
                 needed_commits=needed_commits,
                 remarks_on=remarks,
                 git_slots=defaultdict(lambda: asyncio.Semaphore(settings.max_git_processes)),
@@ -180,7 +176,7 @@ def create_app(
     )
     api.state.bodies = BodiesInFlight(http_json.MAX_BODY_BYTES)
     # These routes do not check the tokens of the hub, or check them by themselves: the form of the
-    # login, the pages, a signed URL, and a Xet access token (`large_files/signatures.py`).
+    # login, the pages, and a grant (`cipher.py`) in a URL or as an access token of Xet.
     for open_router in (probes, pages.login, pages.pages, transfers.router, xet.router):
         api.include_router(open_router)
     # The first route that matches a path answers it. So what is no repository comes first, and the

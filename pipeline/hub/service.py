@@ -8,10 +8,10 @@ from typing import Annotated
 from fastapi import Depends
 from starlette.requests import Request
 
+from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import Database
 from pipeline.hub.errors import RepositoryNotFound
 from pipeline.hub.events.log import EventLog
-from pipeline.hub.large_files.signatures import AccessTokens, SignedUrls
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.refs import RefChange
@@ -19,7 +19,6 @@ from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.tokens.auth import Guard, Identity, check_sees, out_of_reach
 from pipeline.hub.webhooks.job_copies import JobLauncher
-from pipeline.hub.webhooks.store import SecretCipher
 
 Remarks = Callable[[Repository, Mapping[str, str], Sequence[RefChange]], Sequence[str]]
 """Makes the lines that git prints after a push. The arguments are the repository, the
@@ -32,13 +31,10 @@ class Hub:
     database: Database
     repositories: Repositories
     log: EventLog
-    cipher: SecretCipher
+    cipher: Cipher
     launcher: JobLauncher | None
     metrics: HubMetrics
     guard: Guard
-    signed_urls: SignedUrls
-    xet_tokens: AccessTokens
-    secret_key: bytes
     needed_commits: Callable[[], Collection[str]] | None
     """Returns the shas of the commits that releases and jobs need, in all repositories. If it is
     None, the hub does not know these commits, so it keeps every commit."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import open_database
 from pipeline.hub.events.log import EventLog
 from pipeline.hub.metrics import HubMetrics
@@ -20,7 +21,7 @@ from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.webhooks import deliveries
 from pipeline.hub.webhooks.deliveries import Deliverer
-from pipeline.hub.webhooks.store import CreateWebhook, HubWatchedItem, SecretCipher, create_webhook
+from pipeline.hub.webhooks.store import CreateWebhook, HubWatchedItem, create_webhook
 from tests.hub_fixtures import SECRET_KEY, Receiver, recording_receiver
 
 NAME = RepositoryName(type="dataset", owner="local", name="facts")
@@ -48,7 +49,7 @@ class Outbox:
                 create_webhook(
                     connection,
                     CreateWebhook(url=receiver.url, watched=watched),
-                    SecretCipher(SECRET_KEY),
+                    Cipher(SECRET_KEY),
                 ).id
                 for receiver in receivers
             ]
@@ -70,7 +71,7 @@ class Outbox:
 
         async def serve() -> None:
             deliverer = Deliverer(
-                self.database, HubSettings(), SecretCipher(SECRET_KEY), self.metrics, None
+                self.database, HubSettings(), Cipher(SECRET_KEY), self.metrics, None
             )
             deliverer.start()
             try:

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.hub import schema
+from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import open_database
 from pipeline.hub.events.log import EventLog
 from pipeline.hub.metrics import HubMetrics
@@ -15,7 +16,7 @@ from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.webhooks import outbox
 from pipeline.hub.webhooks.outbox import Attempt
-from pipeline.hub.webhooks.store import CreateWebhook, HubWatchedItem, SecretCipher, create_webhook
+from pipeline.hub.webhooks.store import CreateWebhook, HubWatchedItem, create_webhook
 from receiver.payload import WebhookPayload
 from tests.hub_fixtures import SECRET_KEY
 
@@ -51,7 +52,7 @@ def test_every_ref_change_is_delivered_or_dead_and_in_order(
                 CreateWebhook(
                     url="http://x/", watched=(HubWatchedItem(type="user", name="local"),)
                 ),
-                SecretCipher(SECRET_KEY),
+                Cipher(SECRET_KEY),
             )
         for state in states:
             log.record_refs(repository, state)

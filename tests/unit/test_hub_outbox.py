@@ -11,6 +11,7 @@ from cryptography.fernet import Fernet
 from sqlalchemy import func, select, update
 
 from pipeline.hub import schema
+from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import Database, open_database
 from pipeline.hub.events.log import EventLog
 from pipeline.hub.metrics import HubMetrics
@@ -25,7 +26,6 @@ from pipeline.hub.webhooks.posting import MAX_RETRY_AFTER_SECONDS, _retry_after_
 from pipeline.hub.webhooks.store import (
     CreateWebhook,
     HubWatchedItem,
-    SecretCipher,
     StoredWebhook,
     create_webhook,
     get_webhook,
@@ -94,7 +94,7 @@ class Kept:
         request = CreateWebhook(url="http://127.0.0.1:9/", watched=watched)
         with self.database.write() as connection:
             self._repository = Repositories(folder).adopt(connection, name, private=True)
-            self._id = create_webhook(connection, request, SecretCipher(Fernet.generate_key())).id
+            self._id = create_webhook(connection, request, Cipher(Fernet.generate_key())).id
         self.record()
 
     def record(self) -> None:
@@ -190,7 +190,7 @@ def test_a_replay_during_the_last_attempt_makes_it_pending(
     kept: Kept, caplog: pytest.LogCaptureFixture, attempt: Attempt, result: str, said: str
 ) -> None:
     settings = HubSettings(delivery_schedule_seconds=(0,))
-    metrics, cipher = HubMetrics(), SecretCipher(Fernet.generate_key())
+    metrics, cipher = HubMetrics(), Cipher(Fernet.generate_key())
     deliverer = Deliverer(kept.database, settings, cipher, metrics, None)
     kept.change(queued_at=time.time() - DAY)
     [stored] = kept.deliveries()

@@ -14,7 +14,6 @@ from importlib.resources import files
 from typing import Annotated
 from urllib.parse import parse_qs
 
-from cryptography.fernet import Fernet, InvalidToken
 from fastapi import APIRouter, Depends
 from jinja2 import Environment, Template
 from starlette.concurrency import run_in_threadpool
@@ -60,18 +59,20 @@ async def _logged_in(request: Request, hub: HubOf) -> Identity:
     check_site(request.scope)
     if "authorization" in request.headers:
         return await hub.guard.check(request.scope)
-    cookie = request.cookies.get(COOKIE, "").encode()
+    match hub.cipher.read_grant(request.cookies.get(COOKIE, ""), seconds=SESSION_SECONDS):
+        case ["login", token]:
+            return await _identity(request, hub, token, if_refused="")
+        case _:
+            raise LoginNeeded("")
+
+
+async def _identity(request: Request, hub: HubOf, token: str, *, if_refused: str) -> Identity:
+    """Who has this token. Raises LoginNeeded with the text `if_refused` if nobody has it."""
+    headers = [(b"authorization", f"Bearer {token}".encode())]
     try:
-        token = Fernet(hub.secret_key).decrypt(cookie, ttl=SESSION_SECONDS)
-        return await _identity(request, hub, token)
-    except (InvalidToken, Unauthorized):
-        raise LoginNeeded("") from None
-
-
-async def _identity(request: Request, hub: HubOf, token: bytes) -> Identity:
-    others = [each for each in request.scope["headers"] if each[0] != b"authorization"]
-    headers = [*others, (b"authorization", b"Bearer " + token)]
-    return await hub.guard.check({**request.scope, "state": {}, "headers": headers})
+        return await hub.guard.check({**request.scope, "headers": headers})
+    except Unauthorized:
+        raise LoginNeeded(if_refused) from None
 
 
 async def _reader(request: Request, identity: Annotated[Identity, Depends(_logged_in)]) -> Identity:
@@ -95,13 +96,10 @@ async def log_in(request: Request, hub: HubOf) -> Response:
     """Gives the browser the cookie, and leads it to the list of webhooks. Raises Forbidden if a
     page of another site has sent the form."""
     check_site(request.scope)
-    token = (await _form(request)).get("token", "").strip().encode()
-    try:
-        await _identity(request, hub, token)
-    except Unauthorized:
-        raise LoginNeeded("The hub does not accept this token.") from None
+    token = (await _form(request)).get("token", "").strip()
+    await _identity(request, hub, token, if_refused="The hub does not accept this token.")
     answer = RedirectResponse(PAGES, status_code=303)
-    cookie = Fernet(hub.secret_key).encrypt(token).decode()
+    cookie = hub.cipher.grant("login", token)
     answer.set_cookie(COOKIE, cookie, path=PAGES, httponly=True, samesite="strict")
     return answer
 

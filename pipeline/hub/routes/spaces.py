@@ -48,7 +48,7 @@ def put(
     `repo.config`."""
     _check(identity, space)
     values = {
-        "encrypted_value": hub.cipher.seal(secret.value),
+        "encrypted_value": hub.cipher.encrypt(secret.value),
         "description": secret.description,
         "updated_at": time.time(),
     }

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
+from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import Database
 from pipeline.hub.errors import HubError
 from pipeline.hub.metrics import HubMetrics
@@ -19,7 +20,7 @@ from pipeline.hub.webhooks import outbox
 from pipeline.hub.webhooks.job_copies import JobLauncher
 from pipeline.hub.webhooks.outbox import Attempt, Due, StatusChange
 from pipeline.hub.webhooks.posting import Poster
-from pipeline.hub.webhooks.store import SecretCipher, StoredWebhook, find_webhook
+from pipeline.hub.webhooks.store import StoredWebhook, find_webhook
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Deliverer:
         self,
         database: Database,
         settings: HubSettings,
-        cipher: SecretCipher,
+        cipher: Cipher,
         metrics: HubMetrics,
         launcher: JobLauncher | None,
     ) -> None:

@@ -8,9 +8,10 @@ from jobs.errors import JobError
 from jobs.sealed import seal, unseal
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import Delivery, JobStore
+from pipeline.hub.cipher import Cipher
 from pipeline.hub.errors import HubError
 from pipeline.hub.webhooks.outbox import Attempt, Due
-from pipeline.hub.webhooks.store import SecretCipher, StoredWebhook, variables_of
+from pipeline.hub.webhooks.store import StoredWebhook, variables_of
 from receiver.payload import PING, WebhookPayload
 
 
@@ -34,7 +35,7 @@ class JobLauncher:
             "timeout": spec.resources.timeout_seconds,
         }
 
-    def launch(self, due: Due, webhook: StoredWebhook, cipher: SecretCipher) -> Attempt:
+    def launch(self, due: Due, webhook: StoredWebhook, cipher: Cipher) -> Attempt:
         """Submits the copy. The result looks like an answer of a receiver: 202 with the copy's id.
         For a repeated delivery, this is the id of the copy that was submitted first. An error of
         the job store becomes the attempt's `error`."""
@@ -56,7 +57,7 @@ class JobLauncher:
         )
 
     def _answer(
-        self, source: JobSpec, due: Due, webhook: StoredWebhook, cipher: SecretCipher
+        self, source: JobSpec, due: Due, webhook: StoredWebhook, cipher: Cipher
     ) -> dict[str, object]:
         payload = json.loads(due.payload)
         if payload["event"]["scope"] == PING:
@@ -73,9 +74,7 @@ class JobLauncher:
         )
         return {"job": self._store.submit(copy, payload=payload, delivery=delivery).job.id}
 
-    def _sealed_env(
-        self, source: JobSpec, webhook: StoredWebhook, cipher: SecretCipher
-    ) -> str | None:
+    def _sealed_env(self, source: JobSpec, webhook: StoredWebhook, cipher: Cipher) -> str | None:
         """The encrypted secrets of the copy: those of the source and those of the webhook. If both
         have the same variable, the webhook's value counts."""
         variables = variables_of(webhook, cipher)

@@ -12,10 +12,10 @@ from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import httpx
-from cryptography.fernet import Fernet, InvalidToken
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
+from pipeline.hub.cipher import Cipher
 from pipeline.hub.errors import BadRequest, HubError, NotFound
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.schema import webhooks as table
@@ -159,36 +159,7 @@ class StoredWebhook:
         )
 
 
-class SecretCipher:
-    """Encrypts the secrets that the hub stores (Fernet: AES-128-CBC and HMAC-SHA256)."""
-
-    def __init__(self, key: bytes) -> None:
-        try:
-            self._fernet = Fernet(key)
-        except ValueError as error:
-            raise HubError(
-                f"The hub's secret key is not a Fernet key ({error}): "
-                "give 32 random bytes in URL-safe base64."
-            ) from None
-
-    def encrypt(self, secret: str | None) -> bytes | None:
-        return self.seal(secret) if secret else None
-
-    def seal(self, value: str) -> bytes:
-        return self._fernet.encrypt(value.encode())
-
-    def decrypt(self, sealed: bytes | None) -> str | None:
-        """None if nothing is sealed. Raises HubError if the key is wrong."""
-        try:
-            return None if sealed is None else self._fernet.decrypt(sealed).decode()
-        except InvalidToken:
-            raise HubError(
-                "The secret was encrypted with another key: set it again, or start the hub with "
-                "the old key."
-            ) from None
-
-
-def variables_of(webhook: StoredWebhook, cipher: SecretCipher) -> dict[str, str]:
+def variables_of(webhook: StoredWebhook, cipher: Cipher) -> dict[str, str]:
     """The secret environment variables of the jobs that the webhook starts. Raises HubError if they
     were encrypted with another key."""
     variables: dict[str, str] = json.loads(cipher.decrypt(webhook.encrypted_secrets) or "{}")
@@ -223,9 +194,7 @@ def jobs_of_webhooks(path: Path) -> set[str]:
 def get_webhook(connection: Connection, id: str) -> StoredWebhook:
     webhook = find_webhook(connection, id)
     if webhook is None:
-        raise NotFound(
-            f"There is no webhook {id!r} here: list the webhooks with `hf webhooks ls`."
-        )
+        raise NotFound(f"There is no webhook {id!r} here: list the webhooks with `hf webhooks ls`.")
     return webhook
 
 
@@ -238,9 +207,7 @@ def change_webhook(connection: Connection, webhook: StoredWebhook, **values: obj
     connection.execute(update(table).where(table.c.id == webhook.id).values(values))
 
 
-def create_webhook(
-    connection: Connection, request: CreateWebhook, cipher: SecretCipher
-) -> StoredWebhook:
+def create_webhook(connection: Connection, request: CreateWebhook, cipher: Cipher) -> StoredWebhook:
     id = secrets.token_hex(12)
     connection.execute(
         insert(table).values(
@@ -259,7 +226,7 @@ def create_webhook(
 
 
 def update_webhook(
-    connection: Connection, id: str, request: UpdateWebhook, cipher: SecretCipher
+    connection: Connection, id: str, request: UpdateWebhook, cipher: Cipher
 ) -> StoredWebhook:
     """Changes the fields that the request names, as `UpdateWebhook` describes. If the request has
     `secrets`, and the stored `secrets` were encrypted with another key, the new ones replace all
