@@ -50,8 +50,7 @@ from pipeline.hub.routes.access import everywhere, identified, with_token
 from pipeline.hub.service import Hub, HubOf, Remarks
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.state_folder import database_path, only_hub_in
-from pipeline.hub.tokens import auth
-from pipeline.hub.tokens.store import identity_of_token
+from pipeline.hub.tokens.auth import Guard
 from pipeline.hub.webhooks import outbox
 from pipeline.hub.webhooks.deliveries import Deliverer
 from pipeline.hub.webhooks.job_copies import JobLauncher
@@ -112,14 +111,6 @@ def create_app(
                 wake=deliverer.wake,
             )
             repositories = Repositories(root.absolute())
-            guard = auth.Guard(
-                token,
-                settings.owner,
-                jobs_store,
-                secret_key,
-                find_token=partial(identity_of_token, database, user=settings.owner),
-                public_host=settings.host if settings.public_reads else None,
-            )
             prune = partial(
                 run_in_threadpool,
                 outbox.prune,
@@ -151,7 +142,13 @@ def create_app(
                 cipher=cipher,
                 launcher=launcher,
                 metrics=metrics,
-                guard=guard,
+                guard=Guard(
+                    token=token,
+                    settings=settings,
+                    database=database,
+                    jobs_store=jobs_store,
+                    secret_key=secret_key,
+                ),
                 needed_commits=needed_commits,
                 remarks_on=remarks,
                 git_slots=defaultdict(lambda: asyncio.Semaphore(settings.max_git_processes)),

@@ -17,7 +17,7 @@ from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.tokens.auth import Guard, Identity, check_sees, out_of_reach
+from pipeline.hub.tokens.auth import Guard, Identity
 from pipeline.hub.webhooks.job_copies import JobLauncher
 
 Remarks = Callable[[Repository, Mapping[str, str], Sequence[RefChange]], Sequence[str]]
@@ -57,17 +57,22 @@ class Hub:
         with self.database.read() as connection:
             return self.repositories.find_by_id(connection, id)
 
-    def find_reached(self, name: RepositoryName, identity: Identity) -> Repository:
+    def find_reached(
+        self, name: RepositoryName, identity: Identity, *, as_git: bool = False
+    ) -> Repository:
         """Raises RepositoryNotFound or TokenMissing if the repository does not exist or if the
-        token does not reach it. With a limited token, both get the same error."""
+        token does not reach it. With a limited token, both get the same error. With `as_git`, for
+        git and git-lfs, `/owner/name` also finds a dataset."""
+        find = self.repositories.find_as_git if as_git else self.repositories.find
         try:
             with self.database.read() as connection:
-                repository = self.repositories.find(connection, name)
+                repository = find(connection, name)
         except RepositoryNotFound:
             if identity.is_limited:
-                raise out_of_reach(identity, name) from None
+                raise identity.out_of_reach(name) from None
             raise
-        check_sees(identity, name, repository)
+        if not identity.may_see(repository):
+            raise identity.out_of_reach(name)
         return repository
 
 

@@ -29,7 +29,7 @@ from pipeline.hub.routes.access import (
     writer,
 )
 from pipeline.hub.service import Hub, HubOf
-from pipeline.hub.tokens.auth import Identity, require_a_person, signature
+from pipeline.hub.tokens.auth import Identity, signature
 from pipeline.hub.webhooks.store import list_webhooks
 
 _RESERVED_NAMES = frozenset({"auth-check", "discussions", "refs"})
@@ -155,7 +155,7 @@ def change_settings(
     repository: Locked,
 ) -> Json:
     """Changes the visibility. Raises BadRequest for `gated`, and ignores all other settings."""
-    require_a_person(identity, "the settings of a repository")
+    identity.require_person("the settings of a repository")
     if body.gated:
         raise BadRequest(
             "Gated repositories are not supported by this hub: make the repository private, and "

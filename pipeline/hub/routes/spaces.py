@@ -16,7 +16,7 @@ from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes.access import API, Locked, Readable, Writer
 from pipeline.hub.schema import space_secrets as table
 from pipeline.hub.service import HubOf
-from pipeline.hub.tokens.auth import Identity, require_a_person
+from pipeline.hub.tokens.auth import Identity
 
 router = APIRouter(prefix=f"{API}/secrets")
 
@@ -63,7 +63,7 @@ def put(
 
 
 def _check(identity: Identity, space: Repository) -> None:
-    require_a_person(identity, "secrets of a Space")
+    identity.require_person("secrets of a Space")
     if space.name.type != "space":
         raise BadRequest(f"A {space.name.type} has no secrets: only a Space has any.")
 

@@ -4,22 +4,32 @@ as the password of Basic, with any user name."""
 import asyncio
 import base64
 import binascii
+import hashlib
+import logging
 import re
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import time
+from dataclasses import dataclass
 from typing import Literal
 
+from sqlalchemy import select, update
+from sqlalchemy.exc import OperationalError
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from jobs.attempt_tokens import PREFIX, job_of_token
 from jobs.environment import COMMITTER_DOMAIN
 from jobs.store import JobStore
+from pipeline.hub.database import Database
 from pipeline.hub.errors import Forbidden, RepositoryNotFound, TokenMissing, Unauthorized
 from pipeline.hub.repositories.store import Repository
+from pipeline.hub.schema import tokens as table
+from pipeline.hub.settings import HubSettings
 from serving.http.cross_site import other_host, other_site
 
+logger = logging.getLogger(__name__)
+
+USE_IS_STORED_EVERY_SECONDS = 60.0
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 OF_ITS_BODY_ONLY = "/api/validate-yaml"
 """This route needs no token, because its answer depends only on the request's body. Also,
@@ -63,16 +73,42 @@ class Identity:
             return not repository.private
         return self.repositories is None or repository.id in self.repositories
 
-    def require_write(self, what: str) -> None:
-        """Raises Forbidden if the token may only read, and Unauthorized if there is no token.
-        `what` names in the message what needs the role, such as "a push"."""
+    def require_token(self, what: str) -> None:
+        """Raises Unauthorized if there is no token. `what` names in the message what needs one,
+        such as "a push"."""
         if self.is_anonymous:
             raise Unauthorized(f"{what} needs a token: set HF_TOKEN, or run `pipeline env`.")
+
+    def require_write(self, what: str) -> None:
+        """As `require_token`. Also raises Forbidden if the token may only read."""
+        self.require_token(what)
         if self.role != "write":
             raise Forbidden(
                 f"The token {self.token_name!r} may only read, and {what} needs the role write: "
                 "use a token with this role."
             )
+
+    def require_person(self, what: str) -> None:
+        """Raises Forbidden for the token of a job. `what` names in the message what a job may not
+        use."""
+        if self.job_id is not None:
+            raise Forbidden(
+                f"This is the token of job {self.job_id}, which may read and write repositories "
+                f"and nothing else: for {what}, use the token of a person."
+            )
+
+    def out_of_reach(self, named: object) -> RepositoryNotFound | TokenMissing:
+        """The error for a repository that the token does not reach. A repository that does not
+        exist gets the same error, so that no client learns which repositories exist. `named` is
+        the name in the request."""
+        if self.is_anonymous:
+            return TokenMissing(
+                f"Without a token, you cannot read a {named} here: check the name, or set HF_TOKEN."
+            )
+        return RepositoryNotFound(
+            f"There is no {named} here, or the token {self.token_name!r} does not reach it: check "
+            "the name, or use another token."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,67 +137,23 @@ def signature(identity: Identity) -> Signature:
     return Signature(name=f"job {identity.job_id}", email=f"{identity.job_id}@{COMMITTER_DOMAIN}")
 
 
-def check_sees(identity: Identity, named: object, repository: Repository) -> None:
-    """Raises the error of `out_of_reach` if the token does not reach `repository`. `named` is the
-    name in the request, for the message."""
-    if not identity.may_see(repository):
-        raise out_of_reach(identity, named)
-
-
-def out_of_reach(identity: Identity, named: object) -> RepositoryNotFound | TokenMissing:
-    """The error for a repository that the token does not reach. A repository that does not exist
-    gets the same error, so that no client learns which repositories exist."""
-    if identity.is_anonymous:
-        return TokenMissing(
-            f"Without a token, you cannot read a {named} here: check the name, or set HF_TOKEN."
-        )
-    return RepositoryNotFound(
-        f"There is no {named} here, or the token {identity.token_name!r} does not reach it: check "
-        "the name, or use another token."
-    )
-
-
 ANONYMOUS = Identity(user="", role="read", token_name="")
 
 
-def require_a_person(identity: Identity, what: str) -> None:
-    """Raises Forbidden for the token of a job. `what`, a plural for the message, says what a job
-    may not use."""
-    if identity.job_id is not None:
-        raise Forbidden(
-            f"This is the token of job {identity.job_id}, which may read and write repositories "
-            f"and nothing else: {what} need the token of a person."
-        )
-
-
+@dataclass(frozen=True, kw_only=True)
 class Guard:
-    """Accepts three kinds of tokens: the hub's own token, the tokens that a person created on this
-    hub, and the tokens of jobs.
+    """Accepts the hub's own token, the tokens that a person created on this hub (`store.py`), and
+    the tokens of jobs. Each attempt of a job has its own token, which is valid while the attempt
+    runs. All act for the hub's owner."""
 
-    Each attempt of a job has its own token, which is valid while the attempt runs. `owner` is the
-    user to whom the hub's own token belongs; jobs act for the same user. If `jobs_store` is None,
-    no job's token is valid. `secret_key` signs the jobs' tokens. `find_token` returns the identity
-    for a token that a person created, and None for any other text. `public_host` is the hub's host
-    name, if the hub accepts requests without a token. `routes/access.py` decides what such requests
-    may read.
-    """
-
-    def __init__(
-        self,
-        token: str,
-        owner: str,
-        jobs_store: JobStore | None,
-        secret_key: bytes,
-        *,
-        find_token: Callable[[bytes], Identity | None] = lambda token: None,
-        public_host: str | None = None,
-    ) -> None:
-        self._token = token.encode()
-        self._owner = Identity(user=owner, role="write", token_name="hub", owns_hub=True)
-        self._find_token = find_token
-        self._public_host = public_host
-        self._jobs_store = jobs_store
-        self._secret_key = secret_key
+    token: str
+    """The hub's own token."""
+    settings: HubSettings
+    database: Database
+    jobs_store: JobStore | None
+    """Without it, no job's token is valid."""
+    secret_key: bytes
+    """Signs the jobs' tokens."""
 
     async def check(self, scope: Scope) -> Identity:
         """Who makes the request.
@@ -172,28 +164,52 @@ class Guard:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if not given:
             return self._without_token(scope)
-        token = _token(given[0])
-        if len(given) == 1 and secrets.compare_digest(token, self._token):
-            return self._owner
-        if len(given) == 1 and self._jobs_store is not None and token.startswith(PREFIX.encode()):
+        token = _token(given[0]) if len(given) == 1 else b""
+        user = self.settings.owner
+        if secrets.compare_digest(token, self.token.encode()):
+            return Identity(user=user, role="write", token_name="hub", owns_hub=True)
+        if self.jobs_store is not None and token.startswith(PREFIX.encode()):
             job = await asyncio.to_thread(
-                job_of_token, token.decode("ascii", "replace"), self._jobs_store, self._secret_key
+                job_of_token, token.decode("ascii", "replace"), self.jobs_store, self.secret_key
             )
             if job is not None:
-                return replace(
-                    self._owner, token_name=f"job {job.id}", job_id=job.id, owns_hub=False
-                )
+                return Identity(user=user, role="write", token_name=f"job {job.id}", job_id=job.id)
             raise Unauthorized(
                 "This is not the token of a running attempt of a job: the attempt has ended, or "
                 "the token is wrong."
             )
-        if len(given) == 1 and token:
-            stored = await asyncio.to_thread(self._find_token, token)
-            if stored is not None:
-                return stored
-        # `huggingface_hub` looks for exactly this text, and then does not report the repository as
-        # missing.
-        raise Unauthorized("Invalid credentials in Authorization header")
+        stored = await asyncio.to_thread(self._stored, token)
+        if stored is None:
+            # `huggingface_hub` looks for exactly this text, and then does not report the repository
+            # as missing.
+            raise Unauthorized("Invalid credentials in Authorization header")
+        return stored
+
+    def _stored(self, token: bytes) -> Identity | None:
+        """The identity of a token that a person created. None if there is no such token."""
+        with self.database.read() as connection:
+            found = connection.execute(select(table).where(table.c.digest == digest(token)))
+            row = found.one_or_none()
+        if row is None:
+            return None
+        now = time.time()
+        if now - (row.last_used_at or 0) >= USE_IS_STORED_EVERY_SECONDS:
+            try:
+                with self.database.write_relaxed() as connection:
+                    connection.execute(
+                        update(table).where(table.c.id == row.id).values(last_used_at=now)
+                    )
+            except OperationalError as error:
+                # A request that only reads must work even if the disk is full or read-only.
+                logger.warning(
+                    "the hub cannot store that the token %r was used: %s", row.name, error.orig
+                )
+        return Identity(
+            user=self.settings.owner,
+            role=row.role,
+            token_name=row.name,
+            repositories=None if row.repositories is None else frozenset(row.repositories),
+        )
 
     def _without_token(self, scope: Scope) -> Identity:
         """The identity of a request without a token. Raises TokenMissing or Unauthorized if the
@@ -204,8 +220,8 @@ class Guard:
         """
         if scope["path"] == OF_ITS_BODY_ONLY:
             return ANONYMOUS
-        if self._public_host is not None:
-            host = other_host(Headers(scope=scope), scope.get("server"), {self._public_host})
+        if self.settings.public_reads:
+            host = other_host(Headers(scope=scope), scope.get("server"), {self.settings.host})
             if host is None:
                 return ANONYMOUS
             raise Forbidden(
@@ -229,6 +245,12 @@ def check_site(scope: Scope) -> None:
             f"The browser sends this request on behalf of {site}, and only this hub's own pages "
             "may change anything: use `pipeline`, `hf` or another client with the hub's token."
         )
+
+
+def digest(token: bytes) -> str:
+    """What the hub stores of a token. A slower hash is not needed, because a token has 160 random
+    bits, and nobody can find it by trying."""
+    return hashlib.sha256(token).hexdigest()
 
 
 def _token(value: bytes) -> bytes:

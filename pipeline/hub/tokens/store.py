@@ -1,34 +1,23 @@
-"""Creates, lists and revokes tokens, and finds the identity that a token gives to a request. The
-routes use this module. The command line uses it too, while no hub runs. A token may only read, or
-read and write. It is valid for all repositories or only for some.
-
-Only the SHA-256 of a token is stored. A slower hash is not needed, because a token has 160 random
-bits, and nobody can find it by trying.
+"""Creates, lists and revokes tokens: for the routes, and for the command line while no hub runs.
+A token may only read, or read and write. It is valid for all repositories or only for some. The hub
+stores only its SHA-256.
 """
 
-import hashlib
-import logging
 import re
 import secrets
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import get_args
 
-from sqlalchemy import delete, insert, select, update
-from sqlalchemy.exc import OperationalError
+from sqlalchemy import delete, insert, select
 
 from pipeline.hub.database import Database
 from pipeline.hub.errors import BadRequest, Conflict, NotFound
+from pipeline.hub.http_json import Json, iso_time
 from pipeline.hub.repositories.names import RepositoryName, repository_name
 from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.schema import tokens as table
-from pipeline.hub.tokens.auth import Identity, Role
-
-logger = logging.getLogger(__name__)
-
-USE_IS_STORED_EVERY_SECONDS = 60.0
-Json = dict[str, object]
+from pipeline.hub.tokens.auth import Role, digest
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
@@ -66,7 +55,7 @@ def create_token(
             insert(table).values(
                 id=secrets.token_hex(12),
                 name=name,
-                digest=_digest(token.encode()),
+                digest=digest(token.encode()),
                 role=role,
                 repositories=ids or None,
                 created_at=time.time(),
@@ -95,8 +84,8 @@ def list_tokens(database: Database, repositories: Repositories) -> list[Json]:
                 "role": row.role,
                 "repositories": row.repositories
                 and [_full_name(names.get(id)) for id in row.repositories],
-                "createdAt": _iso(row.created_at),
-                "lastUsedAt": row.last_used_at and _iso(row.last_used_at),
+                "createdAt": iso_time(row.created_at),
+                "lastUsedAt": row.last_used_at and iso_time(row.last_used_at),
             }
             for row in connection.execute(select(table).order_by(table.c.created_at))
         ]
@@ -104,10 +93,6 @@ def list_tokens(database: Database, repositories: Repositories) -> list[Json]:
 
 def _full_name(name: RepositoryName | None) -> str:
     return "(deleted)" if name is None else f"{name.type}:{name.id}"
-
-
-def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 def revoke_token(database: Database, name: str) -> Json:
@@ -118,34 +103,3 @@ def revoke_token(database: Database, name: str) -> Json:
                 f"There is no token {name!r} here: list the tokens with `pipeline hub tokens ls`."
             )
     return {"revoked": name}
-
-
-def identity_of_token(database: Database, token: bytes, user: str) -> Identity | None:
-    """The identity that the token gives to a request. None if the hub has no such token. `user` is
-    the user for whom all tokens act."""
-    digest = _digest(token)
-    with database.read() as connection:
-        row = connection.execute(select(table).where(table.c.digest == digest)).one_or_none()
-    if row is None:
-        return None
-    now = time.time()
-    if row.last_used_at is None or now - row.last_used_at >= USE_IS_STORED_EVERY_SECONDS:
-        used = update(table).where(table.c.id == row.id).values(last_used_at=now)
-        try:
-            with database.write_relaxed() as connection:
-                connection.execute(used)
-        except OperationalError as error:
-            # A request that only reads must work even if the disk is full or read-only.
-            logger.warning(
-                "the hub cannot store that the token %r was used: %s", row.name, error.orig
-            )
-    return Identity(
-        user=user,
-        role=row.role,
-        token_name=row.name,
-        repositories=None if row.repositories is None else frozenset(row.repositories),
-    )
-
-
-def _digest(token: bytes) -> str:
-    return hashlib.sha256(token).hexdigest()
