@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -20,14 +20,12 @@ from jobs.store import JobStore
 from pipeline.hub import http_json
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import check_schema, open_database
-from pipeline.hub.discussions.store import open_bases
 from pipeline.hub.errors import HubError, NotFound, NotSupported
 from pipeline.hub.events.log import EventLog
 from pipeline.hub.events.reconcile import reconcile, reconcile_at_start
 from pipeline.hub.http_json import Json
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.repositories.refs import RefChange
-from pipeline.hub.repositories.store import Repositories, Repository
+from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.routes import (
     activity,
     commits,
@@ -67,16 +65,16 @@ def create_app(
     *,
     token: str,
     secret_key: bytes,
-    jobs_store: JobStore | None = None,
+    jobs_store: JobStore,
     needed_commits: Callable[[], Collection[str]] | None = None,
     remarks_on: Remarks = lambda *_: (),
 ) -> ASGIApp:
     """The hub whose state is in the folder `root`, which only one hub may use at a time.
 
     `token` is the hub's own token, which may do everything. The hub also accepts the tokens that
-    were created with its own token, and the token of each running job of `jobs_store`.
-    `secret_key` is a Fernet key: it encrypts the webhooks' secrets and signs the jobs' tokens. If
-    there is a `jobs_store`, a webhook can start a job instead of calling a URL.
+    were created with its own token, and the token of each running job of `jobs_store`, to which
+    webhooks can submit jobs. `secret_key` is a Fernet key: it encrypts the webhooks' secrets and
+    signs the jobs' tokens.
 
     `needed_commits` returns the commits that releases and jobs need. A garbage collection removes
     the commits that are on no branch any more, and that neither `needed_commits` nor a stored event
@@ -92,7 +90,7 @@ def create_app(
             "hub a token."
         )
     cipher = Cipher(secret_key)
-    launcher = None if jobs_store is None else JobLauncher(jobs_store, secret_key)
+    launcher = JobLauncher(store=jobs_store, cipher=cipher, secret_key=secret_key)
     # The lifespan makes the same checks. They are also made here, because the server shows an
     # error of the lifespan as a traceback. An error that is raised here is shown as one line.
     with only_hub_in(root):
@@ -111,29 +109,19 @@ def create_app(
                 wake=deliverer.wake,
             )
             repositories = Repositories(root.absolute())
+            look = partial(reconcile, repositories, log)
             prune = partial(
-                run_in_threadpool,
-                outbox.prune,
-                database,
-                keep_days=settings.keep_deliveries_days,
+                run_in_threadpool, outbox.prune, database, settings.keep_deliveries_days
             )
             await prune()
             reconcile_at_start(repositories, log)
             deliverer.start()
-            look = partial(reconcile, repositories, log)
             background = [
-                asyncio.create_task(_every(seconds, act, name))
-                for seconds, act, name in (
-                    (settings.reconcile_seconds, look, "look for refs that moved"),
-                    (PRUNE_SECONDS, prune, "remove old deliveries"),
-                )
+                asyncio.create_task(
+                    _every(settings.reconcile_seconds, look, "look for refs that moved")
+                ),
+                asyncio.create_task(_every(PRUNE_SECONDS, prune, "remove old deliveries")),
             ]
-
-            def remarks(repository: Repository, changes: Sequence[RefChange]) -> Sequence[str]:
-                with database.read() as connection:
-                    bases = open_bases(connection, repository)
-                return remarks_on(repository, bases, changes)
-
             app.state.hub = Hub(
                 settings=settings,
                 database=database,
@@ -150,7 +138,7 @@ def create_app(
                     secret_key=secret_key,
                 ),
                 needed_commits=needed_commits,
-                remarks_on=remarks,
+                remarks_on=remarks_on,
                 git_slots=defaultdict(lambda: asyncio.Semaphore(settings.max_git_processes)),
             )
             try:
@@ -212,10 +200,6 @@ probes = APIRouter()
 
 
 @probes.get("/health")
-async def health() -> Json:
-    return {"status": "ok"}
-
-
 @probes.get("/live")
 def alive(hub: HubOf) -> Json:
     """Says whether the hub can read its database. If it cannot, the answer has the error under

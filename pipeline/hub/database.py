@@ -14,7 +14,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from pipeline.hub.errors import HubError
 from pipeline.hub.schema import metadata, schema_revision
 
-SCHEMA_REVISION = "hub2"
+SCHEMA_REVISION = "hub3"
 """The schema that `schema.py` declares. A file with another one is refused."""
 
 
@@ -91,20 +91,27 @@ def _engine(path: Path, *, synchronous: Literal["FULL", "NORMAL"]) -> Engine:
     return engine
 
 
+@contextmanager
+def read_only(path: Path) -> Iterator[sqlite3.Connection]:
+    """The file of a hub, which may run in another process. Raises HubError if it is damaged."""
+    try:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+            yield connection
+    except sqlite3.DatabaseError as error:
+        raise HubError(
+            f"{path} cannot be read as the hub's database ({error}): move it away or restore it."
+        ) from error
+
+
 def check_schema(path: Path) -> str | None:
     """The revision of the file's schema, or None for a new file. Raises HubError as `open_database`
     does. Changes nothing."""
     if not path.exists():
         return None
-    try:
-        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
-            if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
-                return None
-            [found] = connection.execute("SELECT version_num FROM alembic_version").fetchone()
-    except sqlite3.DatabaseError as error:
-        raise HubError(
-            f"{path} cannot be read as the hub's database ({error}): move it away or restore it."
-        ) from error
+    with read_only(path) as connection:
+        if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+            return None
+        [found] = connection.execute("SELECT version_num FROM alembic_version").fetchone()
     if found != SCHEMA_REVISION:
         raise HubError(
             f"{path} has schema {found!r}, and this hub knows only {SCHEMA_REVISION!r}: another "

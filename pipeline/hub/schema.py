@@ -115,19 +115,15 @@ discussion_events = Table(
     Column("type", String, nullable=False),
     Column("author", String, nullable=False),
     Column("created_at", Float, nullable=False),
-    Column("data", JSON, nullable=False),
+    # The text of a comment, or the new status.
+    Column("text", String, nullable=False),
 )
 
 # The secrets of a Space, for the environment of its app.
 space_secrets = Table(
     "space_secrets",
     metadata,
-    Column(
-        "repository_id",
-        String,
-        ForeignKey("repositories.id", ondelete="CASCADE"),
-        primary_key=True,
-    ),
+    _of_repository(primary_key=True),
     Column("key", String, primary_key=True),
     Column("encrypted_value", LargeBinary, nullable=False),
     Column("description", String),

@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import Database
+from pipeline.hub.discussions.store import open_bases
 from pipeline.hub.errors import RepositoryNotFound
 from pipeline.hub.events.log import EventLog
 from pipeline.hub.metrics import HubMetrics
@@ -32,14 +33,13 @@ class Hub:
     repositories: Repositories
     log: EventLog
     cipher: Cipher
-    launcher: JobLauncher | None
+    launcher: JobLauncher
     metrics: HubMetrics
     guard: Guard
     needed_commits: Callable[[], Collection[str]] | None
     """Returns the shas of the commits that releases and jobs need, in all repositories. If it is
     None, the hub does not know these commits, so it keeps every commit."""
-    remarks_on: Callable[[Repository, Sequence[RefChange]], Sequence[str]]
-    """Makes the lines that git prints after a push with these changes."""
+    remarks_on: Remarks
     git_slots: Mapping[str, asyncio.Semaphore]
     """One for each process of git. A clone keeps its slot until its client has read the whole
     answer. Pushes have separate slots, so that no push waits for such a client. Every clone and
@@ -51,6 +51,12 @@ class Hub:
     card_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     """How many READMEs may be checked at once. Anybody may send one, also without a token, and its
     metadata may take four seconds to parse. Several at once would slow down every other request."""
+
+    def remarks(self, repository: Repository, changes: Sequence[RefChange]) -> Sequence[str]:
+        """The lines that git prints after a push with these changes."""
+        with self.database.read() as connection:
+            bases = open_bases(connection, repository)
+        return self.remarks_on(repository, bases, changes)
 
     def find_by_id(self, id: str) -> Repository:
         """Raises RepositoryNotFound."""

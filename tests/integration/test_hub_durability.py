@@ -17,7 +17,6 @@ import httpx
 import pytest
 from huggingface_hub import HfApi
 
-from pipeline.hub.app import create_app
 from pipeline.hub.database import open_database
 from pipeline.hub.errors import HubError
 from tests.hub_fixtures import (
@@ -44,6 +43,7 @@ PROGRAM = """
 import os, signal, sys
 from pathlib import Path
 import uvicorn
+from jobs.store import JobStore
 from pipeline.hub.app import create_app
 from pipeline.hub.events.log import EventLog
 from pipeline.hub.repositories.store import Repositories
@@ -64,7 +64,8 @@ settings = HubSettings(
     port=int(port), delivery_schedule_seconds=(0,) + (0.05,) * 50,
     refused_min_seconds=0.05, refused_max_seconds=0.1,
 )
-app = create_app(settings, Path(root), token=token, secret_key=key.encode())
+store = JobStore.open(Path(root).with_name("jobs.sqlite"))
+app = create_app(settings, Path(root), token=token, secret_key=key.encode(), jobs_store=store)
 uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")
 """
 
@@ -297,8 +298,8 @@ def test_a_repository_put_into_the_folder_is_found_at_start(tmp_path: Path) -> N
 
 
 def test_a_second_hub_in_one_folder_is_refused(hub: RunningHub) -> None:
-    with pytest.raises(HubError, match="Another hub uses"):
-        create_app(hub.settings, hub.root, token=TOKEN, secret_key=SECRET_KEY)
+    with pytest.raises(HubError, match="Another hub uses"), running_hub(hub.root):
+        pass
     assert hub.api.whoami()["name"] == "local"
 
 

@@ -9,19 +9,21 @@ import logging
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import open_database
 from pipeline.hub.events.log import EventLog
+from pipeline.hub.events.payloads import Event
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.webhooks import deliveries
 from pipeline.hub.webhooks.deliveries import Deliverer
-from pipeline.hub.webhooks.store import CreateWebhook, HubWatchedItem, create_webhook
+from pipeline.hub.webhooks.store import HubWatchedItem, WebhookRequest, create_webhook
 from tests.hub_fixtures import SECRET_KEY, Receiver, recording_receiver
 
 NAME = RepositoryName(type="dataset", owner="local", name="facts")
@@ -48,12 +50,12 @@ class Outbox:
             self.ids = [
                 create_webhook(
                     connection,
-                    CreateWebhook(url=receiver.url, watched=watched),
+                    WebhookRequest(url=receiver.url, watched=watched),
                     Cipher(SECRET_KEY),
                 ).id
                 for receiver in receivers
             ]
-            log.record(connection, repository, action="create")
+            log.record(connection, repository, Event(action="create"))
 
     def sql(self, statement: str, *values: str) -> None:
         with contextlib.closing(sqlite3.connect(self._file)) as connection, connection:
@@ -70,8 +72,9 @@ class Outbox:
         """Serve until the first condition holds, repair, and serve until the second one does."""
 
         async def serve() -> None:
+            starts_no_job: Any = None
             deliverer = Deliverer(
-                self.database, HubSettings(), Cipher(SECRET_KEY), self.metrics, None
+                self.database, HubSettings(), Cipher(SECRET_KEY), self.metrics, starts_no_job
             )
             deliverer.start()
             try:

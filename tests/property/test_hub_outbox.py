@@ -16,7 +16,7 @@ from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.webhooks import outbox
 from pipeline.hub.webhooks.outbox import Attempt
-from pipeline.hub.webhooks.store import CreateWebhook, HubWatchedItem, create_webhook
+from pipeline.hub.webhooks.store import HubWatchedItem, WebhookRequest, create_webhook
 from receiver.payload import WebhookPayload
 from tests.hub_fixtures import SECRET_KEY
 
@@ -49,7 +49,7 @@ def test_every_ref_change_is_delivered_or_dead_and_in_order(
             repository = repositories.adopt(connection, NAME, private=True)
             webhook = create_webhook(
                 connection,
-                CreateWebhook(
+                WebhookRequest(
                     url="http://x/", watched=(HubWatchedItem(type="user", name="local"),)
                 ),
                 Cipher(SECRET_KEY),
@@ -62,9 +62,10 @@ def test_every_ref_change_is_delivered_or_dead_and_in_order(
         pending_outcomes = list(outcomes)
         while True:
             with database.read() as connection:
-                due = outbox.head(connection, webhook)
-            if due is None:
+                head = outbox.head(connection, webhook.id)
+            if head is None:
                 break
+            due = head[0]
             outcome = pending_outcomes.pop(0) if pending_outcomes else 200
             refused = outcome == "refused"
             attempt = Attempt(

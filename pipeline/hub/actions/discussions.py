@@ -20,6 +20,7 @@ from pipeline.hub.discussions.store import (
 )
 from pipeline.hub.errors import BadRequest, Conflict
 from pipeline.hub.events.log import EventLog, record_ref_changes
+from pipeline.hub.events.payloads import Event
 from pipeline.hub.git.process import NO_REF, PULL_REQUEST_PREFIX, git
 from pipeline.hub.repositories.refs import read_refs
 from pipeline.hub.repositories.store import Repository
@@ -47,7 +48,7 @@ def open_discussion(
     # and would keep its commits from being purged. If the hub is killed or git fails before the ref
     # exists, the pull request has no commits: a person can push commits to it, or close it.
     with log.database.write() as connection:
-        found, comment = add_discussion(
+        found, first = add_discussion(
             connection,
             repository,
             title=title,
@@ -56,43 +57,59 @@ def open_discussion(
             base=base,
             status=status,
         )
-        _record(log, connection, repository, found, comment)
+        event = Event(action="create", scope="discussion", discussion=found, comment=first)
+        log.record(connection, repository, event)
     if base is not None:
         git(repository.folder, "update-ref", found.ref, head or refs[base], NO_REF)
         record_ref_changes(repository, log)
     return found
 
 
-def add(
-    log: EventLog, repository: Repository, identity: Identity, num: int, *, text: str
-) -> DiscussionEvent:
-    with log.database.write() as connection:
-        found = find_discussion(connection, repository, num)
-        comment = add_comment(connection, found, author=identity.user, text=text)
-        _record(log, connection, repository, found, comment, scope="discussion.comment")
-    return comment
-
-
-def set_status(
+def comment(
+    connection: Connection,
     log: EventLog,
     repository: Repository,
     identity: Identity,
     num: int,
-    *,
-    status: Status,
-    comment: str | None,
+    text: str,
 ) -> DiscussionEvent:
-    """Changes the status, and adds `comment` to the discussion. The comment is an event of its own,
-    so that a webhook which reads comments gets this one too."""
-    with log.database.write() as connection:
-        return _set_status(connection, log, repository, identity, num, status, comment)
+    found = find_discussion(connection, repository, num)
+    added = add_comment(connection, found, author=identity.user, text=text)
+    event = Event(action="create", scope="discussion.comment", discussion=found, comment=added)
+    log.record(connection, repository, event)
+    return added
+
+
+def set_status(
+    connection: Connection,
+    log: EventLog,
+    repository: Repository,
+    identity: Identity,
+    num: int,
+    status: Status,
+    text: str | None,
+    *,
+    merge_commit: str | None = None,
+) -> DiscussionEvent:
+    """Changes the status, and adds the comment `text` to the discussion. The comment is an event of
+    its own, so that a webhook which reads comments gets this one too."""
+    if text:
+        comment(connection, log, repository, identity, num, text)
+    found = find_discussion(connection, repository, num)
+    changed = change_status(
+        connection, found, author=identity.user, status=status, merge_commit=merge_commit
+    )
+    after = find_discussion(connection, repository, num)
+    event = Event(action="update", scope="discussion", discussion=after)
+    log.record(connection, repository, event)
+    return changed
 
 
 def merge_pull_request(
-    log: EventLog, repository: Repository, identity: Identity, num: int, *, comment: str | None
+    log: EventLog, repository: Repository, identity: Identity, num: int, text: str | None
 ) -> None:
     """Merges a pull request: makes one commit of its changes, on the branch that it is for. Adds
-    `comment` to the discussion. Raises BadRequest and Conflict."""
+    the comment `text` to the discussion. Raises BadRequest and Conflict."""
     with log.database.read() as connection:
         found = find_discussion(connection, repository, num)
     if found.base is None:
@@ -117,7 +134,7 @@ def merge_pull_request(
         author=signature(identity),
     )
     with log.database.write() as connection:
-        _set_status(connection, log, repository, identity, num, "merged", comment, commit)
+        set_status(connection, log, repository, identity, num, "merged", text, merge_commit=commit)
         # The branch moves last, because the comment may be refused. If git fails, nothing is
         # stored. If the hub is killed before the transaction ends, the branch has the commit, and
         # the pull request stays open.
@@ -133,39 +150,3 @@ def check_takes_commits(log: EventLog, repository: Repository, ref: str) -> None
         discussion = find_discussion(connection, repository, num)
     if discussion.status not in OPEN:
         raise Conflict(f"Pull request {num} is {discussion.status}: open another one.")
-
-
-def _set_status(
-    connection: Connection,
-    log: EventLog,
-    repository: Repository,
-    identity: Identity,
-    num: int,
-    status: Status,
-    comment: str | None,
-    merge_commit: str | None = None,
-) -> DiscussionEvent:
-    found = find_discussion(connection, repository, num)
-    if comment:
-        added = add_comment(connection, found, author=identity.user, text=comment)
-        _record(log, connection, repository, found, added, scope="discussion.comment")
-    event = change_status(
-        connection, found, author=identity.user, status=status, merge_commit=merge_commit
-    )
-    changed = find_discussion(connection, repository, num)
-    log.record(connection, repository, action="update", scope="discussion", discussion=changed)
-    return event
-
-
-def _record(
-    log: EventLog,
-    connection: Connection,
-    repository: Repository,
-    discussion: Discussion,
-    comment: DiscussionEvent,
-    *,
-    scope: str = "discussion",
-) -> None:
-    log.record(
-        connection, repository, action="create", scope=scope, discussion=discussion, comment=comment
-    )

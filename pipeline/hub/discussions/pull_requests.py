@@ -3,11 +3,9 @@ here moves a ref. The caller moves the refs, and holds the repository's lock."""
 
 import logging
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from pipeline.hub.contents.history import Commit, list_commits
-from pipeline.hub.errors import Conflict, HubError, RequestError, TooSlow
+from pipeline.hub.errors import Conflict, HubError, RequestError
 from pipeline.hub.git.process import git
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.tokens.auth import Signature
@@ -19,20 +17,11 @@ MAX_DIFF_BYTES = 1024 * 1024
 MAX_SECONDS = 30.0
 """How long git may take to compare or merge two commits. A merge holds the repository's lock."""
 _CUT = "\n[The difference is longer, and is cut here.]\n"
-_NOT_SHOWN = f"[The difference is not shown, because git needed more than {MAX_SECONDS:g} s.]\n"
-_FAILED = (
+_NOT_SHOWN = (
     "[The difference is not shown, because git failed: the pull request may have no commit in "
-    "common with its branch. The hub's log has git's error.]\n"
+    f"common with its branch, or git needed more than {MAX_SECONDS:g} s. The hub's log has git's "
+    "error.]\n"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Merged:
-    """The result of merging two commits."""
-
-    tree: str
-    conflicts: Sequence[str]
-    """The files that git cannot merge. If there are none, `tree` is the merged tree."""
 
 
 def commits_of(repository: Repository, base: str, head: str) -> list[Commit]:
@@ -54,20 +43,18 @@ def difference(repository: Repository, base: str, head: str) -> str:
                 into=file,
                 seconds=MAX_SECONDS,
             )
-        except TooSlow:
-            return _NOT_SHOWN
         except HubError as error:
             logger.warning("the difference of a pull request is not shown: %s", error)
-            return _FAILED
+            return _NOT_SHOWN
         file.seek(0)
         text = file.read(MAX_DIFF_BYTES).decode(errors="replace")
         return text + _CUT if file.read(1) else text
 
 
-def try_merge(repository: Repository, base: str, head: str) -> Merged:
-    """Merges two commits into a tree, and moves no ref. Raises Conflict if git fails: the two may
-    have no commit in common, git may need more than `MAX_SECONDS`, or it may be older than 2.38 and
-    cannot merge without a work tree."""
+def try_merge(repository: Repository, base: str, head: str) -> tuple[str, list[str]]:
+    """Merges two commits into a tree, and moves no ref. Returns the tree, and the files that git
+    cannot merge. Raises Conflict if git fails: the two may have no commit in common, git may need
+    more than `MAX_SECONDS`, or it may be older than 2.38 and cannot merge without a work tree."""
     try:
         output = git(
             repository.folder,
@@ -83,24 +70,24 @@ def try_merge(repository: Repository, base: str, head: str) -> Merged:
             "branch; or open another pull request, from a commit of the branch."
         ) from None
     tree, *files = output.decode(errors="replace").rstrip("\0").split("\0")
-    return Merged(tree=tree, conflicts=[file for file in files if file])
+    return tree, [file for file in files if file]
 
 
 def squash(repository: Repository, base: str, head: str, *, message: str, author: Signature) -> str:
     """Makes one commit on top of `base` that has all changes of the commits up to `head`, and
     returns its sha. Returns `base` if these commits change nothing. Raises Conflict if git cannot
     merge some files, and its message names them. Also raises the errors of `try_merge`."""
-    merged = try_merge(repository, base, head)
-    if merged.conflicts:
+    tree, conflicts = try_merge(repository, base, head)
+    if conflicts:
         raise Conflict(
             f"The pull request cannot be merged, because both sides changed "
-            f"{', '.join(merged.conflicts[:10])}: merge the branch into the pull request first."
+            f"{', '.join(conflicts[:10])}: merge the branch into the pull request first."
         )
-    if git(repository.folder, "rev-parse", f"{base}^{{tree}}").decode().strip() == merged.tree:
+    if git(repository.folder, "rev-parse", f"{base}^{{tree}}").decode().strip() == tree:
         return base
     commit = git(
         repository.folder,
-        *("commit-tree", merged.tree, "-p", base, "-F", "-"),
+        *("commit-tree", tree, "-p", base, "-F", "-"),
         stdin=message.encode(),
         extra=author.environment,
     )

@@ -16,9 +16,8 @@ from sqlalchemy import Connection, insert
 from jobs.environment import COMMITTER_DOMAIN
 from pipeline.hub import schema
 from pipeline.hub.database import Database
-from pipeline.hub.discussions.store import Discussion, DiscussionEvent
 from pipeline.hub.errors import HubError
-from pipeline.hub.events.payloads import compose
+from pipeline.hub.events.payloads import Event, compose
 from pipeline.hub.git.process import git, lines_of
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.names import DEFAULT_BRANCH
@@ -32,7 +31,6 @@ from pipeline.hub.repositories.refs import (
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.webhooks import outbox
 from pipeline.hub.webhooks.store import StoredWebhook, list_webhooks
-from receiver.payload import PING, EventAction
 from receiver.webhooks import Domain
 
 logger = logging.getLogger(__name__)
@@ -59,18 +57,13 @@ class EventLog:
         changes = list(ref_changes(known, refs))
         if not changes:
             return []
-        is_told = not _made_by_jobs(repository, changes, known)
+        told: list[StoredWebhook] | None = None
+        if _made_by_jobs(repository, changes, known):
+            told = []
         with self.database.write() as connection:
             remember(connection, repository, changes)
-            told: list[StoredWebhook] | None = None if is_told else []
-            self.record(
-                connection,
-                repository,
-                action="update",
-                scope="repo.content",
-                changes=changes,
-                webhooks=told,
-            )
+            event = Event(action="update", scope="repo.content", changes=changes)
+            self.record(connection, repository, event, webhooks=told)
         self.wake()
         return changes
 
@@ -78,65 +71,47 @@ class EventLog:
         self,
         connection: Connection,
         repository: Repository,
+        event: Event,
         *,
-        action: EventAction,
-        scope: str = "repo",
-        changes: Sequence[RefChange] = (),
-        moved_to: Repository | None = None,
-        discussion: Discussion | None = None,
-        comment: DiscussionEvent | None = None,
         webhooks: Sequence[StoredWebhook] | None = None,
     ) -> list[str]:
-        """Stores an event in the caller's transaction, and a delivery for each of `webhooks`, by
+        """Stores the event in the caller's transaction, and a delivery for each of `webhooks`, by
         default for all that want it. After the transaction, the caller calls `wake`. Returns the
-        ids of the deliveries. `comment` is the first comment of a new discussion, or the comment
-        that the event is about."""
+        ids of the deliveries."""
         inserted = connection.execute(
             insert(schema.events).values(
                 repository_id=repository.id,
                 type=repository.name.type,
                 owner=repository.name.owner,
                 name=repository.name.name,
-                action=action,
-                scope=scope,
-                updated_refs=[asdict(change) for change in changes],
+                action=event.action,
+                scope=event.scope,
+                updated_refs=[asdict(change) for change in event.changes],
                 created_at=time.time(),
             )
         )
         assert inserted.inserted_primary_key is not None
-        self.metrics.events.labels(scope=scope).inc()
-        head_sha = known_refs(connection, repository).get(DEFAULT_BRANCH)
-        domain: Domain = "repo" if discussion is None else "discussion"
+        [seq] = inserted.inserted_primary_key
+        self.metrics.events.labels(scope=event.scope).inc()
         if webhooks is None:
+            domain: Domain = "repo" if event.discussion is None else "discussion"
             webhooks = [
                 each for each in list_webhooks(connection) if each.wants(repository.name, domain)
             ]
-        return [
-            outbox.put(
-                connection,
+        head_sha = known_refs(connection, repository).get(DEFAULT_BRANCH)
+        ids = []
+        for webhook in webhooks:
+            payload = compose(
+                event,
+                repository,
                 webhook_id=webhook.id,
-                event_seq=inserted.inserted_primary_key[0],
-                payload=compose(
-                    action=action,
-                    scope=scope,
-                    repository=repository,
-                    webhook_id=webhook.id,
-                    hub_url=self.hub_url,
-                    head_sha=head_sha if discussion is None else None,
-                    changes=changes,
-                    moved_to=moved_to,
-                    discussion=discussion,
-                    comment=comment,
-                ),
+                hub_url=self.hub_url,
+                head_sha=head_sha,
             )
-            for webhook in webhooks
-        ]
-
-    def ping(self, connection: Connection, webhook: StoredWebhook, about: Repository) -> str:
-        """Stores an event of the scope `ping`, as `record` does, that only `webhook` gets. Returns
-        the id of its delivery."""
-        [id] = self.record(connection, about, action="update", scope=PING, webhooks=[webhook])
-        return id
+            ids.append(
+                outbox.put(connection, webhook_id=webhook.id, event_seq=seq, payload=payload)
+            )
+        return ids
 
 
 def record_ref_changes(repository: Repository, log: EventLog) -> list[RefChange]:
@@ -171,9 +146,7 @@ def _made_by_jobs(
         )
         return False
     committers = lines_of(lines)
-    is_of_jobs = bool(committers) and all(
-        each.endswith(f"@{COMMITTER_DOMAIN}") for each in committers
-    )
-    if is_of_jobs:
-        logger.info("no webhook gets a push to %s: jobs made its commits", repository.name)
-    return is_of_jobs
+    if not committers or not all(each.endswith(f"@{COMMITTER_DOMAIN}") for each in committers):
+        return False
+    logger.info("no webhook gets a push to %s: jobs made its commits", repository.name)
+    return True

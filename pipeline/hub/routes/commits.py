@@ -146,7 +146,7 @@ async def commit(
         async with hub.repositories.locked(find) as repository, hub.commit_slots:
             made = await run_in_threadpool(act, hub.log, repository, identity, revision, body)
             sha, changes, num = made
-            remarks = await run_in_threadpool(hub.remarks_on, repository, changes)
+            remarks = await run_in_threadpool(hub.remarks, repository, changes)
     hub.log.wake()
     web = f"{hub_url(request)}/{repository.name.path}"
     answer: Json = {"success": True, "commitOid": sha, "commitUrl": f"{web}/commit/{sha}"}

@@ -119,7 +119,8 @@ def comment(
     repository: Locked,
     num: Num,
 ) -> Json:
-    added = acts.add(hub.log, repository, identity, num, text=body.comment)
+    with hub.database.write() as connection:
+        added = acts.comment(connection, hub.log, repository, identity, num, body.comment)
     return {"newMessage": _event_as_json(added)}
 
 
@@ -131,9 +132,10 @@ def set_status(
     repository: Locked,
     num: Num,
 ) -> Json:
-    changed = acts.set_status(
-        hub.log, repository, identity, num, status=body.status, comment=body.comment
-    )
+    with hub.database.write() as connection:
+        changed = acts.set_status(
+            connection, hub.log, repository, identity, num, body.status, body.comment
+        )
     return {"newStatus": _event_as_json(changed)}
 
 
@@ -145,7 +147,7 @@ def merge(
     repository: Locked,
     num: Num,
 ) -> Json:
-    acts.merge_pull_request(hub.log, repository, identity, num, comment=body.comment)
+    acts.merge_pull_request(hub.log, repository, identity, num, body.comment)
     return {}
 
 
@@ -164,11 +166,9 @@ def _as_json(discussion: Discussion, repository: Repository) -> Json:
 
 
 def _event_as_json(event: DiscussionEvent) -> Json:
-    data = event.data
+    data: Json = {"status": event.text}
     if event.type == "comment":
-        history = data["history"]
-        assert isinstance(history, list)
-        latest = {"raw": history[-1]["raw"], "html": f"<p>{escape(history[-1]['raw'])}</p>"}
+        latest = {"raw": event.text, "html": f"<p>{escape(event.text)}</p>"}
         data = {"edited": False, "hidden": False, "latest": latest}
     return {
         "id": event.id,
@@ -215,7 +215,7 @@ def _files_with_conflicts(repository: Repository, base: str, head: str) -> list[
     """The files that git cannot merge. True if git cannot make this list: clients of the Hugging
     Face Hub take it to mean that the pull request cannot be merged."""
     try:
-        return list(try_merge(repository, base, head).conflicts)
+        return try_merge(repository, base, head)[1]
     except HubError as error:
         # Only logged, because the rest of the pull request can be read. A merge gives the error.
         logger.warning(

@@ -114,7 +114,7 @@ async def push(request: Request, hub: HubOf, identity: Who, name: Named, body: B
         # request that git sends before a large push.
         result = "error" if status != 200 else "ok" if changes else "unchanged"
         hub.metrics.pushes.labels(result=result).inc()
-        remarks = await run_in_threadpool(hub.remarks_on, repository, changes)
+        remarks = await run_in_threadpool(hub.remarks, repository, changes)
     return _answer(status, headers, backend.with_remarks(answer, remarks))
 
 

@@ -22,11 +22,11 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from pipeline.hub.errors import Forbidden, RequestError, Unauthorized
 from pipeline.hub.http_json import iso_time, read_body
+from pipeline.hub.routes import activity
 from pipeline.hub.routes.access import everywhere, person
-from pipeline.hub.routes.activity import send_again
 from pipeline.hub.service import HubOf
 from pipeline.hub.tokens.auth import Identity, check_site
-from pipeline.hub.webhooks.activity import list_deliveries
+from pipeline.hub.webhooks.outbox import list_deliveries
 from pipeline.hub.webhooks.store import get_webhook, list_webhooks
 
 PAGES = "/settings/webhooks"
@@ -115,7 +115,7 @@ def show_all(hub: HubOf) -> Response:
 def show(hub: HubOf, id: str) -> Response:
     with hub.database.read() as connection:
         webhook = get_webhook(connection, id)
-        found = list_deliveries(connection, id, status=None, limit=NUM_SHOWN)
+        found = list_deliveries(connection, id, limit=NUM_SHOWN)
     page = _template("webhooks.html").render(
         webhook=webhook, deliveries=found, form_token=_form_token
     )
@@ -131,7 +131,7 @@ async def replay(request: Request, hub: HubOf, id: str) -> Response:
             "page was loaded: load the page again."
         )
     force = "force" in form
-    await run_in_threadpool(send_again, hub, form.get("delivery", ""), force=force)
+    await run_in_threadpool(activity.replay, hub, form.get("delivery", ""), force)
     return RedirectResponse(f"{PAGES}/{id}", status_code=303)
 
 

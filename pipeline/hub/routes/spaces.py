@@ -11,6 +11,7 @@ from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection
 
 from pipeline.hub.errors import BadRequest
+from pipeline.hub.events.payloads import Event
 from pipeline.hub.http_json import Json, iso_time, json_body
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes.access import API, Locked, Readable, Writer
@@ -58,7 +59,7 @@ def put(
             .values(repository_id=space.id, key=secret.key, **values)
             .on_conflict_do_update(index_elements=["repository_id", "key"], set_=values)
         )
-        hub.log.record(connection, space, action="update", scope="repo.config")
+        hub.log.record(connection, space, Event(action="update", scope="repo.config"))
         return _listed(connection, space)
 
 

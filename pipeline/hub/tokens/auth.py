@@ -9,7 +9,7 @@ import logging
 import re
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from sqlalchemy import select, update
@@ -146,13 +146,12 @@ class Guard:
     the tokens of jobs. Each attempt of a job has its own token, which is valid while the attempt
     runs. All act for the hub's owner."""
 
-    token: str
+    token: str = field(repr=False)
     """The hub's own token."""
     settings: HubSettings
     database: Database
-    jobs_store: JobStore | None
-    """Without it, no job's token is valid."""
-    secret_key: bytes
+    jobs_store: JobStore
+    secret_key: bytes = field(repr=False)
     """Signs the jobs' tokens."""
 
     async def check(self, scope: Scope) -> Identity:
@@ -168,7 +167,7 @@ class Guard:
         user = self.settings.owner
         if secrets.compare_digest(token, self.token.encode()):
             return Identity(user=user, role="write", token_name="hub", owns_hub=True)
-        if self.jobs_store is not None and token.startswith(PREFIX.encode()):
+        if token.startswith(PREFIX.encode()):
             job = await asyncio.to_thread(
                 job_of_token, token.decode("ascii", "replace"), self.jobs_store, self.secret_key
             )

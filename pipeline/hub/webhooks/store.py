@@ -2,10 +2,7 @@
 
 import json
 import secrets
-import sqlite3
 import time
-from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from pipeline.hub.cipher import Cipher
+from pipeline.hub.database import read_only
 from pipeline.hub.errors import BadRequest, HubError, NotFound
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.schema import webhooks as table
@@ -47,7 +45,6 @@ Secret = Annotated[
     StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=512),
     AfterValidator(check_signing_secret),
 ]
-Domains = Annotated[tuple[Domain, ...], Field(min_length=1)]
 
 
 class HubWatchedItem(WatchedItem):
@@ -74,33 +71,22 @@ class HubWatchedItem(WatchedItem):
         return self.model_copy(update={"name": f"{owner}/{self.name}"})
 
 
-class _Request(BaseModel):
+class WebhookRequest(BaseModel):
+    """A request that creates or changes a webhook. A field that is left out changes nothing."""
+
     model_config = ConfigDict(frozen=True, extra="ignore")
 
+    url: HttpUrl | None = None
     jobSourceId: str | None = None
     """The id of the job of which the webhook starts copies, instead of calling a URL."""
-    secrets: dict[Variable, str] | None = None
-    """Secret environment variables of these copies."""
-    secret: Secret | Literal[""] | None = None
-    """The secret that the receiver checks. Empty or None for a new webhook without a secret. In an
-    update, an empty text removes the secret, and None keeps it."""
-
-
-class CreateWebhook(_Request):
-    url: HttpUrl | None = None
-    """None if the webhook has a `jobSourceId` instead."""
-    watched: tuple[HubWatchedItem, ...] = Field(min_length=1)
-    domains: Domains = DEFAULT_DOMAINS
-
-
-class UpdateWebhook(_Request):
-    """A field that is None changes nothing. A variable in `secrets` is added or replaced; with an
-    empty value, it is removed. Variables that are not named stay."""
-
-    url: HttpUrl | None = None
     watched: tuple[HubWatchedItem, ...] = ()
     """Empty changes nothing, because `huggingface_hub` sends an empty list for no change."""
-    domains: Domains | None = None
+    domains: Annotated[tuple[Domain, ...], Field(min_length=1)] | None = None
+    secret: Secret | Literal[""] | None = None
+    """The secret that the receiver checks. Empty removes it."""
+    secrets: dict[Variable, str] | None = None
+    """Secret environment variables of the copies of the job. A variable is added or replaced; with
+    an empty value, it is removed. Variables that are not named stay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,29 +152,9 @@ def variables_of(webhook: StoredWebhook, cipher: Cipher) -> dict[str, str]:
     return variables
 
 
-def _as_text(variables: Mapping[str, str]) -> str | None:
-    return json.dumps(variables) if variables else None
-
-
 def list_webhooks(connection: Connection) -> list[StoredWebhook]:
     rows = connection.execute(select(table).order_by(table.c.created_at, table.c.id))
     return [_from_row(row) for row in rows]
-
-
-def jobs_of_webhooks(path: Path) -> set[str]:
-    """The ids of the jobs of which webhooks start copies. Reads the database file `path` of a hub,
-    which may run in another process. Empty if there is no file. Raises HubError."""
-    if not path.exists():
-        return set()
-    try:
-        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
-            rows = connection.execute("SELECT job_id FROM webhooks WHERE job_id IS NOT NULL")
-            return {job_id for (job_id,) in rows}
-    except sqlite3.Error as error:
-        raise HubError(
-            f"The webhooks in {path} cannot be read: {error}. Check that this file is the database "
-            "of the hub."
-        ) from error
 
 
 def get_webhook(connection: Connection, id: str) -> StoredWebhook:
@@ -207,30 +173,33 @@ def change_webhook(connection: Connection, webhook: StoredWebhook, **values: obj
     connection.execute(update(table).where(table.c.id == webhook.id).values(values))
 
 
-def create_webhook(connection: Connection, request: CreateWebhook, cipher: Cipher) -> StoredWebhook:
+def get_enabled_webhook(connection: Connection, id: str) -> StoredWebhook:
+    webhook = get_webhook(connection, id)
+    if webhook.disabled:
+        raise BadRequest(f"Webhook {id} is disabled and sends nothing: enable it first.")
+    return webhook
+
+
+def create_webhook(
+    connection: Connection, request: WebhookRequest, cipher: Cipher
+) -> StoredWebhook:
+    """Raises the errors of `update_webhook`, and BadRequest if a field is missing."""
+    if not request.watched:
+        raise BadRequest("watched: a webhook must watch something.")
+    if request.url is None and request.jobSourceId is None:
+        raise BadRequest("url: a webhook needs the URL that it calls, or a job in `jobSourceId`.")
     id = secrets.token_hex(12)
-    connection.execute(
-        insert(table).values(
-            id=id,
-            url=request.url,
-            job_id=request.jobSourceId,
-            watched=[item.model_dump() for item in request.watched],
-            domains=list(request.domains),
-            encrypted_secret=cipher.encrypt(request.secret),
-            encrypted_secrets=cipher.encrypt(_as_text(request.secrets or {})),
-            disabled=False,
-            created_at=time.time(),
-        )
-    )
-    return get_webhook(connection, id)
+    empty = {"watched": [], "domains": list(DEFAULT_DOMAINS), "disabled": False}
+    connection.execute(insert(table).values(id=id, created_at=time.time(), **empty))
+    return update_webhook(connection, id, request, cipher)
 
 
 def update_webhook(
-    connection: Connection, id: str, request: UpdateWebhook, cipher: Cipher
+    connection: Connection, id: str, request: WebhookRequest, cipher: Cipher
 ) -> StoredWebhook:
-    """Changes the fields that the request names, as `UpdateWebhook` describes. If the request has
-    `secrets`, and the stored `secrets` were encrypted with another key, the new ones replace all
-    stored ones. Raises BadRequest for `secrets` of a webhook that calls a URL."""
+    """Changes the fields that the request names. If it has `secrets`, and the stored `secrets` were
+    encrypted with another key, the new ones replace all stored ones. Raises BadRequest for
+    `secrets` of a webhook that calls a URL."""
     webhook = get_webhook(connection, id)
     changes: dict[str, object] = {}
     if request.url is not None:
@@ -238,14 +207,14 @@ def update_webhook(
     elif request.jobSourceId is not None:
         changes |= {"url": None, "job_id": request.jobSourceId}
     if request.secrets is not None:
-        if (webhook.job_id is None and request.jobSourceId is None) or request.url is not None:
+        if changes.get("job_id", webhook.job_id) is None:
             raise BadRequest("secrets: only a webhook that starts a job has any: leave them out.")
         try:
             known = variables_of(webhook, cipher)
         except HubError:
             known = {}
         merged = {name: value for name, value in (known | request.secrets).items() if value}
-        changes["encrypted_secrets"] = cipher.encrypt(_as_text(merged))
+        changes["encrypted_secrets"] = cipher.encrypt(json.dumps(merged))
     if request.watched:
         changes["watched"] = [item.model_dump() for item in request.watched]
     if request.domains is not None:
@@ -253,13 +222,23 @@ def update_webhook(
     if request.secret is not None:
         changes["encrypted_secret"] = cipher.encrypt(request.secret)
     if changes:
-        connection.execute(update(table).where(table.c.id == id).values(changes))
+        change_webhook(connection, webhook, **changes)
     return get_webhook(connection, id)
 
 
 def delete_webhook(connection: Connection, id: str) -> None:
     get_webhook(connection, id)
     connection.execute(delete(table).where(table.c.id == id))
+
+
+def jobs_of_webhooks(path: Path) -> set[str]:
+    """The ids of the jobs of which webhooks start copies. Reads the database file `path` of a hub,
+    which may run in another process. Empty if there is no file. Raises HubError."""
+    if not path.exists():
+        return set()
+    with read_only(path) as connection:
+        rows = connection.execute("SELECT job_id FROM webhooks WHERE job_id IS NOT NULL")
+        return {job_id for (job_id,) in rows}
 
 
 def _from_row(row: Row[tuple[object, ...]]) -> StoredWebhook:
