@@ -167,6 +167,7 @@ def running_hub(
     sees each request before the hub does."""
     with contextlib.ExitStack() as stack:
         if jobs_store is None:
+            root.parent.mkdir(parents=True, exist_ok=True)
             own = root.with_name(f"{root.name}-jobs.sqlite")
             jobs_store = stack.enter_context(JobStore.open(own))
         listener = listening_socket()

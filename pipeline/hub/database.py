@@ -5,7 +5,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Literal
 
 from sqlalchemy import Connection, Engine, create_engine, event, insert
 from sqlalchemy.engine.interfaces import DBAPIConnection
@@ -19,9 +18,8 @@ SCHEMA_REVISION = "hub3"
 
 
 class Database:
-    def __init__(self, engine: Engine, relaxed: Engine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._relaxed = relaxed
         # The writers of this process wait for this lock. If they waited in SQLite, each would sleep
         # and try again, which takes longer.
         self._turn = threading.Lock()
@@ -38,16 +36,8 @@ class Database:
         with self._turn, _immediate(self._engine) as connection:
             yield connection
 
-    @contextmanager
-    def write_relaxed(self) -> Iterator[Connection]:
-        """As `write`, but several times faster. A power cut may lose the transaction. A kill of the
-        hub does not lose it."""
-        with self._turn, _immediate(self._relaxed) as connection:
-            yield connection
-
     def close(self) -> None:
         self._engine.dispose()
-        self._relaxed.dispose()
 
 
 @contextmanager
@@ -62,15 +52,15 @@ def open_database(path: Path) -> Database:
     """Opens the file, or makes a new one. Raises HubError if a hub of another version wrote the
     file or if it is not a database of a hub. The file then stays as it is."""
     is_new = check_schema(path) is None
-    engine = _engine(path, synchronous="FULL")
+    engine = _engine(path)
     if is_new:
         with _immediate(engine) as connection:
             metadata.create_all(connection)
             connection.execute(insert(schema_revision).values(version_num=SCHEMA_REVISION))
-    return Database(engine, _engine(path, synchronous="NORMAL"))
+    return Database(engine)
 
 
-def _engine(path: Path, *, synchronous: Literal["FULL", "NORMAL"]) -> Engine:
+def _engine(path: Path) -> Engine:
     engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 30})
 
     @event.listens_for(engine, "connect")
@@ -79,7 +69,7 @@ def _engine(path: Path, *, synchronous: Literal["FULL", "NORMAL"]) -> Engine:
         # lock.
         connection.isolation_level = None
         cursor = connection.cursor()
-        for pragma in ("journal_mode = WAL", f"synchronous = {synchronous}", "foreign_keys = ON"):
+        for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
 

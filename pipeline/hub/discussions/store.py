@@ -76,25 +76,12 @@ def find_discussion(connection: Connection, repository: Repository, num: int) ->
 
 
 def list_discussions(
-    connection: Connection,
-    repository: Repository,
-    *,
-    pull_requests: bool | None = None,
-    statuses: Sequence[Status] = (*OPEN, *CLOSED),
-    author: str | None = None,
+    connection: Connection, repository: Repository, statuses: Sequence[Status]
 ) -> list[Discussion]:
-    """The discussions of the repository, newest first. If `pull_requests` is True, only pull
-    requests; if False, only discussions without commits; if None, both. If `author` is None, those
-    of any author."""
+    """The discussions and pull requests of the repository, newest first."""
     wanted = select(table).where(
         table.c.repository_id == repository.id, table.c.status.in_(statuses)
     )
-    if pull_requests is not None:
-        wanted = wanted.where(
-            table.c.base.is_not(None) if pull_requests else table.c.base.is_(None)
-        )
-    if author is not None:
-        wanted = wanted.where(table.c.author == author)
     rows = connection.execute(wanted.order_by(table.c.num.desc()))
     return [Discussion(**row._asdict()) for row in rows]
 
@@ -106,7 +93,7 @@ def open_refs(connection: Connection, repository: Repository) -> list[str]:
 
 def open_bases(connection: Connection, repository: Repository) -> dict[str, str]:
     """The pull requests that are open: ref → the ref of the branch that it is for."""
-    found = list_discussions(connection, repository, pull_requests=True, statuses=OPEN)
+    found = list_discussions(connection, repository, OPEN)
     return {each.ref: each.base for each in found if each.base is not None}
 
 

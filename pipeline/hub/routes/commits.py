@@ -237,13 +237,13 @@ def _opened_before(
     """The pull request that an earlier try of the same request has opened. A client that lost the
     answer sends the request again. The commits then differ only in their time."""
     with log.database.read() as connection:
-        mine = list_discussions(
-            connection, repository, pull_requests=True, statuses=OPEN, author=identity.user
-        )
+        present = list_discussions(connection, repository, OPEN)
     heads, wanted = read_refs(repository), read_commit(repository, sha)
-    for each in mine:
+    for each in present:
+        if each.base != base or each.author != identity.user:
+            continue
         head = heads.get(each.ref)
-        if each.base == base and head is not None and read_commit(repository, head) == wanted:
+        if head is not None and read_commit(repository, head) == wanted:
             return head, (), each.num
     return None
 

@@ -63,14 +63,14 @@ def show_all(
 ) -> Json:
     """The discussions, newest first. `huggingface_hub` reads pages; this is the only one."""
     with hub.database.read() as connection:
-        found = list_discussions(
-            connection,
-            repository,
-            pull_requests=None if type == "all" else type == "pull_request",
-            statuses={"all": (*OPEN, *CLOSED), "open": OPEN, "closed": CLOSED}[status],
-            author=author,
-        )
-    shown = [_as_json(one, repository) for one in found]
+        statuses = {"all": (*OPEN, *CLOSED), "open": OPEN, "closed": CLOSED}[status]
+        found = list_discussions(connection, repository, statuses)
+    shown = [
+        _as_json(one, repository)
+        for one in found
+        if author in (None, one.author)
+        and (type == "all" or one.is_pull_request == (type == "pull_request"))
+    ]
     return {"discussions": shown, "count": len(shown), "start": 0}
 
 

@@ -9,16 +9,15 @@ that changes something has a second token, which no page of another site knows.
 
 import json
 import secrets
-from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Annotated
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, Depends
-from jinja2 import Environment, Template
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.responses import RedirectResponse, Response
+from starlette.templating import Jinja2Templates
 
 from pipeline.hub.errors import Forbidden, RequestError, Unauthorized
 from pipeline.hub.http_json import iso_time, read_body
@@ -83,12 +82,12 @@ pages = APIRouter(prefix=PAGES, dependencies=[Depends(_reader)])
 login = APIRouter(prefix=LOGIN)
 
 
-async def on_login_needed(_: Request, error: Exception) -> Response:
+async def on_login_needed(request: Request, error: Exception) -> Response:
     # If the scheme were Basic, the browser would ask for a login itself. It would then send it with
     # every request to the hub, even if a page of another site causes the request.
     headers = {**HEADERS, "WWW-Authenticate": "Bearer"}
-    form = _template("login.html").render(message=error)
-    return HTMLResponse(form, status_code=401, headers=headers)
+    message = {"message": error}
+    return _templates.TemplateResponse(request, "login.html", message, 401, headers)
 
 
 @login.post("")
@@ -105,21 +104,21 @@ async def log_in(request: Request, hub: HubOf) -> Response:
 
 
 @pages.get("")
-def show_all(hub: HubOf) -> Response:
+def show_all(request: Request, hub: HubOf) -> Response:
     with hub.database.read() as connection:
-        page = _template("webhooks.html").render(webhooks=list_webhooks(connection))
-    return HTMLResponse(page, headers=HEADERS)
+        facts = {"webhooks": list_webhooks(connection)}
+    return _templates.TemplateResponse(request, "webhooks.html", facts, headers=HEADERS)
 
 
 @pages.get("/{id}")
-def show(hub: HubOf, id: str) -> Response:
+def show(request: Request, hub: HubOf, id: str) -> Response:
     with hub.database.read() as connection:
-        webhook = get_webhook(connection, id)
-        found = list_deliveries(connection, id, limit=NUM_SHOWN)
-    page = _template("webhooks.html").render(
-        webhook=webhook, deliveries=found, form_token=_form_token
-    )
-    return HTMLResponse(page, headers=HEADERS)
+        facts = {
+            "webhook": get_webhook(connection, id),
+            "deliveries": list_deliveries(connection, id, limit=NUM_SHOWN),
+            "form_token": _form_token,
+        }
+    return _templates.TemplateResponse(request, "webhooks.html", facts, headers=HEADERS)
 
 
 @pages.post("/{id}/replay")
@@ -144,10 +143,5 @@ def _indented(payload: str) -> str:
     return json.dumps(json.loads(payload), indent=2, ensure_ascii=False)
 
 
-@cache
-def _template(name: str) -> Template:
-    source = files("pipeline.hub.routes").joinpath(name).read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["utc"] = iso_time
-    environment.filters["indented"] = _indented
-    return environment.from_string(source)
+_templates = Jinja2Templates(Path(__file__).parent)
+_templates.env.filters |= {"utc": iso_time, "indented": _indented}

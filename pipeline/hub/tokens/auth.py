@@ -194,7 +194,7 @@ class Guard:
         now = time.time()
         if now - (row.last_used_at or 0) >= USE_IS_STORED_EVERY_SECONDS:
             try:
-                with self.database.write_relaxed() as connection:
+                with self.database.write() as connection:
                     connection.execute(
                         update(table).where(table.c.id == row.id).values(last_used_at=now)
                     )

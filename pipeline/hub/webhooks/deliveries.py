@@ -131,9 +131,7 @@ class Deliverer:
             return outbox.head(connection, webhook_id)
 
     def _settle(self, due: Due, webhook: StoredWebhook, attempt: Attempt) -> None:
-        # A power cut may lose this relaxed write. The hub then sends the delivery again, and the
-        # receiver recognises its id.
-        with self.database.write_relaxed() as connection:
+        with self.database.write() as connection:
             status, change = outbox.settle(connection, due, webhook, attempt, self.settings)
         # Not by the status alone: a delivery that was taken is pending if a person replayed it
         # during the attempt.

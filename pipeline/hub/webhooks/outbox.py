@@ -290,11 +290,10 @@ def _as_json(row: Any) -> Json:
 
 def prune(database: Database, keep_days: float) -> None:
     """Removes deliveries that became delivered or dead more than `keep_days` days ago, and events
-    that are older than this and have no delivery. A power cut may undo this relaxed write; the next
-    call then removes the rows again."""
+    that are older than this and have no delivery."""
     before = time.time() - 86400 * keep_days
     is_over = (table.c.last_attempt_at < before) & (table.c.status != "pending")
     told = exists().where(table.c.event_seq == events.c.seq)
-    with database.write_relaxed() as connection:
+    with database.write() as connection:
         connection.execute(delete(table).where(is_over))
         connection.execute(delete(events).where(events.c.created_at < before, ~told))

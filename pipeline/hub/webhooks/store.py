@@ -26,14 +26,13 @@ DEFAULT_DOMAINS: tuple[Domain, ...] = ("repo", "discussion")
 
 def _is_http(url: str) -> str:
     try:
-        parts = urlsplit(url)
-        parts.port  # noqa: B018 - raises ValueError if it is not a number
-        httpx.URL(url).host  # noqa: B018 - raises if `posting.py` could not use the URL
+        parsed = httpx.URL(url)
+        host = parsed.host  # raises an error if it is no name that can be resolved
     except (ValueError, httpx.InvalidURL) as error:
         raise ValueError(f"{url!r} is not a valid URL: {error}") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parsed.scheme not in ("http", "https") or not host:
         raise ValueError(f"{url!r} must start with http:// or https:// and name a host")
-    check_literal(parts.hostname)
+    check_literal(host)
     return url
 
 
