@@ -1,9 +1,6 @@
-"""What clients do with discussions and pull requests. Each function stores the change together with
-its event.
+"""What clients do with discussions and pull requests."""
 
-The caller holds the repository's lock. Afterwards it wakes the deliverer (`EventLog.wake`), which
-sends the event to the webhooks.
-"""
+from dataclasses import dataclass
 
 from sqlalchemy import Connection
 
@@ -27,119 +24,123 @@ from pipeline.hub.repositories.store import Repository
 from pipeline.hub.tokens.auth import Identity, signature
 
 
-def open_discussion(
-    log: EventLog,
-    repository: Repository,
-    identity: Identity,
-    *,
-    title: str,
-    text: str,
-    status: Status = "open",
-    base: str | None = None,
-    head: str | None = None,
-) -> Discussion:
-    """Opens a discussion, or a pull request for the branch `base`. The pull request's ref first
-    points to the commit `head`, or to the newest commit of `base` if `head` is None. Raises
-    BadRequest if the branch does not exist, or if the title or the text is wrong."""
-    refs = read_refs(repository)
-    if base is not None and base not in refs:
-        raise BadRequest(f"The {repository.name} has no commit on {base}: push one first.")
-    # Store the discussion before the ref exists. A ref without a discussion could never be deleted,
-    # and would keep its commits from being purged. If the hub is killed or git fails before the ref
-    # exists, the pull request has no commits: a person can push commits to it, or close it.
-    with log.database.write() as connection:
-        found, first = add_discussion(
-            connection,
+@dataclass(frozen=True, kw_only=True)
+class Discussions:
+    """Changes the discussions of a repository for a client. Each method stores the change together
+    with its event. The caller holds the repository's lock. Afterwards it wakes the deliverer
+    (`EventLog.wake`), which sends the event to the webhooks."""
+
+    log: EventLog
+    repository: Repository
+    identity: Identity
+
+    def open(
+        self,
+        *,
+        title: str,
+        text: str,
+        status: Status = "open",
+        base: str | None = None,
+        head: str | None = None,
+    ) -> Discussion:
+        """Opens a discussion, or a pull request for the branch `base`. The pull request's ref first
+        points to the commit `head`, or to the newest commit of `base` if `head` is None. Raises
+        BadRequest if the branch does not exist, or if the title or the text is wrong."""
+        refs = read_refs(self.repository)
+        if base is not None and base not in refs:
+            raise BadRequest(f"The {self.repository.name} has no commit on {base}: push one first.")
+        # Store the discussion before the ref exists. A ref without a discussion could never be
+        # deleted, and would keep its commits from being purged. If the hub is killed or git fails
+        # before the ref exists, the pull request has no commits: a person can push commits to it,
+        # or close it.
+        with self.log.database.write() as connection:
+            found, first = add_discussion(
+                connection,
+                self.repository,
+                title=title,
+                text=text,
+                author=self.identity.user,
+                base=base,
+                status=status,
+            )
+            event = Event(action="create", scope="discussion", discussion=found, comment=first)
+            self.log.record(connection, self.repository, event)
+        if base is not None:
+            git(self.repository.folder, "update-ref", found.ref, head or refs[base], NO_REF)
+            record_ref_changes(self.repository, self.log)
+        return found
+
+    def comment(self, num: int, text: str) -> DiscussionEvent:
+        with self.log.database.write() as connection:
+            return self._comment(connection, num, text)
+
+    def set_status(self, num: int, status: Status, text: str | None) -> DiscussionEvent:
+        """Changes the status, and adds the comment `text`. The comment is an event of its own, so
+        that a webhook which reads comments gets this one too."""
+        with self.log.database.write() as connection:
+            return self._set_status(connection, num, status, text)
+
+    def merge(self, num: int, text: str | None) -> None:
+        """Merges a pull request: makes one commit of its changes, on the branch that it is for.
+        Adds the comment `text`. Raises BadRequest and Conflict."""
+        repository = self.repository
+        with self.log.database.read() as connection:
+            found = find_discussion(connection, repository, num)
+        if found.base is None:
+            raise BadRequest(
+                f"Discussion {num} has no commits to merge: give the number of a pull request."
+            )
+        if found.status not in OPEN:
+            raise Conflict(f"Pull request {num} is {found.status} already: merge an open one.")
+        refs = read_refs(repository)
+        if found.base not in refs or found.ref not in refs:
+            raise Conflict(
+                f"{found.base} or {found.ref} does not exist, so pull request {num} "
+                "cannot be merged: open another one."
+            )
+        base, head = refs[found.base], refs[found.ref]
+        titles = [f"- {one.title} ({one.sha})" for one in commits_of(repository, base, head)]
+        commit = squash(
             repository,
-            title=title,
-            text=text,
-            author=identity.user,
-            base=base,
-            status=status,
+            base,
+            head,
+            message="\n".join([f"{found.title} (#{num})", "", *titles, ""]),
+            author=signature(self.identity),
         )
-        event = Event(action="create", scope="discussion", discussion=found, comment=first)
-        log.record(connection, repository, event)
-    if base is not None:
-        git(repository.folder, "update-ref", found.ref, head or refs[base], NO_REF)
-        record_ref_changes(repository, log)
-    return found
+        with self.log.database.write() as connection:
+            self._set_status(connection, num, "merged", text, merge_commit=commit)
+            # The branch moves last, because the comment may be refused. If git fails, nothing is
+            # stored. If the hub is killed before the transaction ends, the branch has the commit,
+            # and the pull request stays open.
+            git(repository.folder, "update-ref", found.base, commit, base)
+        record_ref_changes(repository, self.log)
 
+    def _comment(self, connection: Connection, num: int, text: str) -> DiscussionEvent:
+        found = find_discussion(connection, self.repository, num)
+        added = add_comment(connection, found, author=self.identity.user, text=text)
+        event = Event(action="create", scope="discussion.comment", discussion=found, comment=added)
+        self.log.record(connection, self.repository, event)
+        return added
 
-def comment(
-    connection: Connection,
-    log: EventLog,
-    repository: Repository,
-    identity: Identity,
-    num: int,
-    text: str,
-) -> DiscussionEvent:
-    found = find_discussion(connection, repository, num)
-    added = add_comment(connection, found, author=identity.user, text=text)
-    event = Event(action="create", scope="discussion.comment", discussion=found, comment=added)
-    log.record(connection, repository, event)
-    return added
-
-
-def set_status(
-    connection: Connection,
-    log: EventLog,
-    repository: Repository,
-    identity: Identity,
-    num: int,
-    status: Status,
-    text: str | None,
-    *,
-    merge_commit: str | None = None,
-) -> DiscussionEvent:
-    """Changes the status, and adds the comment `text` to the discussion. The comment is an event of
-    its own, so that a webhook which reads comments gets this one too."""
-    if text:
-        comment(connection, log, repository, identity, num, text)
-    found = find_discussion(connection, repository, num)
-    changed = change_status(
-        connection, found, author=identity.user, status=status, merge_commit=merge_commit
-    )
-    after = find_discussion(connection, repository, num)
-    event = Event(action="update", scope="discussion", discussion=after)
-    log.record(connection, repository, event)
-    return changed
-
-
-def merge_pull_request(
-    log: EventLog, repository: Repository, identity: Identity, num: int, text: str | None
-) -> None:
-    """Merges a pull request: makes one commit of its changes, on the branch that it is for. Adds
-    the comment `text` to the discussion. Raises BadRequest and Conflict."""
-    with log.database.read() as connection:
-        found = find_discussion(connection, repository, num)
-    if found.base is None:
-        raise BadRequest(
-            f"Discussion {num} has no commits to merge: give the number of a pull request."
+    def _set_status(
+        self,
+        connection: Connection,
+        num: int,
+        status: Status,
+        text: str | None,
+        *,
+        merge_commit: str | None = None,
+    ) -> DiscussionEvent:
+        if text:
+            self._comment(connection, num, text)
+        found = find_discussion(connection, self.repository, num)
+        changed = change_status(
+            connection, found, author=self.identity.user, status=status, merge_commit=merge_commit
         )
-    if found.status not in OPEN:
-        raise Conflict(f"Pull request {num} is {found.status} already: merge an open one.")
-    refs = read_refs(repository)
-    if found.base not in refs or found.ref not in refs:
-        raise Conflict(
-            f"{found.base} or {found.ref} does not exist, so pull request {num} "
-            "cannot be merged: open another one."
-        )
-    base, head = refs[found.base], refs[found.ref]
-    titles = [f"- {one.title} ({one.sha})" for one in commits_of(repository, base, head)]
-    commit = squash(
-        repository,
-        base,
-        head,
-        message="\n".join([f"{found.title} (#{num})", "", *titles, ""]),
-        author=signature(identity),
-    )
-    with log.database.write() as connection:
-        set_status(connection, log, repository, identity, num, "merged", text, merge_commit=commit)
-        # The branch moves last, because the comment may be refused. If git fails, nothing is
-        # stored. If the hub is killed before the transaction ends, the branch has the commit, and
-        # the pull request stays open.
-        git(repository.folder, "update-ref", found.base, commit, base)
-    record_ref_changes(repository, log)
+        after = find_discussion(connection, self.repository, num)
+        event = Event(action="update", scope="discussion", discussion=after)
+        self.log.record(connection, self.repository, event)
+        return changed
 
 
 def check_takes_commits(log: EventLog, repository: Repository, ref: str) -> None:

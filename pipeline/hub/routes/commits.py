@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from pipeline.hub.actions.discussions import check_takes_commits, open_discussion
+from pipeline.hub.actions.discussions import Discussions, check_takes_commits
 from pipeline.hub.commits.body import CommitBody
 from pipeline.hub.commits.changes import MAX_GIT_BYTES, attributes_files, planned_changes
 from pipeline.hub.commits.checks import check_changes
@@ -219,10 +219,7 @@ def commit_to_pull_request(
     earlier = _opened_before(log, repository, identity, base, sha)
     if earlier is not None:
         return earlier
-    opened = open_discussion(
-        log,
-        repository,
-        identity,
+    opened = Discussions(log=log, repository=repository, identity=identity).open(
         title=body.header.summary[:MAX_TITLE],
         text=body.header.description or body.header.summary,
         base=base,
