@@ -72,8 +72,7 @@ events = Table(
 tokens = Table(
     "tokens",
     metadata,
-    Column("id", String, primary_key=True),
-    Column("name", String, nullable=False, unique=True),
+    Column("name", String, primary_key=True),
     # SHA-256 of the token. The token itself is shown once and never stored.
     Column("digest", String, nullable=False, unique=True),
     Column("role", String, nullable=False),

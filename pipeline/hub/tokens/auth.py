@@ -196,7 +196,7 @@ class Guard:
             try:
                 with self.database.write() as connection:
                     connection.execute(
-                        update(table).where(table.c.id == row.id).values(last_used_at=now)
+                        update(table).where(table.c.name == row.name).values(last_used_at=now)
                     )
             except OperationalError as error:
                 # A request that only reads must work even if the disk is full or read-only.

@@ -47,13 +47,12 @@ def create_token(
     token = f"hf_{secrets.token_hex(20)}"
     with database.write() as connection:
         ids = [repositories.find(connection, _named(item)).id for item in reaches]
-        if connection.execute(select(table.c.id).where(table.c.name == name)).first() is not None:
+        if connection.execute(select(table.c.name).where(table.c.name == name)).first() is not None:
             raise Conflict(
                 f"There is a token {name!r} already: revoke it first, or choose another name."
             )
         connection.execute(
             insert(table).values(
-                id=secrets.token_hex(12),
                 name=name,
                 digest=digest(token.encode()),
                 role=role,

@@ -139,23 +139,21 @@ class Deliverer:
         self.metrics.deliveries.labels(result=result).inc()
         if change is not None:
             logger.error(_STATUS_CHANGE_LOGS[change], webhook.id, webhook.target)
+        if attempt.refused:
+            return  # the receiver is starting; every half second would be too many lines
+        said = "taken"
         if attempt.succeeded:
             self.metrics.delivery_seconds.observe(time.time() - due.queued_at)
-            logger.info(
-                "delivery %s to %s: taken",
-                *(due.id, webhook.target),
-                extra={"delivery_id": due.id},
-            )
-        elif not attempt.refused:
-            logger.warning(
-                "delivery %s to %s: %s (attempt %d, %s)",
-                due.id,
-                webhook.target,
-                attempt.error or f"answered {attempt.response_status}",
-                due.attempt + 1,
-                "given up" if status == "dead" else "will be tried again",
-                extra={"delivery_id": due.id},
-            )
+        else:
+            failure = attempt.error or f"answered {attempt.response_status}"
+            next_step = "given up" if status == "dead" else "will be tried again"
+            said = f"{failure} (attempt {due.attempt + 1}, {next_step})"
+        logger.log(
+            logging.INFO if attempt.succeeded else logging.WARNING,
+            "delivery %s to %s: %s",
+            *(due.id, webhook.target, said),
+            extra={"delivery_id": due.id},
+        )
 
     async def _attempt(self, due: Due, webhook: StoredWebhook) -> Attempt:
         """Makes one attempt. Never raises: any error becomes the `error` of the attempt."""

@@ -141,9 +141,9 @@ def settle(
     )
     stored = connection.scalar(select(table.c.status).where(table.c.id == due.id))
     before = find_webhook(connection, webhook.id)
-    # If a person enabled the webhook, changed its URL or replayed a delivery during the attempt, a
+    # If a person enabled the webhook, changed it or replayed a delivery during the attempt, a
     # failure of this attempt says nothing about the webhook in its present state.
-    if before is None or not (attempt.succeeded or before.stands_as(webhook)):
+    if before is None or not (attempt.succeeded or before == webhook):
         return stored, None
     if attempt.succeeded:
         restart(connection, before)

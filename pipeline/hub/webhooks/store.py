@@ -5,7 +5,7 @@ import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 from urllib.parse import urlsplit
 
 import httpx
@@ -20,8 +20,6 @@ from pipeline.hub.schema import webhooks as table
 from pipeline.hub.webhooks.addresses import check_literal
 from receiver.verify import check_signing_secret
 from receiver.webhooks import Domain, WatchedItem, WebhookStatus
-
-DEFAULT_DOMAINS: tuple[Domain, ...] = ("repo", "discussion")
 
 
 def _is_http(url: str) -> str:
@@ -121,20 +119,6 @@ class StoredWebhook:
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
-    def stands_as(self, before: "StoredWebhook") -> bool:
-        """Whether the webhook still has the state, the target and the secret of `before`, an
-        earlier copy of its row."""
-        return self.target_and_proof == before.target_and_proof and all(
-            getattr(self, name) == getattr(before, name)
-            for name in ("disabled", "failing_since", "retry_at")
-        )
-
-    @property
-    def target_and_proof(self) -> tuple[object, ...]:
-        """What decides whether the receiver accepts a delivery. If a person sets the same secret
-        again, this counts as a change, because the hub encrypts it into other bytes each time."""
-        return self.url, self.job_id, self.encrypted_secret
-
     def wants(self, repository: RepositoryName, domain: Domain) -> bool:
         """Whether the webhook gets events of this domain in `repository`."""
         return (
@@ -188,7 +172,7 @@ def create_webhook(
     if request.url is None and request.jobSourceId is None:
         raise BadRequest("url: a webhook needs the URL that it calls, or a job in `jobSourceId`.")
     id = secrets.token_hex(12)
-    empty = {"watched": [], "domains": list(DEFAULT_DOMAINS), "disabled": False}
+    empty = {"watched": [], "domains": list(get_args(Domain)), "disabled": False}
     connection.execute(insert(table).values(id=id, created_at=time.time(), **empty))
     return update_webhook(connection, id, request, cipher)
 
