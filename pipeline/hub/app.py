@@ -21,8 +21,7 @@ from pipeline.hub import http_json
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import check_schema, open_database
 from pipeline.hub.errors import HubError, NotFound, NotSupported
-from pipeline.hub.events.log import EventLog
-from pipeline.hub.events.reconcile import reconcile, reconcile_at_start
+from pipeline.hub.events import EventLog, reconcile, reconcile_at_start
 from pipeline.hub.http_json import Json
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.store import Repositories
@@ -48,7 +47,7 @@ from pipeline.hub.routes.access import everywhere, identified, with_token
 from pipeline.hub.service import Hub, HubOf, Remarks
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.state_folder import database_path, only_hub_in
-from pipeline.hub.tokens.auth import Guard
+from pipeline.hub.tokens import Guard
 from pipeline.hub.webhooks import outbox
 from pipeline.hub.webhooks.deliveries import Deliverer
 from pipeline.hub.webhooks.job_copies import JobLauncher

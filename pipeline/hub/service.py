@@ -10,15 +10,15 @@ from starlette.requests import Request
 
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import Database
-from pipeline.hub.discussions.store import open_bases
+from pipeline.hub.discussions import open_bases
 from pipeline.hub.errors import RepositoryNotFound
-from pipeline.hub.events.log import EventLog
+from pipeline.hub.events import EventLog
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.tokens.auth import Guard, Identity
+from pipeline.hub.tokens import Guard, Identity
 from pipeline.hub.webhooks.job_copies import JobLauncher
 
 Remarks = Callable[[Repository, Mapping[str, str], Sequence[RefChange]], Sequence[str]]

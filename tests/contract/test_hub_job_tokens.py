@@ -14,7 +14,7 @@ from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.hub.database import open_database
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.tokens.auth import Guard, Identity
+from pipeline.hub.tokens import Guard, Identity
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
 
 

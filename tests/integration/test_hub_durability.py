@@ -45,7 +45,7 @@ from pathlib import Path
 import uvicorn
 from jobs.store import JobStore
 from pipeline.hub.app import create_app
-from pipeline.hub.events.log import EventLog
+from pipeline.hub.events import EventLog
 from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.routes import git_http
 from pipeline.hub.settings import HubSettings

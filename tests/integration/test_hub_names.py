@@ -13,15 +13,14 @@ import pytest
 from pipeline.hub.actions.repositories import create
 from pipeline.hub.commits import fast_import
 from pipeline.hub.database import open_database
-from pipeline.hub.events.log import EventLog, record_ref_changes
-from pipeline.hub.events.reconcile import reconcile
+from pipeline.hub.events import EventLog, reconcile, record_ref_changes
 from pipeline.hub.git.process import git
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories import store
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.schema import events
-from pipeline.hub.tokens.auth import Identity, signature
+from pipeline.hub.tokens import Identity, signature
 from tests.hub_fixtures import RunningHub, commit_file
 
 pytest_plugins = ["tests.hub_plugin"]

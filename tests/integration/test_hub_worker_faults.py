@@ -15,8 +15,7 @@ import pytest
 
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import open_database
-from pipeline.hub.events.log import EventLog
-from pipeline.hub.events.payloads import Event
+from pipeline.hub.events import Event, EventLog
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repositories

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipeline.hub import schema
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import open_database
-from pipeline.hub.events.log import EventLog
+from pipeline.hub.events import EventLog
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repositories

@@ -14,8 +14,7 @@ from sqlalchemy import Row, func, select, update
 from pipeline.hub import schema
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import Database, open_database
-from pipeline.hub.events.log import EventLog
-from pipeline.hub.events.payloads import Event
+from pipeline.hub.events import Event, EventLog
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repositories

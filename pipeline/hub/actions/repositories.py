@@ -8,12 +8,11 @@ Except for `create`, the caller holds the repository's lock. Afterwards it wakes
 from contextlib import ExitStack
 
 from pipeline.hub.commits.fast_import import first_commit
-from pipeline.hub.events.log import EventLog
-from pipeline.hub.events.payloads import Event
+from pipeline.hub.events import Event, EventLog
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.refs import remember
 from pipeline.hub.repositories.store import Repositories, Repository
-from pipeline.hub.tokens.auth import Signature
+from pipeline.hub.tokens import Signature
 
 
 def create(

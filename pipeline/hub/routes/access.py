@@ -19,7 +19,7 @@ from pipeline.hub.errors import Forbidden
 from pipeline.hub.repositories.names import REPOSITORY_TYPES, RepositoryName, RepositoryType
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.service import HubOf
-from pipeline.hub.tokens.auth import READING, Identity, check_site
+from pipeline.hub.tokens import READING, Identity, check_site
 
 TYPES: dict[str, RepositoryType] = {f"{type}s": type for type in REPOSITORY_TYPES}
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query
 from sqlalchemy import Connection
 
-from pipeline.hub.events.payloads import Event
+from pipeline.hub.events import Event
 from pipeline.hub.http_json import Json
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repository

@@ -21,9 +21,9 @@ from pipeline.hub.contents.attributes import IGNORE_FILE, ignored_paths, large_f
 from pipeline.hub.contents.cards import parse_card
 from pipeline.hub.contents.history import read_commit, resolve_revision
 from pipeline.hub.contents.trees import Entry, read_tree
-from pipeline.hub.discussions.store import MAX_TITLE, OPEN, list_discussions
+from pipeline.hub.discussions import MAX_TITLE, OPEN, list_discussions
 from pipeline.hub.errors import RevisionNotFound
-from pipeline.hub.events.log import EventLog, record_ref_changes
+from pipeline.hub.events import EventLog, record_ref_changes
 from pipeline.hub.git.process import PULL_REQUEST_PREFIX, git
 from pipeline.hub.http_json import (
     MAX_BODY_BYTES,
@@ -39,7 +39,7 @@ from pipeline.hub.repositories.refs import RefChange, read_refs, remember
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes.access import API, Named, Writer, readable
 from pipeline.hub.service import HubOf
-from pipeline.hub.tokens.auth import Identity, signature
+from pipeline.hub.tokens import Identity, signature
 
 MAX_README_BYTES = 4 * MAX_BODY_BYTES
 """A README may have images in it."""

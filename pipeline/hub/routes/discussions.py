@@ -8,9 +8,8 @@ from fastapi import APIRouter, Depends, Path
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from pipeline.hub.actions.discussions import Discussions
-from pipeline.hub.discussions.pull_requests import commits_of, difference, try_merge
-from pipeline.hub.discussions.store import (
+from pipeline.hub.actions.discussions import Discussions, commits_of, difference, try_merge
+from pipeline.hub.discussions import (
     CLOSED,
     OPEN,
     Discussion,

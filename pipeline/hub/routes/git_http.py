@@ -19,9 +19,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pipeline.hub.discussions.store import open_refs
+from pipeline.hub.discussions import open_refs
 from pipeline.hub.errors import BadRequest
-from pipeline.hub.events.log import record_ref_changes
+from pipeline.hub.events import record_ref_changes
 from pipeline.hub.git import backend
 from pipeline.hub.git.cleanup import clear_repository
 from pipeline.hub.http_json import GIT_SERVICES, receive_into

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 
 from fastapi import APIRouter, Depends
 
-from pipeline.hub.discussions.store import open_refs
+from pipeline.hub.discussions import open_refs
 from pipeline.hub.http_json import Json
 from pipeline.hub.repositories.garbage import Collected, collect_garbage
 from pipeline.hub.repositories.purge import Purge, plan_purge, purge

@@ -29,7 +29,7 @@ from pipeline.hub.routes.access import (
     writer,
 )
 from pipeline.hub.service import Hub, HubOf
-from pipeline.hub.tokens.auth import Identity, signature
+from pipeline.hub.tokens import Identity, signature
 from pipeline.hub.webhooks.store import list_webhooks
 
 _RESERVED_NAMES = frozenset({"auth-check", "discussions", "refs"})

@@ -1,5 +1,9 @@
-"""Finds out who makes a request, from its token. API clients send the token as Bearer; git sends it
-as the password of Basic, with any user name."""
+"""Finds out who makes a request, from its token; creates, lists and revokes tokens.
+
+API clients send the token as Bearer; git sends it as the password of Basic, with any user name. The
+routes use this module, and the command line while no hub runs. A token that a person created may
+only read, or read and write, and is valid for all repositories or only for some.
+"""
 
 import asyncio
 import base64
@@ -9,10 +13,11 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
-from sqlalchemy import select, update
+from sqlalchemy import delete, insert, select, update
 from sqlalchemy.exc import OperationalError
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -21,8 +26,18 @@ from jobs.attempt_tokens import PREFIX, job_of_token
 from jobs.environment import COMMITTER_DOMAIN
 from jobs.store import JobStore
 from pipeline.hub.database import Database
-from pipeline.hub.errors import Forbidden, RepositoryNotFound, TokenMissing, Unauthorized
-from pipeline.hub.repositories.store import Repository
+from pipeline.hub.errors import (
+    BadRequest,
+    Conflict,
+    Forbidden,
+    NotFound,
+    RepositoryNotFound,
+    TokenMissing,
+    Unauthorized,
+)
+from pipeline.hub.http_json import Json, iso_time
+from pipeline.hub.repositories.names import RepositoryName, repository_name
+from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.schema import tokens as table
 from pipeline.hub.settings import HubSettings
 from serving.http.cross_site import other_host, other_site
@@ -262,3 +277,88 @@ def _token(value: bytes) -> bytes:
         except binascii.Error:
             return b""
     return b""
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+
+
+def check_name(name: str) -> None:
+    """Raises BadRequest if a token cannot have this name."""
+    if not _NAME.fullmatch(name):
+        raise BadRequest(
+            f"{name!r} is not a valid name for a token: use 1 to 96 letters, digits, '-', '_' and "
+            "'.', beginning with a letter or a digit."
+        )
+
+
+def create_token(
+    database: Database,
+    repositories: Repositories,
+    name: str,
+    role: str,
+    reaches: Sequence[str],
+) -> Json:
+    """Creates a token. `reaches` are the only repositories for which it is valid, such as
+    `dataset:local/facts`; if it is empty, the token is for all repositories. Only this answer
+    shows the token."""
+    if role not in get_args(Role):
+        raise BadRequest(f"{role!r} is not a role: choose read or write.")
+    check_name(name)
+    token = f"hf_{secrets.token_hex(20)}"
+    with database.write() as connection:
+        ids = [repositories.find(connection, _named(item)).id for item in reaches]
+        if connection.execute(select(table.c.name).where(table.c.name == name)).first() is not None:
+            raise Conflict(
+                f"There is a token {name!r} already: revoke it first, or choose another name."
+            )
+        connection.execute(
+            insert(table).values(
+                name=name,
+                digest=digest(token.encode()),
+                role=role,
+                repositories=ids or None,
+                created_at=time.time(),
+            )
+        )
+    return {"name": name, "role": role, "token": token}
+
+
+def _named(item: str) -> RepositoryName:
+    type, _, id = item.partition(":")
+    owner, slash, short = id.partition("/")
+    if not slash:
+        raise BadRequest(
+            f"{item!r} does not name a repository: write its type, owner and name, such as "
+            "dataset:owner/name."
+        )
+    return repository_name(type, owner, short)
+
+
+def list_tokens(database: Database, repositories: Repositories) -> list[Json]:
+    with database.read() as connection:
+        names = {each.id: each.name for each in repositories.all(connection)}
+        return [
+            {
+                "name": row.name,
+                "role": row.role,
+                "repositories": row.repositories
+                and [_full_name(names.get(id)) for id in row.repositories],
+                "createdAt": iso_time(row.created_at),
+                "lastUsedAt": row.last_used_at and iso_time(row.last_used_at),
+            }
+            for row in connection.execute(select(table).order_by(table.c.created_at))
+        ]
+
+
+def _full_name(name: RepositoryName | None) -> str:
+    return "(deleted)" if name is None else f"{name.type}:{name.id}"
+
+
+def revoke_token(database: Database, name: str) -> Json:
+    """Deletes a token, so that the next request with it is refused. Raises NotFound."""
+    with database.write() as connection:
+        if connection.execute(delete(table).where(table.c.name == name)).rowcount == 0:
+            raise NotFound(
+                f"There is no token {name!r} here: list the tokens with `pipeline hub tokens ls`."
+            )
+    return {"revoked": name}
