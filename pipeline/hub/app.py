@@ -101,12 +101,7 @@ def create_app(
             database = open_database(database_path(root))
             metrics = HubMetrics()
             deliverer = Deliverer(database, settings, cipher, metrics, launcher)
-            log = EventLog(
-                database=database,
-                hub_url=settings.url,
-                metrics=metrics,
-                wake=deliverer.wake,
-            )
+            log = EventLog(database=database, hub_url=settings.url, metrics=metrics)
             repositories = Repositories(root.absolute())
             look = partial(reconcile, repositories, log)
             prune = partial(

@@ -2,7 +2,7 @@
 
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -23,6 +23,8 @@ class Database:
         # The writers of this process wait for this lock. If they waited in SQLite, each would sleep
         # and try again, which takes longer.
         self._turn = threading.Lock()
+        self.after_write: Callable[[], None] = lambda: None
+        """Tells the deliverer that there may be something to send. Any thread may call it."""
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -35,6 +37,7 @@ class Database:
         block ends."""
         with self._turn, _immediate(self._engine) as connection:
             yield connection
+        self.after_write()
 
     def close(self) -> None:
         self._engine.dispose()

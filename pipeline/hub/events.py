@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -142,9 +142,6 @@ class EventLog:
     database: Database
     hub_url: str
     metrics: HubMetrics
-    wake: Callable[[], None]
-    """Tells the deliverer that there are new deliveries. It is called after the database
-    transaction that stored the deliveries. Any thread may call it."""
 
     def record_refs(self, repository: Repository, refs: Mapping[str, str]) -> list[RefChange]:
         """Compares `refs` with the refs as they were at the last event. Stores one event with all
@@ -165,7 +162,6 @@ class EventLog:
             remember(connection, repository, changes)
             event = Event(action="update", scope="repo.content", changes=changes)
             self.record(connection, repository, event, webhooks=told)
-        self.wake()
         return changes
 
     def record(
@@ -177,8 +173,7 @@ class EventLog:
         webhooks: Sequence[StoredWebhook] | None = None,
     ) -> list[str]:
         """Stores the event in the caller's transaction, and a delivery for each of `webhooks`, by
-        default for all that want it. After the transaction, the caller calls `wake`. Returns the
-        ids of the deliveries."""
+        default for all that want it. Returns the ids of the deliveries."""
         inserted = connection.execute(
             insert(schema.events).values(
                 repository_id=repository.id,

@@ -39,9 +39,7 @@ class Folder:
 
     def __init__(self, root: Path) -> None:
         self.database = open_database(root / "hub.sqlite")
-        self.log = EventLog(
-            database=self.database, hub_url="http://hub", metrics=HubMetrics(), wake=lambda: None
-        )
+        self.log = EventLog(database=self.database, hub_url="http://hub", metrics=HubMetrics())
         self.repositories = Repositories(root)
         self.repositories.remove_incomplete()
         self.first = self.create(FACTS)

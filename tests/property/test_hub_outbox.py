@@ -43,7 +43,6 @@ def test_every_ref_change_is_delivered_or_dead_and_in_order(
             database=database,
             hub_url="http://hub",
             metrics=HubMetrics(),
-            wake=lambda: None,
         )
         with database.write() as connection:
             repository = repositories.adopt(connection, NAME, private=True)

@@ -112,8 +112,7 @@ def squash(repository: Repository, base: str, head: str, *, message: str, author
 @dataclass(frozen=True, kw_only=True)
 class Discussions:
     """Changes the discussions of a repository for a client. Each method stores the change together
-    with its event. The caller holds the repository's lock. Afterwards it wakes the deliverer
-    (`EventLog.wake`), which sends the event to the webhooks."""
+    with its event. The caller holds the repository's lock."""
 
     log: EventLog
     repository: Repository

@@ -1,8 +1,7 @@
 """Creates, deletes and moves repositories for clients of the API, changes their visibility, and
 stores the event of each change.
 
-Except for `create`, the caller holds the repository's lock. Afterwards it wakes the deliverer
-(`EventLog.wake`), which sends the event to the webhooks.
+Except for `create`, the caller holds the repository's lock.
 """
 
 from contextlib import ExitStack

@@ -129,15 +129,13 @@ Readable = Annotated[Repository, Depends(readable)]
 
 
 async def locked(hub: HubOf, identity: Writer, name: Named) -> AsyncIterator[Repository]:
-    """The repository, under its lock until the route has made its change. Then the deliverer, which
-    sends the change's event to the webhooks, is woken.
+    """The repository, under its lock until the route has made its change.
 
     Declare it after the body: while a body comes in, no lock is held, and the repository may be
     deleted or replaced.
     """
     async with hub.repositories.locked(partial(hub.find_reached, name, identity)) as repository:
         yield repository
-    hub.log.wake()
 
 
 Locked = Annotated[Repository, Depends(locked, scope="function")]

@@ -53,7 +53,6 @@ def replay(hub: HubOf, delivery_id: str, force: bool = False) -> Json:
     id, so that the receiver handles it again."""
     with hub.database.write() as connection:
         delivery = outbox.replay(connection, delivery_id, force=force)
-    hub.log.wake()
     return {"delivery": delivery}
 
 
@@ -67,7 +66,6 @@ def send_test(hub: HubOf, id: str) -> Json:
         [sent] = hub.log.record(connection, about, ping, webhooks=[webhook])
         change_webhook(connection, webhook, retry_at=None)
         delivery = outbox.get_delivery(connection, sent)
-    hub.log.wake()
     return {"delivery": delivery}
 
 

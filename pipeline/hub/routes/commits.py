@@ -147,7 +147,6 @@ async def commit(
             made = await run_in_threadpool(act, hub.log, repository, identity, revision, body)
             sha, changes, num = made
             remarks = await run_in_threadpool(hub.remarks, repository, changes)
-    hub.log.wake()
     web = f"{hub_url(request)}/{repository.name.path}"
     answer: Json = {"success": True, "commitOid": sha, "commitUrl": f"{web}/commit/{sha}"}
     if num is not None:

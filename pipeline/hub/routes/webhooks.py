@@ -95,7 +95,6 @@ def change(hub: HubOf, body: Checked, id: str) -> JSONResponse:
         if any(getattr(before, name) != getattr(after, name) for name in seen):
             outbox.restart(connection, after)
         described = _described(hub, connection, get_webhook(connection, id))
-    hub.log.wake()
     return _changed(described)
 
 
@@ -124,7 +123,6 @@ def _restart(hub: Hub, id: str, *, disabled: bool) -> Json:
     with hub.database.write() as connection:
         outbox.restart(connection, get_webhook(connection, id), disabled=disabled)
         described = _described(hub, connection, get_webhook(connection, id))
-    hub.log.wake()
     return {"webhook": described}
 
 

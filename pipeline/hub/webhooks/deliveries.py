@@ -42,7 +42,8 @@ Arguments = TypeVarTuple("Arguments")
 
 @dataclass
 class Deliverer:
-    """Sends deliveries from `start` until `stop`. It looks for new ones after `wake`."""
+    """Sends deliveries from `start` until `stop`. It looks for new ones after each write into the
+    database."""
 
     database: Database
     settings: HubSettings
@@ -59,11 +60,10 @@ class Deliverer:
         """The caller is in the event loop. First sends the deliveries that an earlier run of the
         hub left pending."""
         self._loop = asyncio.get_running_loop()
+        self.database.after_write = self._wake
         self._dispatcher = asyncio.create_task(self._dispatch())
 
-    def wake(self) -> None:
-        """Tells the deliverer that there are new deliveries, or that a person has changed when they
-        are due. The caller may be in any thread, and has committed its transaction."""
+    def _wake(self) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._more.set)
 
