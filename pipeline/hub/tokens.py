@@ -336,22 +336,20 @@ def _named(item: str) -> RepositoryName:
 
 def list_tokens(database: Database, repositories: Repositories) -> list[Json]:
     with database.read() as connection:
-        names = {each.id: each.name for each in repositories.all(connection)}
+        names = {
+            each.id: f"{each.name.type}:{each.name.id}" for each in repositories.all(connection)
+        }
         return [
             {
                 "name": row.name,
                 "role": row.role,
                 "repositories": row.repositories
-                and [_full_name(names.get(id)) for id in row.repositories],
+                and [names.get(id, "(deleted)") for id in row.repositories],
                 "createdAt": iso_time(row.created_at),
                 "lastUsedAt": row.last_used_at and iso_time(row.last_used_at),
             }
             for row in connection.execute(select(table).order_by(table.c.created_at))
         ]
-
-
-def _full_name(name: RepositoryName | None) -> str:
-    return "(deleted)" if name is None else f"{name.type}:{name.id}"
 
 
 def revoke_token(database: Database, name: str) -> Json:

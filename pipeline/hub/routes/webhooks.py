@@ -4,7 +4,7 @@ import contextlib
 import difflib
 from collections.abc import Collection, Iterator
 from secrets import token_hex
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends
 from sqlalchemy import Connection
@@ -98,18 +98,14 @@ def change(hub: HubOf, body: Checked, id: str) -> JSONResponse:
     return _changed(described)
 
 
-@router.post("/{id}/enable")
-def enable(hub: HubOf, id: str) -> Json:
-    """Enables a webhook that is disabled or suspended. The pending deliveries of the webhook are
-    sent at once, and earlier failures do not count any more."""
-    return _restart(hub, id, disabled=False)
-
-
-@router.post("/{id}/disable")
-def disable(hub: HubOf, id: str) -> Json:
-    """Disables a webhook. Its pending deliveries wait until it is enabled. For events that happen
-    in the meantime, it gets no deliveries."""
-    return _restart(hub, id, disabled=True)
+@router.post("/{id}/{act}")
+def enable_or_disable(hub: HubOf, id: str, act: Literal["enable", "disable"]) -> Json:
+    """Enables a webhook that is disabled or suspended: earlier failures do not count any more, and
+    its pending deliveries are sent at once. Or disables it: its pending deliveries wait until it is
+    enabled, and it gets no deliveries for events that happen in the meantime."""
+    with hub.database.write() as connection:
+        outbox.restart(connection, get_webhook(connection, id), disabled=act == "disable")
+        return {"webhook": _described(hub, connection, get_webhook(connection, id))}
 
 
 @router.delete("/{id}")
@@ -117,13 +113,6 @@ def remove(hub: HubOf, id: str) -> Json:
     with hub.database.write() as connection:
         delete_webhook(connection, id)
     return {}
-
-
-def _restart(hub: Hub, id: str, *, disabled: bool) -> Json:
-    with hub.database.write() as connection:
-        outbox.restart(connection, get_webhook(connection, id), disabled=disabled)
-        described = _described(hub, connection, get_webhook(connection, id))
-    return {"webhook": described}
 
 
 def _changed(webhook: Json) -> JSONResponse:
