@@ -76,7 +76,8 @@ def create_app(
     signs the jobs' tokens.
 
     `needed_commits` returns the commits that releases and jobs need. A garbage collection removes
-    the commits that are on no branch any more, and that neither `needed_commits` nor a stored event
+    the commits that are on no branch any more, and that neither `needed_commits` nor a stored
+    delivery
     names. If `needed_commits` is None, it removes none. `remarks_on` makes the lines that git shows
     the pusher after a push.
 
