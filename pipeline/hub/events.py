@@ -59,7 +59,7 @@ class Event:
 
 
 def compose(
-    event: Event, repository: Repository, *, webhook_id: str, hub_url: str, head_sha: str | None
+    event: Event, repository: Repository, webhook_id: str, hub_url: str, head_sha: str | None
 ) -> str:
     """The JSON of a `WebhookPayload`. As on the Hugging Face Hub, it has no key without a value."""
     name = repository.name
@@ -141,27 +141,6 @@ class EventLog:
     hub_url: str
     metrics: HubMetrics
 
-    def record_refs(self, repository: Repository, refs: Mapping[str, str]) -> list[RefChange]:
-        """Compares `refs` with the refs as they were at the last event. Stores one event with all
-        changes, because one push may move several refs, and returns the changes.
-
-        The caller holds the repository's lock, and has read `refs` under this lock. When this
-        returns, the event and its deliveries are on disk.
-        """
-        with self.database.read() as connection:
-            known = known_refs(connection, repository)
-        changes = list(ref_changes(known, refs))
-        if not changes:
-            return []
-        told: list[StoredWebhook] | None = None
-        if _made_by_jobs(repository, changes, known):
-            told = []
-        with self.database.write() as connection:
-            remember(connection, repository, changes)
-            event = Event(action="update", scope="repo.content", changes=changes)
-            self.record(connection, repository, event, webhooks=told)
-        return changes
-
     def record(
         self,
         connection: Connection,
@@ -182,25 +161,31 @@ class EventLog:
         seq = outbox.next_event_seq(connection)
         ids = []
         for webhook in webhooks:
-            payload = compose(
-                event,
-                repository,
-                webhook_id=webhook.id,
-                hub_url=self.hub_url,
-                head_sha=head_sha,
-            )
-            ids.append(
-                outbox.put(connection, webhook_id=webhook.id, event_seq=seq, payload=payload)
-            )
+            payload = compose(event, repository, webhook.id, self.hub_url, head_sha)
+            ids.append(outbox.put(connection, webhook.id, seq, payload))
         return ids
 
 
 def record_ref_changes(repository: Repository, log: EventLog) -> list[RefChange]:
-    """Stores one event with all refs that changed since the last event, and returns these changes.
+    """Compares the refs with the refs as they were at the last event. Stores one event with all
+    changes, because one push may move several refs, and returns the changes.
 
     The caller holds the repository's lock. When this returns, the event is on disk.
     """
-    return log.record_refs(repository, read_refs(repository))
+    refs = read_refs(repository)
+    with log.database.read() as connection:
+        known = known_refs(connection, repository)
+    changes = list(ref_changes(known, refs))
+    if not changes:
+        return []
+    told: list[StoredWebhook] | None = None
+    if _made_by_jobs(repository, changes, known):
+        told = []
+    with log.database.write() as connection:
+        remember(connection, repository, changes)
+        event = Event(action="update", scope="repo.content", changes=changes)
+        log.record(connection, repository, event, webhooks=told)
+    return changes
 
 
 def _made_by_jobs(

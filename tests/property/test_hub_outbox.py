@@ -2,14 +2,15 @@
 
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.hub import schema
+from pipeline.hub import events, schema
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import open_database
-from pipeline.hub.events import EventLog
+from pipeline.hub.events import EventLog, record_ref_changes
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repositories
@@ -54,7 +55,8 @@ def test_every_ref_change_is_delivered_or_dead_and_in_order(
                 Cipher(SECRET_KEY),
             )
         for state in states:
-            log.record_refs(repository, state)
+            with mock.patch.object(events, "read_refs", return_value=state):
+                record_ref_changes(repository, log)
 
         sent: dict[str, int] = {}
         delivered: list[str] = []

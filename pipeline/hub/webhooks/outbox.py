@@ -193,10 +193,10 @@ def next_event_seq(connection: Connection) -> int:
 
 def put(
     connection: Connection,
-    *,
     webhook_id: str,
     event_seq: int,
     payload: str,
+    *,
     replay_of: str | None = None,
 ) -> str:
     """Adds a delivery to the webhook's queue, and returns its id."""
@@ -229,13 +229,7 @@ def replay(connection: Connection, delivery_id: str, *, force: bool = False) -> 
     webhook = get_enabled_webhook(connection, old.webhook_id)
     change_webhook(connection, webhook, retry_at=None)
     if force:
-        delivery_id = put(
-            connection,
-            webhook_id=webhook.id,
-            event_seq=old.event_seq,
-            payload=old.payload,
-            replay_of=old.id,
-        )
+        delivery_id = put(connection, webhook.id, old.event_seq, old.payload, replay_of=delivery_id)
     else:
         again = {"status": "pending", "attempt": 0, "queued_at": time.time()}
         connection.execute(update(table).where(table.c.id == delivery_id).values(again))
