@@ -16,7 +16,6 @@
         ├── PreconditionFailed   412
         ├── TooLarge             413
         ├── RangeNotSatisfiable  416
-        ├── DamagedRepository    500
         ├── NotSupported         501
         └── DiskFull             507
 
@@ -87,16 +86,6 @@ class EntryNotFound(RequestError):
     def __init__(self, message: str, *, commit: str) -> None:
         # With this header, the client can remember that the file does not exist in this commit.
         super().__init__(message, headers={"X-Repo-Commit": commit})
-
-
-class DamagedRepository(RequestError):
-    """An object of a git repository is lost."""
-
-    def __init__(self, sha: str) -> None:
-        super().__init__(
-            f"The repository is damaged: the object {sha} is missing. `pipeline doctor` says how "
-            "to restore it."
-        )
 
 
 class NotFound(RequestError):
