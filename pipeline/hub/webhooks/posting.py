@@ -18,7 +18,7 @@ import httpx
 
 from pipeline.hub.errors import HubError
 from pipeline.hub.webhooks import outbox
-from pipeline.hub.webhooks.addresses import Address, literal, resolve
+from pipeline.hub.webhooks.addresses import Address, resolve
 from pipeline.hub.webhooks.outbox import Attempt, Due
 from receiver.verify import is_signing_secret, signer
 
@@ -97,15 +97,12 @@ def _request(
 ) -> httpx.Request:
     """The request. Its URL has the address; the host's name is in the Host header and in TLS."""
     is_private = target.scheme == "https" or address.is_loopback
-    extensions = {}
-    if literal(target.host) is None:
-        extensions["sni_hostname"] = target.raw_host.decode("ascii")
     return client.build_request(
         "POST",
         target.copy_with(host=str(address)),
         content=due.payload.encode(),
         headers={"Host": target.netloc.decode("ascii"), **headers(due, secret, is_private)},
-        extensions=extensions,
+        extensions={"sni_hostname": target.raw_host.decode("ascii")},
     )
 
 
