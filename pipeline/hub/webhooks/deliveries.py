@@ -135,7 +135,7 @@ class Deliverer:
             status, change = outbox.settle(connection, due, webhook, attempt, self.settings)
         # Not by the status alone: a delivery that was taken is pending if a person replayed it
         # during the attempt.
-        result = "delivered" if attempt.succeeded else "dead" if status == "dead" else "failed"
+        result = "delivered" if attempt.succeeded else "failed" if status == "pending" else "dead"
         self.metrics.deliveries.labels(result=result).inc()
         if change is not None:
             logger.error(_STATUS_CHANGE_LOGS[change], webhook.id, webhook.target)
@@ -146,7 +146,7 @@ class Deliverer:
             self.metrics.delivery_seconds.observe(time.time() - due.queued_at)
         else:
             failure = attempt.error or f"answered {attempt.response_status}"
-            next_step = "given up" if status == "dead" else "will be tried again"
+            next_step = "will be tried again" if status == "pending" else "given up"
             said = f"{failure} (attempt {due.attempt + 1}, {next_step})"
         logger.log(
             logging.INFO if attempt.succeeded else logging.WARNING,
