@@ -1,16 +1,63 @@
 """Creates or updates a Space that runs a receiver. A Space is a repository with an app, and the
-Hugging Face Hub runs this app."""
+Hugging Face Hub runs this app.
 
+The Space gets the user's files and, if `app.py` imports `receiver`, the packages of hotpush that it
+needs. Without the user's files, it gets an `app.py` to begin with. It also gets a `README.md` and a
+`requirements.txt` if the user has none.
+"""
+
+import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import requires
 from pathlib import Path
 
+import receiver
 from pipeline.errors import PipelineError
-from pipeline.space_files import APP, PACKAGES, subdomain, uses_receiver, write_space
 
 SECRET = "WEBHOOK_SECRET"
+APP = "app.py"
+README = "README.md"
+REQUIREMENTS = "requirements.txt"
+PACKAGES = ("receiver/**", "jobs/**", "serving/**")
+"""Patterns that match the files of hotpush's packages in the Space. The packages are sent
+together with the app, because no package index has them. A file of the Space that matches a pattern
+and is no longer sent is deleted."""
+NOT_UPLOADED = (".*", "__pycache__", "*.pyc", "node_modules")
+"""Patterns of the names of files and folders that are not sent to the Space. The first pattern also
+matches `.env`, a file that often holds secrets."""
+
+GENERATED_APP = '''\
+"""Receives webhooks. Each function is a route: POST /webhooks/<its name>."""
+
+from receiver import WebhookPayload, webhook_endpoint
+
+
+@webhook_endpoint
+async def on_push(payload: WebhookPayload):
+    if payload.repo.type != "dataset" or payload.event.action != "update":
+        return {"ignored": f"{payload.event.action} of a {payload.repo.type}"}
+    # Replace this line with the work that a push should start.
+    print(f"{payload.repo.name} is at {payload.repo.headSha}", flush=True)
+    return {"seen": payload.repo.headSha}
+'''
+_FRONT_MATTER = """\
+---
+title: {title}
+sdk: gradio
+python_version: "3.12"
+app_file: app.py
+---
+"""
+_ABOUT = """
+# {title}
+
+A receiver of webhooks. `pipeline receiver deploy` made this Space.
+It accepts only deliveries whose sender knows the secret `WEBHOOK_SECRET` of this Space.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +90,9 @@ def deploy(
     api = HfApi(endpoint=endpoint, token=token or False)
     with tempfile.TemporaryDirectory() as temporary:
         made = Path(temporary)
-        write_space(made, space.partition("/")[2], folder)
-        files = tuple(
-            sorted(each.relative_to(made).as_posix() for each in made.rglob("*") if each.is_file())
-        )
+        _write_space(made, space.partition("/")[2], folder)
+        found = (each for each in made.rglob("*") if each.is_file())
+        files = tuple(sorted(each.relative_to(made).as_posix() for each in found))
         commit = None
         if not dry_run:
             with _translated(space, endpoint):
@@ -66,18 +112,17 @@ def deploy(
                     commit_message="Deploy the receiver",
                     # The Space may have an older version of the packages. Delete the files of the
                     # older version that the new version does not have.
-                    delete_patterns=list(PACKAGES) if uses_receiver(made / APP) else None,
+                    delete_patterns=list(PACKAGES) if _uses_receiver(made / APP) else None,
                 ).oid
-        return Deployed(
-            url=f"{endpoint.rstrip('/')}/spaces/{space}",
-            files=files,
-            commit=commit,
-        )
+        url = f"{endpoint.rstrip('/')}/spaces/{space}"
+        return Deployed(url=url, files=files, commit=commit)
 
 
 def public_address(space: str) -> str:
-    """The URL at which the Hugging Face Hub serves the app of a Space."""
-    return f"https://{subdomain(space)}.hf.space"
+    """The URL at which the Hugging Face Hub serves the app of a Space: for the Space `Owner/name`,
+    this is https://owner-name.hf.space."""
+    name = re.sub(r"[^a-z0-9]+", "-", space.lower()).strip("-")
+    return f"https://{name}.hf.space"
 
 
 @contextmanager
@@ -105,3 +150,52 @@ def _translated(space: str, endpoint: str) -> Iterator[None]:
         raise PipelineError(
             f"{endpoint} cannot be reached ({error}); start this hub, or give another --endpoint"
         ) from error
+
+
+def _write_space(into: Path, title: str, folder: Path | None) -> None:
+    """Write all files of the Space to the empty folder `into`. Raises PipelineError.
+
+    `folder` has the user's files. If it is None, this writes an `app.py` that shows how to begin.
+    `title` becomes the Space's title if the user has no README, or if the user's README does not
+    begin with front matter (YAML between two lines `---`).
+    """
+    if folder is not None:
+        if not folder.is_dir():
+            raise PipelineError(
+                f"there is no folder {folder}; give the path of the folder that holds {APP}"
+            )
+        ignored = shutil.ignore_patterns(*NOT_UPLOADED)
+        shutil.copytree(folder, into, ignore=ignored, dirs_exist_ok=True)
+    app = into / APP
+    if not app.exists():
+        if folder is not None:
+            raise PipelineError(
+                f"there is no {APP} in {folder}; a Space runs that file. Rename your script to "
+                f"{APP}, or leave FOLDER out to get an {APP} that shows how to begin"
+            )
+        app.write_text(GENERATED_APP)
+    needed = ["huggingface_hub"]
+    if _uses_receiver(app):
+        _copy_packages(into)
+        # Without the packages that only an extra needs, such as `hotpush[torch]`.
+        needed = sorted(each for each in requires("hotpush") or () if "extra ==" not in each)
+    if not (into / REQUIREMENTS).exists():
+        (into / REQUIREMENTS).write_text("".join(f"{each}\n" for each in needed))
+    readme = into / README
+    text = readme.read_text() if readme.exists() else _ABOUT.format(title=title)
+    if not text.startswith("---\n"):
+        readme.write_text(_FRONT_MATTER.format(title=title) + text)
+
+
+def _uses_receiver(app: Path) -> bool:
+    """Whether the script imports the package `receiver`."""
+    return re.search(r"^\s*(from|import) receiver\b", app.read_text(), re.MULTILINE) is not None
+
+
+def _copy_packages(into: Path) -> None:
+    """Copies the packages `receiver` and `jobs`, and `serving.http`, which `receiver` imports."""
+    ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
+    root = Path(receiver.__path__[0]).parent
+    for package in ("receiver", "jobs", "serving/http"):
+        shutil.copytree(root / package, into / package, ignore=ignore, dirs_exist_ok=True)
+    shutil.copy(root / "serving" / "__init__.py", into / "serving")

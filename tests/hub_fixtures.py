@@ -165,28 +165,33 @@ def running_hub(
 ) -> Iterator[RunningHub]:
     """A hub in this process, on a free port, in a thread of its own. around: an application that
     sees each request before the hub does."""
-    listener = listening_socket()
-    told = HubSettings(port=listener.getsockname()[1], **settings)
-    app = create_app(
-        told,
-        root,
-        token=token,
-        secret_key=secret_key,
-        jobs_store=jobs_store,
-        needed_commits=needed_commits,
-        remarks_on=remarks_on,
-    )
-    server = Server(http_config(around(app), shutdown_seconds=10, limits=limits, lifespan="on"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        wait_until(lambda: server.started or not thread.is_alive())
-        assert server.started, "the hub did not start"
-        yield RunningHub(url=told.url, token=token, root=root, settings=told)
-    finally:
-        server.should_exit = True
-        thread.join(timeout=30)
-        listener.close()
+    with contextlib.ExitStack() as stack:
+        if jobs_store is None:
+            root.parent.mkdir(parents=True, exist_ok=True)
+            own = root.with_name(f"{root.name}-jobs.sqlite")
+            jobs_store = stack.enter_context(JobStore.open(own))
+        listener = listening_socket()
+        told = HubSettings(port=listener.getsockname()[1], **settings)
+        app = create_app(
+            told,
+            root,
+            token=token,
+            secret_key=secret_key,
+            jobs_store=jobs_store,
+            needed_commits=needed_commits,
+            remarks_on=remarks_on,
+        )
+        server = Server(http_config(around(app), shutdown_seconds=10, limits=limits, lifespan="on"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            wait_until(lambda: server.started or not thread.is_alive())
+            assert server.started, "the hub did not start"
+            yield RunningHub(url=told.url, token=token, root=root, settings=told)
+        finally:
+            server.should_exit = True
+            thread.join(timeout=30)
+            listener.close()
 
 
 def wait_until(

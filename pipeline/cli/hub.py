@@ -49,7 +49,7 @@ def gc() -> None:
     """Remove each commit that nothing needs, and each large file that no commit names.
 
     A commit is needed if a branch, a tag or a pull request contains the commit. A commit is also
-    needed if a release, an unfinished job or a stored event names this commit or a later commit
+    needed if a release, an unfinished job or a stored delivery names this commit or a later commit
     that is based on it. A large file stays for at least an hour after its upload, because its
     commit may come later.
 
@@ -160,7 +160,7 @@ def purge(
 def _purge(method: Literal["GET", "POST"], name: "RepositoryName", sha: str) -> Any:
     """Returns what a purge of this commit removes from the repository, and the `names` of the
     repository. With the `method` POST, also carries out the purge; with GET, removes nothing."""
-    from pipeline.hub.discussions.store import open_refs
+    from pipeline.hub.discussions import open_refs
     from pipeline.hub.repositories.purge import plan_purge, purge
 
     def act(database: "Database", repositories: "Repositories") -> dict[str, Any]:
@@ -279,7 +279,7 @@ def create(
 
     You can run this command while the hub is up, and also while the hub is down.
     """
-    from pipeline.hub.tokens.store import check_name, create_token
+    from pipeline.hub.tokens import check_name, create_token
 
     check_name(name)
     reaches = repository or []
@@ -299,7 +299,7 @@ def list_(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the tokens: their names, what they may do, and when they were last used."""
-    from pipeline.hub.tokens.store import list_tokens
+    from pipeline.hub.tokens import list_tokens
 
     found = _on_hub(list_tokens, "GET", "tokens")
     if as_json:
@@ -322,7 +322,7 @@ def list_(
 @tokens.command()
 def revoke(name: NameArgument) -> None:
     """Revoke a token. The hub refuses every later request that has this token."""
-    from pipeline.hub.tokens.store import check_name, revoke_token
+    from pipeline.hub.tokens import check_name, revoke_token
 
     check_name(name)
     _on_hub(lambda database, _: revoke_token(database, name), "DELETE", f"tokens/{name}")

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -18,16 +18,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jobs.store import JobStore
 from pipeline.hub import http_json
+from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import check_schema, open_database
-from pipeline.hub.discussions.store import open_bases
 from pipeline.hub.errors import HubError, NotFound, NotSupported
-from pipeline.hub.events.log import EventLog
-from pipeline.hub.events.reconcile import reconcile, reconcile_at_start
+from pipeline.hub.events import EventLog, reconcile, reconcile_at_start
 from pipeline.hub.http_json import Json
-from pipeline.hub.large_files.signatures import AccessTokens, SignedUrls
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.repositories.refs import RefChange
-from pipeline.hub.repositories.store import Repositories, Repository
+from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.routes import (
     activity,
     commits,
@@ -50,12 +47,10 @@ from pipeline.hub.routes.access import everywhere, identified, with_token
 from pipeline.hub.service import Hub, HubOf, Remarks
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.state_folder import database_path, only_hub_in
-from pipeline.hub.tokens import auth
-from pipeline.hub.tokens.store import identity_of_token
+from pipeline.hub.tokens import Guard
 from pipeline.hub.webhooks import outbox
 from pipeline.hub.webhooks.deliveries import Deliverer
 from pipeline.hub.webhooks.job_copies import JobLauncher
-from pipeline.hub.webhooks.store import SecretCipher
 from serving.http.bodies import BodiesInFlight
 
 logger = logging.getLogger(__name__)
@@ -69,21 +64,21 @@ def create_app(
     *,
     token: str,
     secret_key: bytes,
-    jobs_store: JobStore | None = None,
+    jobs_store: JobStore,
     needed_commits: Callable[[], Collection[str]] | None = None,
     remarks_on: Remarks = lambda *_: (),
 ) -> ASGIApp:
     """The hub whose state is in the folder `root`, which only one hub may use at a time.
 
     `token` is the hub's own token, which may do everything. The hub also accepts the tokens that
-    were created with its own token, and the token of each running job of `jobs_store`.
-    `secret_key` is a Fernet key: it encrypts the webhooks' secrets and signs the jobs' tokens. If
-    there is a `jobs_store`, a webhook can start a job instead of calling a URL.
+    were created with its own token, and the token of each running job of `jobs_store`, to which
+    webhooks can submit jobs. `secret_key` is a Fernet key: it encrypts the webhooks' secrets and
+    signs the jobs' tokens.
 
     `needed_commits` returns the commits that releases and jobs need. A garbage collection removes
-    the commits that are on no branch any more, and that neither `needed_commits` nor a stored event
-    names. If `needed_commits` is None, it removes none. `remarks_on` makes the lines that git shows
-    the pusher after a push.
+    the commits that are on no branch any more, and that neither `needed_commits` nor a stored
+    delivery names. If `needed_commits` is None, it removes none. `remarks_on` makes the lines that
+    git shows the pusher after a push.
 
     Raises HubError if another hub uses the folder or if a newer hub wrote it. The app's lifespan
     opens the folder when the server starts, and raises the same errors.
@@ -93,8 +88,8 @@ def create_app(
             "The hub's own token is empty, and with an empty token anybody could push: give the "
             "hub a token."
         )
-    cipher = SecretCipher(secret_key)
-    launcher = None if jobs_store is None else JobLauncher(jobs_store, secret_key)
+    cipher = Cipher(secret_key)
+    launcher = JobLauncher(store=jobs_store, cipher=cipher, secret_key=secret_key)
     # The lifespan makes the same checks. They are also made here, because the server shows an
     # error of the lifespan as a traceback. An error that is raised here is shown as one line.
     with only_hub_in(root):
@@ -106,44 +101,21 @@ def create_app(
             database = open_database(database_path(root))
             metrics = HubMetrics()
             deliverer = Deliverer(database, settings, cipher, metrics, launcher)
-            log = EventLog(
-                database=database,
-                hub_url=settings.url,
-                metrics=metrics,
-                wake=deliverer.wake,
-            )
+            log = EventLog(database=database, hub_url=settings.url, metrics=metrics)
             repositories = Repositories(root.absolute())
-            guard = auth.Guard(
-                token,
-                settings.owner,
-                jobs_store,
-                secret_key,
-                find_token=partial(identity_of_token, database, user=settings.owner),
-                public_host=settings.host if settings.public_reads else None,
-            )
+            look = partial(reconcile, repositories, log)
             prune = partial(
-                run_in_threadpool,
-                outbox.prune,
-                database,
-                keep_days=settings.keep_deliveries_days,
+                run_in_threadpool, outbox.prune, database, settings.keep_deliveries_days
             )
             await prune()
             reconcile_at_start(repositories, log)
             deliverer.start()
-            look = partial(reconcile, repositories, log)
             background = [
-                asyncio.create_task(_every(seconds, act, name))
-                for seconds, act, name in (
-                    (settings.reconcile_seconds, look, "look for refs that moved"),
-                    (PRUNE_SECONDS, prune, "remove old deliveries"),
-                )
+                asyncio.create_task(
+                    _every(settings.reconcile_seconds, look, "look for refs that moved")
+                ),
+                asyncio.create_task(_every(PRUNE_SECONDS, prune, "remove old deliveries")),
             ]
-
-            def remarks(repository: Repository, changes: Sequence[RefChange]) -> Sequence[str]:
-                with database.read() as connection:
-                    bases = open_bases(connection, repository)
-                return remarks_on(repository, bases, changes)
-
             app.state.hub = Hub(
                 settings=settings,
                 database=database,
@@ -152,12 +124,15 @@ def create_app(
                 cipher=cipher,
                 launcher=launcher,
                 metrics=metrics,
-                guard=guard,
-                signed_urls=SignedUrls(secret_key),
-                xet_tokens=AccessTokens(secret_key),
-                secret_key=secret_key,
+                guard=Guard(
+                    token=token,
+                    settings=settings,
+                    database=database,
+                    jobs_store=jobs_store,
+                    secret_key=secret_key,
+                ),
                 needed_commits=needed_commits,
-                remarks_on=remarks,
+                remarks_on=remarks_on,
                 git_slots=defaultdict(lambda: asyncio.Semaphore(settings.max_git_processes)),
             )
             try:
@@ -180,7 +155,7 @@ def create_app(
     )
     api.state.bodies = BodiesInFlight(http_json.MAX_BODY_BYTES)
     # These routes do not check the tokens of the hub, or check them by themselves: the form of the
-    # login, the pages, a signed URL, and a Xet access token (`large_files/signatures.py`).
+    # login, the pages, and a grant (`cipher.py`) in a URL or as an access token of Xet.
     for open_router in (probes, pages.login, pages.pages, transfers.router, xet.router):
         api.include_router(open_router)
     # The first route that matches a path answers it. So what is no repository comes first, and the
@@ -219,10 +194,6 @@ probes = APIRouter()
 
 
 @probes.get("/health")
-async def health() -> Json:
-    return {"status": "ok"}
-
-
 @probes.get("/live")
 def alive(hub: HubOf) -> Json:
     """Says whether the hub can read its database. If it cannot, the answer has the error under

@@ -11,16 +11,11 @@
         ├── RepositoryNotFound   404, code RepoNotFound
         ├── RevisionNotFound     404, code RevisionNotFound
         ├── EntryNotFound        404, code EntryNotFound, with the sha of the commit
-        ├── WebhookNotFound      404
-        ├── NotFound             404, without a code: a large file may still come, so no client may
-        │                        remember that it does not exist
-        ├── TokenNotFound        404
-        ├── DiscussionNotFound   404
+        ├── NotFound             404, without a code: anything else that does not exist
         ├── Conflict             409
         ├── PreconditionFailed   412
         ├── TooLarge             413
         ├── RangeNotSatisfiable  416
-        ├── DamagedRepository    500
         ├── NotSupported         501
         └── DiskFull             507
 
@@ -93,31 +88,10 @@ class EntryNotFound(RequestError):
         super().__init__(message, headers={"X-Repo-Commit": commit})
 
 
-class WebhookNotFound(RequestError):
-    status = 404
-
-
-class DamagedRepository(RequestError):
-    """An object of a git repository is lost."""
-
-    def __init__(self, sha: str) -> None:
-        super().__init__(
-            f"The repository is damaged: the object {sha} is missing. `pipeline doctor` says how "
-            "to restore it."
-        )
-
-
 class NotFound(RequestError):
-    """No route has this path, or the hub does not have the content of a large file."""
+    """A route, a webhook, a token, a discussion or the content of a large file. It has no code,
+    because a large file may still come, so no client may remember that it does not exist."""
 
-    status = 404
-
-
-class TokenNotFound(RequestError):
-    status = 404
-
-
-class DiscussionNotFound(RequestError):
     status = 404
 
 

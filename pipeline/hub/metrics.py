@@ -13,9 +13,7 @@ class HubMetrics:
             ["result"],
             registry=self._registry,
         )
-        self.events = Counter(
-            "hub_events", "Stored events by scope", ["scope"], registry=self._registry
-        )
+        self.events = Counter("hub_events", "Events by scope", ["scope"], registry=self._registry)
         self.deliveries = Counter(
             "hub_delivery_attempts",
             "Attempts to deliver by result",

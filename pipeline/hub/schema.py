@@ -42,8 +42,8 @@ repositories = Table(
     UniqueConstraint("type", "owner", "name"),
 )
 
-# The sha that each ref had when its last event was stored. The hub finds the changes of a push by
-# comparing the present refs with these.
+# The sha that each ref had at its last event. The hub finds the changes of a push by comparing the
+# present refs with these.
 refs = Table(
     "refs",
     metadata,
@@ -52,28 +52,10 @@ refs = Table(
     Column("sha", String, nullable=False),
 )
 
-# An event is not deleted with its repository, because the event of the deletion must be delivered.
-events = Table(
-    "events",
-    metadata,
-    Column("seq", Integer, primary_key=True),
-    Column("repository_id", String, nullable=False, index=True),
-    Column("type", String, nullable=False),
-    Column("owner", String, nullable=False),
-    Column("name", String, nullable=False),
-    Column("action", String, nullable=False),
-    Column("scope", String, nullable=False),
-    # [{"ref", "old_sha", "new_sha"}, …]: the refs that one push moved, the default branch first.
-    Column("updated_refs", JSON, nullable=False, server_default="[]"),
-    Column("created_at", Float, nullable=False),
-    sqlite_autoincrement=True,
-)
-
 tokens = Table(
     "tokens",
     metadata,
-    Column("id", String, primary_key=True),
-    Column("name", String, nullable=False, unique=True),
+    Column("name", String, primary_key=True),
     # SHA-256 of the token. The token itself is shown once and never stored.
     Column("digest", String, nullable=False, unique=True),
     Column("role", String, nullable=False),
@@ -115,19 +97,15 @@ discussion_events = Table(
     Column("type", String, nullable=False),
     Column("author", String, nullable=False),
     Column("created_at", Float, nullable=False),
-    Column("data", JSON, nullable=False),
+    # The text of a comment, or the new status.
+    Column("text", String, nullable=False),
 )
 
 # The secrets of a Space, for the environment of its app.
 space_secrets = Table(
     "space_secrets",
     metadata,
-    Column(
-        "repository_id",
-        String,
-        ForeignKey("repositories.id", ondelete="CASCADE"),
-        primary_key=True,
-    ),
+    _of_repository(primary_key=True),
     Column("key", String, primary_key=True),
     Column("encrypted_value", LargeBinary, nullable=False),
     Column("description", String),
@@ -159,7 +137,8 @@ deliveries = Table(
     metadata,
     Column("id", String, primary_key=True),
     Column("webhook_id", String, ForeignKey("webhooks.id", ondelete="CASCADE"), nullable=False),
-    Column("event_seq", Integer, ForeignKey("events.seq"), nullable=False, index=True),
+    # The number of the event. A later event has a larger one.
+    Column("event_seq", Integer, nullable=False, index=True),
     Column("payload", String, nullable=False),
     Column("status", String, nullable=False),
     Column("attempt", Integer, nullable=False),

@@ -8,18 +8,18 @@ from typing import Annotated
 from fastapi import Depends
 from starlette.requests import Request
 
+from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import Database
+from pipeline.hub.discussions import open_bases
 from pipeline.hub.errors import RepositoryNotFound
-from pipeline.hub.events.log import EventLog
-from pipeline.hub.large_files.signatures import AccessTokens, SignedUrls
+from pipeline.hub.events import EventLog
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.tokens.auth import Guard, Identity, check_sees, out_of_reach
+from pipeline.hub.tokens import Guard, Identity
 from pipeline.hub.webhooks.job_copies import JobLauncher
-from pipeline.hub.webhooks.store import SecretCipher
 
 Remarks = Callable[[Repository, Mapping[str, str], Sequence[RefChange]], Sequence[str]]
 """Makes the lines that git prints after a push. The arguments are the repository, the
@@ -32,18 +32,14 @@ class Hub:
     database: Database
     repositories: Repositories
     log: EventLog
-    cipher: SecretCipher
-    launcher: JobLauncher | None
+    cipher: Cipher
+    launcher: JobLauncher
     metrics: HubMetrics
     guard: Guard
-    signed_urls: SignedUrls
-    xet_tokens: AccessTokens
-    secret_key: bytes
     needed_commits: Callable[[], Collection[str]] | None
     """Returns the shas of the commits that releases and jobs need, in all repositories. If it is
     None, the hub does not know these commits, so it keeps every commit."""
-    remarks_on: Callable[[Repository, Sequence[RefChange]], Sequence[str]]
-    """Makes the lines that git prints after a push with these changes."""
+    remarks_on: Remarks
     git_slots: Mapping[str, asyncio.Semaphore]
     """One for each process of git. A clone keeps its slot until its client has read the whole
     answer. Pushes have separate slots, so that no push waits for such a client. Every clone and
@@ -56,22 +52,33 @@ class Hub:
     """How many READMEs may be checked at once. Anybody may send one, also without a token, and its
     metadata may take four seconds to parse. Several at once would slow down every other request."""
 
+    def remarks(self, repository: Repository, changes: Sequence[RefChange]) -> Sequence[str]:
+        """The lines that git prints after a push with these changes."""
+        with self.database.read() as connection:
+            bases = open_bases(connection, repository)
+        return self.remarks_on(repository, bases, changes)
+
     def find_by_id(self, id: str) -> Repository:
         """Raises RepositoryNotFound."""
         with self.database.read() as connection:
             return self.repositories.find_by_id(connection, id)
 
-    def find_reached(self, name: RepositoryName, identity: Identity) -> Repository:
+    def find_reached(
+        self, name: RepositoryName, identity: Identity, *, as_git: bool = False
+    ) -> Repository:
         """Raises RepositoryNotFound or TokenMissing if the repository does not exist or if the
-        token does not reach it. With a limited token, both get the same error."""
+        token does not reach it. With a limited token, both get the same error. With `as_git`, for
+        git and git-lfs, `/owner/name` also finds a dataset."""
+        find = self.repositories.find_as_git if as_git else self.repositories.find
         try:
             with self.database.read() as connection:
-                repository = self.repositories.find(connection, name)
+                repository = find(connection, name)
         except RepositoryNotFound:
             if identity.is_limited:
-                raise out_of_reach(identity, name) from None
+                raise identity.out_of_reach(name) from None
             raise
-        check_sees(identity, name, repository)
+        if not identity.may_see(repository):
+            raise identity.out_of_reach(name)
         return repository
 
 

@@ -16,9 +16,10 @@ from huggingface_hub import (
 from huggingface_hub.errors import BadRequestError, HfHubHTTPError
 from starlette.requests import Request
 
+from pipeline.hub import discussions as store
 from pipeline.hub.actions import discussions
-from pipeline.hub.discussions import store
 from pipeline.hub.errors import Conflict
+from pipeline.hub.git.process import git
 from pipeline.hub.routes import git_http
 from tests.hub_fixtures import (
     Receiver,
@@ -315,15 +316,19 @@ def test_a_pull_request_without_a_common_commit_is_shown_and_not_merged(talk: Ta
     assert talk.details(1).status == "open"
 
 
+def killed(folder: Path, *arguments: str, **options: Any) -> bytes:
+    """As git, but moves no ref."""
+    if arguments[0] == "update-ref":
+        raise Conflict("killed")
+    return git(folder, *arguments, **options)
+
+
 def test_a_merge_that_is_refused_or_fails_changes_nothing(
     talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api, on = talk.api, talk.on
     api.upload_file(path_or_fileobj=b"x\n", path_in_repo="x.txt", create_pr=True, **on)
     head, before = api.dataset_info(talk.id).sha, talk.details(1)
-
-    def killed(*_: object) -> None:
-        raise Conflict("killed")
 
     for module, name, value, comment, message in [
         (store, "MAX_TEXT", 10, "Much too long", "A comment must have 1 to 10 characters"),
@@ -389,10 +394,6 @@ def test_a_pull_request_whose_ref_was_not_made_can_be_read_and_closed(
     talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a kill between the discussion and its ref."""
-
-    def killed(*_: object) -> None:
-        raise Conflict("killed")
-
     with monkeypatch.context() as patch:
         patch.setattr(discussions, "git", killed)
         with pytest.raises(HfHubHTTPError, match="killed"):

@@ -12,7 +12,9 @@ from jobs.attempt_tokens import attempt_token
 from jobs.job import Job
 from jobs.spec import JobSpec
 from jobs.store import JobStore
-from pipeline.hub.tokens.auth import Guard, Identity
+from pipeline.hub.database import open_database
+from pipeline.hub.settings import HubSettings
+from pipeline.hub.tokens import Guard, Identity
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
 
 
@@ -137,9 +139,16 @@ def test_a_hub_without_jobs_lets_no_such_token_in(tmp_path: Path, store: JobStor
     assert answer.status_code == 401
 
 
-def test_a_request_knows_who_makes_it(store: JobStore) -> None:
+def test_a_request_knows_who_makes_it(store: JobStore, tmp_path: Path) -> None:
     job = started(store)
-    guard = Guard("hub-token", "ada", store, SECRET_KEY)
+    database = open_database(tmp_path / "hub.sqlite")
+    guard = Guard(
+        token="hub-token",
+        settings=HubSettings(owner="ada"),
+        database=database,
+        jobs_store=store,
+        secret_key=SECRET_KEY,
+    )
 
     def identity(token: str) -> Identity:
         scope = {"headers": [(b"authorization", f"Bearer {token}".encode())], "path": "/x"}
@@ -150,3 +159,4 @@ def test_a_request_knows_who_makes_it(store: JobStore) -> None:
     of_job = identity(attempt_token(job, SECRET_KEY))
     assert (of_job.user, of_job.role, of_job.job_id) == ("ada", "write", job.id)
     assert of_job.repositories is None
+    database.close()

@@ -199,12 +199,6 @@ def test_a_job_that_is_not_there_is_refused(hub: RunningHub) -> None:
         hub.api.create_webhook(job_id="j999999", watched=WATCHED)
 
 
-def test_a_hub_without_a_store_of_jobs_says_so(tmp_path: Path) -> None:
-    refused = pytest.raises(HfHubHTTPError, match="without a job store")
-    with running_hub(tmp_path / "other") as hub, refused:
-        hub.api.create_webhook(job_id="j000001", watched=WATCHED)
-
-
 def test_a_test_delivery_starts_nothing(hub: RunningHub, store: JobStore, worktree: Path) -> None:
     source = source_of(store)
     created = hub.api.create_webhook(job_id=source, watched=WATCHED)

@@ -15,9 +15,9 @@ from huggingface_hub import CommitOperationAdd, constants
 from huggingface_hub._commit_api import _upload_files
 from huggingface_hub.errors import HfHubHTTPError
 
-from pipeline.hub.large_files import signatures
-from pipeline.hub.large_files.signatures import SignedUrls
+from pipeline.hub.cipher import GRANT_SECONDS, Cipher
 from pipeline.hub.large_files.store import LargeFiles
+from pipeline.hub.routes.transfers import sign
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
 
 # What the client itself does when it sends a file without Xet.
@@ -190,14 +190,15 @@ def test_a_url_is_good_for_what_was_signed_and_nothing_else(hub: RunningHub, nam
 
 def test_a_url_of_a_hub_with_another_key_is_refused(hub: RunningHub, name: str) -> None:
     path = httpx.URL(href(hub, name)).path
-    other = SignedUrls(Fernet.generate_key()).sign("PUT", path, len(CONTENT))
+    other = sign(Cipher(Fernet.generate_key()), "PUT", path, len(CONTENT))
     assert put(f"{hub.url}{other}").status_code == 403
-    assert put(f"{hub.url}{SignedUrls(SECRET_KEY).sign('PUT', path, len(CONTENT))}").is_success
+    own = sign(Cipher(SECRET_KEY), "PUT", path, len(CONTENT))
+    assert put(f"{hub.url}{own}").is_success
 
 
 def test_a_url_expires(hub: RunningHub, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = href(hub, name)
-    later = time.time() + signatures.LIFETIME_SECONDS + 1
+    later = time.time() + GRANT_SECONDS + 1
     monkeypatch.setattr(time, "time", lambda: later)
     answer = put(url)
     assert (answer.status_code, "it has expired" in answer.json()["error"]) == (403, True)

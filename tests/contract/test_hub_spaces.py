@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
-from pipeline.hub.webhooks.store import SecretCipher
+from pipeline.hub.cipher import Cipher
 from tests.hub_fixtures import SECRET_KEY, RunningHub, recording_receiver, running_hub
 
 SPACE = "ada/receiver"
@@ -39,7 +39,7 @@ def test_secrets_are_listed_without_their_values(hub: RunningHub, space: HfApi) 
     assert all(each.updated_at is not None for each in listed.values())
     answer = hub.request("GET", f"/api/spaces/{SPACE}/secrets")
     assert "s3cret-of-the-space" not in answer.text and "value-two" not in answer.text
-    cipher = SecretCipher(SECRET_KEY)
+    cipher = Cipher(SECRET_KEY)
     with closing(sqlite3.connect(hub.root / "hub.sqlite")) as connection:
         rows = connection.execute("SELECT key, encrypted_value FROM space_secrets").fetchall()
         dump = "\n".join(connection.iterdump())

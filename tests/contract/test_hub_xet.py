@@ -19,8 +19,8 @@ from huggingface_hub import CommitOperationAdd
 from huggingface_hub._commit_api import _upload_files
 from huggingface_hub.utils import _xet
 
-from pipeline.hub.large_files import signatures, xet_store
-from pipeline.hub.large_files.signatures import AccessTokens
+from pipeline.hub.cipher import GRANT_SECONDS, Cipher
+from pipeline.hub.large_files import xet_store
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.large_files.xet_format import list_chunks, xorb_hash
 from tests.hub_fixtures import RunningHub, running_hub
@@ -309,13 +309,14 @@ def test_an_access_token_is_of_one_store_and_ends(
     _, of_other = access(hub, other)
     token = headers["Authorization"].removeprefix("Bearer ")
     repository, store = url.split("/")[-2:]
+    of_other_key = Cipher(Fernet.generate_key()).grant("xet", repository, store)
     forged = [
         {},
         of_other,
         {"Authorization": f"Bearer {hub.token}"},
         {"Authorization": f"Basic {token}"},
         {"Authorization": f"Bearer {token[:-1]}"},
-        {"Authorization": f"Bearer {AccessTokens(Fernet.generate_key()).make(repository, store)}"},
+        {"Authorization": f"Bearer {of_other_key}"},
     ]
     for each in forged:
         for path in (f"/v1/xorbs/default/{HASH}", "/v1/shards", "/v1/chunks/default/x", "/"):
@@ -324,7 +325,7 @@ def test_an_access_token_is_of_one_store_and_ends(
     assert post(f"{url[:-1]}x/v1/shards", b"", headers).status_code == 401
     assert hub.request("GET", "/api/whoami-v2", headers=headers).status_code == 401
     assert post(f"{url}/v1/xorbs/default/{HASH}", XORB, headers).status_code == 200
-    later = time.time() + signatures.LIFETIME_SECONDS + 1
+    later = time.time() + GRANT_SECONDS + 1
     monkeypatch.setattr(time, "time", lambda: later)
     answer = post(f"{url}/v1/xorbs/default/{HASH}", XORB, headers)
     assert (answer.status_code, "it has expired" in answer.text) == (401, True)

@@ -21,8 +21,9 @@ from jobs.spec import JobSpec, RevisionRange
 from jobs.store import Delivery, JobStore
 from pipeline import retention
 from pipeline.after_jobs import _prune_hourly, after_jobs, prune
+from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import open_database
-from pipeline.hub.webhooks.store import CreateWebhook, HubWatchedItem, SecretCipher, create_webhook
+from pipeline.hub.webhooks.store import HubWatchedItem, WebhookRequest, create_webhook
 from pipeline.job_store import open_job_store
 from pipeline.logs import JsonFormatter
 from pipeline.paths import Home
@@ -102,10 +103,10 @@ def test_jobs_are_forgotten_when_no_delivery_can_be_repeated_any_more(
         manifest = home.releases_dir / "facts" / release.id / RELEASE_FILE
         manifest.write_text(release.model_dump_json())
         with database.write() as connection:
-            request = CreateWebhook(
+            request = WebhookRequest(
                 jobSourceId=copied.id, watched=(HubWatchedItem(type="user", name="local"),)
             )
-            create_webhook(connection, request, SecretCipher(Fernet.generate_key()))
+            create_webhook(connection, request, Cipher(Fernet.generate_key()))
         database.close()
         now += 89 * 86400
         prune(settings, home, store)

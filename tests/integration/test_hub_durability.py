@@ -1,6 +1,7 @@
 """SIGKILL at bad moments, a hub that stops and starts again, and a client that goes away."""
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -17,7 +18,6 @@ import httpx
 import pytest
 from huggingface_hub import HfApi
 
-from pipeline.hub.app import create_app
 from pipeline.hub.database import open_database
 from pipeline.hub.errors import HubError
 from tests.hub_fixtures import (
@@ -44,8 +44,9 @@ PROGRAM = """
 import os, signal, sys
 from pathlib import Path
 import uvicorn
+from jobs.store import JobStore
 from pipeline.hub.app import create_app
-from pipeline.hub.events.log import EventLog
+from pipeline.hub.events import EventLog
 from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.routes import git_http
 from pipeline.hub.settings import HubSettings
@@ -64,7 +65,8 @@ settings = HubSettings(
     port=int(port), delivery_schedule_seconds=(0,) + (0.05,) * 50,
     refused_min_seconds=0.05, refused_max_seconds=0.1,
 )
-app = create_app(settings, Path(root), token=token, secret_key=key.encode())
+store = JobStore.open(Path(root).with_name("jobs.sqlite"))
+app = create_app(settings, Path(root), token=token, secret_key=key.encode(), jobs_store=store)
 uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")
 """
 
@@ -196,6 +198,7 @@ def test_a_move_that_a_kill_interrupts_loses_nothing(
     hub_process: HubProcess, fault: str, name: str, private: bool
 ) -> None:
     hub = hub_process
+    hub.api.create_webhook(url="http://127.0.0.1:9/", watched=WATCHED)
     space: dict[str, Any] = {"repo_type": "space"}
     hub.api.create_repo("local/first", private=private, space_sdk="gradio", **space)
     hub.api.add_space_secret("local/first", "KEY", "s3cret")
@@ -223,12 +226,16 @@ def test_a_move_that_a_kill_interrupts_loses_nothing(
     reader = HfApi(endpoint=hub.url, token=made.json()["token"])
     assert reader.space_info(name).id == name
     with contextlib.closing(sqlite3.connect(hub.root / "hub.sqlite")) as database:
-        repositories = database.execute("SELECT DISTINCT repository_id FROM events").fetchall()
-        query = "SELECT action, name FROM events WHERE scope = 'repo' ORDER BY seq"
-        told = database.execute(query).fetchall()
-    assert len(repositories) == 1
-    last = [("move", "old")] if name == "local/new" else []
-    assert told == [("create", "first"), ("move", "first"), *last]
+        rows = database.execute("SELECT payload FROM deliveries ORDER BY event_seq").fetchall()
+    payloads = [json.loads(payload) for (payload,) in rows]
+    assert len({each["repo"]["id"] for each in payloads}) == 1
+    told = [
+        (each["event"]["action"], each["repo"]["name"])
+        for each in payloads
+        if each["event"]["scope"] == "repo"
+    ]
+    last = [("move", "local/old")] if name == "local/new" else []
+    assert told == [("create", "local/first"), ("move", "local/first"), *last]
     assert not list(hub.root.glob("repos/**/*.moving"))
     hub.api.move_repo(name, "local/last", **space)
     assert reader.space_info("local/last").id == "local/last"
@@ -297,8 +304,8 @@ def test_a_repository_put_into_the_folder_is_found_at_start(tmp_path: Path) -> N
 
 
 def test_a_second_hub_in_one_folder_is_refused(hub: RunningHub) -> None:
-    with pytest.raises(HubError, match="Another hub uses"):
-        create_app(hub.settings, hub.root, token=TOKEN, secret_key=SECRET_KEY)
+    with pytest.raises(HubError, match="Another hub uses"), running_hub(hub.root):
+        pass
     assert hub.api.whoami()["name"] == "local"
 
 

@@ -50,10 +50,13 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import uvicorn
+from jobs.store import JobStore
 from pipeline.hub.app import create_app
 from pipeline.hub.settings import HubSettings
 root, port, token, key = sys.argv[1:]
-app = create_app(HubSettings(port=int(port)), Path(root), token=token, secret_key=key.encode())
+store = JobStore.open(Path(root).with_name("jobs.sqlite"))
+settings = HubSettings(port=int(port))
+app = create_app(settings, Path(root), token=token, secret_key=key.encode(), jobs_store=store)
 uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")
 """
 

@@ -9,18 +9,20 @@ import logging
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import open_database
-from pipeline.hub.events.log import EventLog
+from pipeline.hub.events import Event, EventLog
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.webhooks import deliveries
 from pipeline.hub.webhooks.deliveries import Deliverer
-from pipeline.hub.webhooks.store import CreateWebhook, HubWatchedItem, SecretCipher, create_webhook
+from pipeline.hub.webhooks.store import HubWatchedItem, WebhookRequest, create_webhook
 from tests.hub_fixtures import SECRET_KEY, Receiver, recording_receiver
 
 NAME = RepositoryName(type="dataset", owner="local", name="facts")
@@ -38,21 +40,19 @@ class Outbox:
         self._file = folder / "hub.sqlite"
         self.database = open_database(self._file)
         self.metrics = HubMetrics()
-        log = EventLog(
-            database=self.database, hub_url="http://hub", metrics=self.metrics, wake=lambda: None
-        )
+        log = EventLog(database=self.database, hub_url="http://hub", metrics=self.metrics)
         watched = (HubWatchedItem(type="user", name="local"),)
         with self.database.write() as connection:
             repository = Repositories(folder).adopt(connection, NAME, private=True)
             self.ids = [
                 create_webhook(
                     connection,
-                    CreateWebhook(url=receiver.url, watched=watched),
-                    SecretCipher(SECRET_KEY),
+                    WebhookRequest(url=receiver.url, watched=watched),
+                    Cipher(SECRET_KEY),
                 ).id
                 for receiver in receivers
             ]
-            log.record(connection, repository, action="create")
+            log.record(connection, repository, Event(action="create"))
 
     def sql(self, statement: str, *values: str) -> None:
         with contextlib.closing(sqlite3.connect(self._file)) as connection, connection:
@@ -69,8 +69,9 @@ class Outbox:
         """Serve until the first condition holds, repair, and serve until the second one does."""
 
         async def serve() -> None:
+            starts_no_job: Any = None
             deliverer = Deliverer(
-                self.database, HubSettings(), SecretCipher(SECRET_KEY), self.metrics, None
+                self.database, HubSettings(), Cipher(SECRET_KEY), self.metrics, starts_no_job
             )
             deliverer.start()
             try:

@@ -2,20 +2,22 @@
 
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.hub import schema
+from pipeline.hub import events, schema
+from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import open_database
-from pipeline.hub.events.log import EventLog
+from pipeline.hub.events import EventLog, record_ref_changes
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.webhooks import outbox
 from pipeline.hub.webhooks.outbox import Attempt
-from pipeline.hub.webhooks.store import CreateWebhook, HubWatchedItem, SecretCipher, create_webhook
+from pipeline.hub.webhooks.store import HubWatchedItem, WebhookRequest, create_webhook
 from receiver.payload import WebhookPayload
 from tests.hub_fixtures import SECRET_KEY
 
@@ -42,28 +44,29 @@ def test_every_ref_change_is_delivered_or_dead_and_in_order(
             database=database,
             hub_url="http://hub",
             metrics=HubMetrics(),
-            wake=lambda: None,
         )
         with database.write() as connection:
             repository = repositories.adopt(connection, NAME, private=True)
             webhook = create_webhook(
                 connection,
-                CreateWebhook(
+                WebhookRequest(
                     url="http://x/", watched=(HubWatchedItem(type="user", name="local"),)
                 ),
-                SecretCipher(SECRET_KEY),
+                Cipher(SECRET_KEY),
             )
         for state in states:
-            log.record_refs(repository, state)
+            with mock.patch.object(events, "read_refs", return_value=state):
+                record_ref_changes(repository, log)
 
         sent: dict[str, int] = {}
         delivered: list[str] = []
         pending_outcomes = list(outcomes)
         while True:
             with database.read() as connection:
-                due = outbox.head(connection, webhook)
-            if due is None:
+                head = outbox.head(connection, webhook.id)
+            if head is None:
                 break
+            due = head[0]
             outcome = pending_outcomes.pop(0) if pending_outcomes else 200
             refused = outcome == "refused"
             attempt = Attempt(

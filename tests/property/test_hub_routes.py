@@ -30,8 +30,13 @@ OPEN = {"/health", "/live", "/api/agent-harnesses", "/api/validate-yaml"}
 
 def routes() -> dict[str, list[str]]:
     """The template of each route's path → its methods."""
-    with tempfile.TemporaryDirectory() as folder:
-        app: Any = create_app(HubSettings(), Path(folder), token=TOKEN, secret_key=SECRET_KEY)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        JobStore.open(Path(folder) / "jobs.sqlite") as store,
+    ):
+        app: Any = create_app(
+            HubSettings(), Path(folder), token=TOKEN, secret_key=SECRET_KEY, jobs_store=store
+        )
     cells = [cell.cell_contents for cell in app.__closure__]
     [api] = [one for one in cells if isinstance(one, FastAPI)]
     with warnings.catch_warnings(action="ignore"):  # some routes have several methods

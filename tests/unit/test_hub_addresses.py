@@ -21,12 +21,12 @@ from pydantic import ValidationError
 from pipeline.hub.webhooks import posting
 from pipeline.hub.webhooks.addresses import Unreachable, is_forbidden, resolve
 from pipeline.hub.webhooks.outbox import Attempt, Due
-from pipeline.hub.webhooks.posting import Poster, headers
-from pipeline.hub.webhooks.store import CreateWebhook
+from pipeline.hub.webhooks.posting import headers
+from pipeline.hub.webhooks.store import WebhookRequest
 from tests.hub_fixtures import recording_receiver
 from tests.ports import free_port
 
-DUE = Due(id="d1", payload="{}", attempt=0, queued_at=0, next_attempt_at=0)
+DUE = Due(id="d1", payload="{}", attempt=0, queued_at=0)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_what_no_webhook_may_call(text: str) -> None:
     assert is_forbidden(ipaddress.ip_address(text))
     host = f"[{text}]" if ":" in text else text
     with pytest.raises(ValidationError, match="no webhook may call"):
-        CreateWebhook.model_validate(
+        WebhookRequest.model_validate(
             {"url": f"http://{host}/", "watched": [{"type": "user", "name": "x"}]}
         )
     with pytest.raises(Unreachable, match="no webhook may call"):
@@ -74,14 +74,7 @@ def test_a_spelling_hides_no_address(host: str) -> None:
 
 
 def post(url: str, secret: str | None = None) -> Attempt:
-    async def run() -> Attempt:
-        poster = Poster(timeout_seconds=5)
-        try:
-            return await poster.post(DUE, url, secret)
-        finally:
-            await poster.close()
-
-    return asyncio.run(run())
+    return asyncio.run(posting.post(DUE, url, secret, timeout_seconds=5))
 
 
 class Names:
@@ -176,11 +169,6 @@ def test_a_signing_secret_is_sent_only_where_nobody_reads_along() -> None:
 def test_any_other_secret_is_sent_as_the_hub_sends_it() -> None:
     for is_private in (True, False):
         assert headers(DUE, "s3cret", is_private)["X-Webhook-Secret"] == "s3cret"
-
-
-def test_a_secret_that_cannot_sign_fails_the_attempt_only() -> None:
-    attempt = post("http://127.0.0.1:9/", "whsec_notbase64!")
-    assert attempt.error is not None and "whsec_" in attempt.error
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.hub.discussions.pull_requests import difference
+from pipeline.hub.actions.discussions import difference
 from pipeline.hub.errors import TooSlow
 from pipeline.hub.git.process import git
 from pipeline.hub.repositories.names import RepositoryName

@@ -1,18 +1,17 @@
 """Creates, deletes and moves repositories for clients of the API, changes their visibility, and
 stores the event of each change.
 
-Except for `create`, the caller holds the repository's lock. Afterwards it wakes the deliverer
-(`EventLog.wake`), which sends the event to the webhooks.
+Except for `create`, the caller holds the repository's lock.
 """
 
 from contextlib import ExitStack
 
 from pipeline.hub.commits.fast_import import first_commit
-from pipeline.hub.events.log import EventLog
+from pipeline.hub.events import Event, EventLog
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.refs import remember
 from pipeline.hub.repositories.store import Repositories, Repository
-from pipeline.hub.tokens.auth import Signature
+from pipeline.hub.tokens import Signature
 
 
 def create(
@@ -35,14 +34,14 @@ def create(
             )
             if first:
                 remember(connection, repository, first)
-            log.record(connection, repository, action="create")
+            log.record(connection, repository, Event(action="create"))
         on_error.pop_all()
     return repository
 
 
 def delete(log: EventLog, repositories: Repositories, repository: Repository) -> None:
     with repositories.removal(repository), log.database.write() as connection:
-        log.record(connection, repository, action="delete")
+        log.record(connection, repository, Event(action="delete"))
         repositories.forget(connection, repository)
 
 
@@ -53,7 +52,7 @@ def move(
     with ExitStack() as on_error:
         with log.database.write() as connection:
             moved = repositories.move(connection, repository, to, on_error=on_error)
-            log.record(connection, repository, action="move", moved_to=moved)
+            log.record(connection, repository, Event(action="move", moved_to=to))
         on_error.pop_all()
     repositories.end_move(moved)
 
@@ -64,4 +63,4 @@ def set_private(
     with log.database.write() as connection:
         repositories.set_private(connection, repository, private)
         changed = repositories.find_by_id(connection, repository.id)
-        log.record(connection, changed, action="update", scope="repo.config")
+        log.record(connection, changed, Event(action="update", scope="repo.config"))

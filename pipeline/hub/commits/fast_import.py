@@ -19,7 +19,7 @@ from pipeline.hub.git.process import INCOMING_PREFIX, git
 from pipeline.hub.repositories.names import DEFAULT_BRANCH
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.tokens.auth import Signature
+from pipeline.hub.tokens import Signature
 
 _MOVED_ON = (
     "The branch was updated since you opened this page. Please refresh and try again: {branch} is "

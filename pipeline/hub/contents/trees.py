@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeline.hub.contents.history import no_revision, resolve_revision
-from pipeline.hub.errors import DamagedRepository, EntryNotFound
+from pipeline.hub.errors import EntryNotFound, RequestError
 from pipeline.hub.git.process import git, git_environment
 from pipeline.hub.repositories.names import SHA, has_control_character
 from pipeline.hub.repositories.objects import look_up, read_pointers
@@ -168,7 +168,7 @@ def _with_pointers(repository: Repository, entries: Sequence[Entry]) -> list[Ent
 def _parse_tree(output: bytes, prefix: str) -> Iterator[Entry]:
     """The entries that `git ls-tree -z` printed, with `prefix` before each path. Leaves out
     submodules, and names that are not UTF-8 or have a control character. No client can ask for
-    them, so a client that wants to download all listed files would fail. Raises DamagedRepository
+    them, so a client that wants to download all listed files would fail. Raises RequestError
     if git printed sizes (`-l`) and an object is missing."""
     for record in output.split(b"\0"):
         facts, _, name = record.partition(b"\t")
@@ -181,7 +181,10 @@ def _parse_tree(output: bytes, prefix: str) -> Iterator[Entry]:
         mode, type, oid, *size = facts.decode().split()
         if type == "blob":
             if size == ["BAD"]:
-                raise DamagedRepository(oid)
+                raise RequestError(
+                    f"The repository is damaged: the object {oid} is missing. `pipeline doctor` "
+                    "says how to restore it."
+                )
             yield Entry(
                 type="file",
                 path=prefix + path,

@@ -130,20 +130,18 @@ class Repositories:
             f"`hf repos create {name.id} --type {name.type}`."
         )
 
-    def find_as_git(
-        self, connection: Connection, type: RepositoryType, owner: str, name: str
-    ) -> Repository:
+    def find_as_git(self, connection: Connection, name: RepositoryName) -> Repository:
         """As `find`, for the URLs of git: `/owner/name` means a dataset if there is no such model.
         Raises RepositoryNotFound."""
-        with suppress(RepositoryNotFound):
-            return self.find(connection, requested_name(type, owner, name))
-        if type == "model":
+        types: tuple[RepositoryType, ...] = (name.type,)
+        if name.type == "model":
+            types = ("model", "dataset")
+        for type in types:
             with suppress(RepositoryNotFound):
-                return self.find(connection, requested_name("dataset", owner, name))
+                return self.find(connection, requested_name(type, name.owner, name.name))
         raise RepositoryNotFound(
-            f"There is no {'model and no dataset' if type == 'model' else type} {owner}/{name} "
-            f"here: check the name, or create a dataset with `hf repos create {owner}/{name} "
-            "--type dataset`."
+            f"There is no {' and no '.join(types)} {name.id} here: check the name, or create a "
+            f"dataset with `hf repos create {name.id} --type dataset`."
         )
 
     def find_by_id(self, connection: Connection, id: str) -> Repository:

@@ -15,11 +15,11 @@ from fastapi import Depends
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.requests import Request
 
-from pipeline.hub.errors import Forbidden, RepositoryNotFound, Unauthorized
+from pipeline.hub.errors import Forbidden
 from pipeline.hub.repositories.names import REPOSITORY_TYPES, RepositoryName, RepositoryType
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.service import HubOf
-from pipeline.hub.tokens.auth import READING, Identity, check_sees, check_site, out_of_reach
+from pipeline.hub.tokens import READING, Identity, check_site
 
 TYPES: dict[str, RepositoryType] = {f"{type}s": type for type in REPOSITORY_TYPES}
 
@@ -68,10 +68,7 @@ Who = Annotated[Identity, Depends(identified)]
 
 
 async def with_token(request: Request, identity: Who) -> Identity:
-    if identity.is_anonymous:
-        raise Unauthorized(
-            f"{request.url.path} needs a token: set HF_TOKEN, or run `pipeline env`."
-        )
+    identity.require_token(request.url.path)
     return identity
 
 
@@ -91,11 +88,7 @@ async def everywhere(
 
 async def person(request: Request, identity: Annotated[Identity, Depends(everywhere)]) -> Identity:
     """For routes that a job may not use: a job may only read and write repositories."""
-    if identity.job_id is not None:
-        raise Forbidden(
-            f"This is the token of job {identity.job_id}, which may read and write repositories "
-            f"and nothing else: {request.url.path} needs the token of a person."
-        )
+    identity.require_person(request.url.path)
     return identity
 
 
@@ -136,15 +129,13 @@ Readable = Annotated[Repository, Depends(readable)]
 
 
 async def locked(hub: HubOf, identity: Writer, name: Named) -> AsyncIterator[Repository]:
-    """The repository, under its lock until the route has made its change. Then the deliverer, which
-    sends the change's event to the webhooks, is woken.
+    """The repository, under its lock until the route has made its change.
 
     Declare it after the body: while a body comes in, no lock is held, and the repository may be
     deleted or replaced.
     """
     async with hub.repositories.locked(partial(hub.find_reached, name, identity)) as repository:
         yield repository
-    hub.log.wake()
 
 
 Locked = Annotated[Repository, Depends(locked, scope="function")]
@@ -152,12 +143,4 @@ Locked = Annotated[Repository, Depends(locked, scope="function")]
 
 def find_as_git(hub: HubOf, identity: Who, name: Named) -> Repository:
     """Like `readable`, for git and git-lfs: `/owner/name` also finds a dataset."""
-    try:
-        with hub.database.read() as connection:
-            found = hub.repositories.find_as_git(connection, name.type, name.owner, name.name)
-    except RepositoryNotFound:
-        if identity.is_limited:
-            raise out_of_reach(identity, name) from None
-        raise
-    check_sees(identity, name, found)
-    return found
+    return hub.find_reached(name, identity, as_git=True)

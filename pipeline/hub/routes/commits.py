@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from pipeline.hub.actions.discussions import check_takes_commits, open_discussion
+from pipeline.hub.actions.discussions import Discussions, check_takes_commits
 from pipeline.hub.commits.body import CommitBody
 from pipeline.hub.commits.changes import MAX_GIT_BYTES, attributes_files, planned_changes
 from pipeline.hub.commits.checks import check_changes
@@ -21,9 +21,9 @@ from pipeline.hub.contents.attributes import IGNORE_FILE, ignored_paths, large_f
 from pipeline.hub.contents.cards import parse_card
 from pipeline.hub.contents.history import read_commit, resolve_revision
 from pipeline.hub.contents.trees import Entry, read_tree
-from pipeline.hub.discussions.store import MAX_TITLE, OPEN, list_discussions
+from pipeline.hub.discussions import MAX_TITLE, OPEN, list_discussions
 from pipeline.hub.errors import RevisionNotFound
-from pipeline.hub.events.log import EventLog, record_ref_changes
+from pipeline.hub.events import EventLog, record_ref_changes
 from pipeline.hub.git.process import PULL_REQUEST_PREFIX, git
 from pipeline.hub.http_json import (
     MAX_BODY_BYTES,
@@ -39,7 +39,7 @@ from pipeline.hub.repositories.refs import RefChange, read_refs, remember
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes.access import API, Named, Writer, readable
 from pipeline.hub.service import HubOf
-from pipeline.hub.tokens.auth import Identity, signature
+from pipeline.hub.tokens import Identity, signature
 
 MAX_README_BYTES = 4 * MAX_BODY_BYTES
 """A README may have images in it."""
@@ -146,8 +146,7 @@ async def commit(
         async with hub.repositories.locked(find) as repository, hub.commit_slots:
             made = await run_in_threadpool(act, hub.log, repository, identity, revision, body)
             sha, changes, num = made
-            remarks = await run_in_threadpool(hub.remarks_on, repository, changes)
-    hub.log.wake()
+            remarks = await run_in_threadpool(hub.remarks, repository, changes)
     web = f"{hub_url(request)}/{repository.name.path}"
     answer: Json = {"success": True, "commitOid": sha, "commitUrl": f"{web}/commit/{sha}"}
     if num is not None:
@@ -219,10 +218,7 @@ def commit_to_pull_request(
     earlier = _opened_before(log, repository, identity, base, sha)
     if earlier is not None:
         return earlier
-    opened = open_discussion(
-        log,
-        repository,
-        identity,
+    opened = Discussions(log=log, repository=repository, identity=identity).open(
         title=body.header.summary[:MAX_TITLE],
         text=body.header.description or body.header.summary,
         base=base,
@@ -237,13 +233,13 @@ def _opened_before(
     """The pull request that an earlier try of the same request has opened. A client that lost the
     answer sends the request again. The commits then differ only in their time."""
     with log.database.read() as connection:
-        mine = list_discussions(
-            connection, repository, pull_requests=True, statuses=OPEN, author=identity.user
-        )
+        present = list_discussions(connection, repository, OPEN)
     heads, wanted = read_refs(repository), read_commit(repository, sha)
-    for each in mine:
+    for each in present:
+        if each.base != base or each.author != identity.user:
+            continue
         head = heads.get(each.ref)
-        if each.base == base and head is not None and read_commit(repository, head) == wanted:
+        if head is not None and read_commit(repository, head) == wanted:
             return head, (), each.num
     return None
 

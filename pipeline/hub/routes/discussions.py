@@ -4,13 +4,12 @@ import logging
 from html import escape
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Depends, Path
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from pipeline.hub.actions import discussions as acts
-from pipeline.hub.discussions.pull_requests import commits_of, difference, try_merge
-from pipeline.hub.discussions.store import (
+from pipeline.hub.actions.discussions import Discussions, commits_of, difference, try_merge
+from pipeline.hub.discussions import (
     CLOSED,
     OPEN,
     Discussion,
@@ -24,7 +23,7 @@ from pipeline.hub.http_json import Json, hub_url, iso_time, json_body
 from pipeline.hub.repositories.names import DEFAULT_BRANCH
 from pipeline.hub.repositories.refs import read_refs
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.routes.access import API, Locked, Readable, Writer
+from pipeline.hub.routes.access import API, Locked, Readable, Writer, writer
 from pipeline.hub.service import HubOf
 
 logger = logging.getLogger(__name__)
@@ -63,14 +62,14 @@ def show_all(
 ) -> Json:
     """The discussions, newest first. `huggingface_hub` reads pages; this is the only one."""
     with hub.database.read() as connection:
-        found = list_discussions(
-            connection,
-            repository,
-            pull_requests=None if type == "all" else type == "pull_request",
-            statuses={"all": (*OPEN, *CLOSED), "open": OPEN, "closed": CLOSED}[status],
-            author=author,
-        )
-    shown = [_as_json(one, repository) for one in found]
+        statuses = {"all": (*OPEN, *CLOSED), "open": OPEN, "closed": CLOSED}[status]
+        found = list_discussions(connection, repository, statuses)
+    shown = [
+        _as_json(one, repository)
+        for one in found
+        if author in (None, one.author)
+        and (type == "all" or one.is_pull_request == (type == "pull_request"))
+    ]
     return {"discussions": shown, "count": len(shown), "start": 0}
 
 
@@ -87,18 +86,23 @@ def show(hub: HubOf, repository: Readable, num: Num, diff: bool = False) -> Json
     return document
 
 
-@router.post("")
+async def _changing(hub: HubOf, identity: Writer, repository: Locked) -> Discussions:
+    return Discussions(log=hub.log, repository=repository, identity=identity)
+
+
+Changing = Annotated[Discussions, Depends(_changing)]
+"""Declare it after the body, as `Locked`: the lock is not held while the body comes in. So the
+routes check the token by `WRITING`, before the body is read."""
+WRITING = [Depends(writer)]
+
+
+@router.post("", dependencies=WRITING)
 def create(
     request: Request,
-    hub: HubOf,
-    identity: Writer,
     body: Annotated[NewDiscussion, json_body(NewDiscussion)],
-    repository: Locked,
+    discussions: Changing,
 ) -> Json:
-    made = acts.open_discussion(
-        hub.log,
-        repository,
-        identity,
+    made = discussions.open(
         title=body.title,
         text=body.description,
         status="draft" if body.pullRequest else "open",
@@ -107,45 +111,28 @@ def create(
     return {
         "num": made.num,
         "pullRequest": made.is_pull_request,
-        "url": f"{hub_url(request)}/{repository.name.path}/discussions/{made.num}",
+        "url": f"{hub_url(request)}/{discussions.repository.name.path}/discussions/{made.num}",
     }
 
 
-@router.post("/{num}/comment")
+@router.post("/{num}/comment", dependencies=WRITING)
 def comment(
-    hub: HubOf,
-    identity: Writer,
-    body: Annotated[NewComment, json_body(NewComment)],
-    repository: Locked,
-    num: Num,
+    body: Annotated[NewComment, json_body(NewComment)], discussions: Changing, num: Num
 ) -> Json:
-    added = acts.add(hub.log, repository, identity, num, text=body.comment)
-    return {"newMessage": _event_as_json(added)}
+    return {"newMessage": _event_as_json(discussions.comment(num, body.comment))}
 
 
-@router.post("/{num}/status")
+@router.post("/{num}/status", dependencies=WRITING)
 def set_status(
-    hub: HubOf,
-    identity: Writer,
-    body: Annotated[NewStatus, json_body(NewStatus)],
-    repository: Locked,
-    num: Num,
+    body: Annotated[NewStatus, json_body(NewStatus)], discussions: Changing, num: Num
 ) -> Json:
-    changed = acts.set_status(
-        hub.log, repository, identity, num, status=body.status, comment=body.comment
-    )
+    changed = discussions.set_status(num, body.status, body.comment)
     return {"newStatus": _event_as_json(changed)}
 
 
-@router.post("/{num}/merge")
-def merge(
-    hub: HubOf,
-    identity: Writer,
-    body: Annotated[Merge, json_body(Merge)],
-    repository: Locked,
-    num: Num,
-) -> Json:
-    acts.merge_pull_request(hub.log, repository, identity, num, comment=body.comment)
+@router.post("/{num}/merge", dependencies=WRITING)
+def merge(body: Annotated[Merge, json_body(Merge)], discussions: Changing, num: Num) -> Json:
+    discussions.merge(num, body.comment)
     return {}
 
 
@@ -164,11 +151,9 @@ def _as_json(discussion: Discussion, repository: Repository) -> Json:
 
 
 def _event_as_json(event: DiscussionEvent) -> Json:
-    data = event.data
+    data: Json = {"status": event.text}
     if event.type == "comment":
-        history = data["history"]
-        assert isinstance(history, list)
-        latest = {"raw": history[-1]["raw"], "html": f"<p>{escape(history[-1]['raw'])}</p>"}
+        latest = {"raw": event.text, "html": f"<p>{escape(event.text)}</p>"}
         data = {"edited": False, "hidden": False, "latest": latest}
     return {
         "id": event.id,
@@ -215,7 +200,7 @@ def _files_with_conflicts(repository: Repository, base: str, head: str) -> list[
     """The files that git cannot merge. True if git cannot make this list: clients of the Hugging
     Face Hub take it to mean that the pull request cannot be merged."""
     try:
-        return list(try_merge(repository, base, head).conflicts)
+        return try_merge(repository, base, head)[1]
     except HubError as error:
         # Only logged, because the rest of the pull request can be read. A merge gives the error.
         logger.warning(

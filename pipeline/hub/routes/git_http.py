@@ -19,9 +19,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pipeline.hub.discussions.store import open_refs
+from pipeline.hub.discussions import open_refs
 from pipeline.hub.errors import BadRequest
-from pipeline.hub.events.log import record_ref_changes
+from pipeline.hub.events import record_ref_changes
 from pipeline.hub.git import backend
 from pipeline.hub.git.cleanup import clear_repository
 from pipeline.hub.http_json import GIT_SERVICES, receive_into
@@ -114,7 +114,7 @@ async def push(request: Request, hub: HubOf, identity: Who, name: Named, body: B
         # request that git sends before a large push.
         result = "error" if status != 200 else "ok" if changes else "unchanged"
         hub.metrics.pushes.labels(result=result).inc()
-        remarks = await run_in_threadpool(hub.remarks_on, repository, changes)
+        remarks = await run_in_threadpool(hub.remarks, repository, changes)
     return _answer(status, headers, backend.with_remarks(answer, remarks))
 
 

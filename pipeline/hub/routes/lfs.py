@@ -11,9 +11,9 @@ from pydantic import BaseModel, Field, StringConstraints
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from pipeline.hub.cipher import GRANT_SECONDS
 from pipeline.hub.errors import NotSupported
 from pipeline.hub.http_json import Json, hub_url, json_body
-from pipeline.hub.large_files import signatures
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.repositories.names import RepositoryName, RepositoryType
 from pipeline.hub.repositories.store import Repository
@@ -118,8 +118,8 @@ def _answer(hub: Hub, repository: Repository, url: str, batch: Batch, wanted: La
     if is_upload and files.keep(wanted.oid):
         return told
     path = transfers.object_path(repository, wanted.oid)
-    signed = hub.signed_urls.sign("PUT" if is_upload else "GET", path, wanted.size)
-    action = {"href": f"{url}{signed}", "expires_in": signatures.LIFETIME_SECONDS}
+    signed = transfers.sign(hub.cipher, "PUT" if is_upload else "GET", path, wanted.size)
+    action = {"href": f"{url}{signed}", "expires_in": GRANT_SECONDS}
     actions = {"upload" if is_upload else "download": action}
     # "authenticated" says that the client needs no token for these URLs. They are signed.
     return {**told, "authenticated": True, "actions": actions}

@@ -19,7 +19,7 @@ from pipeline.hub.routes.access import TYPES, Who, with_token
 from pipeline.hub.routes.contents import described, facts
 from pipeline.hub.schema import refs
 from pipeline.hub.service import Hub, HubOf
-from pipeline.hub.tokens.auth import Identity
+from pipeline.hub.tokens import Identity
 
 _QUERY = frozenset(
     {"author", "search", "pipeline_tag", "limit", "full", "cardData", "config", "expand"}

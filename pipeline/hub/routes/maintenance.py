@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 
 from fastapi import APIRouter, Depends
 
-from pipeline.hub.discussions.store import open_refs
+from pipeline.hub.discussions import open_refs
 from pipeline.hub.http_json import Json
 from pipeline.hub.repositories.garbage import Collected, collect_garbage
 from pipeline.hub.repositories.purge import Purge, plan_purge, purge
@@ -21,7 +21,7 @@ router = APIRouter(prefix="/api/settings", dependencies=[Depends(hubs_own)])
 @router.post("/gc")
 async def gc(hub: HubOf) -> Json:
     """Cleans all repositories: removes the commits that are on no branch any more and that no
-    release, job or stored event needs, and the large files that no commit names. Pushes to a
+    release, job or stored delivery needs, and the large files that no commit names. Pushes to a
     repository wait while it is cleaned."""
     collected = list[Collected]()
 

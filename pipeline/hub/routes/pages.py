@@ -9,25 +9,23 @@ that changes something has a second token, which no page of another site knows.
 
 import json
 import secrets
-from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Annotated
 from urllib.parse import parse_qs
 
-from cryptography.fernet import Fernet, InvalidToken
 from fastapi import APIRouter, Depends
-from jinja2 import Environment, Template
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.responses import RedirectResponse, Response
+from starlette.templating import Jinja2Templates
 
 from pipeline.hub.errors import Forbidden, RequestError, Unauthorized
 from pipeline.hub.http_json import iso_time, read_body
+from pipeline.hub.routes import activity
 from pipeline.hub.routes.access import everywhere, person
-from pipeline.hub.routes.activity import send_again
 from pipeline.hub.service import HubOf
-from pipeline.hub.tokens.auth import Identity, check_site
-from pipeline.hub.webhooks.activity import list_deliveries
+from pipeline.hub.tokens import Identity, check_site
+from pipeline.hub.webhooks.outbox import list_deliveries
 from pipeline.hub.webhooks.store import get_webhook, list_webhooks
 
 PAGES = "/settings/webhooks"
@@ -60,18 +58,20 @@ async def _logged_in(request: Request, hub: HubOf) -> Identity:
     check_site(request.scope)
     if "authorization" in request.headers:
         return await hub.guard.check(request.scope)
-    cookie = request.cookies.get(COOKIE, "").encode()
+    match hub.cipher.read_grant(request.cookies.get(COOKIE, ""), seconds=SESSION_SECONDS):
+        case ["login", token]:
+            return await _identity(request, hub, token, if_refused="")
+        case _:
+            raise LoginNeeded("")
+
+
+async def _identity(request: Request, hub: HubOf, token: str, *, if_refused: str) -> Identity:
+    """Who has this token. Raises LoginNeeded with the text `if_refused` if nobody has it."""
+    headers = [(b"authorization", f"Bearer {token}".encode())]
     try:
-        token = Fernet(hub.secret_key).decrypt(cookie, ttl=SESSION_SECONDS)
-        return await _identity(request, hub, token)
-    except (InvalidToken, Unauthorized):
-        raise LoginNeeded("") from None
-
-
-async def _identity(request: Request, hub: HubOf, token: bytes) -> Identity:
-    others = [each for each in request.scope["headers"] if each[0] != b"authorization"]
-    headers = [*others, (b"authorization", b"Bearer " + token)]
-    return await hub.guard.check({**request.scope, "state": {}, "headers": headers})
+        return await hub.guard.check({**request.scope, "headers": headers})
+    except Unauthorized:
+        raise LoginNeeded(if_refused) from None
 
 
 async def _reader(request: Request, identity: Annotated[Identity, Depends(_logged_in)]) -> Identity:
@@ -82,12 +82,12 @@ pages = APIRouter(prefix=PAGES, dependencies=[Depends(_reader)])
 login = APIRouter(prefix=LOGIN)
 
 
-async def on_login_needed(_: Request, error: Exception) -> Response:
+async def on_login_needed(request: Request, error: Exception) -> Response:
     # If the scheme were Basic, the browser would ask for a login itself. It would then send it with
     # every request to the hub, even if a page of another site causes the request.
     headers = {**HEADERS, "WWW-Authenticate": "Bearer"}
-    form = _template("login.html").render(message=error)
-    return HTMLResponse(form, status_code=401, headers=headers)
+    message = {"message": error}
+    return _templates.TemplateResponse(request, "login.html", message, 401, headers)
 
 
 @login.post("")
@@ -95,33 +95,30 @@ async def log_in(request: Request, hub: HubOf) -> Response:
     """Gives the browser the cookie, and leads it to the list of webhooks. Raises Forbidden if a
     page of another site has sent the form."""
     check_site(request.scope)
-    token = (await _form(request)).get("token", "").strip().encode()
-    try:
-        await _identity(request, hub, token)
-    except Unauthorized:
-        raise LoginNeeded("The hub does not accept this token.") from None
+    token = (await _form(request)).get("token", "").strip()
+    await _identity(request, hub, token, if_refused="The hub does not accept this token.")
     answer = RedirectResponse(PAGES, status_code=303)
-    cookie = Fernet(hub.secret_key).encrypt(token).decode()
+    cookie = hub.cipher.grant("login", token)
     answer.set_cookie(COOKIE, cookie, path=PAGES, httponly=True, samesite="strict")
     return answer
 
 
 @pages.get("")
-def show_all(hub: HubOf) -> Response:
+def show_all(request: Request, hub: HubOf) -> Response:
     with hub.database.read() as connection:
-        page = _template("webhooks.html").render(webhooks=list_webhooks(connection))
-    return HTMLResponse(page, headers=HEADERS)
+        facts = {"webhooks": list_webhooks(connection)}
+    return _templates.TemplateResponse(request, "webhooks.html", facts, headers=HEADERS)
 
 
 @pages.get("/{id}")
-def show(hub: HubOf, id: str) -> Response:
+def show(request: Request, hub: HubOf, id: str) -> Response:
     with hub.database.read() as connection:
-        webhook = get_webhook(connection, id)
-        found = list_deliveries(connection, id, status=None, limit=NUM_SHOWN)
-    page = _template("webhooks.html").render(
-        webhook=webhook, deliveries=found, form_token=_form_token
-    )
-    return HTMLResponse(page, headers=HEADERS)
+        facts = {
+            "webhook": get_webhook(connection, id),
+            "deliveries": list_deliveries(connection, id, limit=NUM_SHOWN),
+            "form_token": _form_token,
+        }
+    return _templates.TemplateResponse(request, "webhooks.html", facts, headers=HEADERS)
 
 
 @pages.post("/{id}/replay")
@@ -133,7 +130,7 @@ async def replay(request: Request, hub: HubOf, id: str) -> Response:
             "page was loaded: load the page again."
         )
     force = "force" in form
-    await run_in_threadpool(send_again, hub, form.get("delivery", ""), force=force)
+    await run_in_threadpool(activity.replay, hub, form.get("delivery", ""), force)
     return RedirectResponse(f"{PAGES}/{id}", status_code=303)
 
 
@@ -146,10 +143,5 @@ def _indented(payload: str) -> str:
     return json.dumps(json.loads(payload), indent=2, ensure_ascii=False)
 
 
-@cache
-def _template(name: str) -> Template:
-    source = files("pipeline.hub.routes").joinpath(name).read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["utc"] = iso_time
-    environment.filters["indented"] = _indented
-    return environment.from_string(source)
+_templates = Jinja2Templates(Path(__file__).parent)
+_templates.env.filters |= {"utc": iso_time, "indented": _indented}

@@ -8,7 +8,7 @@ from pydantic import BaseModel, StringConstraints
 
 from pipeline.hub.contents.history import resolve_revision
 from pipeline.hub.errors import BadRequest, Conflict, RevisionNotFound
-from pipeline.hub.events.log import record_ref_changes
+from pipeline.hub.events import record_ref_changes
 from pipeline.hub.git.process import NO_REF, PULL_REQUEST_PREFIX, git
 from pipeline.hub.http_json import Json, json_body
 from pipeline.hub.repositories.names import DEFAULT_BRANCH, SHA, is_ref_name
@@ -16,7 +16,7 @@ from pipeline.hub.repositories.refs import peeled_refs, read_refs
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes.access import API, Locked, Readable, Writer
 from pipeline.hub.service import Hub, HubOf
-from pipeline.hub.tokens.auth import signature
+from pipeline.hub.tokens import signature
 
 Message = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
 """The message of a commit or a tag. Git allows no NUL character in it."""

@@ -29,7 +29,7 @@ from pipeline.hub.routes.access import (
     writer,
 )
 from pipeline.hub.service import Hub, HubOf
-from pipeline.hub.tokens.auth import Identity, require_a_person, signature
+from pipeline.hub.tokens import Identity, signature
 from pipeline.hub.webhooks.store import list_webhooks
 
 _RESERVED_NAMES = frozenset({"auth-check", "discussions", "refs"})
@@ -94,7 +94,6 @@ async def create(
         )
     except Conflict as error:
         raise Conflict(str(error), url=url) from None
-    hub.log.wake()
     return {"url": url, "name": name.id, "id": repository.id}
 
 
@@ -107,7 +106,6 @@ async def remove(
     find = partial(hub.find_reached, name, identity)
     async with hub.repositories.locked(find) as repository:
         await run_in_threadpool(acts.delete, hub.log, hub.repositories, repository)
-    hub.log.wake()
 
 
 @router.post("/api/repos/move", dependencies=[Depends(person)])
@@ -121,7 +119,6 @@ async def move(
     async with hub.repositories.locked(partial(hub.find_reached, source, identity)) as repository:
         await run_in_threadpool(acts.move, hub.log, hub.repositories, repository, target)
         told = await run_in_threadpool(_left_behind, hub, repository.name, target)
-    hub.log.wake()
     headers = client_warning(f"moved {repository.name.id}", told)
     return JSONResponse({"url": f"{hub_url(request)}/{target.path}"}, headers=headers)
 
@@ -155,7 +152,7 @@ def change_settings(
     repository: Locked,
 ) -> Json:
     """Changes the visibility. Raises BadRequest for `gated`, and ignores all other settings."""
-    require_a_person(identity, "the settings of a repository")
+    identity.require_person("the settings of a repository")
     if body.gated:
         raise BadRequest(
             "Gated repositories are not supported by this hub: make the repository private, and "

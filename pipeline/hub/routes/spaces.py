@@ -11,12 +11,13 @@ from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection
 
 from pipeline.hub.errors import BadRequest
+from pipeline.hub.events import Event
 from pipeline.hub.http_json import Json, iso_time, json_body
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes.access import API, Locked, Readable, Writer
 from pipeline.hub.schema import space_secrets as table
 from pipeline.hub.service import HubOf
-from pipeline.hub.tokens.auth import Identity, require_a_person
+from pipeline.hub.tokens import Identity
 
 router = APIRouter(prefix=f"{API}/secrets")
 
@@ -48,7 +49,7 @@ def put(
     `repo.config`."""
     _check(identity, space)
     values = {
-        "encrypted_value": hub.cipher.seal(secret.value),
+        "encrypted_value": hub.cipher.encrypt(secret.value),
         "description": secret.description,
         "updated_at": time.time(),
     }
@@ -58,12 +59,12 @@ def put(
             .values(repository_id=space.id, key=secret.key, **values)
             .on_conflict_do_update(index_elements=["repository_id", "key"], set_=values)
         )
-        hub.log.record(connection, space, action="update", scope="repo.config")
+        hub.log.record(connection, space, Event(action="update", scope="repo.config"))
         return _listed(connection, space)
 
 
 def _check(identity: Identity, space: Repository) -> None:
-    require_a_person(identity, "secrets of a Space")
+    identity.require_person("secrets of a Space")
     if space.name.type != "space":
         raise BadRequest(f"A {space.name.type} has no secrets: only a Space has any.")
 

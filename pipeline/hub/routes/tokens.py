@@ -6,12 +6,11 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 from starlette.responses import JSONResponse
 
-from pipeline.hub.events.payloads import owner_id
+from pipeline.hub.events import owner_id
 from pipeline.hub.http_json import Json
 from pipeline.hub.routes.access import hubs_own, with_token
 from pipeline.hub.service import HubOf
-from pipeline.hub.tokens.auth import Identity
-from pipeline.hub.tokens.store import create_token, list_tokens, revoke_token
+from pipeline.hub.tokens import Identity, create_token, list_tokens, revoke_token
 
 account = APIRouter()
 router = APIRouter(prefix="/api/settings/tokens", dependencies=[Depends(hubs_own)])

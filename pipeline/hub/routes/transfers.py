@@ -11,7 +11,8 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pipeline.hub.errors import NotFound
+from pipeline.hub.cipher import Cipher
+from pipeline.hub.errors import Forbidden, NotFound
 from pipeline.hub.http_json import pieces
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.repositories.store import Repository
@@ -29,11 +30,22 @@ def object_path(repository: Repository, oid: str) -> str:
     return f"{PREFIX}{repository.id}/objects/{oid}"
 
 
+def sign(cipher: Cipher, method: str, path: str, size: int) -> str:
+    """The path with a query that has the size in bytes and the signature."""
+    return f"{path}?size={size}&signature={cipher.grant(method, path, str(size))}"
+
+
 def _signed(request: Request, hub: HubOf, repository_id: str) -> tuple[LargeFiles, int]:
     """The large files of the repository, and the signed size. Raises Forbidden if the URL is not
     valid, and RepositoryNotFound if the repository does not exist any more."""
-    size = hub.signed_urls.check(request.method, request.scope["path"], request.query_params)
-    return LargeFiles(hub.find_by_id(repository_id).folder), size
+    method = "GET" if request.method == "HEAD" else request.method
+    size, signature = (request.query_params.get(name, "") for name in ("size", "signature"))
+    if hub.cipher.read_grant(signature) != [method, request.scope["path"], size]:
+        raise Forbidden(
+            "The signature of this URL is wrong, or it has expired: ask the batch route of Git LFS "
+            "for a new URL."
+        )
+    return LargeFiles(hub.find_by_id(repository_id).folder), int(size)
 
 
 Signed = Annotated[tuple[LargeFiles, int], Depends(_signed)]

@@ -4,7 +4,7 @@ import contextlib
 import difflib
 from collections.abc import Collection, Iterator
 from secrets import token_hex
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends
 from sqlalchemy import Connection
@@ -14,15 +14,13 @@ from jobs.errors import JobNotFound
 from pipeline.hub.errors import BadRequest, Forbidden
 from pipeline.hub.http_json import Json, client_warning, json_body
 from pipeline.hub.repositories.names import REPOSITORY_TYPES, RepositoryName
-from pipeline.hub.routes.access import person
+from pipeline.hub.routes.access import Who, person
 from pipeline.hub.service import Hub, HubOf
-from pipeline.hub.tokens.auth import Identity
 from pipeline.hub.webhooks import outbox
 from pipeline.hub.webhooks.store import (
-    CreateWebhook,
     HubWatchedItem,
     StoredWebhook,
-    UpdateWebhook,
+    WebhookRequest,
     create_webhook,
     delete_webhook,
     get_webhook,
@@ -30,101 +28,26 @@ from pipeline.hub.webhooks.store import (
     update_webhook,
 )
 
-router = APIRouter(prefix="/api/settings/webhooks")
-Person = Annotated[Identity, Depends(person)]
+router = APIRouter(prefix="/api/settings/webhooks", dependencies=[Depends(person)])
 
 
 @router.get("")
-def list_all(hub: HubOf, _: Person) -> list[Json]:
+def list_all(hub: HubOf) -> list[Json]:
     with hub.database.read() as connection:
         return [_described(hub, connection, one) for one in list_webhooks(connection)]
 
 
 @router.get("/{id}")
-def show(hub: HubOf, _: Person, id: str) -> Json:
+def show(hub: HubOf, id: str) -> Json:
     with hub.database.read() as connection:
         return {"webhook": _described(hub, connection, get_webhook(connection, id))}
 
 
-@router.post("")
-def create(
-    hub: HubOf, identity: Person, body: Annotated[CreateWebhook, json_body(CreateWebhook)]
-) -> JSONResponse:
-    if body.url is None and body.jobSourceId is None:
-        raise BadRequest("url: a webhook needs the URL that it calls, or a job in `jobSourceId`.")
-    if body.secrets is not None and body.jobSourceId is None:
-        raise BadRequest("secrets: only a webhook that starts a job has any: leave them out.")
-    _check(hub, identity, body)
-    new = body.model_copy(update=_watched(hub, body))
-    with hub.database.write() as connection:
-        created = create_webhook(connection, new, hub.cipher)
-        described = _described(hub, connection, created)
-    return _changed(described | ({"secret": body.secret} if body.secret else {}))
-
-
-@router.post("/{id}")
-def change(
-    hub: HubOf, identity: Person, body: Annotated[UpdateWebhook, json_body(UpdateWebhook)], id: str
-) -> JSONResponse:
-    """Changes a webhook. If the URL, the job or the secret changes, a suspended webhook is enabled
-    again, and the pending deliveries are due at once."""
-    _check(hub, identity, body)
-    new = body.model_copy(update=_watched(hub, body))
-    with hub.database.write() as connection:
-        before = get_webhook(connection, id)
-        after = update_webhook(connection, id, new, hub.cipher)
-        if after.target_and_proof != before.target_and_proof:
-            outbox.restart(connection, after)
-        described = _described(hub, connection, get_webhook(connection, id))
-    hub.log.wake()
-    return _changed(described)
-
-
-@router.post("/{id}/enable")
-def enable(hub: HubOf, _: Person, id: str) -> Json:
-    """Enables a webhook that is disabled or suspended. The pending deliveries of the webhook are
-    sent at once, and earlier failures do not count any more."""
-    return _restart(hub, id, disabled=False)
-
-
-@router.post("/{id}/disable")
-def disable(hub: HubOf, _: Person, id: str) -> Json:
-    """Disables a webhook. Its pending deliveries wait until it is enabled. For events that happen
-    in the meantime, it gets no deliveries."""
-    return _restart(hub, id, disabled=True)
-
-
-@router.delete("/{id}")
-def remove(hub: HubOf, _: Person, id: str) -> Json:
-    with hub.database.write() as connection:
-        delete_webhook(connection, id)
-    return {}
-
-
-def _restart(hub: Hub, id: str, *, disabled: bool) -> Json:
-    with hub.database.write() as connection:
-        outbox.restart(connection, get_webhook(connection, id), disabled=disabled)
-        described = _described(hub, connection, get_webhook(connection, id))
-    hub.log.wake()
-    return {"webhook": described}
-
-
-def _changed(webhook: Json) -> JSONResponse:
-    # Each answer has a topic of its own, because a client prints one warning for each topic.
-    warnings = webhook.get("warnings", ())
-    assert isinstance(warnings, (list, tuple))
-    headers = client_warning(f"webhook {token_hex(8)}", warnings)
-    return JSONResponse({"webhook": webhook}, headers=headers)
-
-
-def _watched(hub: Hub, body: CreateWebhook | UpdateWebhook) -> Json:
-    """What the webhook watches. A name without an owner means a repository of the hub's owner, as
-    in every other request."""
-    return {"watched": tuple(item.with_owner(hub.settings.owner) for item in body.watched)}
-
-
-def _check(hub: Hub, identity: Identity, body: CreateWebhook | UpdateWebhook) -> None:
-    """Raises BadRequest if the request names a job that a webhook cannot start, and Forbidden if it
+def _checked(
+    hub: HubOf, identity: Who, body: Annotated[WebhookRequest, json_body(WebhookRequest)]
+) -> WebhookRequest:
+    """The request. What it watches without an owner is the hub's owner's, as in every other
+    request. Raises BadRequest if it names a job that a webhook cannot start, and Forbidden if it
     has secrets and its token is not the hub's own.
 
     The secrets become environment variables of a job. Many variables make a program run other code
@@ -137,19 +60,67 @@ def _check(hub: Hub, identity: Identity, body: CreateWebhook | UpdateWebhook) ->
             "secrets: they become environment variables of a job, and so may change what the job "
             "runs. Only the hub's own token, which `pipeline env` prints, may set them."
         )
-    if body.jobSourceId is None:
-        return
-    if body.url is not None:
-        raise BadRequest("`url` and `jobSourceId` are both set: set only one of them.")
-    if hub.launcher is None:
-        raise BadRequest(
-            "This hub was started without a job store, so a webhook cannot start jobs: give the "
-            "webhook a `url`."
-        )
-    try:
-        hub.launcher.describe(body.jobSourceId)
-    except JobNotFound as error:
-        raise BadRequest(str(error)) from None
+    if body.jobSourceId is not None:
+        if body.url is not None:
+            raise BadRequest("`url` and `jobSourceId` are both set: set only one of them.")
+        try:
+            hub.launcher.describe(body.jobSourceId)
+        except JobNotFound as error:
+            raise BadRequest(str(error)) from None
+    watched = tuple(item.with_owner(hub.settings.owner) for item in body.watched)
+    return body.model_copy(update={"watched": watched})
+
+
+Checked = Annotated[WebhookRequest, Depends(_checked)]
+
+
+@router.post("")
+def create(hub: HubOf, body: Checked) -> JSONResponse:
+    with hub.database.write() as connection:
+        created = create_webhook(connection, body, hub.cipher)
+        described = _described(hub, connection, created)
+    return _changed(described | ({"secret": body.secret} if body.secret else {}))
+
+
+@router.post("/{id}")
+def change(hub: HubOf, body: Checked, id: str) -> JSONResponse:
+    """Changes a webhook. If the URL, the job or the secret changes, a suspended webhook is enabled
+    again, and the pending deliveries are due at once."""
+    with hub.database.write() as connection:
+        before = get_webhook(connection, id)
+        after = update_webhook(connection, id, body, hub.cipher)
+        # If a person sets the same secret again, this counts as a change too, because the hub
+        # encrypts it into other bytes each time.
+        seen = ("url", "job_id", "encrypted_secret")
+        if any(getattr(before, name) != getattr(after, name) for name in seen):
+            outbox.restart(connection, after)
+        described = _described(hub, connection, get_webhook(connection, id))
+    return _changed(described)
+
+
+@router.post("/{id}/{act}")
+def enable_or_disable(hub: HubOf, id: str, act: Literal["enable", "disable"]) -> Json:
+    """Enables a webhook that is disabled or suspended: earlier failures do not count any more, and
+    its pending deliveries are sent at once. Or disables it: its pending deliveries wait until it is
+    enabled, and it gets no deliveries for events that happen in the meantime."""
+    with hub.database.write() as connection:
+        outbox.restart(connection, get_webhook(connection, id), disabled=act == "disable")
+        return {"webhook": _described(hub, connection, get_webhook(connection, id))}
+
+
+@router.delete("/{id}")
+def remove(hub: HubOf, id: str) -> Json:
+    with hub.database.write() as connection:
+        delete_webhook(connection, id)
+    return {}
+
+
+def _changed(webhook: Json) -> JSONResponse:
+    # Each answer has a topic of its own, because a client prints one warning for each topic.
+    warnings = webhook.get("warnings", ())
+    assert isinstance(warnings, (list, tuple))
+    headers = client_warning(f"webhook {token_hex(8)}", warnings)
+    return JSONResponse({"webhook": webhook}, headers=headers)
 
 
 def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> Json:
@@ -163,18 +134,17 @@ def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> Json
         "disabled": webhook.disabled,
         "status": webhook.status,
     }
-    if webhook.url is not None:
+    if webhook.job_id is None:
         described["url"] = webhook.url
     else:
         described["job"] = {"sourceId": webhook.job_id}
+        # If the job does not exist any more, the answer has only its id.
+        with contextlib.suppress(JobNotFound):
+            described["job"] = hub.launcher.describe(webhook.job_id)
     present = [repository.name for repository in hub.repositories.all(connection)]
     # Not an error, because somebody may create the repository later.
     if warnings := [reason for item in webhook.watched for reason in _in_vain(item, present)]:
         described["warnings"] = warnings
-    if webhook.job_id is not None and hub.launcher is not None:
-        # If the job does not exist any more, the answer has only its id.
-        with contextlib.suppress(JobNotFound):
-            described["job"] = hub.launcher.describe(webhook.job_id)
     return described
 
 

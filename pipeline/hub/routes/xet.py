@@ -12,8 +12,9 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from pipeline.hub.cipher import GRANT_SECONDS
+from pipeline.hub.errors import Unauthorized
 from pipeline.hub.http_json import Json, hub_url, pieces
-from pipeline.hub.large_files.signatures import LIFETIME_SECONDS
 from pipeline.hub.large_files.xet_store import XetStore
 from pipeline.hub.routes.access import API, Readable, writer
 from pipeline.hub.service import HubOf
@@ -31,9 +32,9 @@ router = APIRouter(prefix=PREFIX + "{repository_id}/{store_id}")
 def write_token(request: Request, hub: HubOf, repository: Readable) -> JSONResponse:
     """The URL to which `hf_xet` sends files for this repository, and the access token for it."""
     store = XetStore.current(repository.folder)
-    expires = int(time.time()) + LIFETIME_SECONDS
+    expires = int(time.time()) + GRANT_SECONDS
     url = f"{hub_url(request)}{PREFIX}{repository.id}/{store.id}"
-    token = hub.xet_tokens.make(repository.id, store.id)
+    token = hub.cipher.grant("xet", repository.id, store.id)
     headers = {
         "X-Xet-Cas-Url": url,
         "X-Xet-Access-Token": token,
@@ -45,8 +46,13 @@ def write_token(request: Request, hub: HubOf, repository: Readable) -> JSONRespo
 def _store(request: Request, hub: HubOf, repository_id: str, store_id: str) -> XetStore:
     """The store for which the token is valid. Raises Unauthorized, and RepositoryNotFound if the
     repository does not exist any more."""
-    header = request.headers.get("authorization", "")
-    hub.xet_tokens.check(header, repository_id, store_id)
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    granted = hub.cipher.read_grant(token)
+    if scheme.lower() != "bearer" or granted != ["xet", repository_id, store_id]:
+        raise Unauthorized(  # after which the client asks for a new token
+            "This is not an access token of this hub for this Xet store, or it has expired: ask "
+            "for a new one."
+        )
     return XetStore(hub.find_by_id(repository_id).folder, store_id)
 
 

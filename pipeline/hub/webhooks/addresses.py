@@ -51,39 +51,28 @@ def is_forbidden(address: Address) -> bool:
     return address.is_link_local or address.is_multicast or address in _METADATA
 
 
-def literal(host: str) -> Address | None:
-    """`host` as an address. None if `host` is a name."""
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None
-
-
 def check_literal(host: str) -> None:
     """Raises ValueError if `host` is an address, not a name, and no webhook may call it."""
-    address = literal(host)
-    if address is not None and is_forbidden(address):
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return
+    if is_forbidden(address):
         raise ValueError(_refusal(host, address))
 
 
 async def resolve(host: str, port: int) -> tuple[Address, ...]:
-    """All addresses of `host`, in the order in which to try them.
+    """All addresses of `host`, which may also be an address, in the order in which to try them.
 
     Raises Unreachable if `host` has no address, or if any of its addresses is forbidden. A name
     that has a forbidden address cannot be trusted, even if its other addresses are allowed.
     """
-    address = literal(host)
-    found: tuple[Address, ...]
-    if address is not None:
-        found = (address,)
-    else:
-        loop = asyncio.get_running_loop()
-        try:
-            look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-            answers = await loop.run_in_executor(_resolvers, look_up)
-        except (OSError, UnicodeError) as error:
-            raise Unreachable(f"{host!r} has no address ({error}): check the URL.") from None
-        found = tuple(ipaddress.ip_address(answer[4][0]) for answer in answers)
+    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    try:
+        answers = await asyncio.get_running_loop().run_in_executor(_resolvers, look_up)
+    except (OSError, UnicodeError) as error:
+        raise Unreachable(f"{host!r} has no address ({error}): check the URL.") from None
+    found = tuple(ipaddress.ip_address(answer[4][0]) for answer in answers)
     for address in found:
         if is_forbidden(address):
             raise Unreachable(_refusal(host, address))

@@ -1,5 +1,5 @@
-"""Stores the deliveries: one queue for each webhook, the oldest event first. `deliveries.py` sends
-them.
+"""Stores and lists the deliveries: one queue for each webhook, the oldest event first.
+`deliveries.py` sends them.
 
 A delivery is `pending` until a 2xx answer makes it `delivered`, or until its last attempt has
 failed, which makes it `dead`. Only the head of a queue is sent: its event is the oldest that is
@@ -13,19 +13,28 @@ The database does not say which delivery is being sent. So if the hub is killed 
 it sends the delivery again after its restart. A receiver gets each delivery at least once.
 """
 
+import json
 import random
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from sqlalchemy import Connection, ScalarSelect, and_, delete, exists, insert, select, text, update
+from sqlalchemy import Connection, delete, exists, func, insert, select, text, update
 
 from pipeline.hub.database import Database
+from pipeline.hub.errors import NotFound
+from pipeline.hub.http_json import Json, iso_time
 from pipeline.hub.schema import deliveries as table
-from pipeline.hub.schema import events, webhooks
+from pipeline.hub.schema import webhooks
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks.store import StoredWebhook, change_webhook, find_webhook
+from pipeline.hub.webhooks.store import (
+    StoredWebhook,
+    change_webhook,
+    find_webhook,
+    get_enabled_webhook,
+)
+from receiver.webhooks import WebhookStatus
 
 HEAD_CHARACTERS = 1000
 """How many characters of a receiver's answer are stored."""
@@ -37,14 +46,13 @@ PENDING = text("deliveries.status = 'pending'")
 
 @dataclass(frozen=True, kw_only=True)
 class Due:
-    """The head of a webhook's queue, and when it is sent. Times are in seconds since the epoch."""
+    """The head of a webhook's queue."""
 
     id: str
     payload: str
     attempt: int
     """The number of attempts so far. Attempts whose connection was refused do not count."""
     queued_at: float
-    next_attempt_at: float
     replay_of: str | None = None
 
 
@@ -68,37 +76,33 @@ class Attempt:
 
 
 DeliveryStatus = Literal["pending", "delivered", "dead"]
-StatusChange = Literal["failing", "answered", "gone"]
 
 GONE = 410
 """With this status, a receiver says that it wants no more deliveries:
 https://www.standardwebhooks.com"""
 
 
-def webhooks_to_serve(connection: Connection) -> list[str]:
-    """The ids of the webhooks that have a delivery to send, now or later."""
+def queues(connection: Connection) -> dict[str, float]:
+    """The ids of the webhooks that have a delivery to send, and when the head of each queue is due
+    (0: at once)."""
     pending = exists().where(table.c.webhook_id == webhooks.c.id, PENDING)
-    rows = connection.execute(select(webhooks.c.id).where(webhooks.c.disabled.is_(False), pending))
-    return [row.id for row in rows]
+    rows = connection.execute(
+        select(webhooks.c.id, webhooks.c.retry_at).where(webhooks.c.disabled.is_(False), pending)
+    )
+    return {row.id: row.retry_at or 0.0 for row in rows}
 
 
-def head(connection: Connection, webhook: StoredWebhook) -> Due | None:
-    """The head of the webhook's queue. None if the queue is empty or the webhook is disabled."""
-    if webhook.disabled:
-        return None
-    queue = select(table).where(table.c.webhook_id == webhook.id, PENDING)
+def head(connection: Connection, webhook_id: str) -> tuple[Due, StoredWebhook] | None:
+    """The head of the webhook's queue. None if the queue is empty, or if the webhook is disabled or
+    does not exist."""
+    columns = (table.c[name] for name in ("id", "payload", "attempt", "queued_at", "replay_of"))
+    queue = select(*columns).where(table.c.webhook_id == webhook_id, PENDING)
     first = queue.order_by(table.c.event_seq, table.c.created_at).limit(1)
     row = connection.execute(first).one_or_none()
-    if row is None:
+    webhook = find_webhook(connection, webhook_id)
+    if row is None or webhook is None or webhook.disabled:
         return None
-    return Due(
-        id=row.id,
-        payload=row.payload,
-        attempt=row.attempt,
-        queued_at=row.queued_at,
-        next_attempt_at=webhook.retry_at or 0,
-        replay_of=row.replay_of,
-    )
+    return Due(**row._asdict()), webhook
 
 
 def settle(
@@ -107,12 +111,12 @@ def settle(
     webhook: StoredWebhook,
     attempt: Attempt,
     settings: HubSettings,
-) -> tuple[DeliveryStatus, StatusChange | None]:
+) -> tuple[DeliveryStatus | None, WebhookStatus | None]:
     """Stores how an attempt ended, and plans the next one. `webhook` is the webhook as it was
     before the attempt.
 
-    Returns the state of the delivery (`dead` if it was deleted with its webhook during the attempt,
-    because it is not sent again), and what the attempt has changed in the state of the webhook.
+    Returns the state of the delivery (None if it was deleted with its webhook during the attempt),
+    and the new state of the webhook if the attempt has changed it, else None.
     """
     made = due.attempt + (not attempt.refused)
     is_last = not attempt.refused and made >= len(settings.delivery_schedule_seconds)
@@ -136,28 +140,27 @@ def settle(
             milliseconds=attempt.milliseconds,
         )
     )
-    stored: DeliveryStatus = connection.scalar(
-        select(table.c.status).where(table.c.id == due.id)
-    ) or ("dead")
-    current = find_webhook(connection, webhook.id)
-    # If a person enabled the webhook, changed its URL or replayed a delivery during the attempt, a
+    stored = connection.scalar(select(table.c.status).where(table.c.id == due.id))
+    before = find_webhook(connection, webhook.id)
+    # If a person enabled the webhook, changed it or replayed a delivery during the attempt, a
     # failure of this attempt says nothing about the webhook in its present state.
-    if current is None or not (attempt.succeeded or current.stands_as(webhook)):
+    if before is None or not (attempt.succeeded or before == webhook):
         return stored, None
     if attempt.succeeded:
-        restart(connection, current)
-        return stored, "answered" if current.suspended_at is not None else None
-    if attempt.response_status == GONE:
-        restart(connection, current, disabled=True)
-        return stored, "gone"
-    since = current.failing_since or attempt.started_at
-    wait = _wait_seconds(attempt, made, attempt.started_at - since, is_last, settings)
-    change_webhook(connection, current, failing_since=since, retry_at=time.time() + wait)
-    is_due = attempt.started_at - since >= settings.suspend_after_seconds
-    if not is_due or current.suspended_at is not None:
-        return stored, None
-    change_webhook(connection, current, suspended_at=time.time())
-    return stored, "failing"
+        restart(connection, before)
+    elif attempt.response_status == GONE:
+        restart(connection, before, disabled=True)
+    else:
+        now, since = time.time(), before.failing_since or attempt.started_at
+        failing_seconds = attempt.started_at - since
+        wait = _wait_seconds(attempt, made, failing_seconds, is_last, settings)
+        changes = {"failing_since": since, "retry_at": now + wait}
+        if failing_seconds >= settings.suspend_after_seconds and before.suspended_at is None:
+            changes["suspended_at"] = now
+        change_webhook(connection, before, **changes)
+    after = find_webhook(connection, webhook.id)
+    assert after is not None
+    return stored, None if after.status == before.status else after.status
 
 
 def _wait_seconds(
@@ -176,33 +179,24 @@ def _wait_seconds(
     return max(settings.delivery_schedule_seconds[made] * jitter, asked)
 
 
-def restart(
-    connection: Connection, webhook: StoredWebhook, *, disabled: bool | None = None
-) -> None:
+def restart(connection: Connection, webhook: StoredWebhook, **also: bool) -> None:
     """Forgets the failures of the webhook, so that it is not suspended, and the head of its queue
-    is due now. Also disables or enables it, unless `disabled` is None."""
-    changed = webhook.disabled if disabled is None else disabled
+    is due now. `disabled=` also disables or enables it."""
     change_webhook(
-        connection,
-        webhook,
-        disabled=changed,
-        failing_since=None,
-        suspended_at=None,
-        retry_at=None,
+        connection, webhook, failing_since=None, suspended_at=None, retry_at=None, **also
     )
 
 
-def retry_now(connection: Connection, webhook: StoredWebhook) -> None:
-    """Makes the head due now, because a person replays a delivery or sends a test."""
-    change_webhook(connection, webhook, retry_at=None)
+def next_event_seq(connection: Connection) -> int:
+    return 1 + (connection.scalar(select(func.max(table.c.event_seq))) or 0)
 
 
 def put(
     connection: Connection,
-    *,
     webhook_id: str,
-    event_seq: int | ScalarSelect[int],
+    event_seq: int,
     payload: str,
+    *,
     replay_of: str | None = None,
 ) -> str:
     """Adds a delivery to the webhook's queue, and returns its id."""
@@ -223,18 +217,82 @@ def put(
     return id
 
 
-def prune(database: Database, *, keep_days: float) -> None:
-    """Removes deliveries that became delivered or dead more than `keep_days` days ago, and events
-    that are older than this and have no delivery. A power cut may undo this relaxed write; the next
-    call then removes the rows again."""
+def replay(connection: Connection, delivery_id: str, *, force: bool = False) -> Json:
+    """Puts a delivery into the queue again, counts its attempts from zero, and makes the head of
+    the queue due now. Raises NotFound, and BadRequest if the webhook is disabled.
+
+    The delivery keeps its id. So a receiver that has already handled it only repeats its first
+    answer. With `force`, this makes a new delivery with a new id, which the receiver handles again.
+    The `replay_of` of the new delivery is the old id.
+    """
+    old = _find(connection, delivery_id)
+    webhook = get_enabled_webhook(connection, old.webhook_id)
+    change_webhook(connection, webhook, retry_at=None)
+    if force:
+        delivery_id = put(connection, webhook.id, old.event_seq, old.payload, replay_of=delivery_id)
+    else:
+        again = {"status": "pending", "attempt": 0, "queued_at": time.time()}
+        connection.execute(update(table).where(table.c.id == delivery_id).values(again))
+    return get_delivery(connection, delivery_id)
+
+
+def list_deliveries(
+    connection: Connection,
+    webhook_id: str | None = None,
+    *,
+    status: DeliveryStatus | None = None,
+    limit: int,
+) -> list[Json]:
+    """At most `limit` deliveries, those of the newest events first. `webhook_id` None means every
+    webhook, and `status` None means every state."""
+    query = select(table).order_by(table.c.event_seq.desc(), table.c.created_at.desc()).limit(limit)
+    if webhook_id is not None:
+        query = query.where(table.c.webhook_id == webhook_id)
+    if status is not None:
+        query = query.where(table.c.status == status)
+    return [_as_json(row) for row in connection.execute(query)]
+
+
+def get_delivery(connection: Connection, delivery_id: str) -> Json:
+    """Raises NotFound."""
+    return _as_json(_find(connection, delivery_id))
+
+
+def _find(connection: Connection, delivery_id: str) -> Any:
+    row = connection.execute(select(table).where(table.c.id == delivery_id)).one_or_none()
+    if row is None:
+        raise NotFound(
+            f"There is no delivery {delivery_id!r}: list the deliveries with `pipeline webhooks "
+            "deliveries`."
+        )
+    return row
+
+
+def _as_json(row: Any) -> Json:
+    facts: Json = row._asdict()
+    del facts["event_seq"], facts["queued_at"]
+    payload = json.loads(row.payload)
+    changes = [
+        {"ref": each["ref"], "old_sha": each["oldSha"], "new_sha": each["newSha"]}
+        for each in payload.get("updatedRefs", ())
+    ]
+    # The first ref is also given at the top level, because most pushes move only one.
+    first = next(iter(changes), dict.fromkeys(("ref", "old_sha", "new_sha")))
+    return {
+        **facts,
+        **first,
+        **payload["event"],
+        "repository": f"{payload['repo']['type']}:{payload['repo']['name']}",
+        "updated_refs": changes,
+        "created_at": iso_time(row.created_at),
+        "last_attempt_at": row.last_attempt_at and iso_time(row.last_attempt_at),
+    }
+
+
+def prune(database: Database, keep_days: float) -> None:
+    """Removes deliveries that became delivered or dead more than `keep_days` days ago."""
     before = time.time() - 86400 * keep_days
-    is_over = and_(
-        table.c.last_attempt_at < before,
-        table.c.created_at < before,
-        table.c.queued_at < before,
-        table.c.status != "pending",
-    )
-    told = exists().where(table.c.event_seq == events.c.seq)
-    with database.write_relaxed() as connection:
-        connection.execute(delete(table).where(is_over))
-        connection.execute(delete(events).where(events.c.created_at < before, ~told))
+    with database.write() as connection:
+        connection.execute(
+            delete(table).where(table.c.last_attempt_at < before, table.c.status != "pending")
+        )

@@ -8,97 +8,73 @@ checked. So it does not matter if the name gets another address after the check.
 import asyncio
 import ssl
 import time
+from contextlib import aclosing
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
+from typing import Any
 
 import httpx
 
 from pipeline.hub.errors import HubError
 from pipeline.hub.webhooks import outbox
-from pipeline.hub.webhooks.addresses import Address, literal, resolve
+from pipeline.hub.webhooks.addresses import Address, resolve
 from pipeline.hub.webhooks.outbox import Attempt, Due
 from receiver.verify import is_signing_secret, signer
 
 MAX_RETRY_AFTER_SECONDS = 3600.0
 
 
-class Poster:
-    """Posts the deliveries of one webhook. Its connections stay open between deliveries."""
+class Refused(HubError):
+    """The receiver is on this machine, and no program listens at its address."""
 
-    def __init__(self, timeout_seconds: float) -> None:
-        self._timeout_seconds = timeout_seconds
-        self._client: httpx.AsyncClient | None = None
-        self._origin = ""
 
-    async def close(self) -> None:
-        if self._client is not None:
-            await self._client.aclose()
-            self._client = None
+async def post(due: Due, url: str, secret: str | None, *, timeout_seconds: float) -> Attempt:
+    """Posts the delivery. Does not raise an error of the receiver or the network. Such an error
+    becomes the `error` of the attempt."""
+    started_at, clock = time.time(), time.perf_counter()
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            ending = await _answer(due, httpx.URL(url), secret)
+    except TimeoutError:
+        ending = {"error": f"no answer within {timeout_seconds:g} s"}
+    except (httpx.HTTPError, httpx.InvalidURL, HubError) as failure:
+        error = str(failure) or type(failure).__name__
+        ending = {"error": error, "refused": isinstance(failure, Refused)}
+    milliseconds = 1000 * (time.perf_counter() - clock)
+    return Attempt(started_at=started_at, milliseconds=milliseconds, **ending)
 
-    async def post(self, due: Due, url: str, secret: str | None) -> Attempt:
-        """Tries the addresses of the host in order, and posts the delivery to the first one that
-        accepts a connection. Does not raise an error of the receiver or the network. Such an error
-        becomes the `error` of the attempt."""
-        started_at, clock = time.time(), time.perf_counter()
-        status = head = retry_after = error = None
-        refused = False
-        addresses: tuple[Address, ...] = ()
-        num_refused = 0
-        try:
-            async with asyncio.timeout(self._timeout_seconds):
-                target = httpx.URL(url)
-                port = target.port or (443 if target.scheme == "https" else 80)
-                addresses = await resolve(target.host, port)
-                client = await self._client_for(target)
-                for number, address in enumerate(addresses, 1):
-                    request = _request(client, target, address, due, secret)
-                    try:
-                        response = await client.send(request, stream=True)
-                    except httpx.ConnectError as failure:
-                        num_refused += address.is_loopback and _is_refusal(failure)
-                        if number == len(addresses):
-                            raise
-                        continue
-                    try:
-                        retry_after = _retry_after_seconds(response.headers.get("retry-after"))
-                        head = await _head(response)
-                        status = response.status_code
-                    finally:
-                        await response.aclose()
-                    break
-        except TimeoutError:
-            error = f"no answer within {self._timeout_seconds:g} s"
-        except (httpx.HTTPError, httpx.InvalidURL, HubError) as failure:
-            error = str(failure) or type(failure).__name__
-            refused = 0 < num_refused == len(addresses)
-        return Attempt(
-            started_at=started_at,
-            milliseconds=1000 * (time.perf_counter() - clock),
-            response_status=status,
-            response_head=head,
-            retry_after_seconds=retry_after,
-            error=error,
-            refused=refused,
-        )
 
-    async def _client_for(self, target: httpx.URL) -> httpx.AsyncClient:
-        # The URLs for httpx have the address, not the host's name. So httpx would use an open
-        # connection again for another host at the same address, whose certificate nobody has
-        # checked. A new client for each host prevents this.
-        origin = f"{target.scheme}://{target.netloc.decode()}"
-        if self._client is None or origin != self._origin:
-            await self.close()
-            # `trust_env=False`: a proxy from the environment would also get the requests to
-            # receivers on this machine.
-            self._client = httpx.AsyncClient(
-                verify=_certificates(),
-                follow_redirects=False,
-                trust_env=False,
-                timeout=self._timeout_seconds,
-            )
-            self._origin = origin
-        return self._client
+async def _answer(due: Due, target: httpx.URL, secret: str | None) -> dict[str, Any]:
+    """The receiver's answer, as fields of an `Attempt`. Tries the addresses of the host in order,
+    and posts the delivery to the first one that accepts a connection. Raises Refused and the errors
+    of httpx."""
+    port = target.port or (443 if target.scheme == "https" else 80)
+    failures: list[httpx.ConnectError] = []
+    is_refused = True
+    # The URLs for httpx have the address, not the host's name. A client of its own for each
+    # delivery keeps httpx from using an open connection again for another host at the same address,
+    # whose certificate nobody has checked. `trust_env=False`: a proxy from the environment would
+    # also get the requests to receivers on this machine.
+    async with httpx.AsyncClient(verify=_certificates(), trust_env=False, timeout=None) as client:
+        for address in await resolve(target.host, port):
+            try:
+                response = await client.send(
+                    _request(client, target, address, due, secret), stream=True
+                )
+            except httpx.ConnectError as failure:
+                failures.append(failure)
+                is_refused = is_refused and address.is_loopback and _is_refusal(failure)
+                continue
+            async with aclosing(response):
+                return {
+                    "response_status": response.status_code,
+                    "response_head": await _head(response),
+                    "retry_after_seconds": _retry_after_seconds(
+                        response.headers.get("retry-after")
+                    ),
+                }
+    raise Refused(str(failures[-1])) if is_refused else failures[-1]
 
 
 def _is_refusal(failure: httpx.ConnectError) -> bool:
@@ -121,15 +97,12 @@ def _request(
 ) -> httpx.Request:
     """The request. Its URL has the address; the host's name is in the Host header and in TLS."""
     is_private = target.scheme == "https" or address.is_loopback
-    extensions = {}
-    if literal(target.host) is None:
-        extensions["sni_hostname"] = target.raw_host.decode("ascii")
     return client.build_request(
         "POST",
         target.copy_with(host=str(address)),
         content=due.payload.encode(),
         headers={"Host": target.netloc.decode("ascii"), **headers(due, secret, is_private)},
-        extensions=extensions,
+        extensions={"sni_hostname": target.raw_host.decode("ascii")},
     )
 
 
@@ -152,13 +125,7 @@ def headers(due: Due, secret: str | None, is_private: bool) -> dict[str, str]:
     if due.replay_of is not None:
         found["Webhook-Replay-Of"] = due.replay_of
     if secret is not None:
-        try:
-            found["webhook-signature"] = signer(secret).sign(due.id, now, due.payload)
-        except ValueError as error:
-            raise HubError(
-                f"The secret begins with whsec_, but the rest is not base64 ({error}): give the "
-                "webhook another secret."
-            ) from None
+        found["webhook-signature"] = signer(secret).sign(due.id, now, due.payload)
         if is_private or not is_signing_secret(secret):
             found["X-Webhook-Secret"] = secret
     return found

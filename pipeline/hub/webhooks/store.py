@@ -2,40 +2,35 @@
 
 import json
 import secrets
-import sqlite3
 import time
-from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 from urllib.parse import urlsplit
 
 import httpx
-from cryptography.fernet import Fernet, InvalidToken
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
-from pipeline.hub.errors import BadRequest, HubError, WebhookNotFound
+from pipeline.hub.cipher import Cipher
+from pipeline.hub.database import read_only
+from pipeline.hub.errors import BadRequest, HubError, NotFound
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.schema import webhooks as table
 from pipeline.hub.webhooks.addresses import check_literal
 from receiver.verify import check_signing_secret
 from receiver.webhooks import Domain, WatchedItem, WebhookStatus
 
-DEFAULT_DOMAINS: tuple[Domain, ...] = ("repo", "discussion")
-
 
 def _is_http(url: str) -> str:
     try:
-        parts = urlsplit(url)
-        parts.port  # noqa: B018 - raises ValueError if it is not a number
-        httpx.URL(url).host  # noqa: B018 - raises if `posting.py` could not use the URL
+        parsed = httpx.URL(url)
+        host = parsed.host  # raises an error if it is no name that can be resolved
     except (ValueError, httpx.InvalidURL) as error:
         raise ValueError(f"{url!r} is not a valid URL: {error}") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parsed.scheme not in ("http", "https") or not host:
         raise ValueError(f"{url!r} must start with http:// or https:// and name a host")
-    check_literal(parts.hostname)
+    check_literal(host)
     return url
 
 
@@ -47,7 +42,6 @@ Secret = Annotated[
     StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=512),
     AfterValidator(check_signing_secret),
 ]
-Domains = Annotated[tuple[Domain, ...], Field(min_length=1)]
 
 
 class HubWatchedItem(WatchedItem):
@@ -74,33 +68,22 @@ class HubWatchedItem(WatchedItem):
         return self.model_copy(update={"name": f"{owner}/{self.name}"})
 
 
-class _Request(BaseModel):
+class WebhookRequest(BaseModel):
+    """A request that creates or changes a webhook. A field that is left out changes nothing."""
+
     model_config = ConfigDict(frozen=True, extra="ignore")
 
+    url: HttpUrl | None = None
     jobSourceId: str | None = None
     """The id of the job of which the webhook starts copies, instead of calling a URL."""
-    secrets: dict[Variable, str] | None = None
-    """Secret environment variables of these copies."""
-    secret: Secret | Literal[""] | None = None
-    """The secret that the receiver checks. Empty or None for a new webhook without a secret. In an
-    update, an empty text removes the secret, and None keeps it."""
-
-
-class CreateWebhook(_Request):
-    url: HttpUrl | None = None
-    """None if the webhook has a `jobSourceId` instead."""
-    watched: tuple[HubWatchedItem, ...] = Field(min_length=1)
-    domains: Domains = DEFAULT_DOMAINS
-
-
-class UpdateWebhook(_Request):
-    """A field that is None changes nothing. A variable in `secrets` is added or replaced; with an
-    empty value, it is removed. Variables that are not named stay."""
-
-    url: HttpUrl | None = None
     watched: tuple[HubWatchedItem, ...] = ()
     """Empty changes nothing, because `huggingface_hub` sends an empty list for no change."""
-    domains: Domains | None = None
+    domains: Annotated[tuple[Domain, ...], Field(min_length=1)] | None = None
+    secret: Secret | Literal[""] | None = None
+    """The secret that the receiver checks. Empty removes it."""
+    secrets: dict[Variable, str] | None = None
+    """Secret environment variables of the copies of the job. A variable is added or replaced; with
+    an empty value, it is removed. Variables that are not named stay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,20 +119,6 @@ class StoredWebhook:
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
-    def stands_as(self, before: "StoredWebhook") -> bool:
-        """Whether the webhook still has the state, the target and the secret of `before`, an
-        earlier copy of its row."""
-        return self.target_and_proof == before.target_and_proof and all(
-            getattr(self, name) == getattr(before, name)
-            for name in ("disabled", "failing_since", "retry_at")
-        )
-
-    @property
-    def target_and_proof(self) -> tuple[object, ...]:
-        """What decides whether the receiver accepts a delivery. If a person sets the same secret
-        again, this counts as a change, because the hub encrypts it into other bytes each time."""
-        return self.url, self.job_id, self.encrypted_secret
-
     def wants(self, repository: RepositoryName, domain: Domain) -> bool:
         """Whether the webhook gets events of this domain in `repository`."""
         return (
@@ -159,44 +128,11 @@ class StoredWebhook:
         )
 
 
-class SecretCipher:
-    """Encrypts the secrets that the hub stores (Fernet: AES-128-CBC and HMAC-SHA256)."""
-
-    def __init__(self, key: bytes) -> None:
-        try:
-            self._fernet = Fernet(key)
-        except ValueError as error:
-            raise HubError(
-                f"The hub's secret key is not a Fernet key ({error}): "
-                "give 32 random bytes in URL-safe base64."
-            ) from None
-
-    def encrypt(self, secret: str | None) -> bytes | None:
-        return self.seal(secret) if secret else None
-
-    def seal(self, value: str) -> bytes:
-        return self._fernet.encrypt(value.encode())
-
-    def decrypt(self, sealed: bytes | None) -> str | None:
-        """None if nothing is sealed. Raises HubError if the key is wrong."""
-        try:
-            return None if sealed is None else self._fernet.decrypt(sealed).decode()
-        except InvalidToken:
-            raise HubError(
-                "The secret was encrypted with another key: set it again, or start the hub with "
-                "the old key."
-            ) from None
-
-
-def variables_of(webhook: StoredWebhook, cipher: SecretCipher) -> dict[str, str]:
+def variables_of(webhook: StoredWebhook, cipher: Cipher) -> dict[str, str]:
     """The secret environment variables of the jobs that the webhook starts. Raises HubError if they
     were encrypted with another key."""
     variables: dict[str, str] = json.loads(cipher.decrypt(webhook.encrypted_secrets) or "{}")
     return variables
-
-
-def _as_text(variables: Mapping[str, str]) -> str | None:
-    return json.dumps(variables) if variables else None
 
 
 def list_webhooks(connection: Connection) -> list[StoredWebhook]:
@@ -204,28 +140,10 @@ def list_webhooks(connection: Connection) -> list[StoredWebhook]:
     return [_from_row(row) for row in rows]
 
 
-def jobs_of_webhooks(path: Path) -> set[str]:
-    """The ids of the jobs of which webhooks start copies. Reads the database file `path` of a hub,
-    which may run in another process. Empty if there is no file. Raises HubError."""
-    if not path.exists():
-        return set()
-    try:
-        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
-            rows = connection.execute("SELECT job_id FROM webhooks WHERE job_id IS NOT NULL")
-            return {job_id for (job_id,) in rows}
-    except sqlite3.Error as error:
-        raise HubError(
-            f"The webhooks in {path} cannot be read: {error}. Check that this file is the database "
-            "of the hub."
-        ) from error
-
-
 def get_webhook(connection: Connection, id: str) -> StoredWebhook:
     webhook = find_webhook(connection, id)
     if webhook is None:
-        raise WebhookNotFound(
-            f"There is no webhook {id!r} here: list the webhooks with `hf webhooks ls`."
-        )
+        raise NotFound(f"There is no webhook {id!r} here: list the webhooks with `hf webhooks ls`.")
     return webhook
 
 
@@ -238,32 +156,33 @@ def change_webhook(connection: Connection, webhook: StoredWebhook, **values: obj
     connection.execute(update(table).where(table.c.id == webhook.id).values(values))
 
 
+def get_enabled_webhook(connection: Connection, id: str) -> StoredWebhook:
+    webhook = get_webhook(connection, id)
+    if webhook.disabled:
+        raise BadRequest(f"Webhook {id} is disabled and sends nothing: enable it first.")
+    return webhook
+
+
 def create_webhook(
-    connection: Connection, request: CreateWebhook, cipher: SecretCipher
+    connection: Connection, request: WebhookRequest, cipher: Cipher
 ) -> StoredWebhook:
+    """Raises the errors of `update_webhook`, and BadRequest if a field is missing."""
+    if not request.watched:
+        raise BadRequest("watched: a webhook must watch something.")
+    if request.url is None and request.jobSourceId is None:
+        raise BadRequest("url: a webhook needs the URL that it calls, or a job in `jobSourceId`.")
     id = secrets.token_hex(12)
-    connection.execute(
-        insert(table).values(
-            id=id,
-            url=request.url,
-            job_id=request.jobSourceId,
-            watched=[item.model_dump() for item in request.watched],
-            domains=list(request.domains),
-            encrypted_secret=cipher.encrypt(request.secret),
-            encrypted_secrets=cipher.encrypt(_as_text(request.secrets or {})),
-            disabled=False,
-            created_at=time.time(),
-        )
-    )
-    return get_webhook(connection, id)
+    empty = {"watched": [], "domains": list(get_args(Domain)), "disabled": False}
+    connection.execute(insert(table).values(id=id, created_at=time.time(), **empty))
+    return update_webhook(connection, id, request, cipher)
 
 
 def update_webhook(
-    connection: Connection, id: str, request: UpdateWebhook, cipher: SecretCipher
+    connection: Connection, id: str, request: WebhookRequest, cipher: Cipher
 ) -> StoredWebhook:
-    """Changes the fields that the request names, as `UpdateWebhook` describes. If the request has
-    `secrets`, and the stored `secrets` were encrypted with another key, the new ones replace all
-    stored ones. Raises BadRequest for `secrets` of a webhook that calls a URL."""
+    """Changes the fields that the request names. If it has `secrets`, and the stored `secrets` were
+    encrypted with another key, the new ones replace all stored ones. Raises BadRequest for
+    `secrets` of a webhook that calls a URL."""
     webhook = get_webhook(connection, id)
     changes: dict[str, object] = {}
     if request.url is not None:
@@ -271,14 +190,14 @@ def update_webhook(
     elif request.jobSourceId is not None:
         changes |= {"url": None, "job_id": request.jobSourceId}
     if request.secrets is not None:
-        if (webhook.job_id is None and request.jobSourceId is None) or request.url is not None:
+        if changes.get("job_id", webhook.job_id) is None:
             raise BadRequest("secrets: only a webhook that starts a job has any: leave them out.")
         try:
             known = variables_of(webhook, cipher)
         except HubError:
             known = {}
         merged = {name: value for name, value in (known | request.secrets).items() if value}
-        changes["encrypted_secrets"] = cipher.encrypt(_as_text(merged))
+        changes["encrypted_secrets"] = cipher.encrypt(json.dumps(merged))
     if request.watched:
         changes["watched"] = [item.model_dump() for item in request.watched]
     if request.domains is not None:
@@ -286,13 +205,23 @@ def update_webhook(
     if request.secret is not None:
         changes["encrypted_secret"] = cipher.encrypt(request.secret)
     if changes:
-        connection.execute(update(table).where(table.c.id == id).values(changes))
+        change_webhook(connection, webhook, **changes)
     return get_webhook(connection, id)
 
 
 def delete_webhook(connection: Connection, id: str) -> None:
     get_webhook(connection, id)
     connection.execute(delete(table).where(table.c.id == id))
+
+
+def jobs_of_webhooks(path: Path) -> set[str]:
+    """The ids of the jobs of which webhooks start copies. Reads the database file `path` of a hub,
+    which may run in another process. Empty if there is no file. Raises HubError."""
+    if not path.exists():
+        return set()
+    with read_only(path) as connection:
+        rows = connection.execute("SELECT job_id FROM webhooks WHERE job_id IS NOT NULL")
+        return {job_id for (job_id,) in rows}
 
 
 def _from_row(row: Row[tuple[object, ...]]) -> StoredWebhook:

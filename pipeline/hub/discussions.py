@@ -8,13 +8,13 @@ that the pull request is for gets their changes only when the pull request is me
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from sqlalchemy import Connection, func, insert, select, update
 
-from pipeline.hub.errors import BadRequest, Conflict, DiscussionNotFound
+from pipeline.hub.errors import BadRequest, Conflict, NotFound
 from pipeline.hub.git.process import PULL_REQUEST_PREFIX
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.schema import discussion_events as events
@@ -22,7 +22,6 @@ from pipeline.hub.schema import discussions as table
 
 Status = Literal["draft", "open", "closed", "merged"]
 EventType = Literal["comment", "status-change"]
-Json = dict[str, object]
 
 OPEN: tuple[Status, ...] = ("draft", "open")
 CLOSED: tuple[Status, ...] = ("closed", "merged")
@@ -60,15 +59,16 @@ class DiscussionEvent:
     type: EventType
     author: str
     created_at: float
-    data: Mapping[str, object]
+    text: str
+    """The text of a comment, or the new status."""
 
 
 def find_discussion(connection: Connection, repository: Repository, num: int) -> Discussion:
-    """Raises DiscussionNotFound."""
+    """Raises NotFound."""
     of_repository = table.c.repository_id == repository.id
     row = connection.execute(select(table).where(of_repository, table.c.num == num)).one_or_none()
     if row is None:
-        raise DiscussionNotFound(
+        raise NotFound(
             f"The {repository.name} has no discussion and no pull request {num}: list them to find "
             "its number."
         )
@@ -76,25 +76,12 @@ def find_discussion(connection: Connection, repository: Repository, num: int) ->
 
 
 def list_discussions(
-    connection: Connection,
-    repository: Repository,
-    *,
-    pull_requests: bool | None = None,
-    statuses: Sequence[Status] = (*OPEN, *CLOSED),
-    author: str | None = None,
+    connection: Connection, repository: Repository, statuses: Sequence[Status]
 ) -> list[Discussion]:
-    """The discussions of the repository, newest first. If `pull_requests` is True, only pull
-    requests; if False, only discussions without commits; if None, both. If `author` is None, those
-    of any author."""
+    """The discussions and pull requests of the repository, newest first."""
     wanted = select(table).where(
         table.c.repository_id == repository.id, table.c.status.in_(statuses)
     )
-    if pull_requests is not None:
-        wanted = wanted.where(
-            table.c.base.is_not(None) if pull_requests else table.c.base.is_(None)
-        )
-    if author is not None:
-        wanted = wanted.where(table.c.author == author)
     rows = connection.execute(wanted.order_by(table.c.num.desc()))
     return [Discussion(**row._asdict()) for row in rows]
 
@@ -106,13 +93,8 @@ def open_refs(connection: Connection, repository: Repository) -> list[str]:
 
 def open_bases(connection: Connection, repository: Repository) -> dict[str, str]:
     """The pull requests that are open: ref → the ref of the branch that it is for."""
-    found = list_discussions(connection, repository, pull_requests=True, statuses=OPEN)
+    found = list_discussions(connection, repository, OPEN)
     return {each.ref: each.base for each in found if each.base is not None}
-
-
-def _next_num(connection: Connection, repository: Repository) -> int:
-    last = select(func.max(table.c.num)).where(table.c.repository_id == repository.id)
-    return (connection.scalar(last) or 0) + 1
 
 
 def add_discussion(
@@ -128,7 +110,8 @@ def add_discussion(
     """Adds a discussion with its first comment, and returns both. `base` is the full name of the
     branch that a pull request is for, or None for a discussion. The caller holds the repository's
     lock. Raises BadRequest."""
-    num = _next_num(connection, repository)
+    last = select(func.max(table.c.num)).where(table.c.repository_id == repository.id)
+    num = (connection.scalar(last) or 0) + 1
     connection.execute(
         insert(table).values(
             id=secrets.token_hex(12),
@@ -148,8 +131,13 @@ def add_discussion(
 def add_comment(
     connection: Connection, discussion: Discussion, *, author: str, text: str
 ) -> DiscussionEvent:
-    version = _version(author, text)
-    return _add(connection, discussion, "comment", author, {"hidden": False, "history": [version]})
+    """Raises BadRequest."""
+    if not text.strip() or len(text) > MAX_TEXT:
+        raise BadRequest(
+            f"A comment must have 1 to {MAX_TEXT} characters and not only white space, and this "
+            f"one has {len(text)}."
+        )
+    return _add(connection, discussion, "comment", author, text)
 
 
 def change_status(
@@ -171,12 +159,12 @@ def change_status(
         raise Conflict(f"Discussion {discussion.num} is {status} already.")
     values = {"status": status, "merge_commit": merge_commit}
     connection.execute(update(table).where(table.c.id == discussion.id).values(values))
-    return _add(connection, discussion, "status-change", author, {"status": status})
+    return _add(connection, discussion, "status-change", author, status)
 
 
 def list_events(connection: Connection, discussion: Discussion) -> list[DiscussionEvent]:
     """The events of a discussion, oldest first."""
-    columns = (events.c[name] for name in ("id", "type", "author", "created_at", "data"))
+    columns = (events.c[name] for name in ("id", "type", "author", "created_at", "text"))
     wanted = select(*columns).where(events.c.discussion_id == discussion.id).order_by(events.c.seq)
     return [DiscussionEvent(**row._asdict()) for row in connection.execute(wanted)]
 
@@ -195,24 +183,11 @@ def _checked_title(title: str) -> str:
     return line
 
 
-def _version(author: str, text: str) -> Json:
-    if not text.strip() or len(text) > MAX_TEXT:
-        raise BadRequest(
-            f"A comment must have 1 to {MAX_TEXT} characters and not only white space, and this "
-            f"one has {len(text)}."
-        )
-    return {"raw": text, "author": author, "updated_at": time.time()}
-
-
 def _add(
-    connection: Connection,
-    discussion: Discussion,
-    type: EventType,
-    author: str,
-    data: Mapping[str, object],
+    connection: Connection, discussion: Discussion, type: EventType, author: str, text: str
 ) -> DiscussionEvent:
     event = DiscussionEvent(
-        id=secrets.token_hex(12), type=type, author=author, created_at=time.time(), data=data
+        id=secrets.token_hex(12), type=type, author=author, created_at=time.time(), text=text
     )
     connection.execute(insert(events).values(discussion_id=discussion.id, **asdict(event)))
     return event

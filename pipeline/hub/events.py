@@ -1,0 +1,261 @@
+"""The events of the hub: what their receivers get, how they are stored, and how missing ones are
+found.
+
+An event is stored as a delivery for each webhook that gets it, in the transaction of the change. A
+ref that changed becomes an event here and nowhere else.
+
+Webhooks do not get a push whose new commits were all made by jobs. Otherwise the commit of a job
+could start the job again. The hub knows such a commit by the mail domain of its committer, which
+each job has in its environment.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from sqlalchemy import Connection
+
+from jobs.environment import COMMITTER_DOMAIN
+from pipeline.hub.database import Database
+from pipeline.hub.discussions import Discussion, DiscussionEvent
+from pipeline.hub.errors import HubError
+from pipeline.hub.git.process import git, lines_of
+from pipeline.hub.metrics import HubMetrics
+from pipeline.hub.repositories.names import DEFAULT_BRANCH, RepositoryName
+from pipeline.hub.repositories.refs import (
+    RefChange,
+    known_refs,
+    read_refs,
+    ref_changes,
+    remember,
+)
+from pipeline.hub.repositories.store import Repositories, Repository
+from pipeline.hub.webhooks import outbox
+from pipeline.hub.webhooks.store import StoredWebhook, list_webhooks
+from receiver import payload as wire
+from receiver.webhooks import Domain
+
+logger = logging.getLogger(__name__)
+
+_NUM_THREADS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What happened to a repository."""
+
+    action: wire.EventAction
+    scope: str = "repo"
+    changes: Sequence[RefChange] = ()
+    """The refs that a push moved."""
+    moved_to: RepositoryName | None = None
+    discussion: Discussion | None = None
+    comment: DiscussionEvent | None = None
+    """The first comment of a new `discussion`, or the comment that the event is about."""
+
+
+def compose(
+    event: Event, repository: Repository, webhook_id: str, hub_url: str, head_sha: str | None
+) -> str:
+    """The JSON of a `WebhookPayload`. As on the Hugging Face Hub, it has no key without a value."""
+    name = repository.name
+    web, api = f"{hub_url}/{name.path}", f"{hub_url}/api/{name.type}s/{name.id}"
+    discussion, comment = None, None
+    if event.discussion is not None:
+        page = f"discussions/{event.discussion.num}"
+        discussion = _discussion(event.discussion, f"{web}/{page}", f"{api}/{page}")
+        comment = event.comment and _comment(event.comment, f"{web}/{page}")
+    payload = wire.WebhookPayload(
+        event=wire.Event(action=event.action, scope=event.scope),
+        repo=wire.Repo(
+            type=name.type,
+            name=name.id,
+            id=repository.id,
+            private=repository.private,
+            owner=_owner(name.owner),
+            url=wire.Url(web=web, api=api),
+            headSha=head_sha if discussion is None else None,
+        ),
+        webhook=wire.WebhookReference(id=webhook_id, version=3),
+        movedTo=event.moved_to
+        and wire.MovedTo(name=event.moved_to.id, owner=_owner(event.moved_to.owner)),
+        updatedConfig=(
+            wire.UpdatedConfig(private=repository.private) if event.scope == "repo.config" else None
+        ),
+        discussion=discussion,
+        comment=comment,
+    )
+    document = payload.model_dump(mode="json", exclude_none=True)
+    if event.changes:
+        # Here a missing sha is written as null, which says that the ref is new or deleted.
+        document["updatedRefs"] = [
+            {"ref": change.ref, "oldSha": change.old_sha, "newSha": change.new_sha}
+            for change in event.changes
+        ]
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+
+
+def _discussion(discussion: Discussion, web: str, api: str) -> wire.Discussion:
+    changes = None
+    if discussion.base is not None:
+        changes = wire.Changes(base=discussion.base, mergeCommitId=discussion.merge_commit)
+    return wire.Discussion(
+        id=discussion.id,
+        num=discussion.num,
+        title=discussion.title,
+        isPullRequest=discussion.is_pull_request,
+        status=discussion.status,
+        author=_owner(discussion.author),
+        url=wire.Url(web=web, api=api),
+        changes=changes,
+    )
+
+
+def _comment(comment: DiscussionEvent, discussion_url: str) -> wire.Comment:
+    return wire.Comment(
+        id=comment.id,
+        author=_owner(comment.author),
+        hidden=False,
+        content=comment.text,
+        url=wire.Url(web=f"{discussion_url}#{comment.id}"),
+    )
+
+
+def _owner(name: str) -> wire.ObjectId:
+    return wire.ObjectId(id=owner_id(name))
+
+
+def owner_id(owner: str) -> str:
+    """The id of an owner: 24 hex digits, as on the Hugging Face Hub. It is computed from the name,
+    so an owner always has the same id."""
+    return hashlib.sha256(owner.encode()).hexdigest()[:24]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventLog:
+    database: Database
+    hub_url: str
+    metrics: HubMetrics
+
+    def record(
+        self,
+        connection: Connection,
+        repository: Repository,
+        event: Event,
+        *,
+        webhooks: Sequence[StoredWebhook] | None = None,
+    ) -> list[str]:
+        """Stores the event in the caller's transaction: a delivery for each of `webhooks`, by
+        default for all that want it. Returns the ids of the deliveries."""
+        self.metrics.events.labels(scope=event.scope).inc()
+        if webhooks is None:
+            domain: Domain = "repo" if event.discussion is None else "discussion"
+            webhooks = [
+                each for each in list_webhooks(connection) if each.wants(repository.name, domain)
+            ]
+        head_sha = known_refs(connection, repository).get(DEFAULT_BRANCH)
+        seq = outbox.next_event_seq(connection)
+        ids = []
+        for webhook in webhooks:
+            payload = compose(event, repository, webhook.id, self.hub_url, head_sha)
+            ids.append(outbox.put(connection, webhook.id, seq, payload))
+        return ids
+
+
+def record_ref_changes(repository: Repository, log: EventLog) -> list[RefChange]:
+    """Compares the refs with the refs as they were at the last event. Stores one event with all
+    changes, because one push may move several refs, and returns the changes.
+
+    The caller holds the repository's lock. When this returns, the event is on disk.
+    """
+    refs = read_refs(repository)
+    with log.database.read() as connection:
+        known = known_refs(connection, repository)
+    changes = list(ref_changes(known, refs))
+    if not changes:
+        return []
+    told: list[StoredWebhook] | None = None
+    if _made_by_jobs(repository, changes, known):
+        told = []
+    with log.database.write() as connection:
+        remember(connection, repository, changes)
+        event = Event(action="update", scope="repo.content", changes=changes)
+        log.record(connection, repository, event, webhooks=told)
+    return changes
+
+
+def _made_by_jobs(
+    repository: Repository, changes: Sequence[RefChange], known: Mapping[str, str]
+) -> bool:
+    """Whether the changes bring new commits, and jobs made all of them. `known` are the refs as
+    they were before; a commit is new if none of them leads to it."""
+    news = [change.new_sha for change in changes if change.new_sha is not None]
+    if len(news) < len(changes):
+        return False
+    revisions = "".join(f"{sha}\n" for sha in (*news, *(f"^{sha}" for sha in known.values())))
+    try:
+        lines = git(
+            repository.folder,
+            *("log", "--ignore-missing", "--stdin", "--format=%ce"),
+            stdin=revisions.encode(),
+        )
+    except HubError as error:
+        # The cause is a tag of a file, or a damaged repository. It is then not known who made the
+        # commits, so webhooks get the changes.
+        logger.warning(
+            "cannot find out who made the new commits of %s, so webhooks get them: %s",
+            *(repository.name, error),
+        )
+        return False
+    committers = lines_of(lines)
+    if not committers or not all(each.endswith(f"@{COMMITTER_DOMAIN}") for each in committers):
+        return False
+    logger.info("no webhook gets a push to %s: jobs made its commits", repository.name)
+    return True
+
+
+def reconcile_at_start(repositories: Repositories, log: EventLog) -> None:
+    """Finishes the moves that a kill interrupted. Then adds a row to the database for each new
+    folder, and deletes the rows of missing folders. Stores events for the changes of refs that have
+    none.
+
+    It takes no locks, so it must end before the hub answers its first request.
+    """
+    repositories.remove_incomplete()
+    with log.database.write() as connection:
+        repositories.finish_moves(connection)
+        known = {repository.name: repository for repository in repositories.all(connection)}
+        on_disk = set(repositories.on_disk())
+        for name, repository in known.items():
+            if name not in on_disk:
+                logger.warning(
+                    "removing %s from the hub: its folder %s is missing", name, repository.folder
+                )
+                log.record(connection, repository, Event(action="delete"))
+                repositories.forget(connection, repository)
+        for name in sorted(on_disk - known.keys(), key=str):
+            logger.warning("adding %s to the hub: its folder had no row in the database", name)
+            adopted = repositories.adopt(connection, name, private=True)
+            log.record(connection, adopted, Event(action="create"))
+        present = repositories.all(connection)
+    # In threads, because each repository waits for a git process.
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        list(threads.map(partial(_record_or_complain, log=log), present))
+
+
+async def reconcile(repositories: Repositories, log: EventLog) -> None:
+    """Stores events for the changes of refs that did not come through the hub. Such changes are
+    made by a person in a repository's folder, or by a git process whose hub was killed."""
+    await repositories.for_each(log.database, partial(_record_or_complain, log=log))
+
+
+def _record_or_complain(repository: Repository, log: EventLog) -> None:
+    # Errors are only logged, because the hub must serve the other repositories.
+    try:
+        record_ref_changes(repository, log)
+    except HubError as error:
+        logger.error("the refs of %s cannot be read: %s", repository.name, error)
