@@ -29,7 +29,7 @@ from serving.engine import (
     reported_logprob,
 )
 from serving.engines.same_network import config_differences, tensor_differences
-from serving.engines.vllm_settings import VllmEngineSettings
+from serving.engines.settings import VllmEngineSettings
 from serving.errors import first_line
 from serving.weights import network
 from serving.weights.release import Release

@@ -14,8 +14,8 @@ pytest.importorskip("vllm", reason="make test-vllm has it", exc_type=ModuleNotFo
 
 from serving.engine import EngineError, StageError
 from serving.engines import vllm_engine
+from serving.engines.settings import VllmEngineSettings
 from serving.engines.vllm_engine import VllmEngine
-from serving.engines.vllm_settings import VllmEngineSettings
 from serving.weights.publish import publish_state_dict
 from tests.serving_fixtures import echo_release, save_config, tiny_llama
 

@@ -202,9 +202,11 @@ def test_penalties_are_those_of_the_reference(
 
 def test_a_sequence_that_waits_holds_no_penalties() -> None:
     waiting = sequence(150_000, presence_penalty=1.0, repetition_penalty=1.1, seed=5)
-    assert waiting.logits_processor.num_bytes == 0
+    assert waiting.logits_processor._token_counts is None
     sample([waiting], torch.randn(1, 150_000))
-    assert 0 < waiting.logits_processor.num_bytes < 4096
+    counts = waiting.logits_processor._token_counts
+    assert counts is not None
+    assert 0 < counts._ids.nbytes + counts._counts.nbytes < 4096
 
 
 @quickly

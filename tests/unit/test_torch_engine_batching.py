@@ -281,8 +281,8 @@ def test_closing_ends_what_runs(published: Published) -> None:
             with pytest.raises(EngineError, match="closed"):
                 async for _ in stream:
                     pass
-            with pytest.raises(EngineError, match="not resident"):
-                engine.generate(published.id, greedy(prompt(5)))
+            with pytest.raises(EngineError, match="closed"):
+                await ask(engine, published.id, greedy(prompt(5)))
 
     asyncio.run(scenario())
 
@@ -301,6 +301,6 @@ def test_what_would_fail_a_step_is_refused(
     async def scenario() -> None:
         async with engine_with(published) as engine:
             with pytest.raises(EngineError, match=reason):
-                engine.generate(published.id, generation)
+                await ask(engine, published.id, generation)
 
     asyncio.run(scenario())

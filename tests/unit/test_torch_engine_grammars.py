@@ -150,7 +150,7 @@ def test_a_token_id_without_an_embedding_is_refused_before_a_step(
     async def scenario() -> None:
         async with engine_with(published) as engine:
             with pytest.raises(EngineError, match="not in the vocabulary of 300 tokens"):
-                engine.generate(published.id, Generation(max_tokens=1, **wrong))
+                await ask(engine, published.id, Generation(max_tokens=1, **wrong))
 
     asyncio.run(scenario())
 

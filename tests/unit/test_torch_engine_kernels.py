@@ -128,7 +128,7 @@ def test_memory_is_given_back_once_a_release_has_left(
         given = asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        def remember(device: torch.device) -> None:
+        def remember() -> None:
             assert runner() is None
             loop.call_soon_threadsafe(given.set)
 

@@ -66,7 +66,6 @@ class Rows:
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
-        device: torch.device,
         is_padded: bool,
     ) -> None:
         """`row_indices` says where the decoding rows write their keys and values."""
@@ -79,7 +78,7 @@ class Rows:
         """Each chunk with its rows, and the mask of its attention."""
         for chunk in batch.chunks:
             first, end = len(token_ids), len(token_ids) + len(chunk.token_ids)
-            self.chunks.append((chunk, slice(first, end), _chunk_mask(chunk, device)))
+            self.chunks.append((chunk, slice(first, end), _chunk_mask(chunk)))
             wanted.extend(range(end - chunk.num_wanted, end))
             token_ids.extend(chunk.token_ids)
             positions.extend(range(chunk.start, chunk.start + len(chunk.token_ids)))
@@ -89,15 +88,15 @@ class Rows:
         if is_padded:
             token_ids.extend(_padding(self.count))
             positions.extend(_padding(self.count))
-        self.token_ids = torch.tensor(token_ids, device=device)
-        self.positions = torch.tensor(positions, device=device)
+        self.token_ids = torch.tensor(token_ids)
+        self.positions = torch.tensor(positions)
         self.wanted: Tensor | None = None
         if self.num_wanted < self.count:
             wanted.extend(_padding(self.num_wanted) if is_padded else [])
-            self.wanted = torch.tensor(wanted, dtype=torch.long, device=device)
+            self.wanted = torch.tensor(wanted, dtype=torch.long)
         token_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize  # of one token in one layer
         self.spans = [
-            _span(batch, rows, token_bytes, num_kv_heads, dtype, device)
+            _span(batch, rows, token_bytes, num_kv_heads, dtype)
             for rows in adjacent(batch.slots, batch.lengths, _SPAN_BYTES // token_bytes)
         ]
 
@@ -138,12 +137,7 @@ def adjacent(slots: Sequence[int], lengths: Sequence[int], span_tokens: int) -> 
 
 
 def _span(
-    batch: Batch,
-    rows: slice,
-    token_bytes: int,
-    num_kv_heads: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    batch: Batch, rows: slice, token_bytes: int, num_kv_heads: int, dtype: torch.dtype
 ) -> Span:
     slots, lengths = batch.slots[rows], batch.lengths[rows]
     first, end = slots[0], slots[-1] + 1
@@ -157,11 +151,11 @@ def _span(
         ends = [length] * (end - first)
         for place, each in zip(places, lengths, strict=True):
             ends[place] = each
-        is_beyond = torch.arange(length, device=device) > torch.tensor(ends, device=device)[:, None]
-        mask = torch.zeros(is_beyond.shape, dtype=dtype, device=device)
+        is_beyond = torch.arange(length) > torch.tensor(ends)[:, None]
+        mask = torch.zeros(is_beyond.shape, dtype=dtype)
         mask = mask.masked_fill_(is_beyond, -torch.inf)[:, None, None]
     score_mask = None
-    if dtype == torch.float32 and device.type == "cpu":
+    if dtype == torch.float32:
         # In bfloat16, oneDNN would create a kernel for each length.
         score_mask = torch.zeros(1, 1, 1) if mask is None else mask[:, 0]
         if mask is not None:
@@ -171,18 +165,17 @@ def _span(
         first=first,
         end=end,
         length=length,
-        places=None if is_whole else torch.tensor(places, device=device),
+        places=None if is_whole else torch.tensor(places),
         is_parallel=is_parallel_worthwhile(read_bytes=(end - first) * length * token_bytes),
         mask=mask,
         score_mask=score_mask,
     )
 
 
-def _chunk_mask(chunk: Chunk, device: torch.device) -> Tensor | None:
+def _chunk_mask(chunk: Chunk) -> Tensor | None:
     """[rows, keys]: True where a row of the chunk may look; None if the chunk begins its
     sequence."""
     if chunk.start == 0:
         return None
     end = chunk.start + len(chunk.token_ids)
-    keys = torch.arange(end, device=device)
-    return keys <= torch.arange(chunk.start, end, device=device)[:, None]
+    return torch.arange(end) <= torch.arange(chunk.start, end)[:, None]

@@ -13,15 +13,14 @@ from concurrent.futures import Future
 import torch
 
 from serving.engine import EngineError, Step
-from serving.engines.torch_engine.device import BusyLock
+from serving.engines.machine import BusyLock
 from serving.engines.torch_engine.scheduler import Event, Scheduler
 from serving.engines.torch_engine.sequence import EngineSequence
 
 _log = logging.getLogger(__name__)
 
 _MAX_FAILED_STEPS = 8
-"""After so many failed steps in a row, the engine reports a failure. Some errors never end, such as
-most errors of CUDA."""
+"""After so many failed steps in a row, the engine reports a failure. Some errors never end."""
 
 
 OnUnloaded = Callable[[list[Scheduler]], None]
@@ -84,15 +83,15 @@ class StepLoop:
 
     @property
     def untouched_bytes(self) -> int:
-        """The memory that the KV caches may still take on a CPU."""
+        """The memory that the KV caches may still take."""
         return sum(scheduler.untouched_bytes for scheduler in list(self._schedulers.values()))
 
     @property
-    def cpu_seconds(self) -> float | None:
-        """The processor time that the thread has used. None if the system does not tell, or if the
+    def cpu_seconds(self) -> float:
+        """The processor time that the thread has used. 0 if the system does not tell, or if the
         thread has ended."""
         if self._cpu_clock is None or self._failure is not None:
-            return None
+            return 0.0
         return time.clock_gettime(self._cpu_clock)
 
     def next_turn(self) -> Future[None]:
@@ -141,12 +140,6 @@ class StepLoop:
                 self._changed.notify()
                 return
         on_unloaded([])
-
-    def cancel_unload(self, release_id: str) -> bool:
-        """Undo `unload`. Returns False if the scheduler has already been removed."""
-        with self._changed:
-            self._unloading.pop(release_id, None)
-            return release_id in self._schedulers
 
     def submit(self, sequence: EngineSequence) -> None:
         """Raises EngineError if the thread has ended, or if the release is not loaded or is being
