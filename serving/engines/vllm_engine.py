@@ -82,7 +82,7 @@ class VllmEngine:
         self._changing = asyncio.Lock()
         self._fault: str | None = None
         self.way = ""
-        """How a commit replaces weights: `copy` or `reload`."""
+        """How a commit replaces weights: `copy`, or `reload` if a worker cannot copy."""
         self.pids: tuple[int, ...] = ()
         """The process ids of the workers."""
         self.read_bytes: dict[str, int] = {}
@@ -201,32 +201,22 @@ class VllmEngine:
     async def _prepare(self, release: Release, folder: Path) -> None:
         arguments = (release.id, str(folder), _stored(release), self._settings.way, os.getpid())
         workers = await self._call("hotpush_prepare", *arguments)
-        ways = {worker["way"] for worker in workers}
-        if len(ways) > 1:
-            raise StageError(f"vLLM's workers do not agree: {workers}")
-        (self.way,) = ways
         self.pids = tuple(worker["pid"] for worker in workers)
-        if (reason := workers[0]["reason"]) is not None:
-            _log.warning("swaps take vLLM's own, slower way: %s", reason)
+        reasons = {worker["reason"] for worker in workers} - {None}
+        self.way = "reload" if reasons else "copy"
+        if reasons:
+            _log.warning("swaps take vLLM's own, slower way: %s", "; ".join(reasons))
         await self._set_weight_version(release.id)
 
     async def _stage(self, release: Release, folder: Path) -> None:
-        """Read the tensors that differ from the current weights into host memory. `reload` needs
-        all tensors."""
+        """Read the tensors that differ from the current weights into host memory."""
         assert self._live is not None
         base, base_folder = self._held[self._live]
         if reasons := _differences(base, base_folder, release, folder):
             raise StageError(*reasons, "start the server again to serve another network")
-        changed = _stored(release)
-        if self.way == "copy":
-            changed = {
-                name: (file, digest)
-                for name, (file, digest) in changed.items()
-                if digest != base.tensors[name].digest
-            }
         try:
-            await self._call("hotpush_stage", release.id, base.id, str(folder), changed)
-            while None in (states := await self._call("hotpush_status", release.id)):
+            await self._call("hotpush_stage", release.id, str(folder), _stored(release))
+            while None in (states := await self._call("hotpush_status")):
                 await asyncio.sleep(_POLL_SECONDS)
             if reasons := [reason for state in states for reason in state["reasons"]]:
                 raise StageError(*dict.fromkeys(reasons))

@@ -42,9 +42,8 @@ class MadeUpLlm:
             raise RuntimeError("EngineCore died")
         if method == self.hangs_in or self.errored:
             await asyncio.Event().wait()
-        way = "copy" if self.reason is None else "reload"
         answers = {
-            "hotpush_prepare": {"pid": 0, "way": way, "reason": self.reason},
+            "hotpush_prepare": {"pid": 0, "reason": self.reason},
             "hotpush_status": self.status,
             "hotpush_commit": 0.0,
         }
