@@ -14,11 +14,11 @@ from serving.weights.index import (
     BIN_INDEX_FILE,
     INDEX_FILE,
     INDEX_FILES,
-    StoredWeights,
     has_bin,
     read_index,
 )
 from serving.weights.release import RELEASE_FILE, Release, TensorEntry, files_digest, read_json
+from serving.weights.verify import check_tie
 
 _COMPANION_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".md"}
 _NOT_COMPANIONS = {
@@ -74,26 +74,28 @@ def manifest_of_folder(source: Path, pipeline: str) -> Release:
 
     The manifest is not written to disk, and its release number is 0. Raises ReleaseError.
     """
-    weights = digest_weights(source, set(checkpoint_weight_map(source).values()))
+    tensors: dict[str, TensorEntry] = {}
     names = {*INDEX_FILES, *(path.name for path in companions(source))}
-    files = weights.files | {
-        name: digest_file(source / name) for name in names if (source / name).is_file()
-    }
-    return Release(
+    files = {name: digest_file(source / name) for name in names if (source / name).is_file()}
+    for shard in sorted(set(checkpoint_weight_map(source).values())):
+        files[shard], found = digest_shard(source / shard)
+        tensors |= found
+    release = Release(
         id=f"r000000-{files_digest(files)}",
         pipeline=pipeline,
         created_at=utc_now(),
         files=files,
-        tensors=weights.tensors,
-        tied=tied_head(source, weights.tensors),
+        tensors=tensors,
+        tied=tied_head(source, tensors),
     )
+    if reasons := check_tie(source, release):
+        raise ReleaseError(*reasons)
+    return release
 
 
 def companions(folder: Path) -> list[Path]:
     """The small files that a release has in addition to the weights: config, tokenizer and README.
     Code and pickles are left out."""
-    if not folder.is_dir():
-        raise ReleaseError(f"{folder} is not a folder")
     return sorted(
         path
         for path in folder.iterdir()
@@ -102,19 +104,6 @@ def companions(folder: Path) -> list[Path]:
         and not path.name.startswith(".")
         and path.is_file()
     )
-
-
-def digest_weights(folder: Path, shards: Collection[str]) -> StoredWeights:
-    """Computes the size and sha256 of each safetensors shard, and the digest of each tensor.
-
-    `tied` in the result is empty, because a shard does not say which names share a tensor. Raises
-    ReleaseError.
-    """
-    weights = StoredWeights(files={}, tensors={}, tied={})
-    for shard in sorted(shards):
-        weights.files[shard], found = digest_shard(folder / shard)
-        weights.tensors.update(found)
-    return weights
 
 
 def utc_now() -> str:

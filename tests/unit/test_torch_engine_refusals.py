@@ -60,17 +60,17 @@ def edit_manifest(name: str, **changes: Any) -> Callable[[Published], Published]
 
 
 def truncate(published: Published) -> Published:
-    path = published.folder / "model-00001-of-00001.safetensors"
+    path = published.folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     return published
 
 
 def remove_shard(published: Published) -> Published:
-    (published.folder / "model-00001-of-00001.safetensors").unlink()
+    (published.folder / "model.safetensors").unlink()
     return published
 
 
-SHARD = r"model-00001-of-00001\.safetensors"
+SHARD = r"model\.safetensors"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serving.errors import ReleaseError
-from serving.weights.index import BIN_INDEX_FILE, INDEX_FILE, has_bin, read_index, shard_name
+from serving.weights.index import BIN_INDEX_FILE, INDEX_FILE, has_bin, read_index
 
 SPECIFIED = {
     "metadata": {"total_size": 13476839424},
@@ -46,10 +46,6 @@ def test_names_that_come_twice_are_read_in_little_time(tmp_path: Path) -> None:
     index = read_index(tmp_path)
     assert time.thread_time() - started < 2
     assert index is not None and len(index.weight_map) == 20_000
-
-
-def test_shard_names_count_from_one() -> None:
-    assert shard_name(2, 3) == "model-00002-of-00003.safetensors"
 
 
 @pytest.mark.parametrize(
