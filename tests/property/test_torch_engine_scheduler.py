@@ -145,7 +145,7 @@ def test_each_sequence_gets_the_tokens_it_would_get_alone(
 
     for move in moves:
         if isinstance(move, Generation):
-            sequence = EngineSequence("r000001-00000000", move, loop, vocab_size=VOCAB)
+            sequence = EngineSequence("r000001-00000000", move, loop)
             submitted.append(sequence)
             answers[sequence] = []
             scheduler.submit(sequence)

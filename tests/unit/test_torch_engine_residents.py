@@ -138,8 +138,6 @@ def test_what_is_not_resident_cannot_be_named(first: Published) -> None:
     async def scenario() -> None:
         async with engine_with() as engine:
             with pytest.raises(EngineError, match="not resident"):
-                await engine.commit(first.id)
-            with pytest.raises(EngineError, match="not resident"):
                 await ask(engine, first.id, greedy(prompt(5)))
             await engine.unload(first.id)
 

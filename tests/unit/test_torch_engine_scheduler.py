@@ -48,7 +48,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 def submit(
     scheduler: Scheduler, generation: Generation, loop: asyncio.AbstractEventLoop
 ) -> EngineSequence:
-    sequence = EngineSequence("r000001-00000000", generation, loop, vocab_size=VOCAB)
+    sequence = EngineSequence("r000001-00000000", generation, loop)
     scheduler.submit(sequence)
     return sequence
 

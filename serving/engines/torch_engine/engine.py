@@ -127,8 +127,7 @@ class TorchEngine:
         return self._find(release_id).context
 
     async def commit(self, release_id: str) -> None:
-        """Raises EngineError if the release is not staged."""
-        self._find(release_id)
+        """Does nothing, because each generation names its release."""
 
     async def unload(self, release_id: str) -> None:
         """Does nothing if the release is not in memory or is already being unloaded."""
@@ -154,12 +153,10 @@ class TorchEngine:
 
         The release stays in memory until the sequence ends. If the iterator is closed, the next
         step of the engine frees the slot of the sequence. Raises EngineError if the release is not
-        staged, or if the prompt or a token id does not fit it.
+        staged.
         """
         resident = self._find(release_id)
-        _check_fits(generation, resident)
-        loop = asyncio.get_running_loop()
-        sequence = EngineSequence(release_id, generation, loop, vocab_size=resident.vocab_size)
+        sequence = EngineSequence(release_id, generation, asyncio.get_running_loop())
         if generation.grammar is not None:
             sequence.logits_processor.grammar = await self._grammars.begin(
                 resident.release, resident.folder, resident.vocab_size, generation.grammar
@@ -216,20 +213,3 @@ class TorchEngine:
             # callback takes the exception, so that asyncio does not log it as never retrieved.
             loading.add_done_callback(lambda done: done.exception())
             raise
-
-
-def _check_fits(generation: Generation, resident: Resident) -> None:
-    """Raises EngineError for a value that would make a step fail, because a failed step ends all
-    sequences in it."""
-    if not 0 < len(generation.prompt) <= resident.context:
-        raise EngineError(
-            f"a prompt of {len(generation.prompt)} tokens does not fit; "
-            f"the release takes 1 to {resident.context}"
-        )
-    # With `min` and `max`, because this runs on the event loop for each of the `n` sequences.
-    for ids in (generation.prompt, generation.logit_bias, generation.allowed_token_ids):
-        for found in (min(ids), max(ids)) if ids else ():
-            if not 0 <= found < resident.vocab_size:
-                raise EngineError(
-                    f"token id {found} is not in the vocabulary of {resident.vocab_size} tokens"
-                )
