@@ -62,8 +62,6 @@ class RememberingRunner:
         assert num_blocks <= self.cache_size.num_blocks
         return torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.long), VOCAB).float()
 
-    def warm_up(self) -> None: ...
-
     def truncate(self, slot: int, length: int) -> None:
         del self.held[slot][length:]
 

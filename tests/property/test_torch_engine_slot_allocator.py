@@ -24,8 +24,6 @@ class TokenSlots:
     def forward(self, batch: Batch) -> None:  # type: ignore[override]
         raise AssertionError("an allocator computes no step")
 
-    def warm_up(self) -> None: ...
-
     def truncate(self, slot: int, length: int) -> None:
         del self.held[slot][length:]
 

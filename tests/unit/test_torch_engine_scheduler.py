@@ -35,8 +35,6 @@ class Runner:
         num_rows = sum(each.num_wanted for each in batch.chunks)
         return torch.zeros(len(batch.slots) + num_rows, VOCAB)
 
-    def warm_up(self) -> None: ...
-
 
 @pytest.fixture
 def loop() -> Iterator[asyncio.AbstractEventLoop]:

@@ -34,8 +34,6 @@ class Steps:
     def is_idle(self) -> bool:
         return not self._left
 
-    def warm_up(self) -> None: ...
-
     def step(self, *, num_schedulers: int) -> list[Any]:
         self._left -= 1
         if self._fails:

@@ -168,9 +168,6 @@ class TransformersRunner:
         self.slots = slots
         self._cache = Cache(layers=[SlotLayer(each) for each in slots])
 
-    def warm_up(self) -> None:
-        """Does nothing, because no kernel depends on the batch size."""
-
     def forward(self, batch: Batch) -> Tensor:
         rows = []
         size = max(1, len(batch.slots)) if self._is_batched else 1
@@ -256,7 +253,7 @@ def _keep_frequencies(network: Any) -> None:
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):  # a kind of RoPE for each kind of layers
             module.rope_type = dict.fromkeys(kind, "default")
-        elif kind is not None:
+        elif kind in ("dynamic", "longrope"):
             module.rope_type = "default"
 
 

@@ -54,17 +54,14 @@ class Linear:
 
 @functools.cache
 def _can_pack(dtype: torch.dtype) -> bool:
-    if dtype not in (torch.float32, torch.bfloat16):
-        return False
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    is_available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if dtype not in (torch.float32, torch.bfloat16) or not is_available:
         return False
     try:
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False
         identity = torch.eye(_PACKED_FOR_ROWS, dtype=dtype)
-        product = _multiply_packed(identity, _pack(identity), None)
-        if not torch.equal(product, identity):
-            raise RuntimeError("the product is wrong")
+        return torch.equal(_multiply_packed(identity, _pack(identity), None), identity)
     except (AttributeError, RuntimeError, TypeError) as error:
         _log.warning(
             "torch %s does not multiply packed %s matrices (%s); answers take longer",
@@ -73,7 +70,6 @@ def _can_pack(dtype: torch.dtype) -> bool:
             error,
         )
         return False
-    return True
 
 
 def _pack(weight: Tensor) -> Tensor:

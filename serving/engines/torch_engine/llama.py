@@ -12,11 +12,9 @@ from torch.nn import functional as F
 
 from serving.engines.torch_engine.architecture import LlamaShape, rotations
 from serving.engines.torch_engine.linear import Linear
-from serving.engines.torch_engine.rows import Rows, Span, is_parallel_worthwhile, padded_count
+from serving.engines.torch_engine.rows import Rows, Span, is_parallel_worthwhile
 from serving.engines.torch_engine.runner import Batch, Chunk
 from serving.engines.torch_engine.slots import KeyValueSlots, KvCacheSize
-
-_ROWS_WARMED_UP = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +56,6 @@ class LlamaRunner:
             names = _Layer.__dataclass_fields__
             units: dict[str, Any] = {name: built.get(f"{layer}.{name}") for name in names}
             self._layers.append(_Layer(**units))
-
-    def warm_up(self) -> None:
-        """Create the kernels for all padded numbers of rows up to 64: decoding batches, and short
-        prefills together with a few decoding sequences. Does nothing if weights are not packed."""
-        if not self._head.is_packed:
-            return
-        layer = self._layers[0]
-        matrices = (layer.qkv, layer.output, layer.gate_up, layer.down, self._head)
-        by_kind = {(matrix.shape, matrix.bias is None): matrix for matrix in matrices}
-        for num_rows in sorted({padded_count(number) for number in range(1, _ROWS_WARMED_UP + 1)}):
-            for matrix in by_kind.values():
-                matrix(self._embedding.new_zeros(num_rows, matrix.shape[1]))
 
     def forward(self, batch: Batch) -> Tensor:
         dtype = self._embedding.dtype

@@ -47,6 +47,3 @@ class Runner(Protocol):
     def forward(self, batch: Batch) -> Tensor:
         """Compute one step. Returns float32 logits [rows, vocabulary]: one row for each decoding
         slot, then the requested rows of each chunk in order."""
-
-    def warm_up(self) -> None:
-        """Create what the first batch of each size would have to wait for, such as kernels."""

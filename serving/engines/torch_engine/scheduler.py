@@ -46,9 +46,6 @@ class Scheduler:
         self._seconds_per_decoding = 0.0
         """The time of a step without prefill."""
 
-    def warm_up(self) -> None:
-        self._runner.warm_up()
-
     def submit(self, sequence: EngineSequence) -> None:
         sequence.arrival = next(self._arrivals)
         self._waiting.append(sequence)

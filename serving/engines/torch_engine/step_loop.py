@@ -39,10 +39,6 @@ class StepLoop:
         self._changed = threading.Condition()
         self._submitted: deque[EngineSequence] = deque()
         self._schedulers: dict[str, Scheduler] = {}
-        self._cold: Scheduler | None = None
-        """The first scheduler, until it has been warmed up. Later ones are not warmed up: most
-        releases have the same shape, so their kernels exist, and a warm-up would delay running
-        sequences."""
         self._unloading: dict[str, OnUnloaded] = {}
         self._num_failed_steps = 0
         """The number of steps that have failed since the last one that did not."""
@@ -121,8 +117,6 @@ class StepLoop:
         with self._changed:
             if self._failure is not None:
                 raise self._failure
-            if not self._schedulers:
-                self._cold = scheduler
             self._schedulers[release_id] = scheduler
             self._changed.notify()
 
@@ -180,7 +174,6 @@ class StepLoop:
             self._is_ready.set()
             with torch.inference_mode():
                 while self._wait_for_work():
-                    self._warm_up(num_threads)
                     usable = max(1, num_threads - self._is_core_reserved - self._busy_lock.is_held)
                     if usable != torch.get_num_threads():
                         torch.set_num_threads(usable)
@@ -197,28 +190,13 @@ class StepLoop:
         """Wait until there is a step to compute. Returns False if the loop must stop."""
         with self._changed:
             self._complete_turns()
-            while not (self._is_stopping or self._unloading or self._cold or self.is_busy):
+            while not (self._is_stopping or self._unloading or self.is_busy):
                 self._changed.wait()
                 self._complete_turns()
             while self._submitted:
                 sequence = self._submitted.popleft()
                 self._schedulers[sequence.release_id].submit(sequence)
             return not self._is_stopping
-
-    def _warm_up(self, num_threads: int) -> None:
-        with self._changed:
-            scheduler, self._cold = self._cold, None
-        if scheduler is None:
-            return
-        # oneDNN has a separate kernel for each number of threads. There is one thread less while a
-        # release is staged or another program computes.
-        for usable in {max(1, num_threads - 1), num_threads}:
-            torch.set_num_threads(usable)
-            try:
-                scheduler.warm_up()
-            except Exception:
-                # If steps fail as well, they report the error to their sequences.
-                _log.exception("the engine could not be warmed up")
 
     def _complete_turns(self, error: EngineError | None = None) -> None:
         for turn in self._turns:
@@ -269,7 +247,6 @@ class StepLoop:
                 events.extend(scheduler.fail(error))
             self._submitted.clear()
             self._schedulers.clear()
-            self._cold = None
             unloaded = list(self._unloading.values())
             self._unloading.clear()
             self._complete_turns(error)
