@@ -65,9 +65,7 @@ def test_the_events_of_one_release_do_not_wait_for_the_step_of_another(
     monkeypatch.setattr(step_loop, "_deliver", deliver)
     loop = StepLoop(num_threads=1, busy_lock=BusyLock(None))
     schedulers: list[Any] = [Named("old"), Named("new")]
-    with loop._changed:
-        loop._schedulers = {each.name: each for each in schedulers}
-        loop._changed.notify()
+    loop._call(lambda: loop._schedulers.update({each.name: each for each in schedulers}))
     try:
         loop.next_turn().result(30)
         loop.next_turn().result(30)

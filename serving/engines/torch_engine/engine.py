@@ -142,11 +142,13 @@ class TorchEngine:
             return_unused_memory()
             loop.call_soon_threadsafe(self._forget, release_id)
 
-        def on_unloaded(removed: list[Scheduler]) -> None:
+        try:
+            unloaded = self._steps.unload(release_id)
+        except EngineError:  # the thread has ended, and holds nothing any more
+            self._forget(release_id)
+        else:
             # Steps and event loop go on meanwhile. The next release is loaded after this.
-            self._loader.submit(free, removed)
-
-        self._steps.unload(release_id, on_unloaded)
+            unloaded.add_done_callback(lambda done: self._loader.submit(free, done.result()))
 
     async def generate(self, release_id: str, generation: Generation) -> AsyncIterator[Step]:
         """Compiles the grammar, if there is one, before it submits the sequence.
