@@ -72,8 +72,6 @@ class VllmEngine:
 
     def __init__(self, settings: VllmEngineSettings) -> None:
         self._settings = settings
-        self._dtype: Dtype | None = None
-        """The dtype in which vLLM computes; None before it is started."""
         self._llm: AsyncLLM | None = None
         self._held: dict[str, tuple[Release, Path]] = {}
         """The staged releases, and the one with which vLLM computes."""
@@ -119,8 +117,6 @@ class VllmEngine:
             self._held[release.id] = release, folder
 
     def dtype_of(self, release: Release) -> Dtype:
-        if self._dtype is not None:
-            return self._dtype
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         return choose_dtype(self._settings.dtype, device_type, release)
 
@@ -196,7 +192,8 @@ class VllmEngine:
             if isinstance(error, TimeoutError):
                 raise StageError(f"vLLM did not start on {release.id} in {limit:g} s") from None
             raise
-        self._dtype, self._live = settings.dtype, release.id  # type: ignore[assignment]
+        # vLLM keeps its dtype while it runs.
+        self._settings, self._live = settings, release.id
 
     async def _prepare(self, release: Release, folder: Path) -> None:
         arguments = (release.id, str(folder), _stored(release), self._settings.way, os.getpid())

@@ -58,15 +58,7 @@ class LlamaRunner:
             self._layers.append(_Layer(**units))
 
     def forward(self, batch: Batch) -> Tensor:
-        dtype = self._embedding.dtype
-        rows = Rows(
-            batch,
-            row_indices=self.slots[0].row_indices(batch.slots, batch.lengths),
-            num_kv_heads=self._shape.num_kv_heads,
-            head_dim=self._shape.head_dim,
-            dtype=dtype,
-            is_padded=self._head.is_packed,
-        )
+        rows = Rows(batch, self.slots[0], is_padded=self._head.is_packed)
         self._num_threads = torch.get_num_threads()
         """For matrix products and large attention. Elementwise operations use
         `_num_elementwise_threads`."""

@@ -97,7 +97,7 @@ class KeyValueSlots:
     ) -> None:
         """`num_tokens` is the length of a slot, a multiple of `block_tokens`. Raises OSError if the
         system does not provide the address range."""
-        self.shape = shape
+        self.shape, self.dtype = shape, dtype
         sizes = (2, num_slots, shape.num_heads, num_tokens, shape.head_dim)
         numel = math.prod(sizes)
         self._memory = mmap.mmap(

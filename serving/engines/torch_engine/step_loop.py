@@ -197,13 +197,13 @@ class StepLoop:
         schedulers = [(id, each) for id, each in self._schedulers.items() if not each.is_idle]
         for release_id, scheduler in schedulers:
             try:
-                events = list(scheduler.step(num_schedulers=len(schedulers)))
+                events = scheduler.step(num_schedulers=len(schedulers))
                 self._num_failed_steps = 0
             except Exception as error:
                 self._num_failed_steps += 1
                 _log.exception("a step of release %s failed", release_id)
                 failure = EngineError(f"a step of release {release_id} failed: {error}")
-                events = list(scheduler.fail(failure))
+                events = scheduler.fail(failure)
             # The sequences of one release do not wait for the step of the other.
             _deliver(events)
 
