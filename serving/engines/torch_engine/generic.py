@@ -216,18 +216,19 @@ class TransformersRunner:
         exists = columns <= positions
         if window is None or len(columns) <= window:
             return exists.long()
-        dtype = self._network.dtype
+        is_near = exists & (columns > positions - window)
         masks = {
-            # Some networks add the mask to their scores.
-            kind: torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
-            for kind, seen in (
-                ("full_attention", exists),
-                ("sliding_attention", exists & (columns > positions - window)),
-            )
+            "full_attention": _additive(exists, self._network.dtype),
+            "sliding_attention": _additive(is_near, self._network.dtype),
         }
-        by_kind = {kind: mask[:, None, None] for kind, mask in masks.items()}
         has_kinds = getattr(text, "layer_types", None) is not None
-        return by_kind if has_kinds else by_kind["sliding_attention"]
+        return masks if has_kinds else masks["sliding_attention"]
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask [slots, 1, 1, columns] to be added to scores, as some networks do."""
+    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+    return mask[:, None, None]
 
 
 def _is_batched(config: Any) -> bool:
