@@ -310,9 +310,7 @@ async def _shut_down(llm: AsyncLLM) -> None:
 def _new_llm(folder: Path, settings: VllmEngineSettings) -> AsyncLLM:
     is_cpu = current_platform.is_cpu()
     context = network.context_length(network.load_config(folder))
-    kv_cache_bytes = settings.kv_cache_bytes
-    if kv_cache_bytes is None and is_cpu:
-        kv_cache_bytes = _CPU_KV_CACHE_BYTES
+    kv_cache_bytes = settings.kv_cache_bytes or (_CPU_KV_CACHE_BYTES if is_cpu else None)
     arguments = AsyncEngineArgs(
         model=str(folder),
         # Look only for the formats and file names of a release.
