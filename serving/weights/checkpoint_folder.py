@@ -39,19 +39,14 @@ def checkpoint_weight_map(source: Path) -> dict[str, str]:
 
     The map comes from the index, a file of the checkpoint that lists the tensors of each shard. A
     checkpoint without an index must have exactly one shard, and the tensor names are then read from
-    this shard. Raises ReleaseError if there are no weights, if a shard is missing, or if the index
-    or the single shard is not valid.
+    this shard. Raises ReleaseError if there are no weights, or if the index or the single shard is
+    not valid.
     """
     if not source.is_dir():
         raise ReleaseError(f"{source} is not a folder")
     for index_file, single in _SOURCES:
         index = read_index(source, index_file)
         if index is not None:
-            missing = [shard for shard in index.shards if not (source / shard).is_file()]
-            if missing:
-                raise ReleaseError(
-                    *(f"{shard}: missing, although the index names it" for shard in missing)
-                )
             return index.weight_map
         if (source / single).is_file():
             return dict.fromkeys(_names(source / single), single)

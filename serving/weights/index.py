@@ -42,10 +42,6 @@ class WeightsIndex(BaseModel):
                 raise ValueError(f"shard {shard!r} is not a plain *.safetensors or *.bin file name")
         return weight_map
 
-    @property
-    def shards(self) -> list[str]:
-        return sorted(set(self.weight_map.values()))
-
     def to_json(self) -> str:
         return json.dumps(self.model_dump(), indent=2) + "\n"
 
