@@ -32,7 +32,7 @@ from pipeline.retrain.job_folder import SNAPSHOT
 from pipeline.retrain.snapshot import FOLLOWED
 from serving.errors import ReleaseError
 from serving.weights.release import Release
-from serving.weights.release_removal import replaced_folders, sweep_locked
+from serving.weights.release_removal import sweep_locked
 from serving.weights.release_store import list_releases, load_release, release_ids, release_lock
 
 PURGED = (
@@ -68,13 +68,13 @@ class Traces:
     """
     releases: dict[Path, str] = field(default_factory=dict)
     """The releases that were trained on one of the commits of the dataset, or from one of the
-    commits of the base model; and their copies (`replaced_folders`). Folder → id of the release."""
+    commits of the base model. Folder → id of the release."""
     later_releases: dict[Path, str] = field(default_factory=dict)
     """The releases whose training started from a release in `releases`, or from another release in
-    `later_releases`; and their copies."""
+    `later_releases`."""
     unreadable: tuple[Path, ...] = ()
-    """The releases and copies whose manifest cannot be read. So nobody knows on which commit they
-    were trained, and they may have been trained on one of these commits."""
+    """The releases whose manifest cannot be read. So nobody knows on which commit they were
+    trained, and they may have been trained on one of these commits."""
 
 
 def needed_commits(home: Home, store: JobStore) -> set[str]:
@@ -256,11 +256,10 @@ def _trained_on(
 
 
 def _stored_releases(home: Home) -> tuple[dict[Path, Release], list[Path]]:
-    """All releases and copies of releases, and the folders whose manifest cannot be read."""
+    """All releases, and the folders whose manifest cannot be read."""
     stored, unreadable = {}, []
     for pipeline_dir in sorted(home.releases_dir.glob("*/")):
-        releases = (pipeline_dir / release_id for release_id in release_ids(pipeline_dir))
-        for path in (*releases, *replaced_folders(pipeline_dir)):
+        for path in (pipeline_dir / release_id for release_id in release_ids(pipeline_dir)):
             try:
                 stored[path] = load_release(path)
             except ReleaseError:

@@ -6,8 +6,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from serving.engine_choice import EngineName, choose_engine
-from serving.engines.torch_engine.settings import TorchSettings
-from serving.engines.vllm_settings import VllmSettings
+from serving.engines.settings import TorchSettings, VllmSettings
 
 FormatName = Literal["hermes", "llama3_json", "mistral"]
 """`serving/tool_calls.py` describes the formats."""

@@ -17,7 +17,7 @@ from serving.engine import Engine
 from serving.http.server import Limits, Server, http_config
 from serving.server import bind
 from serving.settings import ServingSettings
-from serving.weights.publish import publish_state_dict
+from serving.weights.publish import MAX_SHARD_BYTES, publish_state_dict
 from serving.weights.release import Lineage, Probe, ProbeText, Release
 from tests.echo_engine import EchoEngine, echo_logprobs
 
@@ -80,7 +80,7 @@ def echo_release(
     probe_shift: float = 0.0,
     chat_template: str | None = None,
     tokenizer: Tokenizer | None = None,
-    max_shard_bytes: int | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     context: int = CONTEXT,
     **more: Any,
 ) -> Release:

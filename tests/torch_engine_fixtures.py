@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from serving.engine import Generation, Step
+from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine.engine import TorchEngine
 from serving.engines.torch_engine.generic import TransformersRunner
-from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.weights.publish import publish_state_dict
 from serving.weights.release import Release
 

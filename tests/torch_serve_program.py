@@ -5,8 +5,8 @@ import asyncio
 import sys
 from pathlib import Path
 
+from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine.engine import TorchEngine
-from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.server import serve
 from serving.settings import ServingSettings
 from serving.weights.release import Release

@@ -17,8 +17,6 @@ from pipeline.cli.webhooks import hub_access
 from pipeline.errors import PipelineError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pipeline.hub.database import Database
     from pipeline.hub.repositories.names import RepositoryName
     from pipeline.hub.repositories.store import Repositories
@@ -207,30 +205,24 @@ def _removed(name: "RepositoryName", planned: Any, traces: "Traces", with_releas
     else:
         parts += [str(path) for path in traces.caches]
     if with_releases:
-        parts += [_shown(*each) for each in (traces.releases | traces.later_releases).items()]
+        parts += [
+            f"release {path.name} of {path.parent.name}"
+            for path in (*traces.releases, *traces.later_releases)
+        ]
     return "; ".join(parts)
 
 
-def _shown(path: "Path", release_id: str) -> str:
-    release = f"release {release_id} of {path.parent.name}"
-    return release if path.name == release_id else f"{path} (a copy of {release})"
-
-
 def _remove_releases(traces: "Traces") -> None:
-    from serving.weights.release_removal import check_removable, remove, remove_replaced
+    from serving.weights.release_removal import check_removable, remove
     from serving.weights.release_store import release_number
 
-    found = traces.releases | traces.later_releases
-    for path, release_id in found.items():
-        if path.name == release_id:
-            check_removable(path.parent, release_id)
+    found = (*traces.releases, *traces.later_releases)
+    for path in found:
+        check_removable(path.parent, path.name)
     # Remove the newest first. A later release is found by its parent, so if this command is
     # interrupted, the next one still finds all that remains.
-    for path in sorted(found, key=lambda path: release_number(found[path]), reverse=True):
-        if path.name == found[path]:
-            remove(path.parent, path.name)
-        else:
-            remove_replaced(path)
+    for path in sorted(found, key=lambda path: release_number(path.name), reverse=True):
+        remove(path.parent, path.name)
 
 
 def _print_what_stays(name: "RepositoryName", traces: "Traces", with_releases: bool) -> None:
@@ -246,11 +238,8 @@ def _print_what_stays(name: "RepositoryName", traces: "Traces", with_releases: b
         (f"was {trained}", traces.releases),
         ("was trained from the weights of such a release", traces.later_releases),
     ):
-        for path, release_id in found.items():
-            way = (
-                "" if path.name == release_id else f"; to remove it: rm -r {shlex.quote(str(path))}"
-            )
-            print(f"{_shown(path, release_id)} {words}{way}")
+        for path in found:
+            print(f"release {path.name} of {path.parent.name} {words}")
     if traces.releases or traces.later_releases:
         print(
             "To remove such a release: pipeline releases rm ID. A served, pending or pinned "

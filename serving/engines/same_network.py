@@ -3,7 +3,7 @@ replace their weights while they run, but not their network."""
 
 from pathlib import Path
 
-from serving.weights.release import RELEASE_FILE, Release, TensorEntry, read_json
+from serving.weights.release import RELEASE_FILE, Release, read_json
 
 # Settings in `config.json` that do not change the network.
 _FREE_KEYS = {
@@ -29,23 +29,18 @@ def config_differences(running: Path, wanted: Path, runner: str) -> list[str]:
 def tensor_differences(running: Release, wanted: Release, runner: str) -> list[str]:
     """The tensors of `wanted` that do not fit the network of `running`, and those that are missing;
     one sentence each. `runner` is the name of the program that runs the network."""
+    old, new = _forms(running), _forms(wanted)
     reasons = []
-    for name, entry in wanted.tensors.items():
-        before = running.tensors.get(name)
-        if before is None:
-            reasons.append(
-                f"{entry.file}: tensor {name}: unknown to the network that {runner} runs"
-            )
-        elif not _fits(before, entry):
-            reasons.append(
-                f"{entry.file}: tensor {name}: {entry.dtype} {list(entry.shape)} in place of "
-                f"{before.dtype} {list(before.shape)}"
-            )
-    missing = running.tensors.keys() - wanted.tensors.keys()
-    return [*reasons, *(f"{RELEASE_FILE}: tensor {name}: missing" for name in sorted(missing))]
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            file = wanted.tensors[name].file if name in new else RELEASE_FILE
+            found, expected = new.get(name, "missing"), old.get(name, "no such tensor")
+            reasons.append(f"{file}: tensor {name}: {found}, {runner} runs {expected}")
+    return reasons
 
 
-def _fits(before: TensorEntry, entry: TensorEntry) -> bool:
-    if before.shape != entry.shape:
-        return False
-    return before.dtype == entry.dtype or {before.dtype, entry.dtype} <= _PLAIN_DTYPES
+def _forms(release: Release) -> dict[str, str]:
+    return {
+        name: f"{'float' if entry.dtype in _PLAIN_DTYPES else entry.dtype} {list(entry.shape)}"
+        for name, entry in release.tensors.items()
+    }

@@ -14,7 +14,7 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 
@@ -72,7 +72,8 @@ class SglangEngine:
 
         Raises StageError if the release does not fit that model, and EngineError if the upstream
         does not answer."""
-        running = Path(str((await self._model_info()).get("model_path")))
+        info = await self._ask("GET", "/model_info", _ANSWER_SECONDS)
+        running = Path(str(info.get("model_path")))
         try:
             if reasons := await asyncio.to_thread(_differences, running, release, folder):
                 raise StageError(*reasons, f"start {self._upstream} again on the other network")
@@ -91,10 +92,20 @@ class SglangEngine:
     async def commit(self, release_id: str) -> None:
         if release_id not in self._folders:
             raise EngineError(f"{release_id} is not staged")
-        answer = await self._update(self._folders[release_id], release_id)
+        body = {
+            "model_path": str(self._folders[release_id]),
+            "weight_version": release_id,
+            # No request should run. If one does, it is not aborted, and generation is not left
+            # paused.
+            "abort_all_requests": False,
+            "keep_pause": False,
+            "flush_cache": True,
+        }
+        answer = await self._ask("POST", "/update_weights_from_disk", _UPDATE_SECONDS, body)
         if not answer.get("success"):
             raise EngineError(f"{self._upstream} kept its weights: {answer.get('message')}")
-        if (runs := (await self._model_info()).get("weight_version")) != release_id:
+        info = await self._ask("GET", "/model_info", _ANSWER_SECONDS)
+        if (runs := info.get("weight_version")) != release_id:
             raise EngineError(
                 f"{self._upstream} says that it runs {runs!r} after an update to {release_id}"
             )
@@ -148,33 +159,18 @@ class SglangEngine:
                         raise EngineError(f"{self._upstream}: {chunk['error']}")
                     yield chunk
 
-    async def _model_info(self) -> dict[str, Any]:
+    async def _ask(self, method: str, path: str, seconds: float, body: Any = None) -> Any:
+        """The body of the answer. Raises EngineError."""
         try:
-            answer = await self._http.get("/model_info", timeout=_ANSWER_SECONDS)
-            answer.raise_for_status()
-            return cast(dict[str, Any], answer.json())
+            answer = await self._http.request(method, path, json=body, timeout=seconds)
+            # A refused update has status 400, and its body has the usual form with the reason.
+            if answer.status_code != 400:
+                answer.raise_for_status()
+            return answer.json()
         except (httpx.HTTPError, ValueError) as error:
             raise EngineError(
-                f"no SGLang server at {self._upstream}: {first_line(error)}"
+                f"no SGLang server at {self._upstream}{path}: {first_line(error)}"
             ) from error
-
-    async def _update(self, folder: Path, release_id: str) -> dict[str, Any]:
-        body = {
-            "model_path": str(folder),
-            "weight_version": release_id,
-            # No request should run. If one does, it is not aborted, and generation is not left
-            # paused.
-            "abort_all_requests": False,
-            "keep_pause": False,
-            "flush_cache": True,
-        }
-        path = "/update_weights_from_disk"
-        try:
-            answer = await self._http.post(path, json=body, timeout=_UPDATE_SECONDS)
-            # A refused update has status 400, and its body has the usual form with the reason.
-            return cast(dict[str, Any], answer.json())
-        except (httpx.HTTPError, ValueError) as error:
-            raise EngineError(f"{self._upstream}{path}: {first_line(error)}") from error
 
 
 def _differences(running: Path, release: Release, folder: Path) -> list[str]:

@@ -29,7 +29,7 @@ from serving.engine import (
     reported_logprob,
 )
 from serving.engines.same_network import config_differences, tensor_differences
-from serving.engines.vllm_settings import VllmEngineSettings
+from serving.engines.settings import VllmEngineSettings
 from serving.errors import first_line
 from serving.weights import network
 from serving.weights.release import Release
@@ -72,8 +72,6 @@ class VllmEngine:
 
     def __init__(self, settings: VllmEngineSettings) -> None:
         self._settings = settings
-        self._dtype: Dtype | None = None
-        """The dtype in which vLLM computes; None before it is started."""
         self._llm: AsyncLLM | None = None
         self._held: dict[str, tuple[Release, Path]] = {}
         """The staged releases, and the one with which vLLM computes."""
@@ -82,7 +80,7 @@ class VllmEngine:
         self._changing = asyncio.Lock()
         self._fault: str | None = None
         self.way = ""
-        """How a commit replaces weights: `copy` or `reload`."""
+        """How a commit replaces weights: `copy`, or `reload` if a worker cannot copy."""
         self.pids: tuple[int, ...] = ()
         """The process ids of the workers."""
         self.read_bytes: dict[str, int] = {}
@@ -119,8 +117,6 @@ class VllmEngine:
             self._held[release.id] = release, folder
 
     def dtype_of(self, release: Release) -> Dtype:
-        if self._dtype is not None:
-            return self._dtype
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         return choose_dtype(self._settings.dtype, device_type, release)
 
@@ -196,37 +192,28 @@ class VllmEngine:
             if isinstance(error, TimeoutError):
                 raise StageError(f"vLLM did not start on {release.id} in {limit:g} s") from None
             raise
-        self._dtype, self._live = settings.dtype, release.id  # type: ignore[assignment]
+        # vLLM keeps its dtype while it runs.
+        self._settings, self._live = settings, release.id
 
     async def _prepare(self, release: Release, folder: Path) -> None:
         arguments = (release.id, str(folder), _stored(release), self._settings.way, os.getpid())
         workers = await self._call("hotpush_prepare", *arguments)
-        ways = {worker["way"] for worker in workers}
-        if len(ways) > 1:
-            raise StageError(f"vLLM's workers do not agree: {workers}")
-        (self.way,) = ways
         self.pids = tuple(worker["pid"] for worker in workers)
-        if (reason := workers[0]["reason"]) is not None:
-            _log.warning("swaps take vLLM's own, slower way: %s", reason)
+        reasons = {worker["reason"] for worker in workers} - {None}
+        self.way = "reload" if reasons else "copy"
+        if reasons:
+            _log.warning("swaps take vLLM's own, slower way: %s", "; ".join(reasons))
         await self._set_weight_version(release.id)
 
     async def _stage(self, release: Release, folder: Path) -> None:
-        """Read the tensors that differ from the current weights into host memory. `reload` needs
-        all tensors."""
+        """Read the tensors that differ from the current weights into host memory."""
         assert self._live is not None
         base, base_folder = self._held[self._live]
         if reasons := _differences(base, base_folder, release, folder):
             raise StageError(*reasons, "start the server again to serve another network")
-        changed = _stored(release)
-        if self.way == "copy":
-            changed = {
-                name: (file, digest)
-                for name, (file, digest) in changed.items()
-                if digest != base.tensors[name].digest
-            }
         try:
-            await self._call("hotpush_stage", release.id, base.id, str(folder), changed)
-            while None in (states := await self._call("hotpush_status", release.id)):
+            await self._call("hotpush_stage", release.id, str(folder), _stored(release))
+            while None in (states := await self._call("hotpush_status")):
                 await asyncio.sleep(_POLL_SECONDS)
             if reasons := [reason for state in states for reason in state["reasons"]]:
                 raise StageError(*dict.fromkeys(reasons))
@@ -323,9 +310,7 @@ async def _shut_down(llm: AsyncLLM) -> None:
 def _new_llm(folder: Path, settings: VllmEngineSettings) -> AsyncLLM:
     is_cpu = current_platform.is_cpu()
     context = network.context_length(network.load_config(folder))
-    kv_cache_bytes = settings.kv_cache_bytes
-    if kv_cache_bytes is None and is_cpu:
-        kv_cache_bytes = _CPU_KV_CACHE_BYTES
+    kv_cache_bytes = settings.kv_cache_bytes or (_CPU_KV_CACHE_BYTES if is_cpu else None)
     arguments = AsyncEngineArgs(
         model=str(folder),
         # Look only for the formats and file names of a release.

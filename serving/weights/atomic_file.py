@@ -51,7 +51,7 @@ def write_atomically(path: Path, text: str) -> None:
 def link_atomically(link: Path, target: str) -> None:
     """Make `link` a symbolic link to `target`. If `link` already points at `target`, nothing is
     written, so the call also succeeds on a full disk. An existing link or file is replaced
-    atomically. An existing folder is first renamed: it gets the suffix `.replaced-…`.
+    atomically.
 
     The link survives a power cut only after `fsync_dir`, which the caller must call. One call is
     enough for all links in a folder.
@@ -60,8 +60,6 @@ def link_atomically(link: Path, target: str) -> None:
         return
     replacement = replacement_path(link.parent)
     os.symlink(target, replacement)
-    if link.is_dir() and not link.is_symlink():
-        link.rename(link.with_name(f"{link.name}.replaced-{uuid.uuid4().hex[:8]}"))
     os.replace(replacement, link)
 
 

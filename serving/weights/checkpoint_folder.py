@@ -14,11 +14,11 @@ from serving.weights.index import (
     BIN_INDEX_FILE,
     INDEX_FILE,
     INDEX_FILES,
-    StoredWeights,
     has_bin,
     read_index,
 )
 from serving.weights.release import RELEASE_FILE, Release, TensorEntry, files_digest, read_json
+from serving.weights.verify import check_tie
 
 _COMPANION_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".md"}
 _NOT_COMPANIONS = {
@@ -39,19 +39,14 @@ def checkpoint_weight_map(source: Path) -> dict[str, str]:
 
     The map comes from the index, a file of the checkpoint that lists the tensors of each shard. A
     checkpoint without an index must have exactly one shard, and the tensor names are then read from
-    this shard. Raises ReleaseError if there are no weights, if a shard is missing, or if the index
-    or the single shard is not valid.
+    this shard. Raises ReleaseError if there are no weights, or if the index or the single shard is
+    not valid.
     """
     if not source.is_dir():
         raise ReleaseError(f"{source} is not a folder")
     for index_file, single in _SOURCES:
         index = read_index(source, index_file)
         if index is not None:
-            missing = [shard for shard in index.shards if not (source / shard).is_file()]
-            if missing:
-                raise ReleaseError(
-                    *(f"{shard}: missing, although the index names it" for shard in missing)
-                )
             return index.weight_map
         if (source / single).is_file():
             return dict.fromkeys(_names(source / single), single)
@@ -74,26 +69,28 @@ def manifest_of_folder(source: Path, pipeline: str) -> Release:
 
     The manifest is not written to disk, and its release number is 0. Raises ReleaseError.
     """
-    weights = digest_weights(source, set(checkpoint_weight_map(source).values()))
+    tensors: dict[str, TensorEntry] = {}
     names = {*INDEX_FILES, *(path.name for path in companions(source))}
-    files = weights.files | {
-        name: digest_file(source / name) for name in names if (source / name).is_file()
-    }
-    return Release(
+    files = {name: digest_file(source / name) for name in names if (source / name).is_file()}
+    for shard in sorted(set(checkpoint_weight_map(source).values())):
+        files[shard], found = digest_shard(source / shard)
+        tensors |= found
+    release = Release(
         id=f"r000000-{files_digest(files)}",
         pipeline=pipeline,
         created_at=utc_now(),
         files=files,
-        tensors=weights.tensors,
-        tied=tied_head(source, weights.tensors),
+        tensors=tensors,
+        tied=tied_head(source, tensors),
     )
+    if reasons := check_tie(source, release):
+        raise ReleaseError(*reasons)
+    return release
 
 
 def companions(folder: Path) -> list[Path]:
     """The small files that a release has in addition to the weights: config, tokenizer and README.
     Code and pickles are left out."""
-    if not folder.is_dir():
-        raise ReleaseError(f"{folder} is not a folder")
     return sorted(
         path
         for path in folder.iterdir()
@@ -102,19 +99,6 @@ def companions(folder: Path) -> list[Path]:
         and not path.name.startswith(".")
         and path.is_file()
     )
-
-
-def digest_weights(folder: Path, shards: Collection[str]) -> StoredWeights:
-    """Computes the size and sha256 of each safetensors shard, and the digest of each tensor.
-
-    `tied` in the result is empty, because a shard does not say which names share a tensor. Raises
-    ReleaseError.
-    """
-    weights = StoredWeights(files={}, tensors={}, tied={})
-    for shard in sorted(shards):
-        weights.files[shard], found = digest_shard(folder / shard)
-        weights.tensors.update(found)
-    return weights
 
 
 def utc_now() -> str:

@@ -1,7 +1,7 @@
 """Reads the header of a safetensors file and computes the digests of the file, without torch."""
 
 import hashlib
-import math
+import json
 import mmap
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +11,6 @@ from pathlib import Path
 from serving.errors import ReleaseError, first_line
 from serving.weights.release import FileEntry, TensorEntry, tensor_digest
 
-DTYPE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
-    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
-    "U32": 4, "I32": 4, "F32": 4,
-    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
-}  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeaderEntry:
@@ -25,35 +18,32 @@ class HeaderEntry:
     shape: tuple[int, ...]
     begin: int
     """Offset of the tensor's first byte in the file."""
-
-    @property
-    def end(self) -> int:
-        """Offset of the first byte after the tensor."""
-        return self.begin + math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+    end: int
+    """Offset of the first byte after the tensor."""
 
 
 def read_header(path: Path) -> dict[str, HeaderEntry]:
-    """Tensor name → header entry, in the order in which the tensors are stored in the file. Raises
-    ReleaseError if the file is not a complete safetensors file."""
+    """Tensor name → header entry. Raises ReleaseError if the file is not a complete safetensors
+    file."""
     # Imported here, because a machine that only has the hub and the receiver does not have it.
     from safetensors import SafetensorError, safe_open
 
-    entries: dict[str, HeaderEntry] = {}
     try:
-        # This checks that the tensors fill the rest of the file without gaps.
-        with safe_open(path, "np") as shard, path.open("rb") as file:
-            position = 8 + int.from_bytes(file.read(8), "little")
-            for name in shard.offset_keys():
-                found = shard.get_slice(name)
-                dtype, shape = found.get_dtype(), tuple(found.get_shape())
-                if dtype not in DTYPE_BYTES:
-                    raise ReleaseError(f"{path.name}: tensor {name}: dtype {dtype} is not known")
-                entries[name] = HeaderEntry(dtype=dtype, shape=shape, begin=position)
-                position = entries[name].end
+        # This checks the header, and that the tensors fill the rest of the file without gaps.
+        with safe_open(path, "np"), path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
     except SafetensorError as error:
         raise ReleaseError(
             f"{path.name}: truncated or not a safetensors file: {first_line(error)}"
         ) from None
+    header.pop("__metadata__", None)
+    entries = {}
+    for name, each in header.items():
+        begin, end = (8 + size + offset for offset in each["data_offsets"])
+        entries[name] = HeaderEntry(
+            dtype=each["dtype"], shape=tuple(each["shape"]), begin=begin, end=end
+        )
     return entries
 
 

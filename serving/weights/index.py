@@ -2,7 +2,6 @@
 (a file with tensors) holds which tensor. This module opens no shard."""
 
 import json
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from serving.errors import ReleaseError
-from serving.weights.headers import DTYPE_BYTES
 from serving.weights.release import FileEntry, TensorEntry, faults_in
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -44,10 +42,6 @@ class WeightsIndex(BaseModel):
                 raise ValueError(f"shard {shard!r} is not a plain *.safetensors or *.bin file name")
         return weight_map
 
-    @property
-    def shards(self) -> list[str]:
-        return sorted(set(self.weight_map.values()))
-
     def to_json(self) -> str:
         return json.dumps(self.model_dump(), indent=2) + "\n"
 
@@ -59,16 +53,7 @@ class StoredWeights:
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
     tied: dict[str, str]
-
-    @property
-    def index(self) -> WeightsIndex:
-        sizes = (
-            math.prod(entry.shape) * DTYPE_BYTES[entry.dtype] for entry in self.tensors.values()
-        )
-        return WeightsIndex(
-            metadata={"total_size": sum(sizes)},
-            weight_map={name: entry.file for name, entry in self.tensors.items()},
-        )
+    index: WeightsIndex
 
 
 def is_shard_name(name: str) -> bool:
@@ -81,11 +66,6 @@ def has_bin(files: Iterable[str]) -> bool:
     """Whether a `.bin` shard is among these files. Such a shard is a pickle. No engine reads it, so
     it must be converted."""
     return any(file.endswith(".bin") for file in files)
-
-
-def shard_name(number: int, total: int) -> str:
-    """`model-00001-of-00003.safetensors` for number 1 of 3."""
-    return f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
 def read_index(folder: Path, name: str = INDEX_FILE) -> WeightsIndex | None:

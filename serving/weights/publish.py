@@ -17,30 +17,22 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from serving.errors import NotEnoughSpace, ReleaseError
-from serving.weights.atomic_file import fsync_dir
+from serving.weights.atomic_file import fsync_dir, write_atomically
 from serving.weights.checkpoint_folder import (
     checkpoint_weight_map,
     companions,
-    digest_weights,
     tied_head,
     utc_now,
 )
 from serving.weights.headers import digest_file
-from serving.weights.index import INDEX_FILE, StoredWeights, has_bin
-from serving.weights.release import (
-    RELEASE_FILE,
-    FileEntry,
-    Lineage,
-    Probe,
-    Release,
-    files_digest,
-)
+from serving.weights.index import INDEX_FILE, has_bin
+from serving.weights.release import RELEASE_FILE, Lineage, Probe, Release, files_digest
 from serving.weights.release_removal import sweep_locked
 from serving.weights.release_store import UNFINISHED, next_number, release_lock
 from serving.weights.verify import check_network
@@ -48,6 +40,7 @@ from serving.weights.verify import check_network
 if TYPE_CHECKING:
     import torch
 
+MAX_SHARD_BYTES = 2 * 10**9
 SPARE_BYTES = 64 * 2**20
 """A release is published only if this many bytes of the disk are still free afterwards, because the
 job store and the logs need space on the same disk."""
@@ -61,19 +54,36 @@ class ManifestFields(TypedDict, total=False):
     probe: Probe | None
 
 
+def publish_folder(pipeline_dir: Path, source: Path, **manifest: Unpack[ManifestFields]) -> Release:
+    """Publish a checkpoint folder that `save_pretrained` wrote, with `.safetensors` or `.bin`
+    shards. Its tensors are written to new safetensors shards. Raises the errors of
+    `publish_state_dict`."""
+    from serving.weights import shards
+
+    weight_map = checkpoint_weight_map(source)
+    if not has_bin(weight_map.values()):
+        tensors = shards.read_tensors(source, weight_map)
+    else:
+        # In a shard, the embedding comes before a head that is the same tensor, as in the network.
+        # Only the first name is kept, and some engines would find no embedding without it.
+        tensors = {}
+        for shard in sorted(set(weight_map.values())):
+            tensors |= shards.read_bin(source / shard)
+    return publish_state_dict(pipeline_dir, tensors, files_dir=source, **manifest)
+
+
 def publish_state_dict(
     pipeline_dir: Path,
     tensors: "Mapping[str, torch.Tensor]",
     *,
     files_dir: Path,
-    max_shard_bytes: int | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     **manifest: Unpack[ManifestFields],
 ) -> Release:
     """Publish weights from memory, together with the config and tokenizer files of `files_dir`.
 
     `pipeline_dir` is `<home>/releases/<pipeline>`; it is created if it does not exist. The release
-    is written to `pipeline_dir / release.id`. `max_shard_bytes` limits the size of a shard; None
-    means 2 GB.
+    is written to `pipeline_dir / release.id`. `max_shard_bytes` limits the size of a shard.
 
     Tensors that are not contiguous or not on the CPU are copied before they are written. At any
     time, memory holds the copies for at most one shard. Raises ReleaseError if the weights cannot
@@ -82,54 +92,6 @@ def publish_state_dict(
     """
     from serving.weights import shards
 
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-
-    def write(folder: Path) -> StoredWeights:
-        return shards.write_shards(
-            tensors, folder, max_shard_bytes=max_shard_bytes or shards.MAX_SHARD_BYTES
-        )
-
-    return _publish(pipeline_dir, files_dir, num_bytes, write, **manifest)
-
-
-def publish_folder(
-    pipeline_dir: Path,
-    source: Path,
-    **manifest: Unpack[ManifestFields],
-) -> Release:
-    """Publish a checkpoint folder that `save_pretrained` wrote, with `.safetensors` or `.bin`
-    shards.
-
-    Safetensors shards are copied unchanged. The tensors of `.bin` shards are written to new
-    safetensors shards, because no engine reads `.bin` shards. Raises ReleaseError if the folder
-    cannot be published, and NotEnoughSpace if the disk has too little space for it. After an error,
-    the unfinished folder is removed.
-    """
-    weight_map = checkpoint_weight_map(source)
-    if has_bin(weight_map.values()):
-        from serving.weights import shards
-
-        # In a shard, the embedding comes before a head that is the same tensor, as in the network.
-        # Only the first name is kept, and some engines would find no embedding without it.
-        tensors: dict[str, torch.Tensor] = {}
-        for shard in sorted(set(weight_map.values())):
-            tensors |= shards.read_bin(source / shard)
-        return publish_state_dict(pipeline_dir, tensors, files_dir=source, **manifest)
-    num_bytes = sum((source / shard).stat().st_size for shard in set(weight_map.values()))
-
-    def write(folder: Path) -> StoredWeights:
-        return _copy_weights(source, weight_map, folder)
-
-    return _publish(pipeline_dir, source, num_bytes, write, **manifest)
-
-
-def _publish(
-    pipeline_dir: Path,
-    files_dir: Path,
-    num_weight_bytes: int,
-    write_weights: Callable[[Path], StoredWeights],
-    **manifest: Unpack[ManifestFields],
-) -> Release:
     companion_files = companions(files_dir)
     if not any(path.name == "config.json" for path in companion_files):
         raise ReleaseError(
@@ -139,7 +101,8 @@ def _publish(
     pipeline_dir.mkdir(parents=True, exist_ok=True)
     with release_lock(pipeline_dir):
         sweep_locked(pipeline_dir)
-        needed = num_weight_bytes + sum(path.stat().st_size for path in companion_files)
+        needed = sum(tensor.nbytes for tensor in tensors.values())
+        needed += sum(path.stat().st_size for path in companion_files)
         free = shutil.disk_usage(pipeline_dir).free
         if free < needed + SPARE_BYTES:
             raise NotEnoughSpace(
@@ -148,11 +111,12 @@ def _publish(
                 "state folder"
             )
         with _unfinished_folder(pipeline_dir) as folder:
-            weights = write_weights(folder)
-            files = dict(weights.files)
+            weights = shards.write_shards(tensors, folder, max_shard_bytes=max_shard_bytes)
             for path in companion_files:
-                files[path.name] = _copy(path, folder / path.name)
-            files[INDEX_FILE] = _write(folder / INDEX_FILE, weights.index.to_json())
+                _copy(path, folder / path.name)
+            write_atomically(folder / INDEX_FILE, weights.index.to_json())
+            names = (*(path.name for path in companion_files), INDEX_FILE)
+            files = weights.files | {name: digest_file(folder / name) for name in names}
             number = next_number(pipeline_dir)
             release = Release(
                 id=f"r{number:06d}-{files_digest(files)}",
@@ -160,13 +124,12 @@ def _publish(
                 created_at=utc_now(),
                 files=files,
                 tensors=weights.tensors,
-                tied=weights.tied or tied_head(folder, weights.tensors),
+                tied=tied_head(folder, weights.tensors) | weights.tied,
                 **manifest,
             )
             if reasons := check_network(folder, release):
                 raise ReleaseError(*reasons)
-            _write(folder / RELEASE_FILE, release.model_dump_json(indent=2) + "\n")
-            fsync_dir(folder)
+            write_atomically(folder / RELEASE_FILE, release.model_dump_json(indent=2) + "\n")
             os.rename(folder, pipeline_dir / release.id)
             fsync_dir(pipeline_dir)
     return release
@@ -188,27 +151,7 @@ def _unfinished_folder(pipeline_dir: Path) -> Iterator[Path]:
         raise
 
 
-def _copy_weights(source: Path, weight_map: dict[str, str], folder: Path) -> StoredWeights:
-    shards = set(weight_map.values())
-    for shard in shards:
-        _copy_bytes(source / shard, folder / shard)
-    return digest_weights(folder, shards)
-
-
-def _copy(source: Path, target: Path) -> FileEntry:
-    _copy_bytes(source, target)
-    return digest_file(target)
-
-
-def _copy_bytes(source: Path, target: Path) -> None:
+def _copy(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
     with target.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _write(path: Path, text: str) -> FileEntry:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    return digest_file(path)

@@ -184,20 +184,11 @@ def files_digest(files: Mapping[str, FileEntry]) -> str:
     return hashlib.sha256(listed.encode()).hexdigest()[:8]
 
 
-class TensorDigest:
-    """Computes the digest of bytes that arrive in pieces. `str()` of this object returns it: the
-    name of the algorithm, a colon and 64 hex digits."""
-
-    def __init__(self) -> None:
-        self._hash = blake3()
-
-    def update(self, content: bytes | memoryview) -> None:
-        self._hash.update(content)
-
-    def __str__(self) -> str:
-        return f"blake3:{self._hash.hexdigest()}"
-
-
 def tensor_digest(content: bytes | memoryview) -> str:
     """The digest of a tensor's bytes."""
-    return f"blake3:{blake3(content).hexdigest()}"
+    return spelled_digest(blake3(content))
+
+
+def spelled_digest(digest: blake3) -> str:
+    """The name of the algorithm, a colon and 64 hex digits."""
+    return f"blake3:{digest.hexdigest()}"

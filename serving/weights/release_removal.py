@@ -3,7 +3,6 @@ files and folders that killed processes have left in this folder."""
 
 import os
 import shutil
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -13,31 +12,22 @@ from filelock import Timeout
 from serving.errors import ReleaseError
 from serving.weights.atomic_file import is_abandoned, write_atomically
 from serving.weights.release_store import (
-    CURRENT,
     UNFINISHED,
-    pending_release,
     read_served,
     release_ids,
     release_lock,
     release_number,
-    served_release_id,
 )
 
 PINNED = "pinned"
-_REPLACED = f"{CURRENT}.replaced-"
-"""If a folder stood in the place of the link, `link_atomically` has renamed the folder. Its new
-name begins with this prefix."""
-_REPLACED_KEPT_SECONDS = 7 * 24 * 3600.0
-"""How long a renamed folder is kept. It may hold files that a person wants to have back."""
 
 
 def prune(pipeline_dir: Path, keep: int) -> list[str]:
     """Remove all but the newest `keep` releases; returns the removed ids, oldest first.
 
     The served, the pending and the pinned releases always stay. Like `sweep`, this function also
-    removes what killed processes have left. It also removes folders that stood in the place of the
-    link `current`, a week after `link_atomically` has renamed them. Raises ReleaseError if `keep`
-    is negative, or if `served.json` or `pinned` is damaged.
+    removes what killed processes have left. Raises ReleaseError if `keep` is negative, or if
+    `served.json` or `pinned` is damaged.
     """
     if keep < 0:
         raise ReleaseError(f"keep must be at least 0, not {keep}")
@@ -45,7 +35,6 @@ def prune(pipeline_dir: Path, keep: int) -> list[str]:
         return []
     with release_lock(pipeline_dir):
         sweep_locked(pipeline_dir)
-        _remove_old_replaced(pipeline_dir)
         ids = release_ids(pipeline_dir)
         served = read_served(pipeline_dir)
         kept = {
@@ -73,13 +62,12 @@ def check_removable(pipeline_dir: Path, release_id: str) -> None:
     raise ReleaseError if `served.json` or `pinned` is damaged."""
     if release_id not in release_ids(pipeline_dir):
         raise ReleaseError(f"{release_id!r} is not a release in {pipeline_dir}")
-    uses = {
-        "served; serve another release first: pipeline releases rollback": served_release_id(
-            pipeline_dir
-        ),
-        "pending: the next server that starts will serve it": pending_release(pipeline_dir),
-    }
-    reasons = [use for use, used in uses.items() if used == release_id]
+    served = read_served(pipeline_dir)
+    reasons = []
+    if release_id == served.release:
+        reasons.append("served; serve another release first: pipeline releases rollback")
+    if release_id == served.pending:
+        reasons.append("pending: the next server that starts will serve it")
     if release_id in pinned_releases(pipeline_dir):
         reasons.append(f"pinned; unpin it first: pipeline releases unpin {release_id}")
     if reasons:
@@ -129,42 +117,6 @@ def _remove_locked(pipeline_dir: Path, release_id: str) -> None:
     shutil.rmtree(renamed)
 
 
-def replaced_folders(pipeline_dir: Path) -> list[Path]:
-    """The folders that stood in the place of the link `current`. Each one is normally a copy of a
-    release."""
-    return sorted(each for each in pipeline_dir.iterdir() if each.name.startswith(_REPLACED))
-
-
-def remove_replaced(folder: Path) -> None:
-    """Remove one of the `replaced_folders`. If this process is killed, `sweep` removes the rest.
-    Raises OSError if the folder cannot be removed."""
-    with release_lock(folder.parent):
-        _remove_replaced_locked(folder)
-
-
-def _remove_replaced_locked(folder: Path) -> None:
-    # Rename the folder first. Otherwise a killed process could leave a folder without a manifest,
-    # and nobody could tell any more of which release it is a copy.
-    renamed = folder.with_name(f"{UNFINISHED}{folder.name}")
-    os.rename(folder, renamed)
-    try:
-        shutil.rmtree(renamed)
-    except OSError:
-        # For example, another user owns the folder. Rename it back, because `sweep` could not
-        # remove it either, and every job would then fail.
-        os.rename(renamed, folder)
-        raise
-
-
-def _remove_old_replaced(pipeline_dir: Path) -> None:
-    for folder in replaced_folders(pipeline_dir):
-        # The rename has set the time of the last change.
-        if time.time() - folder.lstat().st_ctime > _REPLACED_KEPT_SECONDS:
-            # A job must not fail because it cannot remove the folder.
-            with suppress(OSError):
-                _remove_replaced_locked(folder)
-
-
 def sweep(pipeline_dir: Path) -> list[str]:
     """Remove the temporary files and folders that killed processes have left. Returns the names of
     the removed files and folders.
@@ -188,8 +140,10 @@ def sweep_locked(pipeline_dir: Path) -> list[str]:
         if entry.name.startswith(UNFINISHED) or is_abandoned(entry)
     ]
     for entry in abandoned:
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink(missing_ok=True)
+        # A job must not fail because another user owns what stood in the place of the link.
+        with suppress(OSError):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
     return sorted(entry.name for entry in abandoned)

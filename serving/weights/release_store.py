@@ -21,6 +21,7 @@ release has passed all checks.
 import logging
 import os
 import re
+import uuid
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
@@ -38,7 +39,8 @@ CURRENT = "current"
 SERVED = "served.json"
 COUNTER = "counter"
 UNFINISHED = ".unfinished-"
-"""Prefix of the names of release folders that are being written or removed.
+"""Prefix of the names of release folders that are being written or removed, and of a folder that
+stood in the place of the link.
 
 A process holds the lock of the pipeline's folder while it writes or removes a release. So if a
 folder with this prefix exists while the lock is free, the process that made this folder was killed
@@ -208,7 +210,11 @@ def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None =
             substitute=None if stands_in_for is None else release_id,
         )
         # A server that is killed before this makes the link when it starts again.
-        link_atomically(pipeline_dir / CURRENT, release_id)
+        link = pipeline_dir / CURRENT
+        if link.is_dir() and not link.is_symlink():
+            # A tool that copied the releases has put a copy of one in the place of the link.
+            link.rename(pipeline_dir / f"{UNFINISHED}{CURRENT}-{uuid.uuid4().hex[:8]}")
+        link_atomically(link, release_id)
         fsync_dir(pipeline_dir)
 
 
@@ -262,10 +268,7 @@ def next_number(pipeline_dir: Path) -> int:
     counter = pipeline_dir / COUNTER
     try:
         last = int(counter.read_bytes())
-    except FileNotFoundError:
-        last = 0
-    except ValueError:
-        logger.warning("%s holds no number; counting from the highest release present", counter)
+    except (FileNotFoundError, ValueError):
         last = 0
     present = [release_number(release_id) for release_id in release_ids(pipeline_dir)]
     number = max([last, *present]) + 1

@@ -3,7 +3,7 @@ tensors from shards, with torch. `.bin` shards are read only when they are conve
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from zipfile import is_zipfile
 
@@ -13,20 +13,16 @@ from safetensors.torch import save_file
 
 from serving.errors import ReleaseError, first_line
 from serving.weights.headers import digest_shard
-from serving.weights.index import StoredWeights, shard_name
+from serving.weights.index import StoredWeights, WeightsIndex
 from serving.weights.release import FileEntry, Release, TensorEntry
 
-MAX_SHARD_BYTES = 2 * 10**9
-"""The default limit of `write_shards` for the size of a shard."""
-
 DTYPES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int16: "I16", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int32: "I32", torch.float32: "F32",
-    torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
+    torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.uint16, torch.int16, torch.float16, torch.bfloat16,
+    torch.uint32, torch.int32, torch.float32,
+    torch.uint64, torch.int64, torch.float64, torch.complex64,
 }  # fmt: skip
-"""torch dtype → its name in safetensors."""
+"""What a shard can store."""
 
 _FINITE_CHECK_ELEMENTS = 1 << 22
 """How many elements of a tensor `is_finite` checks in one operation."""
@@ -49,15 +45,16 @@ def find_tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def write_shards(
-    tensors: Mapping[str, torch.Tensor], folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
+    tensors: Mapping[str, torch.Tensor], folder: Path, *, max_shard_bytes: int
 ) -> StoredWeights:
     """Write a state dict as shards into `folder`, and fsync each shard.
 
-    The tensors are spread over the shards in the order of the state dict. A tensor larger than
-    `max_shard_bytes` gets a shard of its own. If several names share a tensor (`find_tied`), the
-    tensor is stored only once. Raises ReleaseError for a tensor that cannot be stored, and OSError
-    if the disk fails.
+    A tensor larger than `max_shard_bytes` gets a shard of its own. If several names share a tensor
+    (`find_tied`), the tensor is stored only once. Raises ReleaseError for a tensor that cannot be
+    stored, and OSError if the disk fails.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
     for name, tensor in tensors.items():
         if tensor.is_meta or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
             raise ReleaseError(
@@ -66,15 +63,20 @@ def write_shards(
             )
     tied = find_tied(tensors)
     stored = {name: tensor for name, tensor in tensors.items() if name not in tied}
-    groups = list(_split(stored, max_shard_bytes))
+    split = split_state_dict_into_shards_factory(
+        stored,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
     files: dict[str, FileEntry] = {}
     entries: dict[str, TensorEntry] = {}
-    for number, names in enumerate(groups, start=1):
-        path = folder / shard_name(number, len(groups))
-        _write_shard(path, {name: stored[name] for name in names})
-        files[path.name], found = digest_shard(path)
-        entries |= {name: found[name] for name in names}
-    return StoredWeights(files=files, tensors=entries, tied=tied)
+    for file, names in split.filename_to_tensors.items():
+        _write_shard(folder / file, {name: stored[name] for name in names})
+        files[file], found = digest_shard(folder / file)
+        entries |= found
+    index = WeightsIndex(metadata=split.metadata, weight_map=split.tensor_to_filename)
+    return StoredWeights(files=files, tensors=entries, tied=tied, index=index)
 
 
 def read_tensors(folder: Path, weight_map: Mapping[str, str]) -> dict[str, torch.Tensor]:
@@ -119,16 +121,15 @@ def read_bin(path: Path) -> dict[str, torch.Tensor]:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether `tensor` holds neither NaN nor infinity."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
+    if not tensor.is_floating_point() or not tensor.numel():
         return True
-    flat = tensor.reshape(-1)
-    # Check the tensor in pieces, because `isfinite` makes a mask with one byte per element. If a
-    # float32 tensor were checked in one piece, its mask would need a quarter of the tensor's size.
-    pieces = torch.split(flat, _FINITE_CHECK_ELEMENTS)
-    # Cast 8-bit floats first, because torch has no isfinite for some of them.
-    return all(
-        bool((piece.float() if piece.itemsize == 1 else piece).isfinite().all()) for piece in pieces
-    )
+    # 8-bit floats are cast, because torch cannot compare them. In pieces, this takes little memory.
+    for piece in tensor.reshape(-1).split(_FINITE_CHECK_ELEMENTS):
+        low, high = torch.aminmax(piece.float() if piece.itemsize == 1 else piece)
+        # If the piece has NaN, both are NaN.
+        if not (low.isfinite() and high.isfinite()):
+            return False
+    return True
 
 
 def not_finite(release: Release, folder: Path) -> list[str]:
@@ -147,18 +148,6 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     digest of them. The tensor is copied only if it is not contiguous or not on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
-
-
-def _split(tensors: Mapping[str, torch.Tensor], max_bytes: int) -> Iterator[list[str]]:
-    names: list[str] = []
-    size = 0
-    for name, tensor in tensors.items():
-        if names and size + tensor.nbytes > max_bytes:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += tensor.nbytes
-    yield names
 
 
 def _write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -14,8 +14,8 @@ pytest.importorskip("vllm", reason="make test-vllm has it", exc_type=ModuleNotFo
 
 from serving.engine import EngineError, StageError
 from serving.engines import vllm_engine
+from serving.engines.settings import VllmEngineSettings
 from serving.engines.vllm_engine import VllmEngine
-from serving.engines.vllm_settings import VllmEngineSettings
 from serving.weights.publish import publish_state_dict
 from tests.serving_fixtures import echo_release, save_config, tiny_llama
 
@@ -42,9 +42,8 @@ class MadeUpLlm:
             raise RuntimeError("EngineCore died")
         if method == self.hangs_in or self.errored:
             await asyncio.Event().wait()
-        way = "copy" if self.reason is None else "reload"
         answers = {
-            "hotpush_prepare": {"pid": 0, "way": way, "reason": self.reason},
+            "hotpush_prepare": {"pid": 0, "reason": self.reason},
             "hotpush_status": self.status,
             "hotpush_commit": 0.0,
         }

@@ -101,9 +101,9 @@ class TestTied(_VllmConformance):
         assert result["result"] == "refused"
         assert "config.json: num_hidden_layers is 1, vLLM runs 2" in result["reasons"]
         assert (
-            "release.json: tensor model.layers.1.input_layernorm.weight: missing"
-            in result["reasons"]
-        )
+            "release.json: tensor model.layers.1.input_layernorm.weight: missing, "
+            "vLLM runs float [256]"
+        ) in result["reasons"]
         assert running_vllm.completion().status_code == 200
 
     def test_a_release_that_fails_its_probe_is_taken_back(self, running_vllm: Served) -> None:

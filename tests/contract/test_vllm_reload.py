@@ -77,7 +77,7 @@ class TestReload:
             if method == "hotpush_stage":
                 changed = {name: (each.file, each.digest) for name, each in other.tensors.items()}
                 folder = running_vllm.pipeline_dir / other.id
-                arguments = (*arguments[:2], str(folder), changed)
+                arguments = (arguments[0], str(folder), changed)
             return await call(method, *arguments)
 
         monkeypatch.setattr(running_vllm.engine, "_call", misled)

@@ -14,9 +14,8 @@ pytest.importorskip("vllm", reason="make test-vllm has it", exc_type=ModuleNotFo
 
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from serving.engines import vllm_weights, vllm_worker
-from serving.engines.vllm_weights import CannotCopy, check_plain
-from serving.engines.vllm_worker import HotpushWorker
+from serving.engines import vllm_worker
+from serving.engines.vllm_worker import CannotCopy, HotpushWorker, ReloadedWeights, check_plain
 from serving.errors import ReleaseError
 
 pytestmark = pytest.mark.vllm
@@ -91,21 +90,23 @@ def test_whatever_keeps_weights_from_being_copied_leaves_vllms_own_way(
 
     monkeypatch.setattr(vllm_worker, "CopiedWeights", fail)
     monkeypatch.setattr(vllm_worker, "_end_with_server", lambda server_pid: None)
-    told = Worker().hotpush_prepare("r000001-00000000", "folder", {}, "copy", os.getpid())
-    assert (told["way"], told["reason"]) == ("reload", said)
+    worker = Worker()
+    told = worker.hotpush_prepare("r000001-00000000", "folder", {}, "copy", os.getpid())
+    assert told["reason"] == said
+    assert isinstance(worker.hotpush_weights, ReloadedWeights)
 
 
 @pytest.mark.parametrize("free", [999, 1000, None])
 def test_a_second_copy_that_finds_no_room_is_not_made(
     monkeypatch: pytest.MonkeyPatch, free: int | None
 ) -> None:
-    monkeypatch.setattr(vllm_weights, "free_bytes", lambda device: free)
+    monkeypatch.setattr(vllm_worker, "free_bytes", lambda: free)
     with (
         pytest.raises(ReleaseError, match="1000 bytes are needed, 999 are free")
         if (free == 999)
         else nullcontext()
     ):
-        vllm_weights._check_memory(1000)
+        vllm_worker._check_memory(1000)
 
 
 @pytest.mark.parametrize("ends", ["before", "after"])
@@ -118,15 +119,14 @@ def test_weights_that_nobody_wants_are_freed_whenever_their_staging_ends(ends: s
 
     worker = Worker()
     worker.hotpush_thread = ThreadPoolExecutor(1)
-    worker.hotpush_stagings = {}
     worker.hotpush_weights = SimpleNamespace(  # type: ignore[assignment]
         stage=stage, forget=freed.append
     )
-    worker.hotpush_stage("r000002-00000000", "r000001-00000000", "folder", {})
-    assert worker.hotpush_status("r000002-00000000") is None
+    worker.hotpush_stage("r000002-00000000", "folder", {})
+    assert worker.hotpush_status() is None
     if ends == "before":
         may_end.set()
-        worker.hotpush_stagings["r000002-00000000"].result()
+        worker.hotpush_staging.result()
     worker.hotpush_forget("r000002-00000000")
     may_end.set()
     worker.hotpush_thread.shutdown()

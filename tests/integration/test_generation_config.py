@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx
 
+from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine.engine import TorchEngine
-from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.weights.publish import publish_folder
 from serving.weights.release_store import set_current
 from tests.hub_checkpoints import store

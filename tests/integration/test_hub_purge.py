@@ -30,7 +30,6 @@ from pipeline.job_store import open_job_store
 from pipeline.paths import Home
 from pipeline.settings import load_settings
 from serving.weights import release_removal, release_store
-from serving.weights.atomic_file import link_atomically
 from serving.weights.release import RELEASE_FILE, Lineage, Release
 from serving.weights.release_store import CURRENT
 from tests.hub_fixtures import (
@@ -297,57 +296,26 @@ def test_releases_go_if_told_and_a_served_one_keeps_all_as_it_is(place: Place) -
     assert place.holds_the_secret() == []
 
 
-def test_a_copy_in_the_place_of_a_link_counts_like_its_release(place: Place) -> None:
+def test_a_copy_that_stood_in_the_place_of_a_link_goes(place: Place) -> None:
     folder = place.home.releases_dir / "facts"
     ids = [place.release(1, place.good), place.release(2, place.bad)]
-    ids.append(place.release(3, place.good, parent=ids[1]))
-    good = put_copy(place, ids[0])
-    bad = [put_copy(place, each) for each in ids[1:]]
+    shutil.copytree(folder / ids[1], folder / CURRENT)
+    (folder / CURRENT / "weights").write_text(SECRET)
     release_store.set_current(folder, ids[0])
-    release_removal.remove(folder, ids[2])
+    assert any(folder.rglob("weights"))
     with place.hub() as hub:
         place.push_away(hub)
-    said = purged(place.bad)
-    for each, id, words in (
-        (bad[0], ids[1], "was trained on a removed commit"),
-        (bad[1], ids[2], "was trained from the weights of such a release"),
-    ):
-        assert f"{each} (a copy of release {id} of facts) {words}; to remove it: rm -r" in said
-    assert all(each.is_dir() for each in bad)
-    asked = pipeline("purge", "local/facts", place.bad, "--releases").output
-    assert all(each.is_dir() for each in bad), "nobody has answered the question"
-    said = purged(place.bad, "--releases")
-    for words in (asked, said):
-        assert (
-            f"release {ids[1]} of facts; {bad[0]} (a copy of release {ids[1]} of facts);" in words
-        )
-        assert f"{bad[1]} (a copy of release {ids[2]} of facts)" in words
-    assert "Purge the dataset local/facts? [y/N]" in asked
-    assert not any(each.exists() for each in bad) and good.is_dir()
+    purged(place.bad)
+    assert not any(folder.rglob("weights"))
+    assert release_store.release_ids(folder) == ids
 
 
-def put_copy(place: Place, id: str) -> Path:
-    """As a copy tool leaves a copy of the release in the place of a link; the renamed folder."""
-    folder = place.home.releases_dir / "facts"
-    before = set(folder.glob("current.replaced-*"))
-    (folder / CURRENT).unlink(missing_ok=True)
-    shutil.copytree(folder / id, folder / CURRENT)
-    link_atomically(folder / CURRENT, id)
-    [copy] = set(folder.glob("current.replaced-*")) - before
-    return copy
-
-
-@pytest.mark.parametrize("is_release", [True, False])
-def test_a_purge_that_is_killed_while_it_removes_a_release_or_a_copy_finds_the_rest(
-    place: Place, monkeypatch: pytest.MonkeyPatch, is_release: bool
+def test_a_purge_that_is_killed_while_it_removes_a_release_finds_the_rest(
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     id = place.release(2, place.bad)
     folder = place.home.releases_dir / "facts"
-    half = folder / id
-    if not is_release:
-        half = put_copy(place, id)
-        release_removal.remove(folder, id)
-    (half / "weights").write_text(SECRET)
+    (folder / id / "weights").write_text(SECRET)
     with place.hub() as hub:
         place.push_away(hub)
     with monkeypatch.context() as patch:
@@ -358,7 +326,7 @@ def test_a_purge_that_is_killed_while_it_removes_a_release_or_a_copy_finds_the_r
 
         patch.setattr(release_removal, "shutil", SimpleNamespace(rmtree=killed))
         assert pipeline("purge", "local/facts", place.bad, "--yes", "--releases").exit_code != 0
-    assert not half.exists() and any(folder.rglob("weights"))
+    assert not (folder / id).exists() and any(folder.rglob("weights"))
     purged(place.bad, "--releases")
     assert not any(folder.rglob("weights"))
     assert place.holds_the_secret() == []

@@ -7,9 +7,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine.engine import TorchEngine
 from serving.engines.torch_engine.scheduler import Scheduler
-from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.weights.release_store import set_current
 from tests.bench.networks import build, publish
 from tests.serving_fixtures import echo_app, echo_release, running

@@ -16,8 +16,7 @@ from pydantic import BaseModel
 from pipeline.cli import services
 from pipeline.settings import load_settings
 from serving.admission import load_api_keys
-from serving.engines.torch_engine.settings import TorchEngineSettings
-from serving.engines.vllm_settings import VllmEngineSettings
+from serving.engines.settings import TorchEngineSettings, VllmEngineSettings
 from serving.errors import ServingError
 from serving.settings import ServingSettings
 from serving.weights.release_store import set_current
@@ -203,7 +202,6 @@ def test_an_engine_that_is_not_installed_says_what_installs_it(
                 "max_batch": 2,
                 "kv_cache_bytes": 1024,
                 "num_threads": 1,
-                "device": "cpu",
             },
         ),
     ],

@@ -13,9 +13,9 @@ import pytest
 
 from pipeline.liveness import http_probe
 from serving.engine import EngineError
+from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine import engine as torch_engine
 from serving.engines.torch_engine.engine import TorchEngine
-from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.weights.release_store import set_current
 from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import echo_app, echo_release, running

@@ -9,8 +9,8 @@ import httpx
 import pytest
 import torch
 
+from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine.engine import TorchEngine
-from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.tokenizer import ReleaseTokenizer, load_tokenizer
 from serving.weights.release_store import set_current
 from tests.bench.bench_swaps import pretrained

@@ -40,6 +40,6 @@ def test_a_tenth_of_the_tensors_is_read_with_little_besides(tmp_path: Path) -> N
         before = bytes_read(os.getpid())
         assert swap(http, third.id).json()["result"] == "live"
         plainly = bytes_read(os.getpid()) - before
-        mapped = engine.resident_releases()[third.id].read_bytes
+        mapped = engine.residents[third.id].read_bytes
     assert mapped == changed
     assert mapped + plainly <= 0.15 * stored_bytes(pipeline_dir, third)

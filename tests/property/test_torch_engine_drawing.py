@@ -38,11 +38,11 @@ def kept(logits: torch.Tensor, generation: Generation) -> dict[int, float]:
     return {column: weight / so_far for column, weight in nucleus.items()}
 
 
-def sequence(vocab_size: int, output: tuple[int, ...] = (), **settings: Any) -> EngineSequence:
+def sequence(output: tuple[int, ...] = (), **settings: Any) -> EngineSequence:
     generation = Generation(prompt=(4, 4, 2), max_tokens=9, **settings)
     loop = asyncio.new_event_loop()
     loop.close()
-    made = EngineSequence("r000001-00000000", generation, loop, vocab_size=vocab_size)
+    made = EngineSequence("r000001-00000000", generation, loop)
     made.output.extend(output)
     return made
 
@@ -69,8 +69,8 @@ def test_the_distribution_is_that_of_the_reference(
     """A chi-square test over the tokens of which at least ten are expected, the rest as one."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(vocab_size, generator=generator) * 4
-    exact = kept(logits, sequence(vocab_size, **settings).generation)
-    rows = [sequence(vocab_size, seed=seed, **settings) for seed in range(100)]
+    exact = kept(logits, sequence(**settings).generation)
+    rows = [sequence(seed=seed, **settings) for seed in range(100)]
     num_rounds = 40
     found: Counter[int] = Counter()
     for _ in range(num_rounds):
@@ -105,7 +105,7 @@ def test_ties_and_edges_stay_within_what_is_kept(
     """Many columns are equal here, and a nucleus may end between them."""
     # No share of few columns is exactly a `top_p`, or rounding would decide.
     logits = torch.tensor(levels) * 0.7303
-    row = sequence(len(levels), seed=seed, **settings)
+    row = sequence(seed=seed, **settings)
     exact = kept(logits, row.generation)
     for _ in range(5):
         assert sample([row], logits[None])[0] in exact
@@ -120,7 +120,7 @@ def test_no_row_depends_on_the_others(settings: list[dict[str, Any]], seed: int)
     logits = torch.randn(len(settings), WIDE, generator=torch.Generator().manual_seed(seed))
 
     def rows() -> list[EngineSequence]:
-        return [sequence(WIDE, seed=seed + i, **each) for i, each in enumerate(settings)]
+        return [sequence(seed=seed + i, **each) for i, each in enumerate(settings)]
 
     together, alone = rows(), rows()
     for _ in range(2):
@@ -181,8 +181,8 @@ def test_penalties_are_those_of_the_reference(
     generation = Generation(prompt=tuple(prompt), max_tokens=9, **settings)
     loop = asyncio.new_event_loop()
     loop.close()
-    made = EngineSequence("r000001-00000000", generation, loop, vocab_size=31)
-    beside = sequence(31, temperature=0.0)
+    made = EngineSequence("r000001-00000000", generation, loop)
+    beside = sequence(temperature=0.0)
     # In two parts, since what was counted is kept from one token to the next.
     for part in (output[: len(output) // 2], output):
         made.output[:] = part
@@ -201,10 +201,12 @@ def test_penalties_are_those_of_the_reference(
 
 
 def test_a_sequence_that_waits_holds_no_penalties() -> None:
-    waiting = sequence(150_000, presence_penalty=1.0, repetition_penalty=1.1, seed=5)
-    assert waiting.logits_processor.num_bytes == 0
+    waiting = sequence(presence_penalty=1.0, repetition_penalty=1.1, seed=5)
+    assert waiting.logits_processor._token_counts is None
     sample([waiting], torch.randn(1, 150_000))
-    assert 0 < waiting.logits_processor.num_bytes < 4096
+    counts = waiting.logits_processor._token_counts
+    assert counts is not None
+    assert 0 < counts._ids.nbytes + counts._counts.nbytes < 4096
 
 
 @quickly

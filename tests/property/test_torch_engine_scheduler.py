@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.engine import EngineError, Generation, Step
+from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine.runner import Batch
 from serving.engines.torch_engine.scheduler import Scheduler
 from serving.engines.torch_engine.sequence import EngineSequence
-from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.slots import KvCacheSize
 
 VOCAB = 13
@@ -33,8 +33,9 @@ class RememberingRunner:
 
     def __init__(self, cache_size: KvCacheSize, max_tokens: int) -> None:
         self.cache_size = cache_size
+        self.slots = [self]
         self._max_tokens = max_tokens
-        self.slots: list[list[int]] = [[] for _ in range(cache_size.num_slots)]
+        self.held: list[list[int]] = [[] for _ in range(cache_size.num_slots)]
         self.num_read = 0
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -43,12 +44,12 @@ class RememberingRunner:
         assert list(batch.slots) == sorted(batch.slots)
         rows = []
         for slot, token_id, length in zip(batch.slots, batch.token_ids, batch.lengths, strict=True):
-            assert len(self.slots[slot]) == length < CONTEXT
-            self.slots[slot].append(token_id)
-            rows.append(next_token(self.slots[slot]))
+            assert len(self.held[slot]) == length < CONTEXT
+            self.held[slot].append(token_id)
+            rows.append(next_token(self.held[slot]))
         assert sum(len(chunk.token_ids) for chunk in batch.chunks) <= self._max_tokens
         for chunk in batch.chunks:
-            read = self.slots[chunk.slot]
+            read = self.held[chunk.slot]
             assert len(read) >= chunk.start
             del read[chunk.start :]
             found = []
@@ -57,19 +58,17 @@ class RememberingRunner:
                 found.append(next_token(read))
             self.num_read += len(found)
             rows.extend(found[len(found) - chunk.num_wanted :])
-        num_blocks = sum(self.cache_size.blocks(len(slot)) for slot in self.slots)
+        num_blocks = sum(self.cache_size.blocks(len(slot)) for slot in self.held)
         assert num_blocks <= self.cache_size.num_blocks
         return torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.long), VOCAB).float()
 
-    def warm_up(self) -> None: ...
-
     def truncate(self, slot: int, length: int) -> None:
-        del self.slots[slot][length:]
+        del self.held[slot][length:]
 
     def copy(self, source: int, target: int, length: int) -> None:
         assert source != target
-        assert len(self.slots[source]) >= length
-        self.slots[target] = self.slots[source][:length]
+        assert len(self.held[source]) >= length
+        self.held[target] = self.held[source][:length]
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +143,7 @@ def test_each_sequence_gets_the_tokens_it_would_get_alone(
 
     for move in moves:
         if isinstance(move, Generation):
-            sequence = EngineSequence("r000001-00000000", move, loop, vocab_size=VOCAB)
+            sequence = EngineSequence("r000001-00000000", move, loop)
             submitted.append(sequence)
             answers[sequence] = []
             scheduler.submit(sequence)

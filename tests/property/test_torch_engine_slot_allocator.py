@@ -18,12 +18,11 @@ class TokenSlots:
 
     def __init__(self, cache_size: KvCacheSize) -> None:
         self.cache_size = cache_size
+        self.slots = [self]
         self.held: list[list[int]] = [[] for _ in range(cache_size.num_slots)]
 
     def forward(self, batch: Batch) -> None:  # type: ignore[override]
         raise AssertionError("an allocator computes no step")
-
-    def warm_up(self) -> None: ...
 
     def truncate(self, slot: int, length: int) -> None:
         del self.held[slot][length:]

@@ -209,41 +209,29 @@ def test_prune_ends_what_a_killed_one_began(tmp_path: Path) -> None:
     assert not half.exists() and release_store.release_ids(tmp_path) == ids[1:]
 
 
-def test_prune_removes_what_stood_in_the_place_of_a_link_after_some_days(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prune_removes_what_stood_in_the_place_of_a_link(tmp_path: Path) -> None:
     release_id = put(tmp_path, "r000001-00000000")
     shutil.copytree(tmp_path / release_id, tmp_path / "current")
     release_store.set_current(tmp_path, release_id)
-    [copy] = tmp_path.glob("current.replaced-*")
-    release_removal.prune(tmp_path, keep=1)
-    assert copy.is_dir()
-    monkeypatch.setattr(release_removal, "_REPLACED_KEPT_SECONDS", -1.0)
+    [copy] = tmp_path.glob(".unfinished-current-*")
     release_removal.prune(tmp_path, keep=1)
     assert not copy.exists()
     assert release_store.served_release(tmp_path) == tmp_path / release_id
 
 
-def test_what_stood_in_the_place_of_a_link_and_cannot_be_removed_keeps_its_name(
+def test_what_stood_in_the_place_of_a_link_and_cannot_be_removed_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release_id = put(tmp_path, "r000001-00000000")
     shutil.copytree(tmp_path / release_id, tmp_path / "current")
     release_store.set_current(tmp_path, release_id)
-    [copy] = tmp_path.glob("current.replaced-*")
-    monkeypatch.setattr(release_removal, "_REPLACED_KEPT_SECONDS", -1.0)
-    with monkeypatch.context() as patch:
 
-        def refused(_: Path) -> None:
-            raise PermissionError
+    def refused(_: Path) -> None:
+        raise PermissionError
 
-        patch.setattr(shutil, "rmtree", refused)
-        assert release_removal.prune(tmp_path, keep=1) == []
-        with pytest.raises(PermissionError):
-            release_removal.remove_replaced(copy)
-    assert copy.is_dir() and not any(tmp_path.glob(".unfinished-*"))
-    release_removal.remove_replaced(copy)
-    assert not copy.exists()
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    assert release_removal.prune(tmp_path, keep=1) == []
+    assert any(tmp_path.glob(".unfinished-current-*"))
 
 
 def test_only_a_release_can_be_pinned_and_only_a_pinned_one_unpinned(tmp_path: Path) -> None:

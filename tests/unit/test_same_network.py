@@ -28,10 +28,10 @@ def test_every_difference_of_tensors_is_named() -> None:
     running = release(a=("F32", (2, 3)), b=("F32", (2,)), c=("F32", (2,)), d=("I32", (2,)))
     wanted = release(a=("F32", (3, 2)), b=("I64", (2,)), e=("F32", (2,)), d=("I32", (2,)))
     assert tensor_differences(running, wanted, "vLLM") == [
-        "a.safetensors: tensor a: F32 [3, 2] in place of F32 [2, 3]",
-        "a.safetensors: tensor b: I64 [2] in place of F32 [2]",
-        "a.safetensors: tensor e: unknown to the network that vLLM runs",
-        "release.json: tensor c: missing",
+        "a.safetensors: tensor a: float [3, 2], vLLM runs float [2, 3]",
+        "a.safetensors: tensor b: I64 [2], vLLM runs float [2]",
+        "release.json: tensor c: missing, vLLM runs float [2]",
+        "a.safetensors: tensor e: float [2], vLLM runs no such tensor",
     ]
 
 

@@ -281,26 +281,7 @@ def test_closing_ends_what_runs(published: Published) -> None:
             with pytest.raises(EngineError, match="closed"):
                 async for _ in stream:
                     pass
-            with pytest.raises(EngineError, match="not resident"):
-                engine.generate(published.id, greedy(prompt(5)))
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize(
-    ("generation", "reason"),
-    [
-        (greedy(prompt(129)), "129 tokens does not fit"),
-        (greedy((1, 211)), "token id 211"),
-        (greedy((1,), logit_bias={-1: 1.0}), "token id -1"),
-    ],
-)
-def test_what_would_fail_a_step_is_refused(
-    generation: Any, reason: str, published: Published
-) -> None:
-    async def scenario() -> None:
-        async with engine_with(published) as engine:
-            with pytest.raises(EngineError, match=reason):
-                engine.generate(published.id, generation)
+            with pytest.raises(EngineError, match="closed"):
+                await ask(engine, published.id, greedy(prompt(5)))
 
     asyncio.run(scenario())

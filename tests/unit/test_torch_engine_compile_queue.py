@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from serving.engine import EngineError, Grammar
+from serving.engine import Grammar
 from serving.engines.torch_engine import grammars
 from serving.engines.torch_engine.grammars import Grammars
 from tests.torch_engine_changes import until
-from tests.torch_engine_fixtures import Published, engine_with
-from tests.unit.test_torch_engine_grammars import NETWORK, regex, with_tokenizer
+from tests.torch_engine_fixtures import Published
+from tests.unit.test_torch_engine_grammars import NETWORK, with_tokenizer
 
 
 @dataclass
@@ -66,31 +66,3 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(compiler: Compiler) -> 
 
     asyncio.run(scenario())
     assert compiler.begun == ["a", "c", "d", "b"]
-    assert not compiler.grammars._num_waiting
-
-
-def test_a_release_that_goes_during_a_compilation_leaves_nothing(compiler: Compiler) -> None:
-    async def scenario() -> None:
-        first = compiler.begin("a")
-        await until(lambda: compiler.begun == ["a"])
-        compiler.grammars.forget(compiler.published.id)
-        compiler.gate.set()
-        await first
-
-    asyncio.run(scenario())
-    assert not compiler.grammars._compiled
-
-
-def test_a_sequence_of_a_release_that_went_compiles_nothing(tmp_path: Path) -> None:
-    published = with_tokenizer(tmp_path, seed=0)
-
-    async def scenario() -> None:
-        async with engine_with(published) as engine:
-            stream = engine.generate(published.id, regex("ab"))
-            await engine.unload(published.id)
-            await until(lambda: not engine.resident_releases())
-            with pytest.raises(EngineError, match="is not resident"):
-                await anext(stream)
-            assert not engine._grammars._tokenizers
-
-    asyncio.run(scenario())

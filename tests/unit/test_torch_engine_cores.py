@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from serving.engines.torch_engine import device, llama
+from serving.engines import machine
+from serving.engines.machine import BusyLock
 from serving.engines.torch_engine import engine as engine_module
-from serving.engines.torch_engine.device import BusyLock
+from serving.engines.torch_engine import llama
+from serving.engines.torch_engine.loading import Loader
 from serving.engines.torch_engine.runner import Batch
-from serving.weights.release import Release
 from tests.torch_engine_fixtures import (
     Published,
     ask,
@@ -74,10 +75,10 @@ def test_while_a_release_is_staged_the_steps_leave_it_a_core(
             has_lent.set()
         return forward(runner, batch)
 
-    def load_late(release: Release, *args: Any, **kwargs: Any) -> Any:
-        if release.id == other.id:
+    def load_late(loader: Loader, *arguments: Any) -> Any:
+        if loader.release.id == other.id:
             assert has_lent.wait(10)
-        return load(release, *args, **kwargs)
+        return load(loader, *arguments)
 
     monkeypatch.setattr(llama.LlamaRunner, "forward", counted)
     monkeypatch.setattr(engine_module, "load_runner", load_late)
@@ -116,7 +117,7 @@ def test_beside_others_that_compute_the_steps_leave_them_a_core(
         return forward(runner, batch)
 
     monkeypatch.setattr(llama.LlamaRunner, "forward", counted)
-    monkeypatch.setattr(device, "_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(machine, "_CHECK_SECONDS", 0.0)
     lock = tmp_path / "computing"
 
     async def threads_of(engine: Any) -> set[int]:
@@ -138,7 +139,7 @@ def test_the_busy_lock_is_checked_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(device.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(machine.time, "monotonic", lambda: now[0])
     lock = tmp_path / "computing"
     found = BusyLock(lock)
     assert not found.is_held

@@ -136,25 +136,6 @@ def test_a_changed_tokenizer_compiles_nothing_until_it_is_restored(published: Pu
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"prompt": (1, 300)},
-        {"prompt": (1,), "logit_bias": {2: 1.0, -1: 1.0}},
-        {"prompt": (1,), "allowed_token_ids": (5, 4, 300, 6)},
-    ],
-)
-def test_a_token_id_without_an_embedding_is_refused_before_a_step(
-    published: Published, wrong: dict[str, Any]
-) -> None:
-    async def scenario() -> None:
-        async with engine_with(published) as engine:
-            with pytest.raises(EngineError, match="not in the vocabulary of 300 tokens"):
-                engine.generate(published.id, Generation(max_tokens=1, **wrong))
-
-    asyncio.run(scenario())
-
-
 def test_a_stream_that_is_closed_before_it_began_computes_nothing(published: Published) -> None:
     async def scenario() -> None:
         async with engine_with(published, max_batch=1) as engine:

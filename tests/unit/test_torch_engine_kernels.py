@@ -11,17 +11,14 @@ from torch import Tensor
 
 from serving.engines.torch_engine import engine as engine_module
 from serving.engines.torch_engine import linear as linear_module
-from serving.engines.torch_engine import llama
 from serving.engines.torch_engine.linear import Linear
 from serving.engines.torch_engine.rows import padded_count
 from tests.torch_engine_fixtures import (
     VOCAB,
     Published,
     ask,
-    ask_all,
     build,
     engine_with,
-    expected,
     greedy,
     llama_config,
     prompt,
@@ -52,49 +49,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
     return used
 
 
-def test_a_batch_of_any_size_finds_its_kernels(
-    releases: tuple[Published, Published], kernels: list[Kernel]
-) -> None:
-    first = releases[0]
-
-    async def warm_up_and_ask() -> tuple[set[Kernel], list[list[list[int]]]]:
-        async with engine_with(first, num_threads=2) as engine:
-            await ask(engine, first.id, greedy(prompt(1), 1))
-            warm = set(kernels)
-            kernels.clear()
-            return warm, [
-                await ask_all(
-                    engine, first.id, (greedy(prompt(2, seed=seed)) for seed in range(count))
-                )
-                for count in (1, 3, 5, 7, 11, 16)
-            ]
-
-    warm, answers = asyncio.run(warm_up_and_ask())
-    assert {threads for _, _, threads in warm} == {1, 2}, "with and without a core that is lent"
-    assert {rows for _, rows, _ in kernels} >= {1, 4, 8, 12, 16}
-    assert set(kernels) <= warm
-    for found in answers:
-        for seed, token_ids in enumerate(found):
-            assert token_ids == expected(first.network, prompt(2, seed=seed))
-
-
-def test_only_the_first_release_is_warmed_up(
-    releases: tuple[Published, Published], kernels: list[Kernel]
-) -> None:
-    first, second = releases
-
-    async def stage_beside() -> list[Kernel]:
-        async with engine_with(first) as engine:
-            await ask(engine, first.id, greedy(prompt(1), 1))
-            kernels.clear()
-            await engine.stage(second.release, second.folder)
-            await engine.commit(second.id)
-            await ask(engine, second.id, greedy(prompt(1), 1))
-            return list(kernels)
-
-    assert {rows for _, rows, _ in asyncio.run(stage_beside())} == {1}
-
-
 def test_the_head_computes_only_the_rows_that_are_asked_for(
     releases: tuple[Published, Published], kernels: list[Kernel]
 ) -> None:
@@ -103,8 +57,6 @@ def test_the_head_computes_only_the_rows_that_are_asked_for(
 
     async def rows_of_the_head(**changes: int) -> list[int]:
         async with engine_with(first) as engine:
-            await ask(engine, first.id, greedy(prompt(1), 1))  # it is warm after that
-            kernels.clear()
             await ask(engine, first.id, greedy(long, 1, **changes))
             return [rows for shape, rows, _ in kernels if shape == head]
 
@@ -128,7 +80,7 @@ def test_memory_is_given_back_once_a_release_has_left(
         given = asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        def remember(device: torch.device) -> None:
+        def remember() -> None:
             assert runner() is None
             loop.call_soon_threadsafe(given.set)
 
@@ -140,25 +92,6 @@ def test_memory_is_given_back_once_a_release_has_left(
                 await given.wait()
 
     asyncio.run(replace())
-
-
-def test_an_engine_that_cannot_be_warmed_up_answers(
-    releases: tuple[Published, Published],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def fail(runner: llama.LlamaRunner) -> None:
-        raise RuntimeError("no kernels today")
-
-    monkeypatch.setattr(llama.LlamaRunner, "warm_up", fail)
-    first = releases[0]
-
-    async def ask_it() -> list[list[int]]:
-        async with engine_with(first) as engine:
-            return await ask_all(engine, first.id, [greedy(prompt(3))])
-
-    assert asyncio.run(ask_it()) == [expected(first.network, prompt(3))]
-    assert "no kernels today" in caplog.text
 
 
 @pytest.mark.parametrize("fault", [AttributeError("no such operator"), TypeError("2 arguments")])

@@ -147,7 +147,7 @@ def test_a_stream_that_fills_the_old_release_holds_back_nobody_on_the_new_one(
             answer = tokens([step async for step in new])
             rest = tokens([step async for step in old])
             waited = tokens(await waiting)
-            await until(lambda: list(engine.resident_releases()) == [other.id])
+            await until(lambda: list(engine.residents) == [other.id])
             return head + rest, waited, answer
 
     long, waited, new = asyncio.run(scenario())
@@ -274,30 +274,28 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the system tells no RSS")
 def test_pages_take_memory_when_written_and_give_it_back_when_cut() -> None:
-    room = slots.KeyValueSlots(
-        num_layers=2,
-        num_slots=64,
-        num_kv_heads=4,
-        num_tokens=1 << 14,
-        head_dim=64,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    shape = slots.LayerShape(num_heads=4, key_size=64, value_size=64)
+    layers = [
+        slots.KeyValueSlots(shape, num_slots=64, num_tokens=1 << 14, dtype=torch.float32)
+        for _ in range(2)
+    ]
     before = resident_bytes()
     count = 8192  # 4 KiB of keys and values a token: 32 MiB
     keys_values = torch.ones(count, 2, 4, 64)
     written = resident_bytes()
-    for layer in range(2):
-        room.write_run(layer, 3, 0, keys_values)
+    for layer in layers:
+        layer.write_run(3, 0, keys_values)
     full = resident_bytes()
-    room.truncate(3, 1024)
-    keys, values = room.read(0, 3, 4, 1024)
+    for layer in layers:
+        layer.truncate(3, 1024)
+    keys, values = layers[0].read(3, 4, 1024)
     assert keys.eq(1).all()
     assert values.eq(1).all()
     cut = resident_bytes()
-    keys, _ = room.read(1, 3, 4, count)
+    keys, _ = layers[1].read(3, 4, count)
     assert keys[:, :, 1024:].eq(0).all()
-    room.truncate(3, 0)
+    for layer in layers:
+        layer.truncate(3, 0)
     assert written - before < 20 << 20, "addresses alone take no memory"
     assert full - written > 28 << 20
     assert full - cut > 24 << 20

@@ -13,9 +13,7 @@ from transformers import FalconH1Config, GPT2Config, MambaConfig, PreTrainedConf
 
 from serving.engine import StageError
 from serving.engines.torch_engine import generic, loading, slots, staging
-from serving.engines.torch_engine.engine import create_engine
-from serving.engines.torch_engine.settings import TorchEngineSettings
-from serving.errors import ReleaseError, ServingError
+from serving.errors import ReleaseError
 from serving.weights.checkpoint_folder import manifest_of_folder
 from serving.weights.publish import publish_folder
 from serving.weights.verify import verify_release
@@ -62,17 +60,17 @@ def edit_manifest(name: str, **changes: Any) -> Callable[[Published], Published]
 
 
 def truncate(published: Published) -> Published:
-    path = published.folder / "model-00001-of-00001.safetensors"
+    path = published.folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     return published
 
 
 def remove_shard(published: Published) -> Published:
-    (published.folder / "model-00001-of-00001.safetensors").unlink()
+    (published.folder / "model.safetensors").unlink()
     return published
 
 
-SHARD = r"model-00001-of-00001\.safetensors"
+SHARD = r"model\.safetensors"
 
 
 @pytest.mark.parametrize(
@@ -84,10 +82,6 @@ SHARD = r"model-00001-of-00001\.safetensors"
         (
             edit_manifest("model.norm.weight", dtype="I64"),
             SHARD + ": tensor model.norm.weight: has dtype I64",
-        ),
-        (
-            edit_manifest("model.norm.weight", dtype="F16"),
-            SHARD + ": tensor model.norm.weight: is F32 .* release.json says F16",
         ),
         (
             edit_config(intermediate_size=100),
@@ -120,7 +114,7 @@ def test_a_bad_release_is_refused_with_file_and_tensor(
             else:
                 with pytest.raises(StageError, match=reason):
                     await engine.stage(bad.release, bad.folder)
-                assert list(engine.resident_releases()) == [first.id]
+                assert list(engine.residents) == [first.id]
             return tokens(await ask(engine, first.id, greedy(prompt(5))))
 
     assert asyncio.run(scenario()) == expected(first.network, prompt(5))
@@ -215,7 +209,7 @@ def test_every_reason_is_given_at_once(first: Published) -> None:
 def test_too_little_memory_is_found_before_anything_is_read(
     first: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "free_bytes", lambda device: 300 << 20)
+    monkeypatch.setattr(staging, "free_bytes", lambda: 300 << 20)
     monkeypatch.setattr(loading, "read_tensors", None)
 
     async def scenario(**settings: int) -> None:
@@ -233,7 +227,7 @@ def test_memory_that_the_live_release_may_still_take_is_not_free(
 ) -> None:
     second = changed(first.network, tmp_path / "b", nudge("model.norm.weight"))
     # 8 MiB of keys and values for each release: 128 slots of two blocks of 32 KiB.
-    monkeypatch.setattr(staging, "free_bytes", lambda device: 64 << 20)
+    monkeypatch.setattr(staging, "free_bytes", lambda: 64 << 20)
 
     async def scenario(reserve: int) -> int:
         async with engine_with(memory_reserve_bytes=reserve) as engine:
@@ -241,7 +235,7 @@ def test_memory_that_the_live_release_may_still_take_is_not_free(
             await engine.commit(first.id)
             await ask(engine, first.id, greedy(prompt(60), max_tokens=1))
             await engine.stage(second.release, second.folder)
-            return len(engine.resident_releases())
+            return len(engine.residents)
 
     # One block of them has been taken.
     with pytest.raises(StageError, match=r"other releases may still take 8355840\."):
@@ -262,15 +256,9 @@ def test_addresses_that_the_system_does_not_give_are_named(
         async with engine_with() as engine:
             with pytest.raises(StageError, match=r"128 slots of 128 tokens: .*Cannot allocate"):
                 await engine.stage(first.release, first.folder)
-            assert not engine.resident_releases()
+            assert not engine.residents
 
     asyncio.run(scenario())
-
-
-def test_a_device_that_is_not_there_is_named() -> None:
-    for device in ("gpu", "cuda:99"):
-        with pytest.raises(ServingError, match=rf"\[serving.torch\] device '{device}': "):
-            create_engine(device=device)
 
 
 def test_a_context_that_does_not_fit_is_lowered_to_one_that_does(first: Published) -> None:
@@ -296,21 +284,3 @@ def test_a_network_that_keeps_a_state_is_refused(config: PreTrainedConfig, tmp_p
     config.save_pretrained(tmp_path)
     with pytest.raises(StageError, match=r"keeps a state for each sequence.*vLLM may serve it"):
         generic.layer_shapes(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("num_blocks", "max_batch", "context", "num_slots"),
-    [
-        (100, 64, 128, 12),  # eight blocks each
-        (100, 4, 128, 8),
-        (8, 64, 128, 1),
-        (7, 64, 16, 7),  # too few for a context: a quarter of them is one
-    ],
-)
-def test_without_paging_a_slot_has_memory_for_its_whole_context(
-    num_blocks: int, max_batch: int, context: int, num_slots: int
-) -> None:
-    settings = TorchEngineSettings(kv_cache_bytes=num_blocks * 160, max_batch=max_batch)
-    cache_size = staging._cache_size(settings, 128, block_tokens=16, token_bytes=10, is_paged=False)
-    assert (cache_size.context, cache_size.num_slots) == (context, num_slots)
-    assert cache_size.num_blocks >= cache_size.num_slots * cache_size.blocks(cache_size.context)

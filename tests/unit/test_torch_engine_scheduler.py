@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from serving.engine import EngineError, Generation, Step
+from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine import scheduler as scheduler_module
 from serving.engines.torch_engine.runner import Batch
 from serving.engines.torch_engine.scheduler import Scheduler
 from serving.engines.torch_engine.sequence import EngineSequence
-from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.slots import KvCacheSize
 
 VOCAB = 32
@@ -25,6 +25,8 @@ class Runner:
         num_slots=8, num_blocks=80, block_tokens=16, block_bytes=100, context=160
     )
 
+    slots = ()
+
     def __init__(self) -> None:
         self.batches: list[Batch] = []
 
@@ -32,12 +34,6 @@ class Runner:
         self.batches.append(batch)
         num_rows = sum(each.num_wanted for each in batch.chunks)
         return torch.zeros(len(batch.slots) + num_rows, VOCAB)
-
-    def warm_up(self) -> None: ...
-
-    def truncate(self, slot: int, length: int) -> None: ...
-
-    def copy(self, source: int, target: int, length: int) -> None: ...
 
 
 @pytest.fixture
@@ -50,7 +46,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 def submit(
     scheduler: Scheduler, generation: Generation, loop: asyncio.AbstractEventLoop
 ) -> EngineSequence:
-    sequence = EngineSequence("r000001-00000000", generation, loop, vocab_size=VOCAB)
+    sequence = EngineSequence("r000001-00000000", generation, loop)
     scheduler.submit(sequence)
     return sequence
 

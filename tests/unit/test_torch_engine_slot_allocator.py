@@ -21,6 +21,7 @@ class Runner:
             block_bytes=1,
             context=1600,
         )
+        self.slots = [self]
         self.copied: list[int] = []
         self.fails = False
 

@@ -10,7 +10,7 @@ import torch
 
 from serving.engine import Step
 from serving.engines.torch_engine import slots
-from serving.engines.torch_engine.slots import KeyValueSlots, page_table_bytes
+from serving.engines.torch_engine.slots import KeyValueSlots, LayerShape, page_table_bytes
 from tests.torch_engine_fixtures import (
     ask,
     build,
@@ -25,15 +25,8 @@ TABLES = Path("/proc/self/status")
 
 
 def make_slots(num_tokens: int = 256, dtype: torch.dtype = torch.float32) -> KeyValueSlots:
-    return KeyValueSlots(
-        num_layers=2,
-        num_slots=64,
-        num_kv_heads=4,
-        num_tokens=num_tokens,
-        head_dim=64,
-        dtype=dtype,
-        device=torch.device("cpu"),
-    )
+    shape = LayerShape(num_heads=4, key_size=64, value_size=64)
+    return KeyValueSlots(shape, num_slots=64, num_tokens=num_tokens, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -41,9 +34,9 @@ def test_numbers_that_are_not_finite_become_zero(dtype: torch.dtype) -> None:
     memory = make_slots(dtype=dtype)
     bad = torch.ones(1, 2, 4, 64, dtype=dtype)
     bad[..., :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
-    memory.write_run(0, 5, 0, bad.clone())
-    memory.write_rows(0, memory.row_indices([6], [0]), bad.clone())
-    for found in memory.read(0, 5, 7, 1):
+    memory.write_run(5, 0, bad.clone())
+    memory.write_rows(memory.row_indices([6], [0]), bad.clone())
+    for found in memory.read(5, 7, 1):
         assert found[..., :3].eq(0).all()
         assert found[..., 3:].eq(1).all()
 
@@ -95,12 +88,12 @@ def table_bytes() -> int:
 @pytest.mark.skipif(not TABLES.exists(), reason="the system tells no size of page tables")
 @pytest.mark.parametrize("num_tokens", [64, 1 << 14])
 def test_page_tables_are_counted(num_tokens: int) -> None:
-    memory = make_slots(num_tokens)
+    layers = [make_slots(num_tokens) for _ in range(2)]
     before = table_bytes()
     token = torch.ones(1, 2, 4, 64)
-    for layer in range(2):
+    for layer in layers:
         for slot in range(64):
-            memory.write_run(layer, slot, 0, token)
+            layer.write_run(slot, 0, token)
     counted = page_table_bytes(2 * 4, 64, num_tokens * 64 * 4)
     assert table_bytes() - before == pytest.approx(counted, rel=0.1, abs=1 << 16)
 
@@ -118,9 +111,9 @@ class Memory(mmap.mmap):
 def test_a_kernel_without_huge_pages_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots.mmap, "mmap", Memory)
     memory = make_slots()
-    memory.write_run(0, 0, 0, torch.ones(1, 2, 4, 64))
+    memory.write_run(0, 0, torch.ones(1, 2, 4, 64))
     memory.truncate(0, 0)
-    assert memory.read(0, 0, 1, 1)[0].eq(0).all()
+    assert memory.read(0, 1, 1)[0].eq(0).all()
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_FREE"), reason="not on this system")

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from serving.engines.torch_engine import device as device_module
+from serving.engines.machine import BusyLock
 from serving.engines.torch_engine import step_loop
-from serving.engines.torch_engine.device import BusyLock
 from serving.engines.torch_engine.step_loop import StepLoop
 from tests.torch_engine_changes import until
 from tests.torch_engine_fixtures import (
@@ -35,8 +33,6 @@ class Steps:
     @property
     def is_idle(self) -> bool:
         return not self._left
-
-    def warm_up(self) -> None: ...
 
     def step(self, *, num_schedulers: int) -> list[Any]:
         self._left -= 1
@@ -69,9 +65,7 @@ def test_the_events_of_one_release_do_not_wait_for_the_step_of_another(
     monkeypatch.setattr(step_loop, "_deliver", deliver)
     loop = StepLoop(num_threads=1, busy_lock=BusyLock(None))
     schedulers: list[Any] = [Named("old"), Named("new")]
-    with loop._changed:
-        loop._schedulers = {each.name: each for each in schedulers}
-        loop._changed.notify()
+    loop._call(lambda: loop._schedulers.update({each.name: each for each in schedulers}))
     try:
         loop.next_turn().result(30)
         loop.next_turn().result(30)
@@ -114,39 +108,12 @@ def test_a_release_is_freed_on_the_thread_that_loads(tmp_path: Path) -> None:
     async def story() -> None:
         async with engine_with(first, second) as engine:
             runner = engine._steps._schedulers[first.id]._runner
-            for each in (runner, runner._slots):  # type: ignore[attr-defined]
+            for each in (runner, *runner.slots):
                 weakref.finalize(each, lambda: freed_on.append(threading.current_thread().name))
             del runner, each
             await ask(engine, first.id, greedy(prompt(5)))
             await engine.unload(first.id)
-            await until(lambda: first.id not in engine.resident_releases())
-            assert freed_on == ["torch-engine-staging_0"] * 2
+            await until(lambda: first.id not in engine.residents)
+            assert freed_on == ["torch-engine-staging_0"] * 3
 
     asyncio.run(story())
-
-
-def test_a_release_that_is_loaded_again_is_not_forgotten_with_the_one_before(
-    tmp_path: Path,
-) -> None:
-    published = publish(build(llama_config()), tmp_path)
-
-    async def story() -> None:
-        async with engine_with(published) as engine:
-            before = engine._residents[published.id]
-            await engine.unload(published.id)
-            await until(lambda: not engine.resident_releases())
-            await engine.stage(published.release, published.folder)
-            engine._forget(before)
-            assert list(engine.resident_releases()) == [published.id]
-
-    asyncio.run(story())
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_blocks_that_torch_keeps_of_a_gpu_are_returned(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    emptied: list[bool] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-    device_module.return_unused_memory(torch.device(kind))
-    assert emptied == [True] * (kind == "cuda")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serving.errors import ReleaseError
-from serving.weights.index import BIN_INDEX_FILE, INDEX_FILE, has_bin, read_index, shard_name
+from serving.weights.index import BIN_INDEX_FILE, INDEX_FILE, has_bin, read_index
 
 SPECIFIED = {
     "metadata": {"total_size": 13476839424},
@@ -26,9 +26,12 @@ def test_the_bin_form_of_the_specification_is_read(tmp_path: Path) -> None:
     assert read_index(tmp_path) is None
     index = read_index(tmp_path, BIN_INDEX_FILE)
     assert index is not None
-    assert has_bin(index.shards)
+    assert has_bin(index.weight_map.values())
     assert index.metadata["total_size"] == 13476839424
-    assert index.shards == ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
+    assert set(index.weight_map.values()) == {
+        "pytorch_model-00001-of-00002.bin",
+        "pytorch_model-00002-of-00002.bin",
+    }
     assert index.weight_map == SPECIFIED["weight_map"]
     (tmp_path / INDEX_FILE).write_text(index.to_json())
     assert read_index(tmp_path) == index
@@ -46,10 +49,6 @@ def test_names_that_come_twice_are_read_in_little_time(tmp_path: Path) -> None:
     index = read_index(tmp_path)
     assert time.thread_time() - started < 2
     assert index is not None and len(index.weight_map) == 20_000
-
-
-def test_shard_names_count_from_one() -> None:
-    assert shard_name(2, 3) == "model-00002-of-00003.safetensors"
 
 
 @pytest.mark.parametrize(

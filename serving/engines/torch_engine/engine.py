@@ -1,29 +1,28 @@
-"""`TorchEngine`: holds up to two releases in memory and generates with either of them."""
+"""`TorchEngine`: holds two releases in memory during a swap, and generates with either of them."""
 
 import asyncio
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from serving.dtype import choose_dtype
 from serving.engine import EngineError, Generation, StageError, Step
-from serving.engines.torch_engine.device import BusyLock, choose_device, return_unused_memory
+from serving.engines.machine import BusyLock, return_unused_memory
+from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine.grammars import Grammars
-from serving.engines.torch_engine.loading import Loaded, StagingCancelled, UnitPool
+from serving.engines.torch_engine.loading import Loader, UnitPool
 from serving.engines.torch_engine.runner import Runner
 from serving.engines.torch_engine.scheduler import Scheduler
 from serving.engines.torch_engine.sequence import EngineSequence
-from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.staging import load_runner
 from serving.engines.torch_engine.step_loop import StepLoop
 from serving.errors import ReleaseError
 from serving.weights.release import Release
-
-_MAX_RESIDENT = 2
 
 _LONG_STEP_SECONDS = 1.0
 _COMPUTING_SHARE = 0.01
@@ -38,7 +37,7 @@ _PAUSE_SHARE_BESIDE_REQUESTS = 1.0
 
 def create_engine(**settings: Any) -> "TorchEngine":
     """An engine that holds no release yet. `TorchEngineSettings` explains the arguments. Raises
-    ValidationError for an invalid setting, and ServingError if the device does not exist."""
+    ValidationError for an invalid setting."""
     return TorchEngine(TorchEngineSettings(**settings))
 
 
@@ -52,8 +51,7 @@ class Resident:
     context: int
     """The largest number of tokens in a sequence, prompt included."""
     read_bytes: int
-    """As in `Loaded`."""
-    is_committed: bool = False
+    """Bytes of the tensors that were read from shards."""
     is_unloading: bool = False
 
 
@@ -67,15 +65,14 @@ class TorchEngine:
 
     def __init__(self, settings: TorchEngineSettings) -> None:
         self._settings = settings
-        self._device = choose_device(settings)
         self._pool = UnitPool()
         self._grammars = Grammars()
-        self._residents: dict[str, Resident] = {}
+        self.residents: dict[str, Resident] = {}
+        """All releases in memory by id, including those that are unloaded after their last sequence
+        ends."""
         self._staging = asyncio.Lock()
-        self._one_unloaded = asyncio.Event()
+        self._has_unloaded = asyncio.Event()
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch-engine-staging")
-        self._stop_staging = threading.Event()
-        self._is_closed = False
         self._steps = StepLoop(
             num_threads=settings.num_threads, busy_lock=BusyLock(settings.busy_lock_file)
         )
@@ -94,13 +91,9 @@ class TorchEngine:
             while not turn.done():
                 before = self._steps.cpu_seconds
                 await asyncio.wait({turn}, timeout=_LONG_STEP_SECONDS)
-                now = self._steps.cpu_seconds
+                used = self._steps.cpu_seconds - before
                 # A long prompt can be one long step. A thread that hangs uses no processor time.
-                if (
-                    not turn.done()
-                    and (before is not None and now is not None)
-                    and now - before > _COMPUTING_SHARE * _LONG_STEP_SECONDS
-                ):
+                if not turn.done() and used > _COMPUTING_SHARE * _LONG_STEP_SECONDS:
                     return
             turn.result()
         finally:
@@ -108,36 +101,37 @@ class TorchEngine:
 
     async def stage(self, release: Release, folder: Path) -> None:
         async with self._staging:
-            if self._cancel_unload(release.id):
+            while any(each.is_unloading for each in self.residents.values()):
+                self._has_unloaded.clear()
+                await self._has_unloaded.wait()
+            if release.id in self.residents:
                 return
-            await self._wait_for_room(release.id)
             with self._steps.reserve_core():
-                runner, loaded = await self._load(release, folder)
+                runner, read_bytes = await self._load(release, folder)
             try:
                 self._steps.add(release.id, Scheduler(runner, self._settings))
             except EngineError as error:
                 raise StageError(f"release {release.id}: {error}") from error
-            self._residents[release.id] = Resident(
+            self.residents[release.id] = Resident(
                 release=release,
                 folder=folder,
                 vocab_size=runner.vocab_size,
                 context=runner.cache_size.context,
-                read_bytes=loaded.read_bytes,
+                read_bytes=read_bytes,
             )
 
     def dtype_of(self, release: Release) -> str:
-        return choose_dtype(self._settings.dtype, self._device.type, release)
+        return choose_dtype(self._settings.dtype, "cpu", release)
 
     def max_context(self, release_id: str) -> int | None:
         return self._find(release_id).context
 
     async def commit(self, release_id: str) -> None:
-        """Raises EngineError if the release is not staged."""
-        self._find(release_id).is_committed = True
+        """Does nothing, because each generation names its release."""
 
     async def unload(self, release_id: str) -> None:
         """Does nothing if the release is not in memory or is already being unloaded."""
-        resident = self._residents.get(release_id)
+        resident = self.residents.get(release_id)
         if resident is None or resident.is_unloading:
             return
         resident.is_unloading = True
@@ -145,40 +139,27 @@ class TorchEngine:
 
         def free(removed: list[Scheduler]) -> None:
             removed.clear()
-            try:
-                return_unused_memory(self._device)
-            finally:
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(self._forget, resident)
+            return_unused_memory()
+            loop.call_soon_threadsafe(self._forget, release_id)
 
-        def on_unloaded(removed: list[Scheduler]) -> None:
-            if self._is_closed:
-                free(removed)
-            else:
-                # Steps and event loop go on meanwhile. The next release is loaded after this.
-                self._loader.submit(free, removed)
+        try:
+            unloaded = self._steps.unload(release_id)
+        except EngineError:  # the thread has ended, and holds nothing any more
+            self._forget(release_id)
+        else:
+            # Steps and event loop go on meanwhile. The next release is loaded after this.
+            unloaded.add_done_callback(lambda done: self._loader.submit(free, done.result()))
 
-        self._steps.unload(release_id, on_unloaded)
-
-    def generate(self, release_id: str, generation: Generation) -> AsyncIterator[Step]:
-        """Submits the sequence when its first step is requested. A grammar is compiled before that.
+    async def generate(self, release_id: str, generation: Generation) -> AsyncIterator[Step]:
+        """Compiles the grammar, if there is one, before it submits the sequence.
 
         The release stays in memory until the sequence ends. If the iterator is closed, the next
         step of the engine frees the slot of the sequence. Raises EngineError if the release is not
-        committed, or if the prompt or a token id does not fit it.
+        staged.
         """
         resident = self._find(release_id)
-        if not resident.is_committed or resident.is_unloading:
-            raise EngineError(f"release {release_id} is not live: commit it first")
-        _check_fits(generation, resident)
-        return self._generate(resident, generation)
-
-    async def _generate(self, resident: Resident, generation: Generation) -> AsyncIterator[Step]:
-        release_id = resident.release.id
-        loop = asyncio.get_running_loop()
-        sequence = EngineSequence(release_id, generation, loop, vocab_size=resident.vocab_size)
+        sequence = EngineSequence(release_id, generation, asyncio.get_running_loop())
         if generation.grammar is not None:
-            self._find(release_id)
             sequence.logits_processor.grammar = await self._grammars.begin(
                 resident.release, resident.folder, resident.vocab_size, generation.grammar
             )
@@ -194,99 +175,43 @@ class TorchEngine:
         finally:
             sequence.is_cancelled = True
 
-    def resident_releases(self) -> dict[str, Resident]:
-        """All releases in memory by id, including those that are unloaded after their last
-        sequence ends."""
-        return dict(self._residents)
-
     async def close(self) -> None:
-        self._is_closed = True
-        self._stop_staging.set()
-        self._one_unloaded.set()
         self._steps.stop()
         await asyncio.to_thread(self._steps.join)
         await asyncio.to_thread(self._loader.shutdown)
         await asyncio.to_thread(self._grammars.close)
-        self._residents.clear()
 
     def _find(self, release_id: str) -> Resident:
         try:
-            return self._residents[release_id]
+            return self.residents[release_id]
         except KeyError:
             raise EngineError(f"release {release_id} is not resident") from None
 
-    def _cancel_unload(self, release_id: str) -> bool:
-        """If the release is still in memory, keep it there. This happens when a rollback follows
-        soon after a swap. Returns False if the release must be loaded again."""
-        resident = self._residents.get(release_id)
-        if resident is None or not self._steps.cancel_unload(release_id):
-            return False
-        resident.is_unloading = False
-        return True
+    def _forget(self, release_id: str) -> None:
+        del self.residents[release_id]
+        self._has_unloaded.set()
 
-    def _forget(self, resident: Resident) -> None:
-        release_id = resident.release.id
-        # The same release may have been loaded again.
-        if self._residents.get(release_id) is resident:
-            del self._residents[release_id]
-            self._grammars.forget(release_id)
-        self._one_unloaded.set()
-
-    async def _wait_for_room(self, release_id: str) -> None:
-        try:
-            async with asyncio.timeout(self._settings.stage_wait_seconds):
-                while len(self._residents) >= _MAX_RESIDENT and not self._is_closed:
-                    self._one_unloaded.clear()
-                    await self._one_unloaded.wait()
-        except TimeoutError:
-            raise StageError(
-                f"release {release_id}: no room, {' and '.join(self._residents)} are resident "
-                f"and neither ended within {self._settings.stage_wait_seconds:g} s"
-            ) from None
-        if self._is_closed:
-            raise StageError(f"release {release_id}: the engine was closed")
-
-    async def _load(self, release: Release, folder: Path) -> tuple[Runner, Loaded]:
+    async def _load(self, release: Release, folder: Path) -> tuple[Runner, int]:
+        """The runner, and the bytes that were read to make it."""
         is_unwanted = threading.Event()
-        work = partial(
-            load_runner,
-            release,
-            folder,
+        loader = Loader(
+            release=release,
+            folder=folder,
             pool=self._pool,
-            settings=self._settings,
-            device=self._device,
-            # On a GPU, the memory for the whole KV cache is taken when it is made.
-            promised_bytes=self._steps.untouched_bytes if self._device.type == "cpu" else 0,
-            is_cancelled=lambda: is_unwanted.is_set() or self._stop_staging.is_set(),
+            dtype=getattr(torch, self.dtype_of(release)),
+            is_cancelled=is_unwanted.is_set,
             pause_share=lambda: _PAUSE_SHARE_BESIDE_REQUESTS if self._steps.is_busy else 0.0,
         )
-        loading = asyncio.get_running_loop().run_in_executor(self._loader, work)
+        loading = asyncio.get_running_loop().run_in_executor(
+            self._loader, load_runner, loader, self._settings, self._steps.untouched_bytes
+        )
         try:
-            return await asyncio.shield(loading)
+            return await asyncio.shield(loading), loader.read_bytes
         except ReleaseError as error:
             raise StageError(*error.reasons) from error
-        except StagingCancelled:
-            raise StageError(f"release {release.id}: the engine was closed") from None
         except asyncio.CancelledError:
             is_unwanted.set()
             # The next release is staged on the same thread, after this work has stopped. The
             # callback takes the exception, so that asyncio does not log it as never retrieved.
             loading.add_done_callback(lambda done: done.exception())
             raise
-
-
-def _check_fits(generation: Generation, resident: Resident) -> None:
-    """Raises EngineError for a value that would make a step fail, because a failed step ends all
-    sequences in it."""
-    if not 0 < len(generation.prompt) <= resident.context:
-        raise EngineError(
-            f"a prompt of {len(generation.prompt)} tokens does not fit; "
-            f"the release takes 1 to {resident.context}"
-        )
-    # With `min` and `max`, because this runs on the event loop for each of the `n` sequences.
-    for ids in (generation.prompt, generation.logit_bias, generation.allowed_token_ids):
-        for found in (min(ids), max(ids)) if ids else ():
-            if not 0 <= found < resident.vocab_size:
-                raise EngineError(
-                    f"token id {found} is not in the vocabulary of {resident.vocab_size} tokens"
-                )

@@ -1,12 +1,20 @@
-"""Runs any causal network of `transformers` through its own forward pass."""
+"""Runs any causal network of `transformers` through its own forward pass. Its KV cache keeps keys
+and values in the engine's slots.
+
+In each slot, a sequence begins at the first column, so a batch is padded on the right. Sequences
+can join and leave a batch, and nothing must be moved. Import this module only to run a network of
+`transformers`, because the import takes seconds.
+"""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from serving.engine import StageError
 from serving.engines.torch_engine.runner import Batch
@@ -44,29 +52,35 @@ def layer_shapes(folder: Path) -> list[LayerShape]:
 
     Raises StageError if the network keeps something else than keys and values.
     """
-    from serving.engines.torch_engine.generic_cache import KeepsState, ShapeRecorder
-
     # In 16 bits, because the operators of experts (MoE) compute shapes for no other dtypes.
     empty: Any = network.build_network(folder, torch.bfloat16, is_empty=True)
     # Scaling changes no shape, and it reads the values of positions, which do not exist here.
     _keep_frequencies(empty)
-    recorder = ShapeRecorder()
     name = f"{folder / network.CONFIG_FILE}: {type(empty).__name__}"
     try:
-        if "past_key_values" not in inspect.signature(empty.forward).parameters:
-            raise KeepsState
-        token_ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
-        empty(input_ids=token_ids, past_key_values=recorder, use_cache=True)
-    except KeepsState:
-        raise StageError(
-            f"{name} keeps a state for each sequence, not the keys and values of each token, and "
-            'the torch engine has no room for states; vLLM may serve it: set engine = "vllm" under '
-            "[serving]"
-        ) from None
+        cache = DynamicCache(config=empty.config)
+        kinds = {type(layer) for layer in cache.layers}
+        takes_cache = "past_key_values" in inspect.signature(empty.forward).parameters
+        if takes_cache and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
+            token_ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+            empty(input_ids=token_ids, past_key_values=cache, use_cache=True)
+            return [_shape_of(layer) for layer in cache.layers]
     # Without values, a network may fail in many ways.
     except Exception as error:
         raise StageError(f"{name}: cannot be run on shapes alone: {error}") from error
-    return recorder.shapes
+    raise StageError(
+        f"{name} keeps a state for each sequence, not the keys and values of each token, and "
+        'the torch engine has no room for states; vLLM may serve it: set engine = "vllm" under '
+        "[serving]"
+    )
+
+
+def _shape_of(layer: Any) -> LayerShape:
+    return LayerShape(
+        num_heads=layer.keys.shape[1],
+        key_size=layer.keys.shape[-1],
+        value_size=layer.values.shape[-1],
+    )
 
 
 def allowed_context(config: Any) -> int:
@@ -76,7 +90,63 @@ def allowed_context(config: Any) -> int:
     tokens, one for longer texts. Training and probes use short texts, and so the first set. The
     engine uses this set alone.
     """
-    return min(network.context_length(config), *_original_contexts(config), 1 << 62)
+    context = network.context_length(config)
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        context = min(context, rope["original_max_position_embeddings"])
+    return context
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+    """The cache of one layer. Call `prepare` before each forward pass."""
+
+    is_sliding = False
+    """False, because all tokens are kept. A mask hides those that are outside a window."""
+
+    def __init__(self, slots: KeyValueSlots) -> None:
+        super().__init__()
+        self._slots = slots
+
+    def prepare(self, slots: Sequence[int], starts: Sequence[int], num_new: int) -> None:
+        """The forward pass computes either new tokens of one slot, or one new token in each of
+        several slots. `slots` are in ascending order, and hold `starts` tokens each."""
+        self._numbers, self._starts = slots, starts
+        self._longest = max(starts) + num_new
+        if len(slots) > 1:
+            self._row_indices = self._slots.row_indices(slots, starts)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Does nothing, because the slots exist already."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values, each [slots, heads, new tokens, size].
+
+        Returns all keys and values of the slots, each [slots, heads, longest, size]. Columns after
+        the end of a shorter sequence hold arbitrary values, which the mask must hide.
+        """
+        numbers, shape = self._numbers, self._slots.shape
+        new = torch.stack([_by_token(each, shape) for each in (key_states, value_states)], dim=1)
+        if len(numbers) > 1:
+            self._slots.write_rows(self._row_indices, new)
+        else:
+            self._slots.write_run(numbers[0], self._starts[0], new)
+        first, end = numbers[0], numbers[-1] + 1
+        keys, values = self._slots.read(first, end, self._longest)
+        if end - first > len(numbers):
+            chosen = torch.tensor([number - first for number in numbers])
+            keys, values = keys.index_select(0, chosen), values.index_select(0, chosen)
+        return keys[..., : shape.key_size], values[..., : shape.value_size]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._longest, 0
+
+    def get_seq_length(self) -> int:
+        return max(self._starts)
+
+    def get_max_length(self) -> int:
+        return -1
 
 
 class TransformersRunner:
@@ -84,43 +154,19 @@ class TransformersRunner:
     in `BATCHED` or `BATCHED_BY_KIND`. Each prefill chunk has its own forward pass too."""
 
     def __init__(
-        self,
-        network: Any,
-        layers: Sequence[KeyValueSlots],
-        shapes: Sequence[LayerShape],
-        *,
-        cache_size: KvCacheSize,
-        device: torch.device,
+        self, network: Any, slots: Sequence[KeyValueSlots], cache_size: KvCacheSize
     ) -> None:
-        """`layers` and `shapes` have one entry for each layer of `network`."""
-        from serving.engines.torch_engine.generic_cache import SlotCache, SlotLayer
-
         self.cache_size = cache_size
         self.stored: list[Tensor] = []
         """The stored tensors whose memory the network uses."""
         self._config: Any = network.config
         self.vocab_size: int = self._config.get_text_config().vocab_size
-        network.requires_grad_(False)
-        # Weights are on the device already. This moves the buffers that no checkpoint holds.
-        self._network = network.to(device)
-        _keep_frequencies(self._network)
+        self._network = network.requires_grad_(False)
+        _keep_frequencies(network)
         self._is_batched = _is_batched(self._config)
-        self._device = device
-        self._dtype = next(network.parameters()).dtype
         self._takes = inspect.signature(network.forward).parameters.keys()
-        self._layers = layers
-        self._cache = SlotCache(list(map(SlotLayer, layers, shapes)), device)
-
-    def warm_up(self) -> None:
-        """Does nothing, because no kernel depends on the batch size."""
-
-    def truncate(self, slot: int, length: int) -> None:
-        for layer in self._layers:
-            layer.truncate(slot, length)
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        for layer in self._layers:
-            layer.copy(source, target, length)
+        self.slots = slots
+        self._cache = Cache(layers=[SlotLayer(each) for each in slots])
 
     def forward(self, batch: Batch) -> Tensor:
         rows = []
@@ -139,22 +185,50 @@ class TransformersRunner:
         self, slots: Sequence[int], starts: Sequence[int], token_ids: list[list[int]], keep: int
     ) -> Tensor:
         """float32 logits [slots times keep, vocabulary] of the last `keep` tokens of each slot."""
-        from serving.engines.torch_engine import generic_cache
-
-        rows = generic_cache.Rows(slots=slots, starts=starts, num_new=len(token_ids[0]))
-        positions = self._cache.prepare(rows)
+        num_new = len(token_ids[0])
+        for layer in self._cache.layers:
+            layer.prepare(slots, starts, num_new)
+        positions = torch.tensor(starts)[:, None] + torch.arange(num_new)
         asked = {"position_ids": positions, "logits_to_keep": keep}
         answer = self._network(
-            input_ids=torch.tensor(token_ids, device=self._device),
-            attention_mask=generic_cache.batch_masks(
-                self._config, positions, rows.longest, self._dtype
-            ),
+            input_ids=torch.tensor(token_ids),
+            # For a single sequence, `transformers` makes the mask.
+            attention_mask=self._batch_masks(positions) if len(slots) > 1 else None,
             past_key_values=self._cache,
             use_cache=True,
             **{name: value for name, value in asked.items() if name in self._takes},
         )
         logits: Tensor = answer.logits[:, -keep:].flatten(0, 1).float()
         return logits
+
+    def _batch_masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
+        """The attention mask for the newest tokens of sequences with different lengths.
+        `positions` is [slots, 1].
+
+        If no sequence is longer than the window, the result is a mask [slots, length] of existing
+        tokens. Otherwise `transformers` would measure each sequence's window from the end of the
+        longest sequence. So the masks are made here: one mask for all layers, or a dict with one
+        for each kind of layer, as `transformers.masking_utils.create_masks_for_generate` does.
+        """
+        text = self._config.get_text_config()
+        window = getattr(text, "sliding_window", None)
+        columns = torch.arange(int(positions.max()) + 1)
+        exists = columns <= positions
+        if window is None or len(columns) <= window:
+            return exists.long()
+        is_near = exists & (columns > positions - window)
+        masks = {
+            "full_attention": _additive(exists, self._network.dtype),
+            "sliding_attention": _additive(is_near, self._network.dtype),
+        }
+        has_kinds = getattr(text, "layer_types", None) is not None
+        return masks if has_kinds else masks["sliding_attention"]
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask [slots, 1, 1, columns] to be added to scores, as some networks do."""
+    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+    return mask[:, None, None]
 
 
 def _is_batched(config: Any) -> bool:
@@ -167,35 +241,25 @@ def _is_batched(config: Any) -> bool:
 
 
 def _keep_frequencies(network: Any) -> None:
-    """Let every forward pass use the frequencies that the network has now. Only some kinds of RoPE
-    have frequencies that depend on the length of the text: LongRoPE (arXiv:2402.13753) and dynamic
-    NTK scaling.
+    """Let every forward pass use the frequencies that the network has now. Some kinds of RoPE have
+    frequencies that depend on the length of the text: LongRoPE (arXiv:2402.13753) and dynamic NTK
+    scaling.
 
     `transformers` chooses these frequencies again in each forward pass, from the largest position
     in it. In the engine, a forward pass computes several sequences or a part of one, and the slots
     hold keys of earlier passes. So an answer would depend on other sequences and on how its prompt
     was divided.
     """
-    for module, layer_type in list(_changing(network)):
-        if layer_type is None:
-            module.rope_type = "default"
-        else:
-            module.rope_type[layer_type] = "default"
-
-
-def _changing(network: Any) -> Iterator[tuple[Any, str | None]]:
-    """The modules that choose frequencies in each forward pass. A module that does this for several
-    kinds of layers comes once with each kind."""
     for module in network.modules():
-        kinds = getattr(module, "rope_type", None)
-        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else ((None, kinds),):
-            if kind is not None and (kind == "longrope" or "dynamic" in kind):
-                yield module, layer_type
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):  # a kind of RoPE for each kind of layers
+            module.rope_type = dict.fromkeys(kind, "default")
+        elif kind in ("dynamic", "longrope"):
+            module.rope_type = "default"
 
 
-def _original_contexts(config: Any) -> Iterator[int]:
-    """`original_max_position_embeddings` of each kind of layers with LongRoPE."""
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    for each in (parameters, *parameters.values()):
-        if isinstance(each, dict) and each.get("rope_type") == "longrope":
-            yield each["original_max_position_embeddings"]
+def _by_token(states: Tensor, shape: LayerShape) -> Tensor:
+    """[tokens, heads, head dim]: keys or values, padded to the larger of both sizes."""
+    if states.shape[-1] < shape.head_dim:
+        states = torch.nn.functional.pad(states, (0, shape.head_dim - states.shape[-1]))
+    return states.transpose(1, 2).flatten(0, 1)

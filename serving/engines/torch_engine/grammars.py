@@ -3,11 +3,10 @@ in its grammar."""
 
 import asyncio
 import time
-from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -89,8 +88,14 @@ class GrammarState:
         return None
 
 
-_TokenizerKey = tuple[frozenset[tuple[str, str]], int]
-"""What a tokenizer is made of: the names and sha256s of its files, and the vocabulary's size."""
+@dataclass(frozen=True)
+class _TokenizerFiles:
+    """What a tokenizer is made of. Releases with equal files share what is made of them."""
+
+    sha256s: frozenset[tuple[str, str]]
+    """(name, sha256) of each file."""
+    vocab_size: int
+    folder: Path = field(compare=False)
 
 
 class Grammars:
@@ -98,10 +103,8 @@ class Grammars:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch-engine-grammar")
-        self._tokenizers: dict[_TokenizerKey, LLTokenizer] = {}
-        """Used on the compiling thread only."""
-        self._compiled: OrderedDict[tuple[str, Grammar], Future[GrammarState]] = OrderedDict()
-        self._num_waiting: Counter[tuple[str, Grammar]] = Counter()
+        self._tokenizer = lru_cache(_MAX_TOKENIZERS)(_checked_tokenizer)
+        self._compiled = lru_cache(_MAX_CACHED)(self._compile)
 
     async def begin(
         self, release: Release, folder: Path, vocab_size: int, grammar: Grammar
@@ -112,54 +115,33 @@ class Grammars:
         not within the limits of time and size. Raises EngineError if the engine is closed, or if a
         file of the tokenizer cannot be read or has changed.
         """
-        key = (release.id, grammar)
-        if key not in self._compiled:
-            work = partial(self._compile, release, folder, vocab_size, grammar)
-            try:
-                self._compiled[key] = self._thread.submit(work)
-            except RuntimeError:  # the thread has been shut down
-                raise EngineError("the engine was closed") from None
-            if len(self._compiled) > _MAX_CACHED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(key)
-        job = self._compiled[key]
-        compiled = asyncio.wrap_future(job)
-        # Take the exception. Otherwise asyncio logs it if this request does not wait any more.
-        compiled.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._num_waiting[key] += 1
+        sha256s = ((name, entry.sha256) for name, entry in tokenizer_files(release).items())
+        files = _TokenizerFiles(frozenset(sha256s), vocab_size, folder)
         try:
-            await asyncio.wait({compiled}, timeout=_COMPILE_SECONDS)
+            compiled = asyncio.wrap_future(self._thread.submit(self._compiled, files, grammar))
+        except RuntimeError:  # the thread has been shut down
+            raise EngineError("the engine was closed") from None
+        try:
+            done, _ = await asyncio.wait({compiled}, timeout=_COMPILE_SECONDS)
         finally:
-            self._num_waiting -= Counter([key])
-            # Nobody waits any more. If the compilation has begun, a later request can use it.
-            if not self._num_waiting[key] and job.cancel() and self._compiled.get(key) is job:
-                del self._compiled[key]
-        if not compiled.done():
+            # If nobody waits any more, it does not begin. What has begun serves a later request.
+            compiled.cancel()
+        if not done:
             raise GenerationRefused(
                 f"not compiled within {_COMPILE_SECONDS:g} s; simplify it", param=grammar.param
             )
         if compiled.cancelled():
             raise EngineError("the engine was closed")
-        error = compiled.exception()
-        # A later request tries again, unless the grammar itself was refused.
-        if error is not None and not isinstance(error, GenerationRefused):
-            self._compiled.pop(key, None)
         return compiled.result().copy()
-
-    def forget(self, release_id: str) -> None:
-        for key in [key for key in self._compiled if key[0] == release_id]:
-            del self._compiled[key]
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def _compile(
-        self, release: Release, folder: Path, vocab_size: int, grammar: Grammar
-    ) -> GrammarState:
+    def _compile(self, files: _TokenizerFiles, grammar: Grammar) -> GrammarState:
         """Raises GenerationRefused, EngineError."""
         try:
             text = grammar_from(grammar.kind, grammar.text)
-            tokenizer = self._tokenizer(release, folder, vocab_size)
+            tokenizer = self._tokenizer(files)
         except (ReleaseError, ValueError) as error:
             raise GenerationRefused(_one_line(str(error)), param=grammar.param) from None
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
@@ -167,17 +149,6 @@ class Grammars:
         if fault := state.fault or _fault_at_first_token(state.copy()):
             raise GenerationRefused(f"cannot be compiled: {fault}", param=grammar.param)
         return state
-
-    def _tokenizer(self, release: Release, folder: Path, vocab_size: int) -> LLTokenizer:
-        """Releases with equal tokenizer files share a tokenizer."""
-        files = {name: entry.sha256 for name, entry in tokenizer_files(release).items()}
-        key = frozenset(files.items()), vocab_size
-        if key not in self._tokenizers:
-            _check_files(folder, files)
-            while len(self._tokenizers) >= _MAX_TOKENIZERS:
-                self._tokenizers.pop(next(iter(self._tokenizers)))
-            self._tokenizers[key] = _read_tokenizer(folder, vocab_size)
-        return self._tokenizers[key]
 
 
 def next_tokens(states: Sequence[GrammarState | None], vocab_size: int) -> Bits:
@@ -192,12 +163,12 @@ def next_tokens(states: Sequence[GrammarState | None], vocab_size: int) -> Bits:
     return bits[:, : (vocab_size + 31) // 32]
 
 
-def _check_files(folder: Path, files: dict[str, str]) -> None:
-    """Raise EngineError if a file is missing or does not have its sha256. A tokenizer with other
-    tokens would let answers through that the grammar forbids."""
-    for name, sha256 in files.items():
+def _checked_tokenizer(files: _TokenizerFiles) -> LLTokenizer:
+    """Raises EngineError if a file is missing or does not have its sha256. A tokenizer with other
+    tokens would let answers through that the grammar forbids. Raises ReleaseError, ValueError."""
+    for name, sha256 in files.sha256s:
         try:
-            fault = "" if digest_file(folder / name).sha256 == sha256 else "was changed"
+            fault = "" if digest_file(files.folder / name).sha256 == sha256 else "was changed"
         except OSError as error:
             fault = f"cannot be read: {error.strerror}"
         if fault:
@@ -205,6 +176,7 @@ def _check_files(folder: Path, files: dict[str, str]) -> None:
                 f"no grammar can be compiled: {name} of the release {fault}; see "
                 "`pipeline releases verify`"
             )
+    return _read_tokenizer(files.folder, files.vocab_size)
 
 
 def _read_tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:

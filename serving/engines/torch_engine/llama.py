@@ -1,7 +1,7 @@
 """Runs Llama and similar networks (Mistral, Qwen2, Qwen3) as a few large torch operations, without
 torch modules."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from serving.engines.torch_engine import rope
-from serving.engines.torch_engine.architecture import LlamaShape
+from serving.engines.torch_engine.architecture import LlamaShape, rotations
 from serving.engines.torch_engine.linear import Linear
-from serving.engines.torch_engine.rows import Rows, Span, is_parallel_worthwhile, padded_count
+from serving.engines.torch_engine.rows import Rows, Span, is_parallel_worthwhile
 from serving.engines.torch_engine.runner import Batch, Chunk
 from serving.engines.torch_engine.slots import KeyValueSlots, KvCacheSize
-
-_ROWS_WARMED_UP = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,25 +32,21 @@ class _Layer:
 
 
 class LlamaRunner:
-    """The network of one release, with its own slots."""
+    """The network of one release, with the slots of each of its layers."""
 
     def __init__(
         self,
         shape: LlamaShape,
         built: Mapping[str, Any],
-        slots: KeyValueSlots,
-        *,
+        slots: Sequence[KeyValueSlots],
         cache_size: KvCacheSize,
-        device: torch.device,
     ) -> None:
         self.cache_size = cache_size
         self.vocab_size = shape.vocab_size
         self._shape = shape
-        self._slots = slots
-        self._device = device
-        rotations = rope.rotations(shape.rope, shape.head_dim, cache_size.context)
-        self._rotations = rotations.to(device)[:, None]
-        self._norm_eps = torch.tensor(shape.norm_eps, device=device)
+        self.slots = slots
+        self._rotations = rotations(shape.rope, shape.head_dim, cache_size.context)[:, None]
+        self._norm_eps = torch.tensor(shape.norm_eps)
         self._attention_scale = shape.head_dim**-0.5
         self._embedding: Tensor = built["embedding"]
         self._norm: Tensor = built["norm"]
@@ -64,35 +57,8 @@ class LlamaRunner:
             units: dict[str, Any] = {name: built.get(f"{layer}.{name}") for name in names}
             self._layers.append(_Layer(**units))
 
-    def warm_up(self) -> None:
-        """Create the kernels for all padded numbers of rows up to 64: decoding batches, and short
-        prefills together with a few decoding sequences. Does nothing if weights are not packed."""
-        if not self._head.is_packed:
-            return
-        layer = self._layers[0]
-        matrices = (layer.qkv, layer.output, layer.gate_up, layer.down, self._head)
-        by_kind = {(matrix.shape, matrix.bias is None): matrix for matrix in matrices}
-        for num_rows in sorted({padded_count(number) for number in range(1, _ROWS_WARMED_UP + 1)}):
-            for matrix in by_kind.values():
-                matrix(self._embedding.new_zeros(num_rows, matrix.shape[1]))
-
-    def truncate(self, slot: int, length: int) -> None:
-        self._slots.truncate(slot, self.cache_size.blocks(length) * self.cache_size.block_tokens)
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        self._slots.copy(source, target, length)
-
     def forward(self, batch: Batch) -> Tensor:
-        dtype = self._embedding.dtype
-        rows = Rows(
-            batch,
-            row_indices=self._slots.row_indices(batch.slots, batch.lengths),
-            num_kv_heads=self._shape.num_kv_heads,
-            head_dim=self._shape.head_dim,
-            dtype=dtype,
-            device=self._device,
-            is_padded=self._head.is_packed,
-        )
+        rows = Rows(batch, self.slots[0], is_padded=self._head.is_packed)
         self._num_threads = torch.get_num_threads()
         """For matrix products and large attention. Elementwise operations use
         `_num_elementwise_threads`."""
@@ -105,7 +71,7 @@ class LlamaRunner:
             if rows.wanted is not None:
                 x = x[rows.wanted]
             if not rows.num_wanted:
-                return torch.empty(0, self.vocab_size, device=self._device)
+                return torch.empty(0, self.vocab_size)
             logits = self._multiply(self._head, self._normalise(x, self._norm))
             return logits[: rows.num_wanted].float()
 
@@ -136,9 +102,9 @@ class LlamaRunner:
     def _write(self, index: int, keys_values: Tensor, rows: Rows) -> None:
         by_head = keys_values.view(-1, 2, self._shape.num_kv_heads, self._shape.head_dim)
         if rows.num_decoding:
-            self._slots.write_rows(index, rows.row_indices, by_head[: rows.num_decoding])
+            self.slots[index].write_rows(rows.row_indices, by_head[: rows.num_decoding])
         for chunk, its_rows, _ in rows.chunks:
-            self._slots.write_run(index, chunk.slot, chunk.start, by_head[its_rows])
+            self.slots[index].write_run(chunk.slot, chunk.start, by_head[its_rows])
 
     def _attend(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
         parts = [self._attend_span(index, queries[span.rows], span) for span in rows.spans]
@@ -150,7 +116,7 @@ class LlamaRunner:
 
     def _attend_span(self, index: int, queries: Tensor, span: Span) -> Tensor:
         shape, count = self._shape, span.end - span.first
-        keys, values = self._slots.read(index, span.first, span.end, span.length)
+        keys, values = self.slots[index].read(span.first, span.end, span.length)
         if span.places is not None:
             queries = queries.new_zeros(count, queries.shape[1]).index_copy_(
                 0, span.places, queries
@@ -180,7 +146,7 @@ class LlamaRunner:
         self, index: int, queries: Tensor, chunk: Chunk, mask: Tensor | None
     ) -> Tensor:
         shape, count = self._shape, len(chunk.token_ids)
-        keys, values = self._slots.read(index, chunk.slot, chunk.slot + 1, chunk.start + count)
+        keys, values = self.slots[index].read(chunk.slot, chunk.slot + 1, chunk.start + count)
         by_head = queries.view(1, count, shape.num_heads, shape.head_dim).transpose(1, 2)
         is_parallel = is_parallel_worthwhile(
             multiplications=2 * queries.numel() * (chunk.start + count)

@@ -2,6 +2,7 @@
 Each kind of change is one operation for all rows of a batch."""
 
 from collections.abc import Collection, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -34,11 +35,12 @@ class LogitsProcessor:
         token is chosen."""
         self.refusal: GenerationRefused | None = None
         """Why the sequence cannot continue; None while it can."""
-        self.is_penalised = bool(
-            generation.presence_penalty
-            or generation.frequency_penalty
-            or generation.repetition_penalty != 1.0
+        self.penalties = (
+            generation.repetition_penalty,
+            generation.frequency_penalty,
+            generation.presence_penalty,
         )
+        self.is_penalised = self.penalties != (1.0, 0.0, 0.0)
         self.is_constrained = bool(generation.grammar or generation.allowed_token_ids)
         self.is_plain = not (
             self.is_constrained
@@ -52,22 +54,13 @@ class LogitsProcessor:
         """Add a token that is not a stop token. Returns True if the grammar ends the text."""
         return self.grammar is not None and self.grammar.advance(token_id)
 
-    @property
-    def num_bytes(self) -> int:
-        """The memory that this object has taken, without that of its grammar."""
-        of_counts = 0 if self._token_counts is None else self._token_counts.num_bytes
-        return of_counts + (0 if self._allowed is None else self._allowed.nbytes)
-
-    def bias(self) -> tuple[_Ids, _Values]:
-        bias = self._generation.logit_bias
-        return np.fromiter(bias, np.int64, len(bias)), np.fromiter(
-            bias.values(), np.float32, len(bias)
-        )
-
-    def forbidden_stop_ids(self, output: list[int]) -> _Ids:
-        if len(output) >= self._generation.min_tokens:
-            return np.empty(0, np.int64)
-        return np.fromiter(self._stop_ids, np.int64, len(self._stop_ids))
+    def biases(self, output: list[int]) -> dict[int, float]:
+        """Token id → what is added to its logit. After fewer than `min_tokens` tokens, the biases
+        forbid the stop tokens."""
+        biases = self._generation.logit_bias
+        if len(output) < self._generation.min_tokens:
+            biases = biases | dict.fromkeys(self._stop_ids, -np.inf)
+        return biases
 
     def restrict(self, bits: Bits) -> None:
         """Clear the bits of tokens that are not allowed, in one row of `bits`. The row must hold
@@ -98,15 +91,6 @@ class LogitsProcessor:
         self._token_counts.read(output)
         return self._token_counts
 
-    def penalties(self) -> tuple[float, float, float]:
-        """The penalties for repetition, frequency and presence."""
-        generation = self._generation
-        return (
-            generation.repetition_penalty,
-            generation.frequency_penalty,
-            generation.presence_penalty,
-        )
-
 
 class TokenCounts:
     """How often each token was generated. It holds only tokens that occurred, not the whole
@@ -128,10 +112,6 @@ class TokenCounts:
         """How often each of `ids` is in the output. 0 for a token that only the prompt has."""
         return self._counts[: len(self._place)]
 
-    @property
-    def num_bytes(self) -> int:
-        return self._ids.nbytes + self._counts.nbytes
-
     def read(self, output: list[int]) -> None:
         for token_id in output[self._num_read :]:
             place = self._place.setdefault(token_id, len(self._place))
@@ -152,8 +132,7 @@ def process_logits(
     constrained = [row for row, each in enumerate(processors) if each.is_constrained]
     if constrained:
         _mask(logits, processors, constrained)
-    _add_bias(logits, processors)
-    _forbid_stop_tokens(logits, processors, outputs)
+    _add_biases(logits, processors, outputs)
     _penalise(logits, processors, outputs)
     for row in constrained:
         each = processors[row]
@@ -169,24 +148,16 @@ def _mask(logits: Tensor, processors: Sequence[LogitsProcessor], rows: list[int]
         processors[row].restrict(bits[number])
     added = _LOGITS_OF_BYTE.take(bits.view(np.uint8), axis=0).reshape(len(rows), -1)[:, :vocab_size]
     for number, row in enumerate(rows):
-        logits[row] += torch.from_numpy(added[number]).to(logits.device)
+        logits[row] += torch.from_numpy(added[number])
 
 
-def _add_bias(logits: Tensor, processors: Sequence[LogitsProcessor]) -> None:
-    found = [each.bias() for each in processors]
-    at = _places(logits, [ids for ids, _ in found])
-    if len(at):
-        values = np.concatenate([values for _, values in found])
-        logits.view(-1)[at] += torch.from_numpy(values).to(logits.device)
-
-
-def _forbid_stop_tokens(
+def _add_biases(
     logits: Tensor, processors: Sequence[LogitsProcessor], outputs: Sequence[list[int]]
 ) -> None:
-    ends = [
-        each.forbidden_stop_ids(output) for each, output in zip(processors, outputs, strict=True)
-    ]
-    logits.view(-1)[_places(logits, ends)] = -torch.inf
+    found = [each.biases(output) for each, output in zip(processors, outputs, strict=True)]
+    at = _places(logits, [np.fromiter(each, np.int64, len(each)) for each in found])
+    values = np.fromiter(chain.from_iterable(each.values() for each in found), np.float32)
+    logits.view(-1)[at] += torch.from_numpy(values)
 
 
 def _penalise(
@@ -204,10 +175,9 @@ def _penalise(
         return
     counts = torch.from_numpy(np.concatenate([each.counts for each in of_rows]))
     sizes = torch.tensor([len(each.ids) for each in of_rows])
-    each_row = torch.tensor([each.penalties() for each in processors])
-    each_token = each_row.repeat_interleave(sizes, dim=0).to(logits.device)
+    each_row = torch.tensor([each.penalties for each in processors])
+    each_token = each_row.repeat_interleave(sizes, dim=0)
     repetition, frequency, presence = each_token.unbind(1)
-    counts = counts.to(logits.device)
     values = logits.view(-1)[at]
     values = torch.where(values > 0, values / repetition, values * repetition)
     logits.view(-1)[at] = values - frequency * counts - presence * (counts > 0)
@@ -218,7 +188,7 @@ def _places(logits: Tensor, ids_of_rows: Sequence[_Ids]) -> Tensor:
     vocab_size = logits.shape[1]
     places = [row * vocab_size + ids for row, ids in enumerate(ids_of_rows) if len(ids)]
     whole = np.concatenate(places) if places else np.empty(0, np.int64)
-    return torch.from_numpy(whole).to(logits.device)
+    return torch.from_numpy(whole)
 
 
 def _set(bits: Bits, token_ids: Collection[int]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from serving.engines.torch_engine.runner import Batch, Chunk
+from serving.engines.torch_engine.slots import KeyValueSlots
 
 # oneDNN creates a kernel for each number of rows and keeps it (about 1 ms and 0.4 MB each). So
 # the number of rows is padded to one of a few numbers. (n, step): up to n rows, it is padded to a
@@ -58,19 +59,10 @@ class Rows:
     """One row for each token. Decoding slots come first, then chunks, then padding if
     `is_padded`."""
 
-    def __init__(
-        self,
-        batch: Batch,
-        *,
-        row_indices: Tensor,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        is_padded: bool,
-    ) -> None:
-        """`row_indices` says where the decoding rows write their keys and values."""
-        self.row_indices = row_indices
+    def __init__(self, batch: Batch, slots: KeyValueSlots, *, is_padded: bool) -> None:
+        """`slots` are those of any layer."""
+        self.row_indices = slots.row_indices(batch.slots, batch.lengths)
+        """Where the decoding rows write their keys and values."""
         self.num_decoding = len(batch.token_ids)
         token_ids = list(batch.token_ids)
         positions = list(batch.lengths)
@@ -79,7 +71,7 @@ class Rows:
         """Each chunk with its rows, and the mask of its attention."""
         for chunk in batch.chunks:
             first, end = len(token_ids), len(token_ids) + len(chunk.token_ids)
-            self.chunks.append((chunk, slice(first, end), _chunk_mask(chunk, device)))
+            self.chunks.append((chunk, slice(first, end), _chunk_mask(chunk)))
             wanted.extend(range(end - chunk.num_wanted, end))
             token_ids.extend(chunk.token_ids)
             positions.extend(range(chunk.start, chunk.start + len(chunk.token_ids)))
@@ -89,16 +81,15 @@ class Rows:
         if is_padded:
             token_ids.extend(_padding(self.count))
             positions.extend(_padding(self.count))
-        self.token_ids = torch.tensor(token_ids, device=device)
-        self.positions = torch.tensor(positions, device=device)
+        self.token_ids = torch.tensor(token_ids)
+        self.positions = torch.tensor(positions)
         self.wanted: Tensor | None = None
         if self.num_wanted < self.count:
             wanted.extend(_padding(self.num_wanted) if is_padded else [])
-            self.wanted = torch.tensor(wanted, dtype=torch.long, device=device)
-        token_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize  # of one token in one layer
+            self.wanted = torch.tensor(wanted, dtype=torch.long)
+        span_tokens = _SPAN_BYTES // slots.shape.token_bytes(slots.dtype)
         self.spans = [
-            _span(batch, rows, token_bytes, num_kv_heads, dtype, device)
-            for rows in adjacent(batch.slots, batch.lengths, _SPAN_BYTES // token_bytes)
+            _span(batch, rows, slots) for rows in adjacent(batch.slots, batch.lengths, span_tokens)
         ]
 
 
@@ -137,19 +128,12 @@ def adjacent(slots: Sequence[int], lengths: Sequence[int], span_tokens: int) -> 
     return [*runs, slice(begin, len(slots))] if slots else []
 
 
-def _span(
-    batch: Batch,
-    rows: slice,
-    token_bytes: int,
-    num_kv_heads: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Span:
-    slots, lengths = batch.slots[rows], batch.lengths[rows]
-    first, end = slots[0], slots[-1] + 1
+def _span(batch: Batch, rows: slice, slots: KeyValueSlots) -> Span:
+    numbers, lengths = batch.slots[rows], batch.lengths[rows]
+    first, end = numbers[0], numbers[-1] + 1
     length = max(lengths) + 1
-    places = [slot - first for slot in slots]
-    is_whole = len(slots) == end - first
+    places = [number - first for number in numbers]
+    is_whole = len(numbers) == end - first
     mask = None
     if any(each != length - 1 for each in lengths):
         # The result for a slot between them is not used, but it must not be NaN. So such a slot
@@ -157,32 +141,33 @@ def _span(
         ends = [length] * (end - first)
         for place, each in zip(places, lengths, strict=True):
             ends[place] = each
-        is_beyond = torch.arange(length, device=device) > torch.tensor(ends, device=device)[:, None]
-        mask = torch.zeros(is_beyond.shape, dtype=dtype, device=device)
+        is_beyond = torch.arange(length) > torch.tensor(ends)[:, None]
+        mask = torch.zeros(is_beyond.shape, dtype=slots.dtype)
         mask = mask.masked_fill_(is_beyond, -torch.inf)[:, None, None]
     score_mask = None
-    if dtype == torch.float32 and device.type == "cpu":
+    if slots.dtype == torch.float32:
         # In bfloat16, oneDNN would create a kernel for each length.
         score_mask = torch.zeros(1, 1, 1) if mask is None else mask[:, 0]
         if mask is not None:
-            score_mask = score_mask.repeat_interleave(num_kv_heads, dim=0)
+            score_mask = score_mask.repeat_interleave(slots.shape.num_heads, dim=0)
     return Span(
         rows=rows,
         first=first,
         end=end,
         length=length,
-        places=None if is_whole else torch.tensor(places, device=device),
-        is_parallel=is_parallel_worthwhile(read_bytes=(end - first) * length * token_bytes),
+        places=None if is_whole else torch.tensor(places),
+        is_parallel=is_parallel_worthwhile(
+            read_bytes=(end - first) * length * slots.shape.token_bytes(slots.dtype)
+        ),
         mask=mask,
         score_mask=score_mask,
     )
 
 
-def _chunk_mask(chunk: Chunk, device: torch.device) -> Tensor | None:
+def _chunk_mask(chunk: Chunk) -> Tensor | None:
     """[rows, keys]: True where a row of the chunk may look; None if the chunk begins its
     sequence."""
     if chunk.start == 0:
         return None
     end = chunk.start + len(chunk.token_ids)
-    keys = torch.arange(end, device=device)
-    return keys <= torch.arange(chunk.start, end, device=device)[:, None]
+    return torch.arange(end) <= torch.arange(chunk.start, end)[:, None]

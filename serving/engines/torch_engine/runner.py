@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from serving.engines.torch_engine.slots import KvCacheSize
+from serving.engines.torch_engine.slots import KeyValueSlots, KvCacheSize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,17 +40,10 @@ class Runner(Protocol):
     """The network of a release, with its KV cache. Used by one thread only."""
 
     cache_size: KvCacheSize
+    slots: Sequence[KeyValueSlots]
+    """The slots of each layer."""
     vocab_size: int
 
     def forward(self, batch: Batch) -> Tensor:
         """Compute one step. Returns float32 logits [rows, vocabulary]: one row for each decoding
         slot, then the requested rows of each chunk in order."""
-
-    def warm_up(self) -> None:
-        """Create what the first batch of each size would have to wait for, such as kernels."""
-
-    def truncate(self, slot: int, length: int) -> None:
-        """Free the memory that a slot has for tokens after its first `length`."""
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of `source` to `target`. `source` does not change."""

@@ -66,9 +66,9 @@ def _draw_from_top_k(sequences: Sequence[EngineSequence], logits: Tensor) -> lis
     """The same as `_draw_tokens`, but only among the `top_k` most probable tokens of each row."""
     counts = [sequence.generation.top_k for sequence in sequences]
     values, ids = largest(logits, max(counts))
-    places = torch.arange(max(counts), device=logits.device)
+    places = torch.arange(max(counts))
     values.masked_fill_(places >= places.new_tensor(counts)[:, None], -torch.inf)
-    drawn = torch.tensor(_draw_tokens(sequences, values), device=logits.device)
+    drawn = torch.tensor(_draw_tokens(sequences, values))
     found: list[int] = ids.gather(1, drawn[:, None])[:, 0].tolist()
     return found
 
@@ -102,7 +102,7 @@ def _draw_tokens(sequences: Sequence[EngineSequence], logits: Tensor) -> list[in
 
 def _rows(logits: Tensor, rows: list[int]) -> Tensor:
     """The same as `logits[rows]`, but several times as fast."""
-    return logits.index_select(0, torch.tensor(rows, device=logits.device))
+    return logits.index_select(0, torch.tensor(rows))
 
 
 def logprobs(
@@ -114,7 +114,7 @@ def logprobs(
     most = min(max(num_top, default=0), logits.shape[-1])
     for start in range(0, len(token_ids), _ROWS_AT_ONCE):
         rows = logits[start : start + _ROWS_AT_ONCE]
-        chosen = torch.tensor(token_ids[start : start + len(rows)], device=logits.device)
+        chosen = torch.tensor(token_ids[start : start + len(rows)])
         whole = rows.logsumexp(dim=-1, keepdim=True)
         of_chosen = _reported(rows.gather(1, chosen[:, None]) - whole)[:, 0].tolist()
         best, at = largest(rows, most)
@@ -150,8 +150,8 @@ def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return best.values, best.indices
     grouped = values[:, : num_groups * _BLOCK].view(num_rows, _BLOCK, num_groups)
     groups = grouped.amax(1).topk(count, dim=-1).indices
-    steps = torch.arange(0, num_groups * _BLOCK, num_groups, device=values.device)
-    rest = torch.arange(num_groups * _BLOCK, num_columns, device=values.device)
+    steps = torch.arange(0, num_groups * _BLOCK, num_groups)
+    rest = torch.arange(num_groups * _BLOCK, num_columns)
     candidates = torch.cat(
         [(groups[:, :, None] + steps).flatten(1), rest.expand(num_rows, len(rest))], dim=1
     )
@@ -174,7 +174,7 @@ def draw(weights: Tensor, top_p: Sequence[float], uniforms: Sequence[Uniform]) -
     sums = _block_sums(weights)
     totals = sums.sum(-1)
     chosen = _draw_by_weight(weights, sums, uniforms)
-    share = torch.tensor(top_p, dtype=torch.float64, device=weights.device)
+    share = torch.tensor(top_p, dtype=torch.float64)
     limits = share * totals
     # Most rows need no exact check, because one of two quick ones proves that the column is in the
     # nucleus. First check: the more probable columns weigh at most as much as all other columns.
@@ -196,12 +196,12 @@ def _sum_of_at_least(weights: Tensor, bound: Tensor, wanted: Tensor) -> Tensor:
     """For each row that is `wanted`, the sum of its weights that are at least `bound`."""
     rows = wanted.nonzero()[:, 0]
     if 2 * len(rows) > len(weights):  # copying these rows would cost as much as summing all
-        rows = torch.arange(len(weights), device=weights.device)
+        rows = torch.arange(len(weights))
     else:
         weights, bound = weights.index_select(0, rows), bound[rows]
     # Several times as fast as `torch.where`, because the result of `ge` has the dtype of `weights`.
     kept = torch.ge(weights, bound, out=torch.empty_like(weights)).mul_(weights)
-    sums = torch.zeros(len(wanted), dtype=torch.float64, device=weights.device)
+    sums = torch.zeros(len(wanted), dtype=torch.float64)
     return sums.index_copy_(0, rows, _block_sums(kept).sum(-1))
 
 
@@ -232,7 +232,7 @@ def _draw_by_weight(weights: Tensor, sums: Tensor, uniforms: Sequence[Uniform]) 
     """
     num_columns = weights.shape[1]
     numbers = torch.tensor([each() for each in uniforms], dtype=torch.float64)
-    share = numbers.clamp_(max=_BELOW_ONE).to(weights.device)[:, None]
+    share = numbers.clamp_(max=_BELOW_ONE)[:, None]
     so_far = sums.cumsum(-1)
     target = share * so_far[:, -1:]
     block = (so_far <= target).sum(-1, keepdim=True)
@@ -240,7 +240,7 @@ def _draw_by_weight(weights: Tensor, sums: Tensor, uniforms: Sequence[Uniform]) 
     # because the sum of the block's columns is rounded in another way than the block's own sum.
     in_block = sums.gather(1, block)
     share = 1 - (so_far.gather(1, block) - target) / in_block
-    columns = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    columns = block * _BLOCK + torch.arange(_BLOCK)
     found = weights.gather(1, columns.clamp(max=num_columns - 1)).double()
     so_far = found.masked_fill_(columns >= num_columns, 0).cumsum(-1)
     target = share.clamp_(0, _BELOW_ONE) * so_far[:, -1:]

@@ -7,10 +7,10 @@ from itertools import count
 from torch import Tensor
 
 from serving.engine import EngineError, Step, TokenLogprob
+from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine.runner import Batch, Chunk, Runner
 from serving.engines.torch_engine.sampling import logprobs, sample
 from serving.engines.torch_engine.sequence import EngineSequence
-from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.slot_allocator import COPIED_PER_PREFILLED, Slot, SlotAllocator
 
 _MIN_PREFILL_TOKENS = 16
@@ -46,9 +46,6 @@ class Scheduler:
         self._seconds_per_decoding = 0.0
         """The time of a step without prefill."""
 
-    def warm_up(self) -> None:
-        self._runner.warm_up()
-
     def submit(self, sequence: EngineSequence) -> None:
         sequence.arrival = next(self._arrivals)
         self._waiting.append(sequence)
@@ -63,7 +60,7 @@ class Scheduler:
 
     @property
     def untouched_bytes(self) -> int:
-        """The memory that the KV cache may still take on a CPU."""
+        """The memory that the KV cache may still take."""
         return self._allocator.num_free * self._runner.cache_size.block_bytes
 
     def step(self, *, num_schedulers: int) -> list[Event]:

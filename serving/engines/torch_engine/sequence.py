@@ -20,12 +20,7 @@ class EngineSequence:
     `events` belongs to the event loop's thread."""
 
     def __init__(
-        self,
-        release_id: str,
-        generation: Generation,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        vocab_size: int,
+        self, release_id: str, generation: Generation, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.release_id = release_id
         self.generation = generation
@@ -51,7 +46,7 @@ class EngineSequence:
             None if generation.num_prompt_logprobs is None else []
         )
         """None if they were not requested, and after they have been handed over."""
-        self.stop_ids = frozenset(id for id in generation.stop_token_ids if 0 <= id < vocab_size)
+        self.stop_ids = frozenset(generation.stop_token_ids)
         self.logits_processor = LogitsProcessor(generation, self.stop_ids)
         self._random: random.Random | None = None
 

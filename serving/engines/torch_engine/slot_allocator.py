@@ -42,7 +42,7 @@ class SlotAllocator:
     """
 
     def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+        self._slots = runner.slots
         self._cache_size = runner.cache_size
         self.num_free = runner.cache_size.num_blocks
         """The number of blocks that no slot has."""
@@ -88,7 +88,8 @@ class SlotAllocator:
         self._running.add(slot)
         if source is not None and source is not slot:
             try:
-                self._runner.copy(source.number, slot.number, length)
+                for layer in self._slots:
+                    layer.copy(source.number, slot.number, length)
             except BaseException:
                 self.free(slot)
                 raise
@@ -176,7 +177,8 @@ class SlotAllocator:
 
     def _resize(self, slot: Slot, num_blocks: int) -> None:
         if num_blocks < slot.num_blocks:
-            self._runner.truncate(slot.number, num_blocks * self._cache_size.block_tokens)
+            for layer in self._slots:
+                layer.truncate(slot.number, num_blocks * self._cache_size.block_tokens)
         self.num_free += slot.num_blocks - num_blocks
         slot.num_blocks = num_blocks
 

@@ -1,7 +1,7 @@
 """`KeyValueSlots`: stores keys and values, in one slot for each sequence and in every layer.
 
 A slot has an address range for a whole context, so attention can read a sequence without copying
-it. On a CPU the operating system does the paging, as a GPU's driver does for vAttention
+it. The operating system does the paging, as a GPU's driver does for vAttention
 (arXiv:2405.04437): a page takes memory from the first write until it is freed.
 """
 
@@ -41,10 +41,6 @@ class KvCacheSize:
     block_bytes: int
     context: int
     """The largest number of tokens in a sequence, prompt included."""
-
-    @property
-    def memory_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
 
     @property
     def slot_tokens(self) -> int:
@@ -88,81 +84,22 @@ def page_table_bytes(num_heads: int, num_slots: int, slot_head_bytes: int) -> in
 
 
 class KeyValueSlots:
-    """Each layer has one tensor [2, slots, KV heads, tokens, head dim]: keys, then values.
+    """The keys and values of one layer: a tensor [2, slots, KV heads, tokens, head dim], keys
+    first. Its pages take memory from the first write on.
 
-    The tensors never hold NaN or infinity. Attention reads old content: tokens that earlier
+    The tensor never holds NaN or infinity. Attention reads old content: tokens that earlier
     sequences left in a slot, and the slots between those of a batch. A mask gives such columns the
     probability 0, but 0 times NaN is NaN.
     """
 
     def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_slots: int,
-        num_kv_heads: int,
-        num_tokens: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, shape: LayerShape, *, num_slots: int, num_tokens: int, dtype: torch.dtype
     ) -> None:
         """`num_tokens` is the length of a slot, a multiple of `block_tokens`. Raises OSError if the
         system does not provide the address range."""
-        shape = (2, num_slots, num_kv_heads, num_tokens, head_dim)
-        num_paged = num_layers if device.type == "cpu" else 0
-        self._pages = [_Pages(shape, dtype) for _ in range(num_paged)]
-        self._layers = [pages.tensor for pages in self._pages] or [
-            torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)
-        ]
-        # Views of the same memory, with one row for each token of each head.
-        self._by_row = [layer.view(-1, head_dim) for layer in self._layers]
-
-    def row_indices(self, slots: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """The indices for `write_rows`, for one token in each slot: int64 [slots * 2 * KV heads].
-        `positions` are the tokens' positions."""
-        _, num_slots, num_heads, num_tokens, _ = self._layers[0].shape
-        device = self._layers[0].device
-        token = torch.tensor(positions, device=device)[:, None, None]
-        slot = torch.tensor(slots, device=device)[:, None, None]
-        head = torch.arange(num_heads, device=device)
-        kind = torch.arange(2, device=device)[:, None]
-        return (((kind * num_slots + slot) * num_heads + head) * num_tokens + token).flatten()
-
-    def write_rows(self, layer: int, row_indices: Tensor, keys_values: Tensor) -> None:
-        """Write tokens of several slots. `keys_values` is [rows, 2, KV heads, head dim]. It is
-        changed: numbers that are not finite become 0."""
-        keys_values.nan_to_num_(0.0, 0.0, 0.0)
-        self._by_row[layer].index_copy_(0, row_indices, keys_values.reshape(len(row_indices), -1))
-
-    def write_run(self, layer: int, slot: int, start: int, keys_values: Tensor) -> None:
-        """Write the tokens of one slot from position `start` on. `keys_values` is
-        [tokens, 2, KV heads, head dim]. It is changed: numbers that are not finite become 0."""
-        keys_values.nan_to_num_(0.0, 0.0, 0.0)
-        run = self._layers[layer][:, slot, :, start : start + len(keys_values)]
-        run.copy_(keys_values.permute(1, 2, 0, 3))
-
-    def read(self, layer: int, first: int, end: int, length: int) -> tuple[Tensor, Tensor]:
-        """The keys and the values of the slots from `first` to before `end`. Both are views
-        [slots, KV heads, length, head dim]."""
-        found = self._layers[layer][:, first:end, :, :length]
-        return found[0], found[1]
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        for layer in self._layers:
-            layer[:, target, :, :length] = layer[:, source, :, :length]
-
-    def truncate(self, slot: int, length: int) -> None:
-        """Free the pages after the first `length` tokens of a slot. `length` must be a multiple of
-        `block_tokens`."""
-        for pages in self._pages:
-            pages.free(slot, length)
-
-
-class _Pages:
-    """A tensor whose pages take memory from the first write on."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        numel = math.prod(shape)
+        self.shape, self.dtype = shape, dtype
+        sizes = (2, num_slots, shape.num_heads, num_tokens, shape.head_dim)
+        numel = math.prod(sizes)
         self._memory = mmap.mmap(
             -1,
             numel * dtype.itemsize,
@@ -173,21 +110,51 @@ class _Pages:
             # huge pages refuses the advice, and does not need it.
             with contextlib.suppress(OSError):
                 self._memory.madvise(mmap.MADV_NOHUGEPAGE)
-        self.tensor = torch.frombuffer(self._memory, dtype=dtype, count=numel).view(shape)
+        self._tensor = torch.frombuffer(self._memory, dtype=dtype, count=numel).view(sizes)
+        # A view of the same memory, with one row for each token of each head.
+        self._by_row = self._tensor.view(-1, shape.head_dim)
 
-    def free(self, slot: int, length: int) -> None:
-        if (advice := _advice_to_free()) is None:  # then the pages stay for the next sequence
-            return
-        kinds, num_slots, num_heads, num_tokens, head_dim = self.tensor.shape
-        row_bytes = head_dim * self.tensor.itemsize
+    def row_indices(self, slots: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """The indices for `write_rows`, for one token in each slot: int64 [slots * 2 * KV heads].
+        `positions` are the tokens' positions. They are the same for layers of the same shape."""
+        _, num_slots, num_heads, num_tokens, _ = self._tensor.shape
+        token = torch.tensor(positions)[:, None, None]
+        slot = torch.tensor(slots)[:, None, None]
+        head = torch.arange(num_heads)
+        kind = torch.arange(2)[:, None]
+        return (((kind * num_slots + slot) * num_heads + head) * num_tokens + token).flatten()
+
+    def write_rows(self, row_indices: Tensor, keys_values: Tensor) -> None:
+        """Write tokens of several slots. `keys_values` is [rows, 2, KV heads, head dim]. It is
+        changed: numbers that are not finite become 0."""
+        keys_values.nan_to_num_(0.0, 0.0, 0.0)
+        self._by_row.index_copy_(0, row_indices, keys_values.reshape(len(row_indices), -1))
+
+    def write_run(self, slot: int, start: int, keys_values: Tensor) -> None:
+        """Write the tokens of one slot from position `start` on. `keys_values` is
+        [tokens, 2, KV heads, head dim]. It is changed: numbers that are not finite become 0."""
+        keys_values.nan_to_num_(0.0, 0.0, 0.0)
+        run = self._tensor[:, slot, :, start : start + len(keys_values)]
+        run.copy_(keys_values.permute(1, 2, 0, 3))
+
+    def read(self, first: int, end: int, length: int) -> tuple[Tensor, Tensor]:
+        """The keys and the values of the slots from `first` to before `end`. Both are views
+        [slots, KV heads, length, head dim]."""
+        found = self._tensor[:, first:end, :, :length]
+        return found[0], found[1]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self._tensor[:, target, :, :length] = self._tensor[:, source, :, :length]
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Free the pages after the first `length` tokens of a slot. `length` must be a multiple of
+        `block_tokens`."""
+        # macOS frees nothing for MADV_DONTNEED. After MADV_FREE, old content may still be read.
+        advice = mmap.MADV_FREE if sys.platform == "darwin" else mmap.MADV_DONTNEED
+        kinds, num_slots, num_heads, num_tokens, head_dim = self._tensor.shape
+        row_bytes = head_dim * self._tensor.itemsize
         for kind in range(kinds):
             for head in range(num_heads):
                 row = ((kind * num_slots + slot) * num_heads + head) * num_tokens + length
                 if size := (num_tokens - length) * row_bytes:
                     self._memory.madvise(advice, row * row_bytes, size)
-
-
-def _advice_to_free() -> int | None:
-    """macOS frees nothing for MADV_DONTNEED. After MADV_FREE, old content may still be read."""
-    name = "MADV_FREE" if sys.platform == "darwin" else "MADV_DONTNEED"
-    return getattr(mmap, name, None)

@@ -6,29 +6,28 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 
 from serving.engine import EngineError, Step
-from serving.engines.torch_engine.device import BusyLock
+from serving.engines.machine import BusyLock
 from serving.engines.torch_engine.scheduler import Event, Scheduler
 from serving.engines.torch_engine.sequence import EngineSequence
 
 _log = logging.getLogger(__name__)
 
 _MAX_FAILED_STEPS = 8
-"""After so many failed steps in a row, the engine reports a failure. Some errors never end, such as
-most errors of CUDA."""
-
-
-OnUnloaded = Callable[[list[Scheduler]], None]
+"""After so many failed steps in a row, the engine reports a failure. Some errors never end."""
 
 
 class StepLoop:
-    """All methods may be called from any thread. All but `join` return at once.
+    """All methods may be called from any thread. All but `join` return at once. What they ask for
+    is done by the thread, between two steps.
 
     The loop lets each scheduler compute one step, then the next scheduler. So after a swap, the
     sequences of the old release end while those of the new release already run.
@@ -37,22 +36,18 @@ class StepLoop:
     def __init__(self, *, num_threads: int | None, busy_lock: BusyLock) -> None:
         self._num_threads = num_threads
         self._busy_lock = busy_lock
-        self._changed = threading.Condition()
-        self._submitted: deque[EngineSequence] = deque()
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._ending = threading.Lock()
+        """While it is held, `_failure` does not change."""
+        self._failure: EngineError | None = None
+        """Why the thread has ended."""
         self._schedulers: dict[str, Scheduler] = {}
-        self._cold: Scheduler | None = None
-        """The first scheduler, until it has been warmed up. Later ones are not warmed up: most
-        releases have the same shape, so their kernels exist, and a warm-up would delay running
-        sequences."""
-        self._unloading: dict[str, OnUnloaded] = {}
+        self._unloading: dict[str, Future[list[Scheduler]]] = {}
         self._num_failed_steps = 0
         """The number of steps that have failed since the last one that did not."""
-        self._turns: list[Future[None]] = []
-        """The futures that `next_turn` has returned and that are not completed yet."""
         self._cpu_clock: int | None = None
         self._is_core_reserved = False
         self._is_stopping = False
-        self._failure: EngineError | None = None
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
@@ -62,9 +57,7 @@ class StepLoop:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._submitted) or any(
-            not scheduler.is_idle for scheduler in list(self._schedulers.values())
-        )
+        return any(not scheduler.is_idle for scheduler in list(self._schedulers.values()))
 
     @property
     def kv_cache_usage(self) -> float:
@@ -84,27 +77,16 @@ class StepLoop:
 
     @property
     def untouched_bytes(self) -> int:
-        """The memory that the KV caches may still take on a CPU."""
+        """The memory that the KV caches may still take."""
         return sum(scheduler.untouched_bytes for scheduler in list(self._schedulers.values()))
 
     @property
-    def cpu_seconds(self) -> float | None:
-        """The processor time that the thread has used. None if the system does not tell, or if the
+    def cpu_seconds(self) -> float:
+        """The processor time that the thread has used. 0 if the system does not tell, or if the
         thread has ended."""
         if self._cpu_clock is None or self._failure is not None:
-            return None
+            return 0.0
         return time.clock_gettime(self._cpu_clock)
-
-    def next_turn(self) -> Future[None]:
-        """A future that the thread completes before its next step. Raises EngineError if the thread
-        has ended."""
-        turn: Future[None] = Future()
-        with self._changed:
-            if self._failure is not None:
-                raise self._failure
-            self._turns.append(turn)
-            self._changed.notify()
-        return turn
 
     @contextlib.contextmanager
     def reserve_core(self) -> Iterator[None]:
@@ -117,54 +99,33 @@ class StepLoop:
         finally:
             self._is_core_reserved = False
 
+    def next_turn(self) -> Future[None]:
+        """A future that the thread completes before its next step."""
+        return self._call(self._raise_failure)
+
     def add(self, release_id: str, scheduler: Scheduler) -> None:
-        """Raises EngineError if the thread has ended."""
-        with self._changed:
-            if self._failure is not None:
-                raise self._failure
-            if not self._schedulers:
-                self._cold = scheduler
-            self._schedulers[release_id] = scheduler
-            self._changed.notify()
+        self._call(partial(self._schedulers.__setitem__, release_id, scheduler))
 
-    def unload(self, release_id: str, on_unloaded: OnUnloaded) -> None:
-        """Remove the release's scheduler as soon as it is idle, then call `on_unloaded`. The call
-        is made on the loop's thread, or on the calling thread if the loop's thread has ended.
+    def unload(self, release_id: str) -> Future[list[Scheduler]]:
+        """Remove the release's scheduler as soon as it is idle.
 
-        The argument of the call is a list with the only reference to the scheduler. It takes long
-        to free a scheduler, because the system must free each of its pages. So clear the list on a
-        thread for which nobody waits.
+        The result is a list with the only reference to the scheduler. It takes long to free a
+        scheduler, because the system must free each of its pages. So clear the list on a thread for
+        which nobody waits. The list is empty if the thread ends before.
         """
-        with self._changed:
-            if self._failure is None:
-                self._unloading[release_id] = on_unloaded
-                self._changed.notify()
-                return
-        on_unloaded([])
-
-    def cancel_unload(self, release_id: str) -> bool:
-        """Undo `unload`. Returns False if the scheduler has already been removed."""
-        with self._changed:
-            self._unloading.pop(release_id, None)
-            return release_id in self._schedulers
+        removed: Future[list[Scheduler]] = Future()
+        self._call(partial(self._unloading.__setitem__, release_id, removed))
+        return removed
 
     def submit(self, sequence: EngineSequence) -> None:
-        """Raises EngineError if the thread has ended, or if the release is not loaded or is being
-        unloaded."""
-        with self._changed:
-            if self._failure is not None:
-                raise self._failure
-            release_id = sequence.release_id
-            if release_id not in self._schedulers or release_id in self._unloading:
-                raise EngineError(f"release {release_id} is not resident")
-            self._submitted.append(sequence)
-            self._changed.notify()
+        """The sequence gets an EngineError if its release is not loaded or is being unloaded."""
+        self._call(partial(self._submit, sequence))
 
     def stop(self) -> None:
         """Stop the thread. Every sequence ends with EngineError. `join` waits for the end."""
-        with self._changed:
-            self._is_stopping = True
-            self._changed.notify()
+        self._is_stopping = True
+        with contextlib.suppress(EngineError):
+            self.next_turn()
 
     def join(self) -> None:
         self._thread.join()
@@ -173,6 +134,19 @@ class StepLoop:
     def _stop_at_exit(self) -> None:
         self.stop()
         self._thread.join()
+
+    def _call(self, work: Callable[[], Any]) -> Future[Any]:
+        """Let the thread do `work` before its next step. Raises EngineError if the thread has
+        ended."""
+        future: Future[Any] = Future()
+        with self._ending:
+            self._raise_failure()
+            self._calls.put((future, work))
+        return future
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def _run(self) -> None:
         reason = "the engine was closed"
@@ -186,13 +160,13 @@ class StepLoop:
             torch.set_num_threads(num_threads)
             self._is_ready.set()
             with torch.inference_mode():
-                while self._wait_for_work():
-                    self._warm_up(num_threads)
+                while not self._is_stopping:
                     usable = max(1, num_threads - self._is_core_reserved - self._busy_lock.is_held)
                     if usable != torch.get_num_threads():
                         torch.set_num_threads(usable)
                     self._step_every_scheduler()
                     self._remove_unloaded()
+                    self._do_calls(may_wait=not self.is_busy)
         except BaseException as error:
             reason = f"the engine's thread died: {error!r}"
             _log.critical(reason, exc_info=True)
@@ -200,89 +174,52 @@ class StepLoop:
             self._end(EngineError(reason))
             self._is_ready.set()
 
-    def _wait_for_work(self) -> bool:
-        """Wait until there is a step to compute. Returns False if the loop must stop."""
-        with self._changed:
-            self._complete_turns()
-            while not (self._is_stopping or self._unloading or self._cold or self.is_busy):
-                self._changed.wait()
-                self._complete_turns()
-            while self._submitted:
-                sequence = self._submitted.popleft()
-                self._schedulers[sequence.release_id].submit(sequence)
-            return not self._is_stopping
-
-    def _warm_up(self, num_threads: int) -> None:
-        with self._changed:
-            scheduler, self._cold = self._cold, None
-        if scheduler is None:
-            return
-        # oneDNN has a separate kernel for each number of threads. There is one thread less while a
-        # release is staged or another program computes.
-        for usable in {max(1, num_threads - 1), num_threads}:
-            torch.set_num_threads(usable)
-            try:
-                scheduler.warm_up()
-            except Exception:
-                # If steps fail as well, they report the error to their sequences.
-                _log.exception("the engine could not be warmed up")
-
-    def _complete_turns(self, error: EngineError | None = None) -> None:
-        for turn in self._turns:
-            if not turn.set_running_or_notify_cancel():
+    def _do_calls(self, *, may_wait: bool = False) -> None:
+        """Do the work of all calls. With `may_wait`, wait for one if there is none."""
+        while may_wait or not self._calls.empty():
+            future, work = self._calls.get()
+            may_wait = False
+            if not future.set_running_or_notify_cancel():
                 continue  # nobody waits any more
-            if error is None:
-                turn.set_result(None)
-            else:
-                turn.set_exception(error)
-        self._turns.clear()
+            try:
+                future.set_result(work())
+            except EngineError as error:
+                future.set_exception(error)
+
+    def _submit(self, sequence: EngineSequence) -> None:
+        release_id = sequence.release_id
+        if release_id in self._schedulers and release_id not in self._unloading:
+            self._schedulers[release_id].submit(sequence)
+        else:
+            _deliver([(sequence, EngineError(f"release {release_id} is not resident"))])
 
     def _step_every_scheduler(self) -> None:
-        with self._changed:
-            schedulers = [
-                (id, scheduler)
-                for id, scheduler in self._schedulers.items()
-                if not scheduler.is_idle
-            ]
+        schedulers = [(id, each) for id, each in self._schedulers.items() if not each.is_idle]
         for release_id, scheduler in schedulers:
             try:
-                events = list(scheduler.step(num_schedulers=len(schedulers)))
+                events = scheduler.step(num_schedulers=len(schedulers))
                 self._num_failed_steps = 0
             except Exception as error:
                 self._num_failed_steps += 1
                 _log.exception("a step of release %s failed", release_id)
                 failure = EngineError(f"a step of release {release_id} failed: {error}")
-                events = list(scheduler.fail(failure))
+                events = scheduler.fail(failure)
             # The sequences of one release do not wait for the step of the other.
             _deliver(events)
 
     def _remove_unloaded(self) -> None:
-        with self._changed:
-            # A sequence may have been submitted after this step began.
-            wanted = {sequence.release_id for sequence in self._submitted}
-            unloaded: list[tuple[OnUnloaded, list[Scheduler]]] = []
-            for release_id in list(self._unloading):
-                if release_id not in wanted and self._schedulers[release_id].is_idle:
-                    removed = [self._schedulers.pop(release_id)]
-                    unloaded.append((self._unloading.pop(release_id), removed))
-        for on_unloaded, removed in unloaded:
-            on_unloaded(removed)
+        for release_id in [each for each in self._unloading if self._schedulers[each].is_idle]:
+            self._unloading.pop(release_id).set_result([self._schedulers.pop(release_id)])
 
     def _end(self, error: EngineError) -> None:
-        with self._changed:
+        with self._ending:
             self._failure = error
-            events: list[Event] = [(sequence, error) for sequence in self._submitted]
-            for scheduler in self._schedulers.values():
-                events.extend(scheduler.fail(error))
-            self._submitted.clear()
-            self._schedulers.clear()
-            self._cold = None
-            unloaded = list(self._unloading.values())
-            self._unloading.clear()
-            self._complete_turns(error)
-        _deliver(events)
-        for on_unloaded in unloaded:
-            on_unloaded([])
+        self._do_calls()
+        for scheduler in self._schedulers.values():
+            _deliver(scheduler.fail(error))
+        self._schedulers.clear()
+        for removed in self._unloading.values():
+            removed.set_result([])
 
 
 def _deliver(events: list[Event]) -> None:
