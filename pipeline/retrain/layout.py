@@ -9,8 +9,7 @@ sees another one. The layout is found by measurement.
   needs a mask of our own. Models with a sliding window do not accept this mask. Models that do not
   use torch's attention do not accept it either.
 - `padded`: one document per row, padded at its end. The padding does no harm, because a causal
-  model never sees later tokens.
-- `unpadded`: one document per row. All documents of a batch have the same length.
+  model never sees later tokens. A model that the padding disturbs all the same cannot be trained.
 """
 
 import inspect
@@ -22,12 +21,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.packing import prefix_mask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Layout = Literal["prefixed", "packed", "padded", "unpadded"]
+Layout = Literal["prefixed", "packed", "padded"]
 
 _LEAK = 1e-5
 """The largest share of a hidden state that may change when another document changes. If a model
@@ -37,7 +37,8 @@ _layouts: "WeakKeyDictionary[PreTrainedModel, Layout]" = WeakKeyDictionary()
 
 
 def layout_of(model: "PreTrainedModel") -> Layout:
-    """The fastest layout in which `model` computes the same as for each document alone.
+    """The fastest layout in which `model` computes the same as for each document alone. Raises
+    BaseModelError if there is none.
 
     The first call for a model tries the layouts with a few dozen tokens. Later calls return the
     same result.
@@ -112,7 +113,10 @@ def _measure(model: "PreTrainedModel") -> Layout:
     expected = _row_by_row(model, [first])[0], alone, _row_by_row(model, [shorter])[0]
     if all(close_to(*pair) for pair in zip(beside, expected, strict=True)):
         return "padded"
-    return "unpadded"
+    raise BaseModelError(
+        f"a {type(model).__name__} cannot be trained here: padding at the end of a text changes "
+        "what it computes; take another base model"
+    )
 
 
 def _packed(model: "PreTrainedModel", documents: Sequence[Tensor]) -> Tensor:

@@ -24,7 +24,7 @@ from torch.nn import functional
 from pipeline.retrain.layout import layout_of
 from pipeline.retrain.packing import batch, pack
 from pipeline.retrain.plan import TrainingPlan
-from pipeline.retrain.scoring import MIN_FILLED, Network
+from pipeline.retrain.scoring import Network
 from pipeline.retrain.tokens import TokenSequence
 from pipeline.retrain.trunk import decoder_layers, num_frozen
 
@@ -165,7 +165,7 @@ def _inputs(
     # and the inputs of the padding would be recorded too. If each sequence gets a row of its own, a
     # little padding is still recorded: 5 tokens beside 2,061 of rows with 20 to 200 tokens.
     lengths = [len(each.token_ids) for each in sample]
-    is_padded = layout_of(model) in MIN_FILLED
+    is_padded = layout_of(model) == "padded"
     for block in pack(lengths, max([BLOCK_TOKENS * (not is_padded), *lengths])):
         Network(model)(batch(sample, [block]), lambda *_: None)
     for hook in hooks:

@@ -30,6 +30,8 @@ PREFIXED_LENGTH = 512
 """The usual length of the rows that `prefixed` makes. If the blocks of the batch are longer, the
 rows are as long as the blocks. A row of this length has room for several sequences, and attention
 still takes little of the time."""
+MIN_FILLED = 0.75
+"""At least this share of the rows that `row_groups` makes is tokens. The rest is padding."""
 FILLING = 1.1
 """The rows that `prefixed` makes get this many times the room that their tokens need. Otherwise,
 packing would often need one more row."""
@@ -121,20 +123,19 @@ def batch(sequences: Sequence[TokenSequence], blocks: Sequence[Sequence[int]]) -
     return Batch(token_ids, position_ids, labels)
 
 
-def row_groups(part: Batch, min_filled: float) -> list[RowGroup]:
+def row_groups(part: Batch) -> list[RowGroup]:
     """The sequences of a batch that have something to learn, each in a row of its own. Sequences of
     similar length are in one group.
 
-    At least the share `min_filled` of each row is tokens, and the rest is padding. No group is
-    larger than the batch. So all groups together take about as much time as the packed batch, and
-    each group takes at most as much memory.
+    No group is larger than the batch. So all groups together take about as much time as the packed
+    batch, and each group takes at most as much memory.
     """
     documents = _documents(part)
     groups: list[list[tuple[int, int]]] = []
     longest = 0
     for length, start in sorted(documents, key=itemgetter(0), reverse=True):
         fits = groups and (len(groups[-1]) + 1) * longest <= part.token_ids.numel()
-        if fits and length >= min_filled * longest:
+        if fits and length >= MIN_FILLED * longest:
             groups[-1].append((length, start))
         else:
             groups.append([(length, start)])

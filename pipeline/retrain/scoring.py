@@ -37,8 +37,6 @@ LONG_ANSWER_SHARE = 0.9
 BFLOAT16_PARAMETERS = 50_000_000
 """On a CPU, smaller networks are trained in float32. Their matrix products are short, so the
 conversions to bfloat16 take about as long as faster products save."""
-MIN_FILLED = {"padded": 0.75, "unpadded": 1.0}
-"""Layout (`layout.py`) → at least this share of each row must be tokens. The rest is padding."""
 
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -49,10 +47,9 @@ def autocast(device: torch.device) -> AbstractContextManager[object]:
 
 def training_autocast(model: "PreTrainedModel") -> AbstractContextManager[object]:
     """For training steps. Inside, a GPU computes in bfloat16, and a CPU too if it is fast in it and
-    `model` is large and can be padded (`ROUNDED_TO` says why). The weights and the optimizer stay
-    in float32."""
-    is_suited = model.num_parameters() >= BFLOAT16_PARAMETERS and layout_of(model) != "unpadded"
-    if model.device.type == "cpu" and is_suited and is_fast_in_bfloat16("cpu"):
+    `model` is large. The weights and the optimizer stay in float32."""
+    is_large = model.num_parameters() >= BFLOAT16_PARAMETERS
+    if model.device.type == "cpu" and is_large and is_fast_in_bfloat16("cpu"):
         return torch.autocast("cpu", torch.bfloat16)
     return autocast(model.device)
 
@@ -67,11 +64,11 @@ def predict(model: "PreTrainedModel", part: Batch) -> tuple[Tensor, Head, Tensor
     layout = layout_of(model)
     head = head_of(model)
     labels = part.labels[part.labels >= 0].to(model.device)
-    if layout in MIN_FILLED:
-        groups = row_groups(part, min_filled=MIN_FILLED[layout])
+    if layout == "padded":
+        groups = row_groups(part)
     else:
         groups = [(prefixed(part) if layout == "prefixed" else None) or packed(part)]
-    if torch.is_autocast_enabled(model.device.type) and layout != "unpadded":
+    if torch.is_autocast_enabled(model.device.type):
         groups = [rounded_up(group) for group in groups]
     found, places = [], []
     for group in groups:

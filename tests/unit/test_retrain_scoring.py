@@ -74,7 +74,7 @@ def test_rows_of_a_rounded_length_have_the_same_hidden_states(model: LlamaForCau
     part = batch(sequences, [[0, 1], [2]])
     shared = prefixed(part)
     assert shared is not None
-    for group in (packed(part), shared, *row_groups(part, min_filled=0.75)):
+    for group in (packed(part), shared, *row_groups(part)):
         longer = rounded_up(group)
         assert longer.token_ids.shape[1] == ROUNDED_TO
         found, expected = (
@@ -156,14 +156,3 @@ def test_a_cpu_trains_in_bfloat16_if_that_is_fast_and_the_network_is_large(
         assert torch.is_autocast_enabled("cpu") is (is_fast and is_large)
     with scoring.autocast(model.device):
         assert not torch.is_autocast_enabled("cpu"), "measurements stay exact"
-
-
-def test_a_network_that_cannot_be_padded_is_trained_in_float32(
-    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scoring, "is_fast_in_bfloat16", lambda device_type: True)
-    monkeypatch.setattr(scoring, "BFLOAT16_PARAMETERS", 0)
-    for layout, is_rounded in (("packed", True), ("padded", True), ("unpadded", False)):
-        monkeypatch.setattr(scoring, "layout_of", lambda _, found=layout: found)
-        with scoring.training_autocast(model):
-            assert torch.is_autocast_enabled("cpu") is is_rounded
