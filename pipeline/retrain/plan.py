@@ -186,15 +186,15 @@ def make_plan(
     anchors: Sequence[AnchorTarget] = (),
     said: Sequence[Row] = (),
     tokens_before: int = 0,
-    round_number: int = 1,
+    num_budgets: int = 1,
 ) -> TrainingPlan:
     """Tokenize the rows of this training, and compute its budget. Raises DataError if there is
     nothing to learn.
 
     anchors: the base model's own answers. said: unchanged rows that the served weights say. They
     are measured again before training ends. tokens_before: how many tokens the parent release was
-    trained on, including the releases that it was made from. round_number: the number of the round.
-    Round 2 continues round 1, so the budget of both together is twice that of round 1.
+    trained on, including the releases that it was made from. num_budgets: 2 for a round that
+    continues the one before, because the budget is that of both together.
     """
     train = settings.train
     is_delta = data.mode == "delta"
@@ -246,7 +246,7 @@ def make_plan(
         min_trained_share=1.0,
         learning_rate=train.learning_rate or usual_learning_rate(settings),
         max_tokens=max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens))
-        * round_number,
+        * num_budgets,
         step_tokens=1,
         warm_up_steps=1,
         replay_ratio=0.0,

@@ -14,7 +14,6 @@ from jobs.outcome import JobOutcome
 from pipeline.retrain import job_folder
 from pipeline.retrain.data import TrainingData, compare_revisions, is_unchanged
 from pipeline.retrain.errors import BaseModelError, DataError, TemporaryError
-from pipeline.retrain.evaluate import Evaluation
 from pipeline.retrain.gate import lost_refusals
 from pipeline.retrain.job import RetrainJob
 from pipeline.retrain.parent import (
@@ -31,6 +30,7 @@ from serving.weights.release import Lineage, Release
 from serving.weights.release_removal import prune
 
 if TYPE_CHECKING:
+    from pipeline.retrain.evaluate import Evaluation
     from pipeline.retrain.learning import Learning
 
 logger = logging.getLogger(__name__)
@@ -160,13 +160,14 @@ def _learn(
     a person has forced the job. Returns the reasons of the gate if it refuses, and otherwise the
     release."""
     # Import this only here, because a job without anything to learn needs no torch.
+    from pipeline.retrain.evaluate import Evaluation
     from pipeline.retrain.learning import Learning
 
     with job.stage("measure"):
         refusals = lost_refusals(data.num_lost, data.num_before, job.settings.gate)
         if refusals and job.settings.force_reason is None:
             return refusals, None
-        learning = Learning.begin(job, data, parent)
+        learning = Learning(job, data, parent)
 
     path = job.dir / job_folder.EVALUATION
     evaluation = job_folder.read_record(path, Evaluation)
@@ -205,7 +206,7 @@ def _lineage(
     snapshot: DatasetSnapshot,
     parent: Parent | None,
     learning: "Learning",
-    evaluation: Evaluation,
+    evaluation: "Evaluation",
 ) -> Lineage:
     data = learning.data
     is_delta = data.mode == "delta"
