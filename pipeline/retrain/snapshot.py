@@ -12,7 +12,6 @@ import httpx
 from pydantic import BaseModel, ConfigDict
 
 from jobs.temporary_failures import is_temporary
-from pipeline.retrain import job_folder
 from pipeline.retrain.data_files import NEEDED, is_needed
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.hub_away import is_away
@@ -25,8 +24,6 @@ PATIENCE_SECONDS = 60.0
 """How long to keep asking if the hub does not answer. A hub that was killed and restarted answers
 again within this time."""
 RETRY_SECONDS = 1.0
-FOLLOWED = "followed.json"
-"""The name of a file in the pipeline's cache folder. It holds a `Followed`."""
 
 
 class Revision(BaseModel):
@@ -80,16 +77,6 @@ class DatasetSnapshot(BaseModel):
         return all(
             (revision.folder / file).is_file() for revision in revisions for file in revision.files
         )
-
-
-class Followed(BaseModel):
-    """A known fact about the history of the dataset: `ancestor` is in the history of
-    `descendant`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    ancestor: str
-    descendant: str
 
 
 class DatasetHub:
@@ -149,23 +136,9 @@ class DatasetHub:
         return Revision.of(sha, folder, files)
 
     def is_ancestor(self, old: str, new: str) -> bool:
-        """Whether `old` is in the history of `new`. Reads the history from `new` backwards.
-
-        The result of each call is saved (`Followed`). If the history of `new` contains a commit
-        that is known to come after `old`, the search can stop there. This saves many requests if
-        many commits have changed no row.
-        """
-        followed_file = self._cache_dir / FOLLOWED
-        followed = job_folder.read_record(followed_file, Followed)
-        ends = {old}
-        if followed is not None and followed.ancestor == old:
-            ends.add(followed.descendant)
+        """Whether `old` is in the history of `new`. Reads the history from `new` backwards."""
         with self._translated(f"the history of {new} in {self.dataset}"):
-            found = not ends.isdisjoint(self._history(new))
-        if found:
-            self._cache_dir.mkdir(parents=True, exist_ok=True)
-            job_folder.write_record(followed_file, Followed(ancestor=old, descendant=new))
-        return found
+            return old in self._history(new)
 
     def forget_others(self, *shas: str) -> None:
         """Remove all downloaded revisions except `shas`."""
