@@ -107,20 +107,6 @@ def base_answers(
     return tuple(trained), tuple(measured)
 
 
-def divergence(logprobs: Tensor, anchors: Sequence[AnchorTarget]) -> Tensor:
-    """The KL divergence from the base model to the model with the log probabilities `logprobs`
-    (answer tokens, V). The result is (answer tokens,), in nats.
-
-    All tokens that are not among the base model's likeliest ones count together, as one token.
-    """
-    token_ids = torch.cat([anchor.token_ids for anchor in anchors]).to(logprobs.device)
-    base = torch.cat([anchor.logprobs for anchor in anchors]).to(logprobs.device)
-    own = logprobs.gather(-1, token_ids)
-    rest, own_rest = ((1 - each.exp().sum(-1)).clamp_min(1e-6).log() for each in (base, own))
-    found: Tensor = (base.exp() * (base - own)).sum(-1) + rest.exp() * (rest - own_rest)
-    return found
-
-
 @torch.no_grad()
 def agreement(
     model: "PreTrainedModel",

@@ -28,16 +28,13 @@ from torch import Tensor
 
 from pipeline.retrain import checkpoint as checkpoints
 from pipeline.retrain.averaging import average
-from pipeline.retrain.base_answers import AnchorTarget
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.evaluate import FULL_ROUND
 from pipeline.retrain.group import add_up, from_first, rank, world_size
-from pipeline.retrain.head import Head
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
-from pipeline.retrain.loss import score_labels, summed_loss
 from pipeline.retrain.metrics import MetricsWriter
-from pipeline.retrain.objectives import keep_base, unlearn
+from pipeline.retrain.objectives import losses
 from pipeline.retrain.packing import Batch, batch, pack
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.scoring import Network, is_said, mean_loss, row_losses, training_autocast
@@ -407,8 +404,8 @@ def _step(
             [anchor.sequence for anchor in own_anchors] * is_last,
             [sequences[index] for index in deleted] * is_last,
         ]
-        losses = partial(
-            _losses,
+        use = partial(
+            losses,
             groups=groups,
             anchors=own_anchors,
             num_learned=num_learned,
@@ -416,7 +413,7 @@ def _step(
             is_scored=plan.ends_when_right,
         )
         with training_autocast(model):
-            loss, of_rows, still_said, is_right = network(_batch(groups, part), losses)
+            loss, of_rows, still_said, is_right = network(_batch(groups, part), use)
         total += of_rows
         loss.backward()
         if is_right is not None:
@@ -424,7 +421,7 @@ def _step(
             for index, each in zip(order, torch.split(is_right, lengths), strict=True):
                 right[index] = float(is_said(int(each.sum()), len(each)))
     if world_size() > 1:
-        total, *flags = _add_up(model, [total, *right.values()])
+        total, *flags = add_up(model, [total, *right.values()])
         right = dict(zip(right, flags, strict=True))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     norm = torch.nn.utils.clip_grad_norm_(trainable, settings.max_grad_norm)
@@ -446,41 +443,6 @@ def _step(
     return total, plan.num_tokens(visited)
 
 
-def _losses(
-    hidden: Tensor,
-    head: Head,
-    labels: Tensor,
-    *,
-    groups: Sequence[Sequence[TokenSequence]],
-    anchors: Sequence[AnchorTarget],
-    num_learned: int,
-    num_anchored: int,
-    is_scored: bool,
-) -> tuple[Tensor, float, list[bool], Tensor | None]:
-    """groups: the rows, the anchors and the deleted rows of a batch.
-
-    Returns the sum of all losses; the loss of the rows alone; for each deleted row, whether the
-    model still says it; and for each learned token of the rows, whether the model finds it
-    likeliest (None if not `is_scored`).
-    """
-    sizes = [sum(each.num_learned for each in group) for group in groups]
-    own, kept, unlearned = torch.split(hidden, sizes)
-    own_labels = torch.split(labels, sizes)
-    loss = summed_loss(own, head, own_labels[0]) / max(1, num_learned)
-    of_rows = float(loss.detach())
-    still_said: list[bool] = []
-    if groups[1]:
-        loss = loss + keep_base(kept, head, anchors) / num_anchored
-    if groups[2]:
-        beside, still_said = unlearn(unlearned, head, own_labels[2], groups[2])
-        loss = loss + beside / world_size()
-    is_right = None
-    if is_scored:
-        with torch.autocast(hidden.device.type, enabled=False):
-            is_right = score_labels(own.detach(), head, own_labels[0])[1].cpu()
-    return loss, of_rows, still_said, is_right
-
-
 def _own_blocks(blocks: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
     """The share of this process in the blocks of a step. If there are fewer blocks than processes,
     single sequences are shared out, so that as few processes as possible are idle."""
@@ -496,20 +458,6 @@ def _batch(groups: Sequence[Sequence[TokenSequence]], blocks: Sequence[Sequence[
     ends = list(itertools.accumulate(lengths))
     places = [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
     return batch([sequence for group in groups for sequence in group], places)
-
-
-def _add_up(model: "PreTrainedModel", numbers: list[float]) -> list[float]:
-    """Replace the gradients in each process by their sum over all processes. Returns the sums of
-    `numbers`."""
-    gradients = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
-    sums = torch.tensor(numbers, device=model.device)
-    add_up([*gradients, sums])
-    return sums.tolist()
 
 
 def _measure(
