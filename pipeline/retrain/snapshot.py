@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -79,32 +80,25 @@ class DatasetSnapshot(BaseModel):
         )
 
 
+@dataclass
 class DatasetHub:
-    """Reads one dataset on a hub. Only the pipeline of this job uses `cache_dir`."""
+    """Reads one dataset on a hub."""
 
-    def __init__(
-        self,
-        dataset: str,
-        cache_dir: Path,
-        *,
-        endpoint: str | None,
-        token: str | Literal[False] | None,
-        token_source: str = "HF_TOKEN",
-    ) -> None:
-        """token: False to send none. token_source: where the token comes from, for error
-        messages."""
-        self.dataset = dataset
-        self._cache_dir = cache_dir
-        self._endpoint = endpoint
-        self._token = token
-        self._token_source = token_source
+    dataset: str
+    cache_dir: Path
+    """Only the pipeline of this job uses it."""
+    endpoint: str | None
+    token: str | Literal[False] | None = field(repr=False)
+    """False to send none."""
+    token_source: str = "HF_TOKEN"
+    """Where the token comes from, for error messages."""
 
     def head(self, ref: str) -> str:
         """The commit that `ref` points to. Raises SnapshotError."""
         from huggingface_hub import HfApi
 
         with self._translated(f"{ref} of {self.dataset}"):
-            info = HfApi(endpoint=self._endpoint, token=self._token).dataset_info(
+            info = HfApi(endpoint=self.endpoint, token=self.token).dataset_info(
                 self.dataset, revision=ref.removeprefix("refs/heads/")
             )
         if info.sha is None:
@@ -119,7 +113,7 @@ class DatasetHub:
 
         disable_progress_bars()  # they would fill the job's log
         with self._translated(f"revision {sha} of {self.dataset}"):
-            files = HfApi(endpoint=self._endpoint, token=self._token).list_repo_files(
+            files = HfApi(endpoint=self.endpoint, token=self.token).list_repo_files(
                 self.dataset, repo_type="dataset", revision=sha
             )
             folder = Path(
@@ -127,9 +121,9 @@ class DatasetHub:
                     self.dataset,
                     repo_type="dataset",
                     revision=sha,
-                    cache_dir=self._cache_dir,
-                    endpoint=self._endpoint,
-                    token=self._token,
+                    cache_dir=self.cache_dir,
+                    endpoint=self.endpoint,
+                    token=self.token,
                     allow_patterns=list(NEEDED),
                 )
             )
@@ -145,7 +139,7 @@ class DatasetHub:
         from huggingface_hub import CacheNotFound, scan_cache_dir
 
         try:
-            cache = scan_cache_dir(self._cache_dir)
+            cache = scan_cache_dir(self.cache_dir)
         except CacheNotFound:
             return
         others = {
@@ -159,11 +153,11 @@ class DatasetHub:
         from huggingface_hub import constants
         from huggingface_hub.utils import build_hf_headers, paginate  # type: ignore[attr-defined]
 
-        endpoint = self._endpoint or constants.ENDPOINT
+        endpoint = self.endpoint or constants.ENDPOINT
         commits = paginate(
             f"{endpoint}/api/datasets/{self.dataset}/commits/{sha}",
             params={},
-            headers=build_hf_headers(token=self._token),
+            headers=build_hf_headers(token=self.token),
         )
         yield from (commit["id"] for commit in commits)
 
@@ -176,9 +170,9 @@ class DatasetHub:
         try:
             yield
         except (HfHubHTTPError, httpx.HTTPError, httpx2.HTTPError, OSError) as error:
-            reason = _reason(error, self._token_source if self._token else None)
+            reason = _reason(error, self.token_source if self.token else None)
             raise (HubAway if is_away(error) else SnapshotError)(
-                f"{what} could not be fetched from {self._endpoint or 'huggingface.co'}: {reason}"
+                f"{what} could not be fetched from {self.endpoint or 'huggingface.co'}: {reason}"
             ) from error
 
 
@@ -232,13 +226,12 @@ def _base(
     if parent is None:
         return None, "there is no release to go on from"
     seen = parent.lineage.dataset_revision
-    # A dataset that was renamed has a new name, but the same commits. So compare the commits, too.
-    is_other = parent.lineage.dataset != hub.dataset
     not_trained = f"release {parent.id} was not trained on {hub.dataset}"
     if seen is None:
         return None, not_trained
     if seen == revision.sha:
         return revision, None
+    base: Revision | None = None
     try:
         base = hub.download(seen)
     except SnapshotError as error:
@@ -246,17 +239,15 @@ def _base(
         if isinstance(error, HubAway) or is_temporary(error):
             raise
         logger.info("%s", error)
-        if is_other:
-            return None, not_trained
-        return None, f"revision {seen}, which release {parent.id} has seen, cannot be reached"
-    if not hub.is_ancestor(seen, revision.sha):
-        if is_other:
-            return None, not_trained
-        return (
-            base,
-            f"revision {seen}, which release {parent.id} has seen, was removed (by a force-push)",
-        )
-    return base, None
+        problem = "cannot be reached"
+    else:
+        if hub.is_ancestor(seen, revision.sha):
+            return base, None
+        problem = "was removed (by a force-push)"
+    # A dataset that was renamed has a new name, but the same commits. So compare the commits first.
+    if parent.lineage.dataset != hub.dataset:
+        return None, not_trained
+    return base, f"revision {seen}, which release {parent.id} has seen, {problem}"
 
 
 def _reason(error: Exception, token_source: str | None) -> str:
