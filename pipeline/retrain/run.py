@@ -16,11 +16,7 @@ from pipeline.retrain.data import TrainingData, compare_revisions, is_unchanged
 from pipeline.retrain.errors import BaseModelError, DataError, TemporaryError
 from pipeline.retrain.gate import lost_refusals
 from pipeline.retrain.job import RetrainJob
-from pipeline.retrain.parent import (
-    Parent,
-    damaged_releases,
-    find_parent,
-)
+from pipeline.retrain.parent import Parent, damaged_releases, find_parent
 from pipeline.retrain.promote import promote
 from pipeline.retrain.report import report_on
 from pipeline.retrain.snapshot import DatasetSnapshot, take_snapshot
@@ -45,7 +41,9 @@ def retrain(job: RetrainJob) -> JobOutcome:
     """
     while True:
         try:
-            return _retrain(job)
+            outcome = _retrain(job)
+            _clear_away(job)
+            return outcome
         except Superseded as moved:
             if job.trained is not None:
                 return job.outcome("superseded", str(moved))
@@ -64,7 +62,6 @@ def _retrain(job: RetrainJob) -> JobOutcome:
             # row changed.
             is_needed = job.trained is not None or snapshot.passed_over
             if not is_needed and is_unchanged(data, parent, job.settings):
-                _clear_away(job)
                 return job.outcome("unchanged")
             refusals, release = _learn(job, snapshot, parent, data)
         except (DataError, BaseModelError) as error:
@@ -77,7 +74,6 @@ def _retrain(job: RetrainJob) -> JobOutcome:
                 job.pipeline_dir, job.trained, lineage=_origin(job, snapshot, parent)
             )
         if release is None:
-            _clear_away(job)
             return job.outcome("rejected", "; ".join(refusals))
     job.record_progress(release=release.id)
 
@@ -90,14 +86,14 @@ def _retrain(job: RetrainJob) -> JobOutcome:
             server_url=job.server_url,
             admin_token=job.admin_token,
         )
-    _clear_away(job)
     forced = release.lineage.forced
-    reason = f"forced past the gate: {forced}" if forced else None
-    missed = (release.evaluation or {}).get("not_learned")
-    return job.outcome(
-        promotion.result,
-        "; ".join(filter(None, (promotion.reason, reason, missed, not_judged))) or None,
+    reasons = (
+        promotion.reason,
+        f"forced past the gate: {forced}" if forced else None,
+        (release.evaluation or {}).get("not_learned"),
+        not_judged,
     )
+    return job.outcome(promotion.result, "; ".join(filter(None, reasons)) or None)
 
 
 def _published_before(job: RetrainJob) -> tuple[DatasetSnapshot | None, Release | None]:
@@ -121,22 +117,19 @@ def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
         job.record_progress(dataset_revision=wanted)
         damaged = damaged_releases(job.pipeline_dir)
         parent = find_parent(job.pipeline_dir, damaged)
-        if job.trained_from not in (None, parent.id if parent is not None else None):
-            raise Superseded(str(job.trained), parent.id if parent is not None else None)
+        parent_id = parent.id if parent is not None else None
+        if job.trained_from not in (None, parent_id):
+            raise Superseded(str(job.trained), parent_id)
         for release_id, reasons in damaged.items():
             logger.warning(
                 "passing over release %s, which is damaged: %s", release_id, "; ".join(reasons)
             )
         snapshot = job_folder.read_record(job.dir / job_folder.SNAPSHOT, DatasetSnapshot)
-        if (
-            snapshot is None
-            or not snapshot.is_whole
-            or snapshot.parent != (parent.id if parent is not None else None)
-        ):
+        if snapshot is None or not snapshot.is_whole or snapshot.parent != parent_id:
             # The job is new, or another release was chosen since it was interrupted.
             _forget_progress(job)
             if damaged:
-                logger.warning("the job goes on from %s", parent.id if parent else "the base model")
+                logger.warning("the job goes on from %s", parent_id or "the base model")
             snapshot = take_snapshot(job.hub, job.settings.ref, wanted, parent)
             snapshot = snapshot.model_copy(update={"passed_over": tuple(damaged)})
             job_folder.write_record(job.dir / job_folder.SNAPSHOT, snapshot)
