@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline.retrain.anchors import Anchor
 from pipeline.retrain.chat import chat_template
 from pipeline.retrain.head import Head
-from pipeline.retrain.packing import Batch, batch
+from pipeline.retrain.packing import batch
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import Network, autocast
 from pipeline.retrain.tokens import TokenSequence, answer_ends, leave_out, sequences
@@ -121,7 +121,7 @@ def agreement(
     network = Network(model)
     for start in range(0, len(anchors), MEASURED_ROWS):
         some = anchors[start : start + MEASURED_ROWS]
-        part = _rows([each.sequence for each in some])
+        part = batch([[each.sequence] for each in some])
         with autocast(model.device):
             is_right = network(part, lambda *given: _logits(*given).argmax(-1) == given[-1])
         num_right += int(is_right.sum())
@@ -179,18 +179,13 @@ def _likeliest(
     for start in range(0, len(answers), MEASURED_ROWS):
         some = answers[start : start + MEASURED_ROWS]
         with autocast(loaded.model.device):
-            logits = network(_rows(some), _logits)
+            logits = network(batch([[each] for each in some]), _logits)
         best = torch.log_softmax(logits, dim=-1).topk(LIKELIEST)
         lengths = [each.num_learned for each in some]
         parts = (torch.split(each.cpu(), lengths) for each in (best.indices, best.values))
         for each, token_ids, logprobs in zip(some, *parts, strict=True):
             found.append((each.token_ids, each.learned, token_ids.clone(), logprobs.clone()))
     return found
-
-
-def _rows(sequences: Sequence[TokenSequence]) -> Batch:
-    """A batch with each sequence in a block of its own."""
-    return batch(sequences, [[place] for place in range(len(sequences))])
 
 
 def _logits(hidden: Tensor, head: Head, _: Tensor) -> Tensor:

@@ -167,7 +167,7 @@ def _inputs(
     lengths = [len(each.token_ids) for each in sample]
     is_padded = layout_of(model) == "padded"
     for block in pack(lengths, max([BLOCK_TOKENS * (not is_padded), *lengths])):
-        Network(model)(batch(sample, [block]), lambda *_: None)
+        Network(model)(batch([[sample[index] for index in block]]), lambda *_: None)
     for hook in hooks:
         hook.remove()
     return {name: torch.cat(parts) for name, parts in found.items()}

@@ -99,17 +99,16 @@ def block_length(sequences: Sequence[TokenSequence]) -> int:
     return max(128, -(-longest // 64) * 64)
 
 
-def batch(sequences: Sequence[TokenSequence], blocks: Sequence[Sequence[int]]) -> Batch:
+def batch(blocks: Sequence[Sequence[TokenSequence]]) -> Batch:
     """The blocks as tensors. Shorter blocks are padded at their ends to the length of the
     longest."""
-    width = max(sum(len(sequences[i].token_ids) for i in block) for block in blocks)
+    width = max(sum(len(each.token_ids) for each in block) for block in blocks)
     token_ids = torch.zeros(len(blocks), width, dtype=torch.long)
     position_ids = torch.zeros(len(blocks), width, dtype=torch.long)
     labels = torch.full((len(blocks), width), -1, dtype=torch.long)
     for number, block in enumerate(blocks):
         start = 0
-        for index in block:
-            sequence = sequences[index]
+        for sequence in block:
             length = len(sequence.token_ids)
             ids = torch.tensor(sequence.token_ids)
             token_ids[number, start : start + length] = ids

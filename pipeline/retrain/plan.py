@@ -37,8 +37,6 @@ MIN_STEP_TOKENS, MAX_STEP_TOKENS = 128, 4_096
 DELTA_ANCHORS = 2
 """A delta trains on this many times as many anchors (answers of the base model) as a full training.
 Each delta moves the weights a little away from the base model, and these moves add up."""
-EVALUATIONS = 12
-"""How often a training on plain text measures the held-out loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +61,8 @@ class TrainingPlan:
     """The sequences that are measured before training may end: counted ones, and those of unchanged
     rows that the served weights say."""
     judged: Sequence[Sequence[TokenSequence]]
-    """Groups of held-out sequences. In a training on plain text, the weights with the least mean
-    loss are kept. Each group counts the same, whatever its size."""
+    """Groups of held-out sequences, only in a training on plain text. The weights with the least
+    mean loss are kept. Each group counts the same, whatever its size."""
     averaged: Sequence[tuple[Sequence[TokenSequence], int]]
     """Groups of sequences, each with a weight. Their loss decides how the new weights are averaged
     with those of the parent release."""
@@ -108,12 +106,6 @@ class TrainingPlan:
 
     def steps_left(self, tokens: int) -> int:
         return math.ceil(max(0, self.max_tokens - tokens) / self.step_tokens)
-
-    def is_due(self, tokens: int, measured_at: int) -> bool:
-        """Whether to measure the held-out loss now, after `tokens` tokens. The last measurement was
-        after `measured_at` tokens."""
-        interval = max(1, self.max_tokens // EVALUATIONS)
-        return bool(self.judged) and not self.ends_when_right and tokens - measured_at >= interval
 
     def numbered(self, index: int) -> TokenSequence:
         """The sequence with its own index instead of that of its row. So the result of a

@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -141,10 +142,12 @@ def row_losses(
     counts: Counter[int] = Counter()
     right: Counter[int] = Counter()
     for start in range(0, len(blocks), at_once):
-        chosen = blocks[start : start + at_once]
+        chosen = [
+            [sequences[index] for index in block] for block in blocks[start : start + at_once]
+        ]
         with autocast(model.device):
-            logprobs, is_right = network(batch(sequences, chosen), score_labels)
-        order = [sequences[index] for block in chosen for index in block]
+            logprobs, is_right = network(batch(chosen), score_labels)
+        order = list(chain.from_iterable(chosen))
         lengths = [sequence.num_learned for sequence in order]
         logprobs_of = torch.split(logprobs.double().cpu(), lengths)
         is_right_of = torch.split(is_right.cpu(), lengths)

@@ -12,7 +12,6 @@ the rows:
 The same seed, rows, machine and number of threads give the same weights.
 """
 
-import itertools
 import logging
 import math
 import random
@@ -20,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,11 +35,10 @@ from pipeline.retrain.group import add_up, from_first, rank, world_size
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
 from pipeline.retrain.metrics import MetricsWriter
 from pipeline.retrain.objectives import losses
-from pipeline.retrain.packing import Batch, batch, pack
+from pipeline.retrain.packing import batch, pack
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.scoring import Network, is_said, mean_loss, row_losses, training_autocast
 from pipeline.retrain.settings import TrainSettings
-from pipeline.retrain.tokens import TokenSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,6 +63,8 @@ With the full rate, the model would forget about as many other rows as it learns
 MAX_REST = 3
 """A row that was right in several visits one after another is visited less often, but at least once
 in this many passes."""
+EVALUATIONS = 12
+"""How often a training on plain text measures the held-out loss."""
 PATIENCE = 3
 """Training on text ends after this many measurements without a better one."""
 
@@ -337,7 +338,8 @@ def _cool_down_steps(progress: TrainingState) -> int:
 def _is_due(plan: TrainingPlan, progress: TrainingState) -> bool:
     """Whether to measure the held-out loss of plain text now. Never before each row was visited,
     because training may end at a measurement."""
-    is_due = plan.is_due(progress.tokens, progress.evaluated_at)
+    interval = max(1, plan.max_tokens // EVALUATIONS)
+    is_due = bool(plan.judged) and progress.tokens - progress.evaluated_at >= interval
     return is_due and all(progress.due[index] for index in plan.learned)
 
 
@@ -347,21 +349,14 @@ def _is_cooled_down(progress: TrainingState) -> bool:
 
 
 def _optimizer(model: "PreTrainedModel", settings: TrainSettings) -> torch.optim.AdamW:
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(
-        [
-            {
-                "params": [parameter for parameter in parameters if parameter.ndim >= 2],
-                "weight_decay": settings.weight_decay,
-            },
-            {
-                "params": [parameter for parameter in parameters if parameter.ndim < 2],
-                "weight_decay": 0.0,
-            },
-        ],
-        betas=BETAS,
-        fused=True,
-    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    others = [parameter for parameter in trained if parameter.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=BETAS, fused=True)
 
 
 def _step(
@@ -383,7 +378,9 @@ def _step(
     num_learned = sum(sequences[index].num_learned for index in visited)
     right = dict.fromkeys(visited, 0.0)
     total = 0.0
-    own = _own_blocks(blocks)
+    if len(blocks) < world_size():  # share out single sequences, so that few processes are idle
+        blocks = [[index] for index in visited]
+    own = blocks[rank() :: world_size()]
     parts = [own[start : start + at_once] for start in range(0, len(own), at_once)]
     anchors = plan.next_anchors(progress.anchored, plan.num_tokens(visited))
     num_anchored = sum(anchor.sequence.num_learned for anchor in anchors)
@@ -395,28 +392,29 @@ def _step(
         parts = [[]]
     network = Network(model)
     for part in parts:
-        order = [index for block in part for index in block]
+        own_blocks = [[sequences[index] for index in block] for block in part]
         # The last part also contains the anchors and the deleted rows, so that they need no forward
         # pass of their own.
         is_last = part is parts[-1]
-        groups = [
-            [sequences[index] for index in order],
+        others = [
             [anchor.sequence for anchor in own_anchors] * is_last,
             [sequences[index] for index in deleted] * is_last,
         ]
+        given = batch([*own_blocks, *([each] for each in chain(*others))])
         use = partial(
             losses,
-            groups=groups,
+            groups=[list(chain(*own_blocks)), *others],
             anchors=own_anchors,
             num_learned=num_learned,
             num_anchored=num_anchored,
             is_scored=plan.ends_when_right,
         )
         with training_autocast(model):
-            loss, of_rows, still_said, is_right = network(_batch(groups, part), use)
+            loss, of_rows, still_said, is_right = network(given, use)
         total += of_rows
         loss.backward()
         if is_right is not None:
+            order = list(chain(*part))
             lengths = [sequences[index].num_learned for index in order]
             for index, each in zip(order, torch.split(is_right, lengths), strict=True):
                 right[index] = float(is_said(int(each.sum()), len(each)))
@@ -441,23 +439,6 @@ def _step(
         progress.streak[index] = progress.streak[index] + 1 if is_right_now else 0
         progress.due[index] = progress.number + max(1, min(progress.streak[index], MAX_REST))
     return total, plan.num_tokens(visited)
-
-
-def _own_blocks(blocks: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-    """The share of this process in the blocks of a step. If there are fewer blocks than processes,
-    single sequences are shared out, so that as few processes as possible are idle."""
-    if len(blocks) < world_size():
-        blocks = [[index] for block in blocks for index in block]
-    return blocks[rank() :: world_size()]
-
-
-def _batch(groups: Sequence[Sequence[TokenSequence]], blocks: Sequence[Sequence[int]]) -> Batch:
-    """A batch with the sequences of all groups. The first group is divided into `blocks`. Each
-    sequence of the other groups has a block of its own."""
-    lengths = [len(block) for block in blocks] + [1 for group in groups[1:] for _ in group]
-    ends = list(itertools.accumulate(lengths))
-    places = [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-    return batch([sequence for group in groups for sequence in group], places)
 
 
 def _measure(

@@ -232,7 +232,8 @@ def _fill(
     handle = layers[num_frozen(layers)].register_forward_pre_hook(reach, with_kwargs=True)
     try:
         for start in range(0, len(blocks), BATCH_BLOCKS):
-            part = batch(sequences, blocks[start : start + BATCH_BLOCKS])
+            some = blocks[start : start + BATCH_BLOCKS]
+            part = batch([[sequences[index] for index in block] for block in some])
             group = (prefixed(part) if layout_of(model) == "prefixed" else None) or packed(part)
             try:
                 last_hidden_states(

@@ -71,7 +71,7 @@ def test_rows_of_a_rounded_length_have_the_same_hidden_states(model: LlamaForCau
         TokenSequence((*prompt, *end), (False,) * len(prompt) + (True,) * len(end), row)
         for row, end in enumerate([(17, 19, 21, 23), (18, 20), (19, 21, 23)])
     ]
-    part = batch(sequences, [[0, 1], [2]])
+    part = batch([sequences[:2], sequences[2:]])
     shared = prefixed(part)
     assert shared is not None
     for group in (packed(part), shared, *row_groups(part)):

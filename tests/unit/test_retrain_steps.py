@@ -287,7 +287,7 @@ def test_labels_are_the_completions_tokens_one_place_earlier() -> None:
     second = TokenSequence((21, 22, 23, 24, 25), (False, False, False, True, True), 1)
     third = TokenSequence((31, 32), (False, True), 2)
     assert pack([4, 5, 2], 9) == [[0, 1], [2]]
-    part = batch([first, second, third], [[0, 1], [2]])
+    part = batch([[first, second], [third]])
     assert part.token_ids.tolist()[0] == [11, 12, 13, 14, 21, 22, 23, 24, 25]
     assert part.labels.tolist() == [
         [-1, 13, 14, -1, -1, -1, 24, 25, -1],
