@@ -135,16 +135,15 @@ def row_losses(
     was_training = model.training
     model.eval()
     length = block_length(sequences)
-    blocks = pack([len(sequence.token_ids) for sequence in sequences], length)
+    indices = pack([len(sequence.token_ids) for sequence in sequences], length)
+    blocks = [[sequences[index] for index in block] for block in indices]
     at_once = max(1, BATCH_TOKENS // length)
     network = Network(model)
     nats: defaultdict[int, float] = defaultdict(float)
     counts: Counter[int] = Counter()
     right: Counter[int] = Counter()
     for start in range(0, len(blocks), at_once):
-        chosen = [
-            [sequences[index] for index in block] for block in blocks[start : start + at_once]
-        ]
+        chosen = blocks[start : start + at_once]
         with autocast(model.device):
             logprobs, is_right = network(batch(chosen), score_labels)
         order = list(chain.from_iterable(chosen))
