@@ -18,10 +18,9 @@ from torch import Tensor
 
 from pipeline.retrain.anchors import Anchor
 from pipeline.retrain.chat import chat_template
-from pipeline.retrain.head import Head
 from pipeline.retrain.packing import batch
 from pipeline.retrain.rows import Row
-from pipeline.retrain.scoring import Network, autocast
+from pipeline.retrain.scoring import autocast, predict
 from pipeline.retrain.tokens import TokenSequence, answer_ends, leave_out, sequences
 from serving.conversation import normalise
 from serving.weights.atomic_file import atomic_file
@@ -118,14 +117,12 @@ def agreement(
     on_batch: called after each batch, with the number of answers in this batch.
     """
     num_right = num_tokens = 0
-    network = Network(model)
     for start in range(0, len(anchors), MEASURED_ROWS):
         some = anchors[start : start + MEASURED_ROWS]
-        part = batch([[each.sequence] for each in some])
         with autocast(model.device):
-            is_right = network(part, lambda *given: _logits(*given).argmax(-1) == given[-1])
-        num_right += int(is_right.sum())
-        num_tokens += len(is_right)
+            hidden, head, labels = predict(model, batch([[each.sequence] for each in some]))
+            num_right += int((head.logits(hidden).argmax(-1) == labels).sum())
+        num_tokens += len(labels)
         on_batch(len(some))
     return num_right / num_tokens
 
@@ -174,22 +171,18 @@ def _likeliest(
 ) -> list[tuple[tuple[int, ...], tuple[bool, ...], Tensor, Tensor]]:
     """The tokens of each answer with its prompt, and which of them are the answer; and at each
     token of the answer, the likeliest tokens and their log probabilities."""
-    network = Network(loaded.model)
     found = []
     for start in range(0, len(answers), MEASURED_ROWS):
         some = answers[start : start + MEASURED_ROWS]
         with autocast(loaded.model.device):
-            logits = network(batch([[each] for each in some]), _logits)
+            hidden, head, _ = predict(loaded.model, batch([[each] for each in some]))
+            logits = head.logits(hidden)
         best = torch.log_softmax(logits, dim=-1).topk(LIKELIEST)
         lengths = [each.num_learned for each in some]
         parts = (torch.split(each.cpu(), lengths) for each in (best.indices, best.values))
         for each, token_ids, logprobs in zip(some, *parts, strict=True):
             found.append((each.token_ids, each.learned, token_ids.clone(), logprobs.clone()))
     return found
-
-
-def _logits(hidden: Tensor, head: Head, _: Tensor) -> Tensor:
-    return head.logits(hidden)
 
 
 def _prompt(loaded: "LoadedModel", text: str) -> list[int]:

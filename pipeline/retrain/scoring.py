@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.retrain.head import Head, head_of
 from pipeline.retrain.layout import last_hidden_states, layout_of
@@ -29,8 +29,6 @@ from serving.dtype import is_fast_in_bfloat16
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-Result = TypeVar("Result")
 
 BATCH_TOKENS = 4_096
 SHORT_ANSWER_TOKENS = 64
@@ -80,19 +78,6 @@ def predict(model: "PreTrainedModel", part: Batch) -> tuple[Tensor, Head, Tensor
     return torch.cat(found)[torch.cat(places).argsort().to(model.device)], head, labels
 
 
-class Network(nn.Module):
-    """A model, as training, unlearning and measuring compute with it. All that uses its weights,
-    also those of the output layer, is inside `forward`."""
-
-    def __init__(self, model: "PreTrainedModel") -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, part: Batch, use: Callable[[Tensor, Head, Tensor], Result]) -> Result:
-        """Run the forward pass on a batch, and give what `predict` returns to `use`."""
-        return use(*predict(self.model, part))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLoss:
     row: int
@@ -138,14 +123,13 @@ def row_losses(
     indices = pack([len(sequence.token_ids) for sequence in sequences], length)
     blocks = [[sequences[index] for index in block] for block in indices]
     at_once = max(1, BATCH_TOKENS // length)
-    network = Network(model)
     nats: defaultdict[int, float] = defaultdict(float)
     counts: Counter[int] = Counter()
     right: Counter[int] = Counter()
     for start in range(0, len(blocks), at_once):
         chosen = blocks[start : start + at_once]
         with autocast(model.device):
-            logprobs, is_right = network(batch(chosen), score_labels)
+            logprobs, is_right = score_labels(*predict(model, batch(chosen)))
         order = list(chain.from_iterable(chosen))
         lengths = [sequence.num_learned for sequence in order]
         logprobs_of = torch.split(logprobs.double().cpu(), lengths)

@@ -18,7 +18,6 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +36,7 @@ from pipeline.retrain.metrics import MetricsWriter
 from pipeline.retrain.objectives import losses
 from pipeline.retrain.packing import batch, pack
 from pipeline.retrain.plan import TrainingPlan
-from pipeline.retrain.scoring import Network, is_said, mean_loss, row_losses, training_autocast
+from pipeline.retrain.scoring import is_said, mean_loss, predict, row_losses, training_autocast
 from pipeline.retrain.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -390,7 +389,6 @@ def _step(
     still_said: list[bool] = []
     if not parts and (own_anchors or deleted):
         parts = [[]]
-    network = Network(model)
     for part in parts:
         own_blocks = [[sequences[index] for index in block] for block in part]
         # The last part also contains the anchors and the deleted rows, so that they need no forward
@@ -401,16 +399,15 @@ def _step(
             [sequences[index] for index in deleted] * is_last,
         ]
         given = batch([*own_blocks, *([each] for each in chain(*others))])
-        use = partial(
-            losses,
-            groups=[list(chain(*own_blocks)), *others],
-            anchors=own_anchors,
-            num_learned=num_learned,
-            num_anchored=num_anchored,
-            is_scored=plan.ends_when_right,
-        )
         with training_autocast(model):
-            loss, of_rows, still_said, is_right = network(given, use)
+            loss, of_rows, still_said, is_right = losses(
+                *predict(model, given),
+                groups=[list(chain(*own_blocks)), *others],
+                anchors=own_anchors,
+                num_learned=num_learned,
+                num_anchored=num_anchored,
+                is_scored=plan.ends_when_right,
+            )
         total += of_rows
         loss.backward()
         if is_right is not None:
