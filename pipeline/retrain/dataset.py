@@ -120,14 +120,6 @@ def check_not_empty(dataset: Dataset) -> None:
     if dataset.train:
         return
     files = dataset.files
-    if not any(files.splits.values()):
-        ignored = "".join(
-            f"; {file} is ignored: {reason}" for file, reason in list(files.ignored.items())[:3]
-        )
-        raise DataError(
-            f"the dataset is empty: no data file in it; push {', '.join(SUFFIXES)} files with "
-            f"{KNOWN}{ignored}"
-        )
     if places := [
         row.place for row in dataset.nothing_to_learn if row.file in files.splits["train"]
     ]:
@@ -141,7 +133,9 @@ def check_not_empty(dataset: Dataset) -> None:
             f"{CARD} or [pipelines.data.splits] say; rename them, or set "
             'train = ["**"] under [pipelines.data.splits]'
         )
+    what = ", ".join(files.splits["train"][:5])
+    ignored = (f"; {file} is ignored: {why}" for file, why in list(files.ignored.items())[:3])
     raise DataError(
-        f"the dataset is empty: no row in {', '.join(files.splits['train'][:5])}; push rows with "
-        f"{KNOWN}"
+        f"the dataset is empty: {f'no row in {what}' if what else 'no data file in it'}; push "
+        f"{', '.join(SUFFIXES)} files with {KNOWN}{''.join(ignored)}"
     )

@@ -84,12 +84,12 @@ def low_rank(model: "PreTrainedModel", plan: TrainingPlan, rank: int) -> Iterato
     model.requires_grad_(False)
     for name, layer in layers.items():
         first = _directions(rows.pop(name).float(), anchors.pop(name).float(), rank)
-        _replace(model, name, LowRank(layer, first))
+        model.set_submodule(name, LowRank(layer, first))
     yield
     for name in layers:
         wrapped = model.get_submodule(name)
         assert isinstance(wrapped, LowRank)
-        _replace(model, name, wrapped.merge())
+        model.set_submodule(name, wrapped.merge())
     model.requires_grad_(True)
 
 
@@ -171,8 +171,3 @@ def _inputs(
     for hook in hooks:
         hook.remove()
     return {name: torch.cat(parts) for name, parts in found.items()}
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, module)
