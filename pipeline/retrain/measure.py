@@ -60,21 +60,17 @@ class MeasuredRows:
     ) -> "MeasuredRows":
         """max_length: the largest number of tokens of a sequence. Longer answers are cut."""
 
-        def sample(rows: Sequence[Row]) -> tuple[Row, ...]:
-            return _sample(rows, tokenizer, max_length, gate.max_tokens)[0]
+        def sample(rows: Sequence[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+            return _sample(rows, tokenizer, max_length, gate.max_tokens)
 
-        changed, unmeasured = _sample(
-            [row for row in data.new if row.digest not in data.contradicting],
-            tokenizer,
-            max_length,
-            gate.max_tokens,
-        )
+        new = [row for row in data.new if row.digest not in data.contradicting]
+        changed, unmeasured = sample(new)
         return cls(
             changed=changed,
-            known=sample([row for row in data.known if row.digest not in data.contradicting]),
-            deleted=sample([row for row in data.deleted if row.is_counted]),
-            held_out_new=sample(data.held_out_new),
-            held_out_known=sample(data.held_out_known),
+            known=sample([row for row in data.known if row.digest not in data.contradicting])[0],
+            deleted=sample([row for row in data.deleted if row.is_counted])[0],
+            held_out_new=sample(data.held_out_new)[0],
+            held_out_known=sample(data.held_out_known)[0],
             golden=tuple(golden),
             unmeasured=tuple(row for row in unmeasured if row.is_counted),
         )
