@@ -6,7 +6,7 @@ release from which the job continues) on the changed rows.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Literal
@@ -136,16 +136,8 @@ def compare_revisions(
         frozenset(row.digest for row in rows if row.short_digest in digests)
         for digests in (set(recorded_rows.get(key, ())) for key in ("not_trained", "missed"))
     )
-    mode, reason = choose_mode(
-        settings,
-        snapshot,
-        parent,
-        change,
-        num_deleted=len(deleted),
-        num_deleted_text=sum(row.text is not None for row in deleted),
-        num_waiting=len(waiting),
-        unreadable=unreadable,
-    )
+    change = replace(change, deleted=deleted)
+    mode, reason = _choose_mode(settings, snapshot, parent, change, len(waiting), unreadable)
     added = {row.digest for row in change.added}
     if mode == "delta":
         added |= waiting
@@ -158,7 +150,7 @@ def compare_revisions(
         new=tuple(row for row in rows if row.digest in added),
         known=tuple(row for row in rows if row.digest not in added),
         edited=change.edited,
-        deleted=deleted,
+        deleted=change.deleted,
         held_out_new=tuple(row for row in held_out if row.digest not in seen),
         held_out_known=tuple(row for row in held_out if row.digest in seen),
         held_out_share=tuple(
@@ -252,16 +244,13 @@ def _has_same_settings(parent: Parent, settings: RetrainSettings) -> bool:
     return parent.lineage.settings_digest == settings.train.digest()
 
 
-def choose_mode(
+def _choose_mode(
     settings: RetrainSettings,
     snapshot: DatasetSnapshot,
     parent: Parent | None,
     change: Difference,
-    *,
-    num_deleted: int,
-    num_deleted_text: int,
     num_waiting: int,
-    unreadable: str | None = None,
+    unreadable: str | None,
 ) -> tuple[Literal["full", "delta"], str]:
     """Full or delta, and the reason. `TrainSettings.mode` describes the rule.
 
@@ -285,15 +274,16 @@ def choose_mode(
         return "delta", "asked for"
     if snapshot.no_delta is not None:
         return "full", snapshot.no_delta
-    if not change.added and not num_deleted:
+    if not change.added and not change.deleted:
         if num_waiting and _has_same_settings(parent, settings):
             return "delta", f"{num_waiting} rows of earlier commits are not trained yet"
         if settings.skip_if != "no_row_changed":
             return "full", "no row changed, so a training by hand starts from the base model"
         if snapshot.passed_over:
             return "full", f"no row changed since release {parent.id}, and later ones are damaged"
-    if num_deleted_text:
-        return "full", f"{num_deleted_text} rows of plain text were deleted"
+    if texts := sum(row.text is not None for row in change.deleted):
+        return "full", f"{texts} rows of plain text were deleted"
+    num_deleted = len(change.deleted)
     if num_deleted > MAX_UNLEARNED:
         return "full", f"{num_deleted} rows were deleted, more than a delta unlearns"
     return "delta", (
