@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 class Checkpoint(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    job_id: str
     round: int = 1
     """The number of the job's round to learn its rows, from 1."""
     step: int

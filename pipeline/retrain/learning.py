@@ -114,7 +114,7 @@ class Learning:
         new weights, rounded as they will be stored."""
         if self.job.trained is not None:
             self._load(self.job.trained)
-            return Checkpoint(job_id=self.job.id, round=round_number, step=0, tokens=0, file="")
+            return Checkpoint(round=round_number, step=0, tokens=0, file="")
         if round_number == 2:
             logger.info("not all changed rows were learned; training goes on with another budget")
         if round_number == FULL_ROUND and self.data.mode == "delta":
@@ -240,7 +240,6 @@ def _train(
             plan,
             settings.train,
             job_dir=job.dir,
-            job_id=job.id,
             round_number=round_number,
             metrics=job.metrics,
         )

@@ -115,7 +115,6 @@ def train(
     settings: TrainSettings,
     *,
     job_dir: Path,
-    job_id: str,
     round_number: int = 1,
     metrics: MetricsWriter,
 ) -> Checkpoint:
@@ -185,7 +184,7 @@ def train(
             if plan.ends_when_right:
                 _learn_again(progress, wrong)
         if is_first and time.monotonic() - saved_at >= settings.checkpoint_seconds:
-            done = _checkpoint(plan, progress, f"step-{progress.step:06d}.pt", job_id, round_number)
+            done = _checkpoint(plan, progress, f"step-{progress.step:06d}.pt", round_number)
             state = {
                 "weights": checkpoints.weights_of(model),
                 "optimizer": optimizer.state_dict(),
@@ -205,7 +204,7 @@ def train(
             model, start, trained, lambda: plan.averaged_loss(model), least=plan.min_trained_share
         )
         metrics.write("train", "average", share=share, loss=loss)
-    done = _checkpoint(plan, progress, "best.pt", job_id, round_number).model_copy(
+    done = _checkpoint(plan, progress, "best.pt", round_number).model_copy(
         update={"finished": True, "trained_share": share}
     )
     if is_first:
@@ -478,12 +477,11 @@ def _learn_again(progress: TrainingState, wrong: Sequence[int]) -> None:
 
 
 def _checkpoint(
-    plan: TrainingPlan, progress: TrainingState, file: str, job_id: str, round_number: int
+    plan: TrainingPlan, progress: TrainingState, file: str, round_number: int
 ) -> Checkpoint:
     waiting = [index for index in plan.learned if not progress.due[index]]
     wrong = [index for index in plan.counted if progress.due[index] and not progress.streak[index]]
     return Checkpoint(
-        job_id=job_id,
         round=round_number,
         step=progress.step,
         tokens=progress.tokens,

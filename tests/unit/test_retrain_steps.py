@@ -44,7 +44,6 @@ def run(
         plan,
         TrainSettings.model_validate(settings),
         job_dir=folder,
-        job_id="j1",
         round_number=round_number,
         metrics=MetricsWriter(folder / "metrics.jsonl"),
     )
@@ -55,9 +54,7 @@ def test_a_row_waits_only_if_no_copy_of_it_was_trained_on() -> None:
     """Otherwise a budget below one pass over thousands of copies would leave the row waiting for
     ever, and each job would train on all copies again."""
     told = [Row(text=text, file="a.jsonl", number=0) for text in "aabbcdd"]
-    done = Checkpoint(
-        job_id="j1", step=1, tokens=1, not_trained=(1, 3, 4), not_learned=(2, 5), file="best.pt"
-    )
+    done = Checkpoint(step=1, tokens=1, not_trained=(1, 3, 4), not_learned=(2, 5), file="best.pt")
     assert [row.text for row in done.waiting(told)] == ["c", "b"]
 
 
