@@ -11,24 +11,20 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.retrain.anchors import Anchor
 from pipeline.retrain.chat import chat_template
+from pipeline.retrain.model import LoadedModel
 from pipeline.retrain.packing import batch
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import autocast, predict
 from pipeline.retrain.tokens import TokenSequence, answer_ends, leave_out, sequences
 from serving.conversation import normalise
 from serving.weights.atomic_file import atomic_file
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from pipeline.retrain.model import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +58,7 @@ def base_answers(
     folder: Path,
     base: str,
     anchors: Sequence[Anchor],
-    load: "Callable[[], LoadedModel]",
+    load: Callable[[], LoadedModel],
     max_measured_tokens: int,
     tell: Callable[[int, int], None] = lambda answered, prompts: None,
 ) -> tuple[tuple[AnchorTarget, ...], tuple[AnchorTarget, ...]]:
@@ -108,7 +104,7 @@ def base_answers(
 
 @torch.no_grad()
 def agreement(
-    model: "PreTrainedModel",
+    model: PreTrainedModel,
     anchors: Sequence[AnchorTarget],
     on_batch: Callable[[int], None] = lambda _: None,
 ) -> float:
@@ -129,7 +125,7 @@ def agreement(
 
 @torch.no_grad()
 def _answer(
-    loaded: "LoadedModel", anchors: Sequence[Anchor], tell: Callable[[int, int], None]
+    loaded: LoadedModel, anchors: Sequence[Anchor], tell: Callable[[int, int], None]
 ) -> list[TokenSequence]:
     """Generate the greedy answers, in batches that are padded on the left. The last token of an
     answer is the end token if the model ended the answer."""
@@ -167,7 +163,7 @@ def _answer(
 
 @torch.no_grad()
 def _likeliest(
-    loaded: "LoadedModel", answers: Sequence[TokenSequence]
+    loaded: LoadedModel, answers: Sequence[TokenSequence]
 ) -> list[tuple[tuple[int, ...], tuple[bool, ...], Tensor, Tensor]]:
     """The tokens of each answer with its prompt, and which of them are the answer; and at each
     token of the answer, the likeliest tokens and their log probabilities."""
@@ -185,7 +181,7 @@ def _likeliest(
     return found
 
 
-def _prompt(loaded: "LoadedModel", text: str) -> list[int]:
+def _prompt(loaded: LoadedModel, text: str) -> list[int]:
     tokenizer = loaded.tokenizer
     template = chat_template(tokenizer)
     if template is not None:
@@ -197,7 +193,7 @@ def _prompt(loaded: "LoadedModel", text: str) -> list[int]:
     return ids[-(loaded.max_length - ANSWER_TOKENS) :]
 
 
-def _turn_ends(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
+def _turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The token with which the chat template ends an answer."""
     talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
     row = Row(messages=tuple(talk), file="anchor", number=0)

@@ -8,20 +8,18 @@ record is written.
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from jobs.temporary_failures import is_temporary
 from pipeline.retrain import job_folder
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.rows import Row
 from serving.weights.atomic_file import REPLACING, atomic_file
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +62,7 @@ class Checkpoint(BaseModel):
 State = dict[str, Any]
 
 
-def weights_of(model: "PreTrainedModel") -> dict[str, Tensor]:
+def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """The tensors that training changes, by name: trainable parameters, and buffers. They share the
     memory of the model. Tied weights occur once."""
     seen: set[int] = set()
@@ -77,13 +75,13 @@ def weights_of(model: "PreTrainedModel") -> dict[str, Tensor]:
     return found
 
 
-def copy_weights(model: "PreTrainedModel") -> dict[str, Tensor]:
+def copy_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """A copy of `weights_of` in the memory of the CPU."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in weights_of(model).items()}
 
 
 @torch.no_grad()
-def set_weights(model: "PreTrainedModel", weights: dict[str, Tensor]) -> None:
+def set_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
     """Copy `weights` into the tensors of `model`. So tied weights stay tied."""
     own = weights_of(model)
     if own.keys() != weights.keys():

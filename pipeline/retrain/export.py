@@ -6,9 +6,10 @@ import shutil
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
+from transformers import PreTrainedModel
 
 from pipeline.retrain.model import LoadedModel
 from serving.chat_template import PROMPT_DATE
@@ -17,12 +18,9 @@ from serving.weights.network import hub_state_dict
 from serving.weights.publish import ManifestFields, publish_state_dict
 from serving.weights.release import Release, read_json
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 @torch.no_grad()
-def round_weights(model: "PreTrainedModel", dtype: torch.dtype) -> None:
+def round_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Round the weights to the values that they will have after they are stored as `dtype`.
 
     Call this before the weights are measured, so that the evaluation and the probe describe the

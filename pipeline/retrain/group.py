@@ -6,16 +6,13 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from jobs.process import die_with_parent
 from pipeline.retrain.errors import TemporaryError, TrainError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def rank() -> int:
@@ -26,7 +23,7 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def add_up(model: "PreTrainedModel", numbers: list[float]) -> list[float]:
+def add_up(model: PreTrainedModel, numbers: list[float]) -> list[float]:
     """Replace the gradients in each process by their sum over all processes. Returns the sums of
     `numbers`. The result is bit for bit the same in each process."""
     trained = [each for each in model.parameters() if each.requires_grad]

@@ -15,17 +15,15 @@ sees another one. The layout is found by measurement.
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.packing import prefix_mask
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Layout = Literal["prefixed", "packed", "padded"]
 
@@ -33,10 +31,10 @@ _LEAK = 1e-5
 """The largest share of a hidden state that may change when another document changes. If a model
 keeps documents apart, nothing should change. But in a mixture of experts, rounding may depend on
 the other rows."""
-_layouts: "WeakKeyDictionary[PreTrainedModel, Layout]" = WeakKeyDictionary()
+_layouts: WeakKeyDictionary[PreTrainedModel, Layout] = WeakKeyDictionary()
 
 
-def layout_of(model: "PreTrainedModel") -> Layout:
+def layout_of(model: PreTrainedModel) -> Layout:
     """The fastest layout in which `model` computes the same as for each document alone. Raises
     BaseModelError if there is none.
 
@@ -50,7 +48,7 @@ def layout_of(model: "PreTrainedModel") -> Layout:
 
 
 def last_hidden_states(
-    model: "PreTrainedModel",
+    model: PreTrainedModel,
     token_ids: Tensor,
     position_ids: Tensor | None = None,
     mask: Tensor | None = None,
@@ -69,7 +67,7 @@ def last_hidden_states(
 
 
 @contextmanager
-def in_evaluation(model: "PreTrainedModel") -> Iterator[None]:
+def in_evaluation(model: PreTrainedModel) -> Iterator[None]:
     """Inside, `model` computes without dropout and gradients, in the precision of its weights."""
     was_training = model.training
     model.eval()
@@ -80,7 +78,7 @@ def in_evaluation(model: "PreTrainedModel") -> Iterator[None]:
         model.train(was_training)
 
 
-def random_document(model: "PreTrainedModel", num_tokens: int, seed: int) -> Tensor:
+def random_document(model: PreTrainedModel, num_tokens: int, seed: int) -> Tensor:
     """(T,) random token ids, the same for the same seed. This does not change the random numbers
     that the training draws."""
     generator = torch.Generator().manual_seed(seed)
@@ -98,7 +96,7 @@ def close_to(found: Tensor, expected: Tensor) -> bool:
     )
 
 
-def _measure(model: "PreTrainedModel") -> Layout:
+def _measure(model: PreTrainedModel) -> Layout:
     first, other, second = (
         random_document(model, num_tokens, seed) for seed, num_tokens in enumerate((11, 11, 17))
     )
@@ -119,7 +117,7 @@ def _measure(model: "PreTrainedModel") -> Layout:
     )
 
 
-def _packed(model: "PreTrainedModel", documents: Sequence[Tensor]) -> Tensor:
+def _packed(model: PreTrainedModel, documents: Sequence[Tensor]) -> Tensor:
     """The hidden states of the last document, (T, H), if the documents are packed into a row. The
     batch has two such rows."""
     row = torch.cat(list(documents))
@@ -128,7 +126,7 @@ def _packed(model: "PreTrainedModel", documents: Sequence[Tensor]) -> Tensor:
     return hidden[0, -len(documents[-1]) :]
 
 
-def _shares_prefixes(model: "PreTrainedModel") -> bool:
+def _shares_prefixes(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     if getattr(config, "sliding_window", None) or config._attn_implementation != "sdpa":
         return False
@@ -141,7 +139,7 @@ def _shares_prefixes(model: "PreTrainedModel") -> bool:
     return close_to(hidden[0, -11:], expected[0, -11:])
 
 
-def _row_by_row(model: "PreTrainedModel", documents: Sequence[Tensor]) -> list[Tensor]:
+def _row_by_row(model: PreTrainedModel, documents: Sequence[Tensor]) -> list[Tensor]:
     """The hidden states of each document, (T, H), if each document has a row of its own."""
     rows = torch.nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
     positions = torch.arange(rows.shape[1]).expand_as(rows)
@@ -149,5 +147,5 @@ def _row_by_row(model: "PreTrainedModel", documents: Sequence[Tensor]) -> list[T
     return [hidden[number, : len(document)] for number, document in enumerate(documents)]
 
 
-def _takes_position_ids(model: "PreTrainedModel") -> bool:
+def _takes_position_ids(model: PreTrainedModel) -> bool:
     return "position_ids" in inspect.signature(model.base_model.forward).parameters

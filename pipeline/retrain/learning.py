@@ -8,9 +8,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.retrain import job_folder
 from pipeline.retrain.anchors import load_anchors
@@ -36,9 +37,6 @@ from pipeline.retrain.train import train
 from pipeline.retrain.trunk import frozen_trunk
 from serving.weights.publish import ManifestFields, publish_folder
 from serving.weights.release import Lineage, Release
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -157,18 +155,34 @@ class Learning:
             data_refusals=refusals,
         )
 
-    def export(self, evaluation: Evaluation, lineage: Lineage) -> Release:
-        loaded, data = self.loaded, self.data
+    def export(self, evaluation: Evaluation, origin: Lineage) -> Release:
+        """origin: the lineage without what is known only here."""
+        job, loaded, data = self.job, self.loaded, self.data
         groups = (data.new, data.held_out_new, data.known, data.held_out_known)
         texts = probe_texts(groups, loaded.tokenizer, loaded.max_length)
         manifest = ManifestFields(
-            lineage=lineage,
+            lineage=origin,
             evaluation=evaluation.model_dump(mode="json"),
             probe=make_probe(loaded.model, texts),
         )
-        if self.job.trained is not None:
-            return publish_folder(self.job.pipeline_dir, self.job.trained, **manifest)
-        return export(loaded, self.job.pipeline_dir, self._ends, **manifest)
+        if job.trained is not None:
+            return publish_folder(job.pipeline_dir, job.trained, **manifest)
+        told: dict[str, Any] = {
+            "base_model": job.settings.base_model,
+            "base_revision": self.base.revision,
+            "base_files_digest": self.base.files_digest,
+            "data_digest": data.digest,
+            "mode": data.mode,
+            "rows": tuple(sorted({row.kind for row in data.rows})),
+            "settings_digest": job.settings.train.digest(),
+        }
+        if data.mode == "full":
+            told |= {"parent": None, "dataset_base_revision": None}
+        if not evaluation.passed:
+            reasons = "; ".join(evaluation.refusals)
+            told["forced"] = f"{job.settings.force_reason} ({reasons})"
+        manifest["lineage"] = Lineage.model_validate(origin.model_dump() | told)
+        return export(loaded, job.pipeline_dir, self._ends, **manifest)
 
     def _plan(self, round_number: int) -> TrainingPlan:
         known = self._rows.known
@@ -213,9 +227,7 @@ class Learning:
         )
 
 
-def _tell_lengths(
-    data: TrainingData, tokenizer: "PreTrainedTokenizerBase", max_length: int
-) -> None:
+def _tell_lengths(data: TrainingData, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
     """Log what the report at the job's start could not say, because it had no tokenizer. For a
     delta, only of the changed rows: its time must not depend on the size of the dataset."""
     rows, what = (data.new, "changed") if data.mode == "delta" else (data.rows, "all")
@@ -226,7 +238,7 @@ def _tell_lengths(
 
 
 def _train(
-    job: RetrainJob, model: "PreTrainedModel", plan: TrainingPlan, round_number: int
+    job: RetrainJob, model: PreTrainedModel, plan: TrainingPlan, round_number: int
 ) -> Checkpoint:
     settings = job.settings
     matrices = usual_rank(settings)

@@ -5,7 +5,8 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from pipeline.retrain.base_answers import AnchorTarget, agreement
 from pipeline.retrain.data import TrainingData
@@ -14,9 +15,6 @@ from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import RowLoss, row_losses
 from pipeline.retrain.settings import GateSettings
 from pipeline.retrain.tokens import leave_out, sequences
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +52,7 @@ class MeasuredRows:
         cls,
         data: TrainingData,
         golden: Sequence[Row],
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: PreTrainedTokenizerBase,
         max_length: int,
         gate: GateSettings,
     ) -> "MeasuredRows":
@@ -136,7 +134,7 @@ def measure(
 
 
 def _sample(
-    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int, max_tokens: int
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, max_length: int, max_tokens: int
 ) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     """A random sample of `rows` with at most `max_tokens` tokens, but with at least one row. Also
     returns the other rows. Both keep the order of `rows`.
@@ -168,7 +166,7 @@ def _sample(
     )
 
 
-def _num_measured(row: Row, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> int:
+def _num_measured(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> int:
     """About how many tokens a measurement of `row` computes. A text is measured whole. A longer
     conversation has a sequence for each answer."""
     text = row.text or f"{row.prompt}{row.completion}"

@@ -10,7 +10,8 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.retrain.base_answers import AnchorTarget
 from pipeline.retrain.base_model import PRESETS
@@ -22,9 +23,6 @@ from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import mean_loss, row_losses
 from pipeline.retrain.settings import RetrainSettings, TrainSettings
 from pipeline.retrain.tokens import TokenSequence, sequences
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PRESET_LEARNING_RATE = 1e-3
 PRETRAINED_LEARNING_RATE = 5e-5
@@ -162,7 +160,7 @@ class TrainingPlan:
             self.unlearned[(step * count + place) % len(self.unlearned)] for place in range(count)
         ]
 
-    def averaged_loss(self, model: "PreTrainedModel") -> float:
+    def averaged_loss(self, model: PreTrainedModel) -> float:
         """The mean loss per token of the groups in `averaged`, with their weights."""
         losses = [mean_loss(row_losses(model, group)) for group, _ in self.averaged]
         weights = [weight for _, weight in self.averaged]
@@ -171,7 +169,7 @@ class TrainingPlan:
 
 def make_plan(
     data: TrainingData,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     settings: RetrainSettings,
     *,
     max_length: int,
@@ -297,7 +295,7 @@ def _delta_budget(
 
 def _judging(
     data: TrainingData,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     max_tokens: int,
 ) -> tuple[list[list[TokenSequence]], list[tuple[list[TokenSequence], int]]]:

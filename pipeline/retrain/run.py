@@ -7,7 +7,6 @@ according to the records.
 
 import logging
 import shutil
-from typing import TYPE_CHECKING, Any
 
 from jobs.counts import Counts
 from jobs.outcome import JobOutcome
@@ -24,10 +23,6 @@ from serving.errors import Superseded
 from serving.weights.publish import publish_folder
 from serving.weights.release import Lineage, Release
 from serving.weights.release_removal import prune
-
-if TYPE_CHECKING:
-    from pipeline.retrain.evaluate import Evaluation
-    from pipeline.retrain.learning import Learning
 
 logger = logging.getLogger(__name__)
 
@@ -188,55 +183,22 @@ def _learn(
         return evaluation.refusals, None
 
     with job.stage("export"):
-        lineage = _lineage(job, snapshot, parent, learning, evaluation)
-        release = learning.export(evaluation, lineage)
+        release = learning.export(evaluation, _origin(job, snapshot, parent))
         job_folder.write_record(job.dir / job_folder.RELEASE, release)
     return (), release
 
 
-def _lineage(
-    job: RetrainJob,
-    snapshot: DatasetSnapshot,
-    parent: Parent | None,
-    learning: "Learning",
-    evaluation: "Evaluation",
-) -> Lineage:
-    data = learning.data
-    is_delta = data.mode == "delta"
-    forced = None
-    if not evaluation.passed:
-        forced = f"{job.settings.force_reason} ({'; '.join(evaluation.refusals)})"
-    if job.trained is not None:
-        return _origin(job, snapshot, parent)
-    return _origin(
-        job,
-        snapshot,
-        parent if is_delta else None,
-        base_model=job.settings.base_model,
-        base_revision=learning.base.revision,
-        base_files_digest=learning.base.files_digest,
-        dataset_base_revision=snapshot.base.sha if snapshot.base is not None and is_delta else None,
-        data_digest=data.digest,
-        mode=data.mode,
-        rows=tuple(sorted({row.kind for row in data.rows})),
-        settings_digest=job.settings.train.digest(),
-        forced=forced,
-    )
-
-
-def _origin(
-    job: RetrainJob, snapshot: DatasetSnapshot, parent: Parent | None, **training: Any
-) -> Lineage:
-    """The lineage of a release of this job. training: what is known only if the job has trained the
-    weights itself."""
+def _origin(job: RetrainJob, snapshot: DatasetSnapshot, parent: Parent | None) -> Lineage:
+    """The lineage of a release of this job, without what only the training knows."""
+    base = snapshot.base if job.trained is None else None
     return Lineage(
         parent=parent.id if parent is not None else None,
         dataset=snapshot.dataset,
         dataset_ref=snapshot.ref,
         dataset_revision=snapshot.revision.sha,
+        dataset_base_revision=base.sha if base is not None else None,
         job_id=job.id,
         delivery_ids=job.revisions.delivery_ids if job.revisions is not None else (),
-        **training,
     )
 
 

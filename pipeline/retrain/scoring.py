@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from pipeline.retrain.head import Head, head_of
 from pipeline.retrain.layout import last_hidden_states, layout_of
@@ -27,9 +27,6 @@ from pipeline.retrain.packing import (
 from pipeline.retrain.tokens import TokenSequence
 from serving.dtype import is_fast_in_bfloat16
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 BATCH_TOKENS = 4_096
 SHORT_ANSWER_TOKENS = 64
 LONG_ANSWER_SHARE = 0.9
@@ -44,7 +41,7 @@ def autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
-def training_autocast(model: "PreTrainedModel") -> AbstractContextManager[object]:
+def training_autocast(model: PreTrainedModel) -> AbstractContextManager[object]:
     """For training steps. Inside, a GPU computes in bfloat16, and a CPU too if it is fast in it and
     `model` is large. The weights and the optimizer stay in float32."""
     is_large = model.num_parameters() >= BFLOAT16_PARAMETERS
@@ -53,7 +50,7 @@ def training_autocast(model: "PreTrainedModel") -> AbstractContextManager[object
     return autocast(model.device)
 
 
-def predict(model: "PreTrainedModel", part: Batch) -> tuple[Tensor, Head, Tensor]:
+def predict(model: PreTrainedModel, part: Batch) -> tuple[Tensor, Head, Tensor]:
     """Run the forward pass on a batch. Returns the hidden states at the positions that predict a
     learned token (N, H), the output layer, and the learned tokens (N,). Hidden states and tokens
     are in the order of the batch, row by row.
@@ -106,7 +103,7 @@ def is_said(num_right: int, num_tokens: int) -> bool:
 
 @torch.no_grad()
 def row_losses(
-    model: "PreTrainedModel",
+    model: PreTrainedModel,
     sequences: Sequence[TokenSequence],
     on_batch: Callable[[int], None] = lambda _: None,
 ) -> list[RowLoss]:

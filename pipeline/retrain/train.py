@@ -20,10 +20,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from pipeline.retrain import checkpoint as checkpoints
 from pipeline.retrain.averaging import average
@@ -38,9 +38,6 @@ from pipeline.retrain.packing import batch, pack
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.scoring import is_said, mean_loss, predict, row_losses, training_autocast
 from pipeline.retrain.settings import TrainSettings
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +107,7 @@ class TrainingState:
 
 
 def train(
-    model: "PreTrainedModel",
+    model: PreTrainedModel,
     plan: TrainingPlan,
     settings: TrainSettings,
     *,
@@ -346,7 +343,7 @@ def _is_cooled_down(progress: TrainingState) -> bool:
     return started is not None and progress.step - started >= _cool_down_steps(progress)
 
 
-def _optimizer(model: "PreTrainedModel", settings: TrainSettings) -> torch.optim.AdamW:
+def _optimizer(model: PreTrainedModel, settings: TrainSettings) -> torch.optim.AdamW:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim >= 2]
     others = [parameter for parameter in trained if parameter.ndim < 2]
@@ -358,7 +355,7 @@ def _optimizer(model: "PreTrainedModel", settings: TrainSettings) -> torch.optim
 
 
 def _step(
-    model: "PreTrainedModel",
+    model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     plan: TrainingPlan,
     blocks: Sequence[Sequence[int]],
@@ -438,7 +435,7 @@ def _step(
 
 
 def _measure(
-    model: "PreTrainedModel", plan: TrainingPlan, metrics: MetricsWriter, progress: TrainingState
+    model: PreTrainedModel, plan: TrainingPlan, metrics: MetricsWriter, progress: TrainingState
 ) -> tuple[float, list[int]]:
     """Measure the model. Returns a number (less is better), and the sequences to learn again. For
     plain text, the number is the held-out loss. For rows with an answer, it is the number of wrong
