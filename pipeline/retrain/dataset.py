@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import NoReturn
 
 from pipeline.retrain.columns import KNOWN, RowColumns
 from pipeline.retrain.data_files import CARD, SUFFIXES, DataFiles, Split, sort_files
-from pipeline.retrain.errors import DataError
+from pipeline.retrain.errors import DataError, fail
 from pipeline.retrain.reading import read_file
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import DataSettings
@@ -59,15 +58,11 @@ class Dataset:
         return tuple(row for row in self.rows[self.held_out_split] if row.digest not in learned)
 
 
-def _raise(error: DataError) -> NoReturn:
-    raise error
-
-
 def read_dataset(
     folder: Path,
     files: Collection[str],
     settings: DataSettings,
-    on_error: Callable[[DataError], None] = _raise,
+    on_error: Callable[[DataError], None] = fail,
     *,
     before: Dataset | None = None,
 ) -> Dataset:

@@ -12,11 +12,11 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from pipeline.retrain.columns import Columns, is_learned_turn, kind, twice
 from pipeline.retrain.data_files import COMPRESSIONS, suffix_of
-from pipeline.retrain.errors import DataError
+from pipeline.retrain.errors import DataError, fail
 from pipeline.retrain.rows import Row, place
 from serving.conversation import normalise
 
@@ -41,16 +41,12 @@ class _Unreadable(Exception):
         self.line = line
 
 
-def _raise(error: DataError) -> NoReturn:
-    raise error
-
-
 def read_file(
     folder: Path,
     file: str,
     max_row_bytes: int,
     rename: Callable[[Columns], Columns],
-    on_error: Callable[[DataError], None] = _raise,
+    on_error: Callable[[DataError], None] = fail,
     reads: Callable[[str], bool] = lambda _: True,
 ) -> Iterator[Row]:
     """The rows of one file.

@@ -8,12 +8,11 @@ from the completion, because the server also tokenizes a prompt by itself.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.retrain.chat import END_TOKENS, Encoded, answer_end, encode, runs
-from pipeline.retrain.errors import BaseModelError, DataError
+from pipeline.retrain.errors import BaseModelError, DataError, fail
 from pipeline.retrain.rows import Row
 
 BATCH_ROWS = 500
@@ -40,10 +39,6 @@ class TokenSequence:
         return sum(self.learned)
 
 
-def _raise(error: DataError | BaseModelError) -> NoReturn:
-    raise error
-
-
 def leave_out(_: DataError | BaseModelError) -> None:
     """For `sequences`: a row that the chat template refuses has no sequence."""
 
@@ -53,7 +48,7 @@ def sequences(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     *,
-    on_refused: Callable[[DataError | BaseModelError], None] = _raise,
+    on_refused: Callable[[DataError | BaseModelError], None] = fail,
 ) -> list[TokenSequence]:
     """The token sequences of `rows`, each of at most `max_length` tokens. A sequence without a
     learned token is left out.
@@ -91,7 +86,7 @@ def row_lengths(
     rows: Sequence[Row],
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
-    on_refused: Callable[[DataError | BaseModelError], None] = _raise,
+    on_refused: Callable[[DataError | BaseModelError], None] = fail,
 ) -> tuple[int, list[Row]]:
     """The number of tokens in all rows, and the rows with an answer that have more than
     `max_length` tokens: a part of each of them is not learned."""
