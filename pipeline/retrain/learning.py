@@ -215,15 +215,10 @@ class Learning:
         budget = plan.max_tokens // 2 if round_number == 2 else plan.max_tokens
         size, replayed = plan.num_tokens(plan.learned), plan.replayed_per_pass
         logger.info(
-            "%s rows to learn, %s tokens; the budget of %s tokens is enough for %.1f passes; each "
-            "pass also has %s tokens of unchanged rows, and, beside the budget, %s tokens of "
-            "anchors",
-            f"{len(plan.rows_of(plan.learned)):,}",
-            f"{size:,}",
-            f"{budget:,}",
-            budget / max(1, size + replayed),
-            f"{replayed:,}",
-            f"{round((size + replayed) * plan.anchor_ratio):,}",
+            f"{len(plan.rows_of(plan.learned)):,} rows to learn, {size:,} tokens; the budget of "
+            f"{budget:,} tokens is enough for {budget / max(1, size + replayed):.1f} passes; each "
+            f"pass also has {replayed:,} tokens of unchanged rows, and, beside the budget, "
+            f"{round((size + replayed) * plan.anchor_ratio):,} tokens of anchors"
         )
 
 

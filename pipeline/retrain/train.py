@@ -234,12 +234,8 @@ def _steps(plan: TrainingPlan, progress: TrainingState, seed: int) -> Iterator[l
             awaited = (*plan.counted, *progress.lost, *plan.unlearned)
             num_wrong = sum(not progress.streak[index] for index in awaited)
             if rank() == 0 and plan.ends_when_right:
-                logger.info(
-                    "pass %d: %d of %d rows right",
-                    progress.number,
-                    len(awaited) - num_wrong,
-                    len(awaited),
-                )
+                right = len(awaited) - num_wrong
+                logger.info(f"pass {progress.number}: {right} of {len(awaited)} rows right")
             is_open = plan.ends_when_right and progress.cool_down_from is None
             allowed = 0.0 if progress.is_relearning else FEW_WRONG
             if is_open and num_wrong <= allowed * len(awaited):
