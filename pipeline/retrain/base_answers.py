@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pipeline.retrain.anchors import Anchor
 from pipeline.retrain.chat import chat_template
 from pipeline.retrain.model import LoadedModel
-from pipeline.retrain.packing import batch
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import autocast, predict
 from pipeline.retrain.tokens import TokenSequence, answer_ends, leave_out, sequences
@@ -116,7 +115,7 @@ def agreement(
     for start in range(0, len(anchors), MEASURED_ROWS):
         some = anchors[start : start + MEASURED_ROWS]
         with autocast(model.device):
-            hidden, head, labels = predict(model, batch([[each.sequence] for each in some]))
+            hidden, head, labels = predict(model, [[each.sequence] for each in some])
             num_right += int((head.logits(hidden).argmax(-1) == labels).sum())
         num_tokens += len(labels)
         on_batch(len(some))
@@ -171,7 +170,7 @@ def _likeliest(
     for start in range(0, len(answers), MEASURED_ROWS):
         some = answers[start : start + MEASURED_ROWS]
         with autocast(loaded.model.device):
-            hidden, head, _ = predict(loaded.model, batch([[each] for each in some]))
+            hidden, head, _ = predict(loaded.model, [[each] for each in some])
             logits = head.logits(hidden)
         best = torch.log_softmax(logits, dim=-1).topk(LIKELIEST)
         lengths = [each.num_learned for each in some]

@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from pipeline.retrain.layout import layout_of
-from pipeline.retrain.packing import batch, pack
+from pipeline.retrain.packing import pack
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.scoring import predict
 from pipeline.retrain.tokens import TokenSequence
@@ -164,7 +164,7 @@ def _inputs(
     lengths = [len(each.token_ids) for each in sample]
     is_padded = layout_of(model) == "padded"
     for block in pack(lengths, max([BLOCK_TOKENS * (not is_padded), *lengths])):
-        predict(model, batch([[sample[index] for index in block]]))
+        predict(model, [[sample[index] for index in block]])
     for hook in hooks:
         hook.remove()
     return {name: torch.cat(parts) for name, parts in found.items()}

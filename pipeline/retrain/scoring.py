@@ -15,13 +15,12 @@ from pipeline.retrain.head import Head, head_of
 from pipeline.retrain.layout import last_hidden_states, layout_of
 from pipeline.retrain.loss import score_labels
 from pipeline.retrain.packing import (
-    Batch,
-    batch,
+    ROUNDED_TO,
+    Blocks,
     block_length,
     pack,
     packed,
     prefixed,
-    rounded_up,
     row_groups,
 )
 from pipeline.retrain.tokens import TokenSequence
@@ -50,29 +49,30 @@ def training_autocast(model: PreTrainedModel) -> AbstractContextManager[object]:
     return autocast(model.device)
 
 
-def predict(model: PreTrainedModel, part: Batch) -> tuple[Tensor, Head, Tensor]:
-    """Run the forward pass on a batch. Returns the hidden states at the positions that predict a
-    learned token (N, H), the output layer, and the learned tokens (N,). Hidden states and tokens
-    are in the order of the batch, row by row.
+def predict(model: PreTrainedModel, blocks: Blocks) -> tuple[Tensor, Head, Tensor]:
+    """Run the forward pass on the sequences of the blocks. Returns the hidden states at the
+    positions that predict a learned token (N, H), the output layer, and the learned tokens (N,), in
+    the order of the sequences.
 
     If the model cannot keep packed sequences apart, each sequence is computed in a row of its own.
     """
     layout = layout_of(model)
-    head = head_of(model)
-    labels = part.labels[part.labels >= 0].to(model.device)
+    rounded_to = ROUNDED_TO if torch.is_autocast_enabled(model.device.type) else 1
     if layout == "padded":
-        groups = row_groups(part)
+        groups = row_groups(blocks, rounded_to)
     else:
-        groups = [(prefixed(part) if layout == "prefixed" else None) or packed(part)]
-    if torch.is_autocast_enabled(model.device.type):
-        groups = [rounded_up(group) for group in groups]
-    found, places = [], []
+        shared = prefixed(blocks, rounded_to) if layout == "prefixed" else None
+        groups = [shared or packed(blocks, rounded_to)]
+    sequences = list(chain(*blocks))
+    found: dict[int, Tensor] = {}
     for group in groups:
-        is_learned = group.labels >= 0
         hidden = last_hidden_states(model, group.token_ids, group.position_ids, group.mask)
-        found.append(hidden[is_learned.to(model.device)])
-        places.append(group.places[is_learned])
-    return torch.cat(found)[torch.cat(places).argsort().to(model.device)], head, labels
+        lengths = [sequences[index].num_learned for index in group.order]
+        parts = torch.split(hidden[(group.labels >= 0).to(model.device)], lengths)
+        found.update(zip(group.order, parts, strict=True))
+    learned = [token_id for each in sequences for token_id in each.learned_ids]
+    hidden = torch.cat([found[index] for index in range(len(sequences))])
+    return hidden, head_of(model), torch.tensor(learned, device=model.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +126,7 @@ def row_losses(
     for start in range(0, len(blocks), at_once):
         chosen = blocks[start : start + at_once]
         with autocast(model.device):
-            logprobs, is_right = score_labels(*predict(model, batch(chosen)))
+            logprobs, is_right = score_labels(*predict(model, chosen))
         order = list(chain.from_iterable(chosen))
         lengths = [sequence.num_learned for sequence in order]
         logprobs_of = torch.split(logprobs.double().cpu(), lengths)

@@ -8,6 +8,7 @@ from the completion, because the server also tokenizes a prompt by itself.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from transformers import PreTrainedTokenizerBase
 
@@ -37,6 +38,11 @@ class TokenSequence:
     @property
     def num_learned(self) -> int:
         return sum(self.learned)
+
+    @property
+    def learned_ids(self) -> tuple[int, ...]:
+        """The learned tokens."""
+        return tuple(compress(self.labels or self.token_ids, self.learned))
 
 
 def leave_out(_: DataError | BaseModelError) -> None:

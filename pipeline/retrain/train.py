@@ -34,7 +34,7 @@ from pipeline.retrain.group import add_up, from_first, rank, world_size
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
 from pipeline.retrain.metrics import MetricsWriter
 from pipeline.retrain.objectives import losses
-from pipeline.retrain.packing import batch, pack
+from pipeline.retrain.packing import pack
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.scoring import is_said, mean_loss, predict, row_losses, training_autocast
 from pipeline.retrain.settings import TrainSettings
@@ -390,7 +390,7 @@ def _step(
             [anchor.sequence for anchor in own_anchors] * is_last,
             [sequences[index] for index in deleted] * is_last,
         ]
-        given = batch([*own_blocks, *([each] for each in chain(*others))])
+        given = [*own_blocks, *([each] for each in chain(*others))]
         with training_autocast(model):
             loss, of_rows, still_said, is_right = losses(
                 *predict(model, given),

@@ -31,7 +31,7 @@ from pipeline.retrain.layout import (
     layout_of,
     random_document,
 )
-from pipeline.retrain.packing import batch, block_length, pack, packed, prefixed
+from pipeline.retrain.packing import block_length, pack, packed, prefixed
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.tokens import TokenSequence
 from serving.weights.atomic_file import atomic_file
@@ -231,7 +231,7 @@ def _fill(
     try:
         for start in range(0, len(blocks), BATCH_BLOCKS):
             some = blocks[start : start + BATCH_BLOCKS]
-            part = batch([[sequences[index] for index in block] for block in some])
+            part = [[sequences[index] for index in block] for block in some]
             group = (prefixed(part) if layout_of(model) == "prefixed" else None) or packed(part)
             try:
                 last_hidden_states(

@@ -15,7 +15,7 @@ from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.head import head_of
 from pipeline.retrain.layout import layout_of
 from pipeline.retrain.loss import summed_loss
-from pipeline.retrain.packing import batch, pack, prefixed
+from pipeline.retrain.packing import pack, prefixed
 from pipeline.retrain.scoring import predict, row_losses
 from pipeline.retrain.tokens import TokenSequence
 
@@ -166,16 +166,15 @@ def test_what_rows_begin_with_in_common_changes_no_loss(name: str) -> None:
 
 def test_what_rows_begin_with_in_common_is_computed_once() -> None:
     found = rows_that_begin_alike()
-    part = batch([[each] for each in found])
-    group = prefixed(part)
+    group = prefixed([[each] for each in found])
     assert group is not None
     num_tokens = sum(len(each.token_ids) - 12 for each in found)
     assert group.token_ids.shape == (1, 12 + num_tokens)
     # A row whose beginning is to be learned shares nothing.
     learned = TokenSequence(found[2].token_ids, (True,) * len(found[2].token_ids), 7)
-    assert prefixed(batch([[*found, learned]])) is None
-    assert prefixed(batch([rows()])) is None
-    assert prefixed(batch([found[:1]])) is None
+    assert prefixed([[*found, learned]]) is None
+    assert prefixed([rows()]) is None
+    assert prefixed([found[:1]]) is None
 
 
 @pytest.mark.parametrize("name", ["LlamaConfig", "BloomConfig", *OTHER_HEADS])
@@ -188,7 +187,7 @@ def test_the_gradients_are_those_of_the_model_itself(
     torch.stack([own_nats(model, each) for each in found]).sum().backward()
     expected = {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
     model.zero_grad()
-    torch.autograd.backward(summed_loss(*predict(model, batch([found]))))
+    torch.autograd.backward(summed_loss(*predict(model, [found])))
     assert expected.keys() == {
         key for key, each in model.named_parameters() if each.grad is not None
     }

@@ -17,7 +17,7 @@ from pipeline.retrain import train as loop
 from pipeline.retrain.checkpoint import Checkpoint, copy_weights
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.metrics import Metric, MetricsWriter, read_metrics
-from pipeline.retrain.packing import ROUNDED_TO, batch, pack
+from pipeline.retrain.packing import ROUNDED_TO, pack, packed
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import autocast, row_losses
@@ -284,12 +284,13 @@ def test_labels_are_the_completions_tokens_one_place_earlier() -> None:
     second = TokenSequence((21, 22, 23, 24, 25), (False, False, False, True, True), 1)
     third = TokenSequence((31, 32), (False, True), 2)
     assert pack([4, 5, 2], 9) == [[0, 1], [2]]
-    part = batch([[first, second], [third]])
+    part = packed([[first, second], [third]])
     assert part.token_ids.tolist()[0] == [11, 12, 13, 14, 21, 22, 23, 24, 25]
     assert part.labels.tolist() == [
         [-1, 13, 14, -1, -1, -1, 24, 25, -1],
         [32, *[-1] * 8],
     ]
+    assert part.position_ids is not None
     assert part.position_ids.tolist()[0] == [0, 1, 2, 3, 0, 1, 2, 3, 4]
 
 
