@@ -65,14 +65,10 @@ State = dict[str, Any]
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """The tensors that training changes, by name: trainable parameters, and buffers. They share the
     memory of the model. Tied weights occur once."""
-    seen: set[int] = set()
-    found = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
-        if id(tensor) not in seen and not is_frozen:
-            seen.add(id(tensor))
-            found[name] = tensor.detach()
-    return found
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    return {
+        name: each.detach() for name, each in {**trained, **dict(model.named_buffers())}.items()
+    }
 
 
 def copy_weights(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -83,10 +79,7 @@ def copy_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 @torch.no_grad()
 def set_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
     """Copy `weights` into the tensors of `model`. So tied weights stay tied."""
-    own = weights_of(model)
-    if own.keys() != weights.keys():
-        raise ValueError(f"the weights have other names: {sorted(own.keys() ^ weights.keys())}")
-    for name, tensor in own.items():
+    for name, tensor in weights_of(model).items():
         tensor.copy_(weights[name])
 
 
