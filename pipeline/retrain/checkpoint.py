@@ -65,10 +65,8 @@ State = dict[str, Any]
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """The tensors that training changes, by name: trainable parameters, and buffers. They share the
     memory of the model. Tied weights occur once."""
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    return {
-        name: each.detach() for name, each in {**trained, **dict(model.named_buffers())}.items()
-    }
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    return {name: each.detach() for name, each in (*trained, *model.named_buffers())}
 
 
 def copy_weights(model: PreTrainedModel) -> dict[str, Tensor]:
