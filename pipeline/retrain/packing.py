@@ -145,15 +145,10 @@ def prefixed(blocks: Blocks, rounded_to: int = 1) -> Batch | None:
     starts = made.position_ids == 0
     made.position_ids[:, prefix:] += prefix
     made.position_ids.clamp_(max=prefix + max(lengths) - 1)  # also in the padding
-    return replace(made, mask=prefix_mask(starts.cumsum(1) - 1))
-
-
-def prefix_mask(owners: Tensor) -> Tensor:
-    """The attention mask, (N, 1, T, T), of rows in which token t of row n belongs to the sequence
-    `owners[n, t]`. A token sees itself, the tokens before it in its own sequence, and the common
-    beginning (owner 0)."""
+    # A token sees itself, the tokens before it in its own sequence, and the common beginning.
+    owners = starts.cumsum(1) - 1
     is_visible = (owners[:, :, None] == owners[:, None, :]) | (owners[:, None, :] == 0)
-    return is_visible.tril()[:, None]
+    return replace(made, mask=is_visible.tril()[:, None])
 
 
 def _width(blocks: Blocks) -> int:
