@@ -7,7 +7,6 @@ release from which the job continues) on the changed rows.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import chain
 from typing import Literal
 
@@ -64,8 +63,10 @@ class TrainingData:
     """Digests of held-out rows that the parent was or may have been trained on, before they were
     held out. It may know them by heart. So the gate does not expect new weights to do as well on
     them."""
-    contradictions: tuple[tuple[int, ...], ...]
-    """For each question with several different answers, the indices of its rows in `rows`."""
+    contradicting: frozenset[str]
+    """The digests of the rows whose question has several different answers."""
+    num_contradicting: int
+    """The number of these rows."""
     num_permuted: int
     """How many edited rows now have the former answer of another edited row. Many of them are the
     sign of a shuffled column."""
@@ -81,18 +82,6 @@ class TrainingData:
     @property
     def held_out(self) -> tuple[Row, ...]:
         return (*self.held_out_new, *self.held_out_known)
-
-    @cached_property
-    def contradicting(self) -> frozenset[str]:
-        """The digests of the rows in `contradictions`."""
-        return frozenset(
-            self.rows[index].digest for group in self.contradictions for index in group
-        )
-
-    @property
-    def num_contradicting(self) -> int:
-        """The number of rows in `contradictions`."""
-        return len({index for group in self.contradictions for index in group})
 
     @property
     def num_lost(self) -> int:
@@ -138,6 +127,7 @@ def compare_revisions(
     )
     change = replace(change, deleted=deleted)
     mode, reason = _choose_mode(settings, snapshot, parent, change, len(waiting), unreadable)
+    contradicting = {index for group in contradictions(rows) for index in group}
     added = {row.digest for row in change.added}
     if mode == "delta":
         added |= waiting
@@ -159,7 +149,8 @@ def compare_revisions(
         held_out_trained=_trained_before(
             base if before is not None else None, None if is_first else parent, held_out
         ),
-        contradictions=contradictions(rows),
+        contradicting=frozenset(rows[index].digest for index in contradicting),
+        num_contradicting=len(contradicting),
         num_permuted=change.num_permuted,
         num_before=len(base),
         num_waiting=len(waiting),
