@@ -141,13 +141,10 @@ _Finder = Callable[[str], Split | None]
 
 
 def _by_settings(settings: SplitSettings) -> tuple[_Finder, str] | None:
-    if settings == SplitSettings():
+    given: Any = settings.model_dump(exclude_none=True)
+    if not given:
         return None
-    patterns: dict[Split, tuple[str, ...]] = {
-        "train": settings.train if settings.train is not None else ("**",),
-        "validation": settings.validation or (),
-        "test": settings.test or (),
-    }
+    patterns: dict[Split, tuple[str, ...]] = {"train": ("**",), **given}
     return _finder(patterns, "[pipelines.data.splits]"), "in no split of [pipelines.data.splits]"
 
 
