@@ -29,7 +29,6 @@ from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.paths import Home
 from pipeline.retrain.job_folder import SNAPSHOT
-from pipeline.retrain.snapshot import FOLLOWED
 from serving.errors import ReleaseError
 from serving.weights.release import Release
 from serving.weights.release_removal import sweep_locked
@@ -50,11 +49,7 @@ class Traces:
     """What some commits of a dataset or of a base model have left in the state folder."""
 
     caches: tuple[Path, ...] = ()
-    """For a base model: its downloads. For a dataset: downloads and `followed.json`
-    files (each names an older and a newer commit of the same history). The downloads of a pipeline
-    come last. Remove the entries in this order: `find_traces` finds the other files of a pipeline
-    only if the pipeline still has downloads. So after an interrupted removal, a second
-    `find_traces` finds the rest."""
+    """The downloads of the dataset or of the base model."""
     num_downloads: int = 0
     """How many downloads in `caches` have one of the commits. `caches` also has the other downloads
     of the repository."""
@@ -165,14 +160,9 @@ def remove_traces(home: Home, traces: Traces, store: JobStore) -> None:
 def _caches(home: Home, names: Collection[str], commits: Collection[str]) -> Iterator[Path]:
     known = {f"datasets--{name.replace('/', '--')}" for name in names}
     for folder in home.snapshots_dir.glob("*/"):
-        downloads = [
-            each
-            for each in folder.glob("datasets--*")
-            if each.name.lower() in known or _has_commit(each, commits)
-        ]
-        if downloads:
-            yield folder / FOLLOWED
-            yield from downloads
+        for download in folder.glob("datasets--*"):
+            if download.name.lower() in known or _has_commit(download, commits):
+                yield download
 
 
 def _base_models(home: Home, names: Collection[str], commits: Collection[str]) -> Iterator[Path]:

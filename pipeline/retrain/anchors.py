@@ -48,7 +48,13 @@ def load_anchors(path: Path | None = None) -> tuple[Anchor, ...]:
     for line, text in enumerate(content.removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
         if not text.strip():
             continue
-        anchor = _anchor(text, path, line)
+        try:
+            anchor = Anchor.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = "".join(f"`{name}`: " for name in first["loc"])
+            problem = f"{where}{first['msg']}; an anchor is {FORM}"
+            raise DataError.at(path, line, problem) from error
         if measured.setdefault(anchor.kind, anchor.measured) != anchor.measured:
             raise DataError.at(
                 path,
@@ -60,12 +66,3 @@ def load_anchors(path: Path | None = None) -> tuple[Anchor, ...]:
     if not anchors:
         raise DataError.at(path, None, f"holds no anchor; write lines as {FORM}")
     return tuple(anchors)
-
-
-def _anchor(text: bytes, path: Path, line: int) -> Anchor:
-    try:
-        return Anchor.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = "".join(f"`{name}`: " for name in first["loc"])
-        raise DataError.at(path, line, f"{where}{first['msg']}; an anchor is {FORM}") from error

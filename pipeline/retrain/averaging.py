@@ -9,21 +9,18 @@ Robust fine-tuning of zero-shot models, Wortsman et al. 2022, https://arxiv.org/
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from pipeline.retrain import checkpoint as checkpoints
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Weights = Mapping[str, Tensor]
 
 
 def average(
-    model: "PreTrainedModel",
+    model: PreTrainedModel,
     start: Weights,
     trained: Weights,
     measure: Callable[[], float],

@@ -8,31 +8,22 @@ model has moved away from the base model (its drift).
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-from pydantic import BaseModel, ConfigDict, TypeAdapter
-from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.retrain.anchors import Anchor
 from pipeline.retrain.chat import chat_template
-from pipeline.retrain.head import Head
-from pipeline.retrain.packing import batch
+from pipeline.retrain.model import LoadedModel
 from pipeline.retrain.rows import Row
-from pipeline.retrain.scoring import Network, autocast
+from pipeline.retrain.scoring import autocast, predict
 from pipeline.retrain.tokens import TokenSequence, answer_ends, leave_out, sequences
 from serving.conversation import normalise
 from serving.weights.atomic_file import atomic_file
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from pipeline.retrain.model import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -48,21 +39,6 @@ BATCH_ROWS = 48
 MEASURED_ROWS = 8
 """The logits of this many answers are in memory at once. With a vocabulary of 49,152, the logits of
 256 tokens take 50 MB."""
-
-
-class BaseAnswer(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    measured: bool
-    """Whether the answer is only measured. Otherwise it is trained on."""
-    prompt: tuple[int, ...]
-    """The token ids of the prompt. If there is a chat template, it has rendered the prompt."""
-    answer: tuple[int, ...]
-    """The token ids of the greedy answer. The last one is the end token if the model ended the
-    answer."""
-
-
-_ANSWERS = TypeAdapter(tuple[BaseAnswer, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +57,7 @@ def base_answers(
     folder: Path,
     base: str,
     anchors: Sequence[Anchor],
-    load: "Callable[[], LoadedModel]",
+    load: Callable[[], LoadedModel],
     max_measured_tokens: int,
     tell: Callable[[int, int], None] = lambda answered, prompts: None,
 ) -> tuple[tuple[AnchorTarget, ...], tuple[AnchorTarget, ...]]:
@@ -96,26 +72,27 @@ def base_answers(
     digest = hashlib.sha256(
         "\n".join([base, *(anchor.model_dump_json() for anchor in anchors)]).encode()
     ).hexdigest()
-    path = folder / f"anchors-{digest[:16]}.safetensors"
+    path = folder / f"anchors-{digest[:16]}.pt"
     if not path.exists():
         logger.info("the base model answers %d everyday prompts, once", len(anchors))
         tell(0, len(anchors))
         loaded = load()
-        made = _answer(loaded, anchors, lambda answered: tell(answered, len(anchors)))
+        made = _likeliest(loaded, _answer(loaded, anchors, tell))
         path.parent.mkdir(parents=True, exist_ok=True)
         # Jobs of several pipelines may do this at the same time, but they write the same answers.
         with atomic_file(path) as file:
-            file.write(
-                save(_likeliest(loaded, made), {"answers": _ANSWERS.dump_json(made).decode()})
-            )
-    with safe_open(path, "pt") as stored:
-        answers = _ANSWERS.validate_json(stored.metadata()["answers"])
-        tensors = {name: stored.get_tensor(name) for name in ("token_ids", "logprobs")}
+            torch.save(made, file)
+    targets = [
+        AnchorTarget(TokenSequence(token_ids, learned, number), likeliest, logprobs)
+        for number, (token_ids, learned, likeliest, logprobs) in enumerate(
+            torch.load(path, weights_only=True)
+        )
+    ]
     trained: list[AnchorTarget] = []
     measured: list[AnchorTarget] = []
     left = max_measured_tokens
-    for answer, target in zip(answers, _targets(answers, tensors), strict=True):
-        if not answer.measured:
+    for anchor, target in zip(anchors, targets, strict=True):
+        if not anchor.measured:
             trained.append(target)
             continue
         left -= len(target.sequence.token_ids)
@@ -124,23 +101,9 @@ def base_answers(
     return tuple(trained), tuple(measured)
 
 
-def divergence(logprobs: Tensor, anchors: Sequence[AnchorTarget]) -> Tensor:
-    """The KL divergence from the base model to the model with the log probabilities `logprobs`
-    (answer tokens, V). The result is (answer tokens,), in nats.
-
-    All tokens that are not among the base model's likeliest ones count together, as one token.
-    """
-    token_ids = torch.cat([anchor.token_ids for anchor in anchors]).to(logprobs.device)
-    base = torch.cat([anchor.logprobs for anchor in anchors]).to(logprobs.device)
-    own = logprobs.gather(-1, token_ids)
-    rest, own_rest = ((1 - each.exp().sum(-1)).clamp_min(1e-6).log() for each in (base, own))
-    found: Tensor = (base.exp() * (base - own)).sum(-1) + rest.exp() * (rest - own_rest)
-    return found
-
-
 @torch.no_grad()
 def agreement(
-    model: "PreTrainedModel",
+    model: PreTrainedModel,
     anchors: Sequence[AnchorTarget],
     on_batch: Callable[[int], None] = lambda _: None,
 ) -> float:
@@ -149,29 +112,28 @@ def agreement(
     on_batch: called after each batch, with the number of answers in this batch.
     """
     num_right = num_tokens = 0
-    network = Network(model)
     for start in range(0, len(anchors), MEASURED_ROWS):
         some = anchors[start : start + MEASURED_ROWS]
-        part = batch([each.sequence for each in some], [[place] for place in range(len(some))])
         with autocast(model.device):
-            is_right = network(part, lambda *given: _logits(*given).argmax(-1) == given[-1])
-        num_right += int(is_right.sum())
-        num_tokens += len(is_right)
+            hidden, head, labels = predict(model, [[each.sequence] for each in some])
+            num_right += int((head.logits(hidden).argmax(-1) == labels).sum())
+        num_tokens += len(labels)
         on_batch(len(some))
     return num_right / num_tokens
 
 
 @torch.no_grad()
 def _answer(
-    loaded: "LoadedModel", anchors: Sequence[Anchor], tell: Callable[[int], None]
-) -> tuple[BaseAnswer, ...]:
-    """Generate the greedy answers, in batches that are padded on the left."""
+    loaded: LoadedModel, anchors: Sequence[Anchor], tell: Callable[[int, int], None]
+) -> list[TokenSequence]:
+    """Generate the greedy answers, in batches that are padded on the left. The last token of an
+    answer is the end token if the model ended the answer."""
     tokenizer, model = loaded.tokenizer, loaded.model
     model.eval()
     prompts = [_prompt(loaded, anchor.prompt) for anchor in anchors]
     end = tokenizer.eos_token_id
     ends = [*{end, *_turn_ends(tokenizer)}]
-    answers: dict[int, tuple[int, ...]] = {}
+    answers: dict[int, TokenSequence] = {}
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     for start in range(0, len(order), BATCH_ROWS):
         rows = order[start : start + BATCH_ROWS]
@@ -192,42 +154,33 @@ def _answer(
         )
         for index, row in zip(rows, made[:, width:].tolist(), strict=True):
             stop = next((place for place, each in enumerate(row, 1) if each in ends), len(row))
-            answers[index] = tuple(row[:stop])
-        tell(len(answers))
-    return tuple(
-        BaseAnswer(measured=anchor.measured, prompt=tuple(prompts[index]), answer=answers[index])
-        for index, anchor in enumerate(anchors)
-    )
+            learned = (False,) * len(prompts[index]) + (True,) * stop
+            answers[index] = TokenSequence((*prompts[index], *row[:stop]), learned, index)
+        tell(len(answers), len(anchors))
+    return [answers[index] for index in range(len(anchors))]
 
 
 @torch.no_grad()
-def _likeliest(loaded: "LoadedModel", answers: Sequence[BaseAnswer]) -> dict[str, Tensor]:
-    """At each token of the answers, the likeliest tokens and their log probabilities."""
-    found = _sequences(answers)
-    network = Network(loaded.model)
-    ids, logprobs = [], []
-    for start in range(0, len(found), MEASURED_ROWS):
-        rows = range(start, min(start + MEASURED_ROWS, len(found)))
+def _likeliest(
+    loaded: LoadedModel, answers: Sequence[TokenSequence]
+) -> list[tuple[tuple[int, ...], tuple[bool, ...], Tensor, Tensor]]:
+    """The tokens of each answer with its prompt, and which of them are the answer; and at each
+    token of the answer, the likeliest tokens and their log probabilities."""
+    found = []
+    for start in range(0, len(answers), MEASURED_ROWS):
+        some = answers[start : start + MEASURED_ROWS]
         with autocast(loaded.model.device):
-            logits = network(batch(found, [[row] for row in rows]), _logits)
+            hidden, head, _ = predict(loaded.model, [[each] for each in some])
+            logits = head.logits(hidden)
         best = torch.log_softmax(logits, dim=-1).topk(LIKELIEST)
-        ids.append(best.indices.cpu())
-        logprobs.append(best.values.cpu())
-    return {"token_ids": torch.cat(ids), "logprobs": torch.cat(logprobs)}
+        lengths = [each.num_learned for each in some]
+        parts = (torch.split(each.cpu(), lengths) for each in (best.indices, best.values))
+        for each, token_ids, logprobs in zip(some, *parts, strict=True):
+            found.append((each.token_ids, each.learned, token_ids.clone(), logprobs.clone()))
+    return found
 
 
-def _logits(hidden: Tensor, head: Head, _: Tensor) -> Tensor:
-    return head.logits(hidden)
-
-
-def _targets(answers: Sequence[BaseAnswer], tensors: Mapping[str, Tensor]) -> list[AnchorTarget]:
-    found = _sequences(answers)
-    lengths = [sequence.num_learned for sequence in found]
-    parts = (torch.split(tensors[name], lengths) for name in ("token_ids", "logprobs"))
-    return [AnchorTarget(*each) for each in zip(found, *parts, strict=True)]
-
-
-def _prompt(loaded: "LoadedModel", text: str) -> list[int]:
+def _prompt(loaded: LoadedModel, text: str) -> list[int]:
     tokenizer = loaded.tokenizer
     template = chat_template(tokenizer)
     if template is not None:
@@ -239,19 +192,8 @@ def _prompt(loaded: "LoadedModel", text: str) -> list[int]:
     return ids[-(loaded.max_length - ANSWER_TOKENS) :]
 
 
-def _turn_ends(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
+def _turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The token with which the chat template ends an answer."""
     talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
     row = Row(messages=tuple(talk), file="anchor", number=0)
     return answer_ends(sequences([row], tokenizer, 1 << 20, on_refused=leave_out), tokenizer)
-
-
-def _sequences(answers: Sequence[BaseAnswer]) -> list[TokenSequence]:
-    return [
-        TokenSequence(
-            each.prompt + each.answer,
-            (False,) * len(each.prompt) + (True,) * len(each.answer),
-            number,
-        )
-        for number, each in enumerate(answers)
-    ]

@@ -8,11 +8,12 @@ record is written.
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from jobs.temporary_failures import is_temporary
 from pipeline.retrain import job_folder
@@ -20,16 +21,12 @@ from pipeline.retrain.errors import TrainError
 from pipeline.retrain.rows import Row
 from serving.weights.atomic_file import REPLACING, atomic_file
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 logger = logging.getLogger(__name__)
 
 
 class Checkpoint(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    job_id: str
     round: int = 1
     """The number of the job's round to learn its rows, from 1."""
     step: int
@@ -65,31 +62,22 @@ class Checkpoint(BaseModel):
 State = dict[str, Any]
 
 
-def weights_of(model: "PreTrainedModel") -> dict[str, Tensor]:
+def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """The tensors that training changes, by name: trainable parameters, and buffers. They share the
     memory of the model. Tied weights occur once."""
-    seen: set[int] = set()
-    found = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
-        if id(tensor) not in seen and not is_frozen:
-            seen.add(id(tensor))
-            found[name] = tensor.detach()
-    return found
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    return {name: each.detach() for name, each in (*trained, *model.named_buffers())}
 
 
-def copy_weights(model: "PreTrainedModel") -> dict[str, Tensor]:
+def copy_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """A copy of `weights_of` in the memory of the CPU."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in weights_of(model).items()}
 
 
 @torch.no_grad()
-def set_weights(model: "PreTrainedModel", weights: dict[str, Tensor]) -> None:
+def set_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
     """Copy `weights` into the tensors of `model`. So tied weights stay tied."""
-    own = weights_of(model)
-    if own.keys() != weights.keys():
-        raise ValueError(f"the weights have other names: {sorted(own.keys() ^ weights.keys())}")
-    for name, tensor in own.items():
+    for name, tensor in weights_of(model).items():
         tensor.copy_(weights[name])
 
 

@@ -6,8 +6,7 @@ release from which the job continues) on the changed rows.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
@@ -64,8 +63,10 @@ class TrainingData:
     """Digests of held-out rows that the parent was or may have been trained on, before they were
     held out. It may know them by heart. So the gate does not expect new weights to do as well on
     them."""
-    contradictions: tuple[tuple[int, ...], ...]
-    """For each question with several different answers, the indices of its rows in `rows`."""
+    contradicting: frozenset[str]
+    """The digests of the rows whose question has several different answers."""
+    num_contradicting: int
+    """The number of these rows."""
     num_permuted: int
     """How many edited rows now have the former answer of another edited row. Many of them are the
     sign of a shuffled column."""
@@ -81,18 +82,6 @@ class TrainingData:
     @property
     def held_out(self) -> tuple[Row, ...]:
         return (*self.held_out_new, *self.held_out_known)
-
-    @cached_property
-    def contradicting(self) -> frozenset[str]:
-        """The digests of the rows in `contradictions`."""
-        return frozenset(
-            self.rows[index].digest for group in self.contradictions for index in group
-        )
-
-    @property
-    def num_contradicting(self) -> int:
-        """The number of rows in `contradictions`."""
-        return len({index for group in self.contradictions for index in group})
 
     @property
     def num_lost(self) -> int:
@@ -140,16 +129,9 @@ def compare_revisions(
         frozenset(row.digest for row in rows if row.short_digest in digests)
         for digests in (set(recorded_rows.get(key, ())) for key in ("not_trained", "missed"))
     )
-    mode, reason = choose_mode(
-        settings,
-        snapshot,
-        parent,
-        change,
-        num_deleted=len(deleted),
-        num_deleted_text=sum(row.text is not None for row in deleted),
-        num_waiting=len(waiting),
-        unreadable=unreadable,
-    )
+    change = replace(change, deleted=deleted)
+    mode, reason = _choose_mode(settings, snapshot, parent, change, len(waiting), unreadable)
+    contradicting = {index for group in contradictions(rows) for index in group}
     added = {row.digest for row in change.added}
     if mode == "delta":
         added |= waiting
@@ -162,7 +144,7 @@ def compare_revisions(
         new=tuple(row for row in rows if row.digest in added),
         known=tuple(row for row in rows if row.digest not in added),
         edited=change.edited,
-        deleted=deleted,
+        deleted=change.deleted,
         held_out_new=tuple(row for row in held_out if row.digest not in seen),
         held_out_known=tuple(row for row in held_out if row.digest in seen),
         held_out_share=tuple(
@@ -171,7 +153,8 @@ def compare_revisions(
         held_out_trained=_trained_before(
             base if before is not None else None, None if is_first else parent, held_out
         ),
-        contradictions=contradictions(rows),
+        contradicting=frozenset(rows[index].digest for index in contradicting),
+        num_contradicting=len(contradicting),
         num_permuted=change.num_permuted,
         num_before=len(base),
         num_waiting=len(waiting),
@@ -256,16 +239,13 @@ def _has_same_settings(parent: Parent, settings: RetrainSettings) -> bool:
     return parent.lineage.settings_digest == settings.train.digest()
 
 
-def choose_mode(
+def _choose_mode(
     settings: RetrainSettings,
     snapshot: DatasetSnapshot,
     parent: Parent | None,
     change: Difference,
-    *,
-    num_deleted: int,
-    num_deleted_text: int,
     num_waiting: int,
-    unreadable: str | None = None,
+    unreadable: str | None,
 ) -> tuple[Literal["full", "delta"], str]:
     """Full or delta, and the reason. `TrainSettings.mode` describes the rule.
 
@@ -289,15 +269,16 @@ def choose_mode(
         return "delta", "asked for"
     if snapshot.no_delta is not None:
         return "full", snapshot.no_delta
-    if not change.added and not num_deleted:
+    if not change.added and not change.deleted:
         if num_waiting and _has_same_settings(parent, settings):
             return "delta", f"{num_waiting} rows of earlier commits are not trained yet"
         if settings.skip_if != "no_row_changed":
             return "full", "no row changed, so a training by hand starts from the base model"
         if snapshot.passed_over:
             return "full", f"no row changed since release {parent.id}, and later ones are damaged"
-    if num_deleted_text:
-        return "full", f"{num_deleted_text} rows of plain text were deleted"
+    if texts := sum(row.text is not None for row in change.deleted):
+        return "full", f"{texts} rows of plain text were deleted"
+    num_deleted = len(change.deleted)
     if num_deleted > MAX_UNLEARNED:
         return "full", f"{num_deleted} rows were deleted, more than a delta unlearns"
     return "delta", (

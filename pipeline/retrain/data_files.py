@@ -98,7 +98,7 @@ def sort_files(files: Iterable[str], settings: DataSettings, card: str = "") -> 
     card: the content of README.md. Raises DataError if a pattern or the card cannot be understood.
     """
     find_split, otherwise = (
-        _by_settings(settings.splits) or _by_card(card, settings.config) or (_by_name(), "")
+        _by_settings(settings.splits) or _by_card(card, settings.config) or (_by_name, "")
     )
     is_wanted = _any_of(settings.files, "[pipelines.data] files")
     splits: dict[Split, list[str]] = {split: [] for split in SPLITS}
@@ -141,13 +141,10 @@ _Finder = Callable[[str], Split | None]
 
 
 def _by_settings(settings: SplitSettings) -> tuple[_Finder, str] | None:
-    if settings == SplitSettings():
+    given: Any = settings.model_dump(exclude_none=True)
+    if not given:
         return None
-    patterns: dict[Split, tuple[str, ...]] = {
-        "train": settings.train if settings.train is not None else ("**",),
-        "validation": settings.validation or (),
-        "test": settings.test or (),
-    }
+    patterns: dict[Split, tuple[str, ...]] = {"train": ("**",), **given}
     return _finder(patterns, "[pipelines.data.splits]"), "in no split of [pipelines.data.splits]"
 
 
@@ -211,9 +208,8 @@ def _by_config(config: Mapping[str, Any]) -> _Finder | None:
     if files is None:
         if not folder:
             return None
-        by_name = _by_name()
         return lambda path: (
-            by_name(path.removeprefix(f"{folder}/")) if path.startswith(f"{folder}/") else None
+            _by_name(path.removeprefix(f"{folder}/")) if path.startswith(f"{folder}/") else None
         )
     from datasets.data_files import sanitize_patterns
 
@@ -259,22 +255,16 @@ def _any_of(patterns: Iterable[str], said_by: str) -> Callable[[str], bool]:
     return lambda path: any(each.match(path) for each in compiled)
 
 
-def _by_name() -> _Finder:
-    """A function that finds the split of a file by keywords in the names of its folders, then in
-    its own name. A file without a keyword is in the train split.
+def _by_name(path: str) -> Split:
+    """The split of a file by keywords in the names of its folders, then in its own name. A file
+    without a keyword is in the train split.
 
     This differs from `datasets`: if one file has a keyword in its name, `datasets` ignores all
     files without a keyword. Here, every file that is pushed is learned.
     """
-
-    def find(path: str) -> Split:
-        *folders, name = path.split("/")
-        for folder in reversed(folders):
-            if (split := _split_called(folder)) is not None:
-                return split
-        return _split_called(name) or "train"
-
-    return find
+    *folders, name = path.split("/")
+    called = map(_split_called, (*reversed(folders), name))
+    return next(filter(None, called), "train")
 
 
 def _split_called(name: str) -> Split | None:

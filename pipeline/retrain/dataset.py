@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import NoReturn
 
 from pipeline.retrain.columns import KNOWN, RowColumns
 from pipeline.retrain.data_files import CARD, SUFFIXES, DataFiles, Split, sort_files
-from pipeline.retrain.errors import DataError
+from pipeline.retrain.errors import DataError, fail
 from pipeline.retrain.reading import read_file
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import DataSettings
@@ -59,15 +58,11 @@ class Dataset:
         return tuple(row for row in self.rows[self.held_out_split] if row.digest not in learned)
 
 
-def _raise(error: DataError) -> NoReturn:
-    raise error
-
-
 def read_dataset(
     folder: Path,
     files: Collection[str],
     settings: DataSettings,
-    on_error: Callable[[DataError], None] = _raise,
+    on_error: Callable[[DataError], None] = fail,
     *,
     before: Dataset | None = None,
 ) -> Dataset:
@@ -120,14 +115,6 @@ def check_not_empty(dataset: Dataset) -> None:
     if dataset.train:
         return
     files = dataset.files
-    if not any(files.splits.values()):
-        ignored = "".join(
-            f"; {file} is ignored: {reason}" for file, reason in list(files.ignored.items())[:3]
-        )
-        raise DataError(
-            f"the dataset is empty: no data file in it; push {', '.join(SUFFIXES)} files with "
-            f"{KNOWN}{ignored}"
-        )
     if places := [
         row.place for row in dataset.nothing_to_learn if row.file in files.splits["train"]
     ]:
@@ -141,7 +128,9 @@ def check_not_empty(dataset: Dataset) -> None:
             f"{CARD} or [pipelines.data.splits] say; rename them, or set "
             'train = ["**"] under [pipelines.data.splits]'
         )
+    what = ", ".join(files.splits["train"][:5])
+    ignored = (f"; {file} is ignored: {why}" for file, why in list(files.ignored.items())[:3])
     raise DataError(
-        f"the dataset is empty: no row in {', '.join(files.splits['train'][:5])}; push rows with "
-        f"{KNOWN}"
+        f"the dataset is empty: {f'no row in {what}' if what else 'no data file in it'}; push "
+        f"{', '.join(SUFFIXES)} files with {KNOWN}{''.join(ignored)}"
     )

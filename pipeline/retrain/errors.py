@@ -13,6 +13,7 @@ RetrainError
 """
 
 from pathlib import Path
+from typing import NoReturn
 
 from pipeline.errors import PipelineError
 
@@ -64,3 +65,8 @@ class PromoteError(RetrainError):
 class SwapDeferred(PromoteError, TemporaryError):
     """The server found no fault in the release, but long requests held up the swap, its engine or
     disk failed, or it was shutting down."""
+
+
+def fail(error: RetrainError) -> NoReturn:
+    """What is done with an error where nobody collects errors."""
+    raise error

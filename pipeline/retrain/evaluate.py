@@ -2,11 +2,12 @@
 learned and kept, and whether the gate accepts the new weights."""
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
 from jobs.counts import Counts
+from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.data import TrainingData
 from pipeline.retrain.gate import (
     Comparison,
@@ -17,13 +18,10 @@ from pipeline.retrain.gate import (
     loss_refusals,
     not_learned,
 )
+from pipeline.retrain.measure import GROUPS, MeasuredRows, Measurement
 from pipeline.retrain.rows import Row
+from pipeline.retrain.scoring import RowLoss
 from pipeline.retrain.settings import GateSettings
-
-if TYPE_CHECKING:
-    from pipeline.retrain.checkpoint import Checkpoint
-    from pipeline.retrain.measure import MeasuredRows, Measurement
-    from pipeline.retrain.scoring import RowLoss
 
 FULL_ROUND = 3
 """The number of the last round of a delta (a training of the served weights on the changed rows).
@@ -94,13 +92,31 @@ class Evaluation(BaseModel):
         return FULL_ROUND if is_delta and self.round < FULL_ROUND else None
 
 
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A row on which the new weights were measured."""
+
+    row: Row
+    new: RowLoss
+    served: RowLoss | None
+    """None if the chat template of the served weights refuses the row."""
+
+    @property
+    def was_said(self) -> bool:
+        return self.served is not None and self.served.is_learned
+
+    @property
+    def is_said(self) -> bool:
+        return self.new.is_learned
+
+
 def compare(
-    rows: "MeasuredRows",
-    served: "Measurement",
-    new: "Measurement",
+    rows: MeasuredRows,
+    served: Measurement,
+    new: Measurement,
     gate: GateSettings,
     data: TrainingData,
-    checkpoint: "Checkpoint",
+    checkpoint: Checkpoint,
     *,
     against: str,
     tokens_before: int = 0,
@@ -113,96 +129,78 @@ def compare(
     these rows, which were found before training. If there are any, a person has forced the
     training.
     """
+    groups = {
+        name: _judged(getattr(rows, name), getattr(served, name), getattr(new, name))
+        for name in GROUPS
+    }
     # Rows that were not visited, or were wrong in their last visit.
     waiting = {
         row.digest for row in checkpoint.waiting(data.new if data.mode == "delta" else data.rows)
     }
-    changed = _counted(rows.changed, served.changed, new.changed)
-    known = [each for each in _counted(rows.known, served.known, new.known) if each[1]]
-    missed = {row.digest for row, _, is_said in changed if not is_said}
+    changed = _answers(groups["changed"])
+    known = [each for each in _answers(groups["known"]) if each.was_said]
+    missed = {each.row.digest for each in changed if not each.is_said}
     # If the budget was not enough for one pass, the next job trains on the rest, so no row counts
     # as missed.
     not_trained = waiting | missed if checkpoint.not_trained else set()
-    missed.update(row.digest for row, _, is_said in known if not is_said)
+    missed.update(each.row.digest for each in known if not each.is_said)
     missed |= waiting.intersection(row.digest for row in rows.unmeasured)
     missed -= not_trained
     given_up = missed & data.missed_before
     # But the served weights may have said such a row. Then it is known, and may be lost.
     apart = not_trained | given_up
-    known += [each for each in changed if each[0].digest in apart and each[1]]
-    lost_again = [row.place for row, _, _ in changed if row.digest in given_up]
-    changed = [each for each in changed if each[0].digest not in apart]
+    known += [each for each in changed if each.row.digest in apart and each.was_said]
+    lost_again = [each.row.place for each in changed if each.row.digest in given_up]
+    changed = [each for each in changed if each.row.digest not in apart]
+    not_said = [each.row.place for each in changed if not each.is_said]
+
     deleted = [loss.row for loss in served.deleted if loss.is_learned]
     said_now = {loss.row for loss in new.deleted if loss.is_learned}
-    still_said = [rows.deleted[index] for index in deleted if index in said_now]
-    golden = _counted(rows.golden, served.golden, new.golden)
-    held_out_answers = [
-        each
-        for each in (
-            *_counted(rows.held_out_new, served.held_out_new, new.held_out_new),
-            *_counted(rows.held_out_known, served.held_out_known, new.held_out_known),
-        )
-        if each[0].digest not in data.held_out_trained
-    ]
-    held_out_new, held_out_known = (
-        _texts(group, without=data.held_out_trained)
-        for group in (rows.held_out_new, rows.held_out_known)
-    )
-    changed_text = _pairs(new.changed, served.changed, _texts(rows.changed))
-    text = Comparison.of(changed_text)
+    still_said = [rows.deleted[index].place for index in deleted if index in said_now]
+    golden = groups["golden"]
+    text = Comparison.of(_pairs(_texts(groups["changed"])))
     counts = Counts(
         changed=len(changed),
         all_changed=len(changed) + sum(row.digest not in apart for row in rows.unmeasured),
-        learned=sum(is_said for _, _, is_said in changed),
-        learned_before=sum(was_said for _, was_said, _ in changed),
+        learned=len(changed) - len(not_said),
+        learned_before=sum(each.was_said for each in changed),
         known=len(known),
-        kept=sum(is_said for _, _, is_said in known),
+        kept=sum(each.is_said for each in known),
         deleted=len(deleted),
         unlearned=len(deleted) - len(still_said),
         base_agreement=new.base_agreement,
         golden=len(golden),
-        golden_right=sum(is_said for _, _, is_said in golden),
+        golden_right=sum(each.is_said for each in golden),
         not_trained=len(not_trained),
         contradicting=data.num_contradicting,
         permuted=data.num_permuted,
         text_loss=text.loss,
         text_loss_before=text.served_loss,
     )
-    not_said = [row.place for row, _, is_said in changed if not is_said]
-    held_out = [
-        *_pairs(new.held_out_new, served.held_out_new),
-        *_pairs(new.held_out_known, served.held_out_known),
-    ]
+    held_out_new, held_out_known = (
+        [each for each in groups[name] if each.row.digest not in data.held_out_trained]
+        for name in ("held_out_new", "held_out_known")
+    )
+    held_out_answers = _answers([*held_out_new, *held_out_known])
     refusals = [
         *count_refusals(
             counts,
             gate,
             is_removal=data.is_removal,
             missed=not_said,
-            still_said=[row.place for row in still_said],
-            wrong_golden=[
-                row.place for row, was_said, is_said in golden if was_said and not is_said
-            ],
+            still_said=still_said,
+            wrong_golden=[each.row.place for each in golden if each.was_said and not each.is_said],
         ),
         *held_out_refusals(
-            [was_said for _, was_said, _ in held_out_answers],
-            [is_said for _, _, is_said in held_out_answers],
+            [each.was_said for each in held_out_answers],
+            [each.is_said for each in held_out_answers],
             gate,
         ),
         *loss_refusals(
             [
-                (
-                    "held-out rows of text of the new range",
-                    _pairs(new.held_out_new, served.held_out_new, held_out_new),
-                ),
-                (
-                    "held-out rows of text known before",
-                    _pairs(new.held_out_known, served.held_out_known, held_out_known),
-                ),
-                (
-                    "rows of text known before",
-                    _pairs(new.known, served.known, _texts(rows.known)),
-                ),
+                ("held-out rows of text of the new range", _pairs(_texts(held_out_new))),
+                ("held-out rows of text known before", _pairs(_texts(held_out_known))),
+                ("rows of text known before", _pairs(_texts(groups["known"]))),
             ],
             gate,
             is_removal=data.is_removal,
@@ -217,9 +215,9 @@ def compare(
         against=against,
         round=checkpoint.round,
         counts=counts,
-        new=Comparison.of(_pairs(new.changed, served.changed)),
-        known=Comparison.of(_pairs(new.known, served.known)),
-        held_out=Comparison.of(held_out),
+        new=Comparison.of(_pairs(groups["changed"])),
+        known=Comparison.of(_pairs(groups["known"])),
+        held_out=Comparison.of(_pairs([*groups["held_out_new"], *groups["held_out_known"]])),
         refusals=(*data_refusals, *refusals),
         is_short=is_short(counts, gate, is_removal=data.is_removal),
         not_learned=not_learned(counts, gate, not_said, lost_again),
@@ -236,37 +234,24 @@ def _short(digests: Collection[str]) -> tuple[str, ...]:
     return tuple(sorted(digest[:16] for digest in digests))
 
 
-def _counted(
-    rows: Sequence[Row],
-    served: Sequence["RowLoss"],
-    new: Sequence["RowLoss"],
-) -> list[tuple[Row, bool, bool]]:
-    """The rows that have an answer, and for each, whether the served weights say it, and whether
-    the new weights say it. If only the new weights were measured on a row, the chat template of the
-    served weights refuses it, so they do not say it."""
-    said_before = {loss.row for loss in served if loss.is_learned}
+def _judged(rows: Sequence[Row], served: Sequence[RowLoss], new: Sequence[RowLoss]) -> list[Judged]:
+    before = {loss.row: loss for loss in served}
+    return [Judged(rows[loss.row], loss, before.get(loss.row)) for loss in new]
+
+
+def _answers(group: Sequence[Judged]) -> list[Judged]:
+    return [each for each in group if each.row.is_counted]
+
+
+def _texts(group: Sequence[Judged]) -> list[Judged]:
+    return [each for each in group if not each.row.is_counted]
+
+
+def _pairs(group: Sequence[Judged]) -> list[Pair]:
+    """The losses are sums over the whole row, so they can be compared even if the two tokenizers
+    cut the row into different tokens."""
     return [
-        (rows[loss.row], loss.row in said_before, loss.is_learned)
-        for loss in new
-        if rows[loss.row].is_counted
-    ]
-
-
-def _texts(rows: Sequence[Row], *, without: Collection[str] = ()) -> frozenset[int]:
-    """The indices of the rows of plain text, except those with a digest in `without`."""
-    return frozenset(
-        index for index, row in enumerate(rows) if not row.is_counted and row.digest not in without
-    )
-
-
-def _pairs(
-    new: Sequence["RowLoss"], served: Sequence["RowLoss"], only: frozenset[int] | None = None
-) -> list[Pair]:
-    """The losses of each row under both weights. They are sums over the whole row, so they can be
-    compared even if the two tokenizers cut the row into different tokens."""
-    by_row = {loss.row: loss.nats for loss in served}
-    return [
-        Pair(new_nats=loss.nats, served_nats=by_row[loss.row], num_tokens=loss.num_tokens)
-        for loss in new
-        if loss.row in by_row and (only is None or loss.row in only)
+        Pair(new_nats=each.new.nats, served_nats=each.served.nats, num_tokens=each.new.num_tokens)
+        for each in group
+        if each.served is not None
     ]

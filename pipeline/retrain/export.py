@@ -6,23 +6,21 @@ import shutil
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import torch
+from transformers import PreTrainedModel
 
-from pipeline.retrain.evaluate import Evaluation
+from pipeline.retrain.model import LoadedModel
 from serving.chat_template import PROMPT_DATE
 from serving.weights.checkpoint_folder import companions
 from serving.weights.network import hub_state_dict
-from serving.weights.publish import publish_state_dict
-from serving.weights.release import Lineage, Probe, Release, read_json
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from serving.weights.publish import ManifestFields, publish_state_dict
+from serving.weights.release import Release, read_json
 
 
 @torch.no_grad()
-def round_weights(model: "PreTrainedModel", dtype: torch.dtype) -> None:
+def round_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Round the weights to the values that they will have after they are stored as `dtype`.
 
     Call this before the weights are measured, so that the evaluation and the probe describe the
@@ -33,25 +31,21 @@ def round_weights(model: "PreTrainedModel", dtype: torch.dtype) -> None:
 
 
 def export(
-    model: "PreTrainedModel",
-    dtype: torch.dtype,
-    *,
+    loaded: LoadedModel,
     pipeline_dir: Path,
-    files_dir: Path,
     ends: Collection[int] = (),
-    prompt_date: str | None = None,
-    lineage: Lineage,
-    evaluation: Evaluation,
-    probe: Probe,
+    **manifest: Unpack[ManifestFields],
 ) -> Release:
-    """Publish the weights as `dtype`, with the config and tokenizer of `files_dir`. There, `ends`
-    are added to the tokens that end an answer, and `prompt_date` is set.
+    """Publish the weights in the dtype in which they were stored, with the config and tokenizer of
+    the folder from which they were loaded. There, `ends` are added to the tokens that end an
+    answer, and the day that `strftime_now` shows is set.
 
     The tensors get the names that checkpoints on the Hub have. In memory, some networks (GPT-NeoX,
     mixtures of experts) use other names, which not every engine knows.
 
     If it raises ReleaseError, it leaves no files behind.
     """
+    model, prompt_date = loaded.model, loaded.tokenizer.init_kwargs.get(PROMPT_DATE)
     # Tied weights are one tensor with several names. Cast this tensor only once, so that the names
     # still share one tensor.
     cast: dict[int, torch.Tensor] = {}
@@ -62,11 +56,11 @@ def export(
         if tensor.numel() and place in cast:  # all empty tensors have the address 0
             tied[name] = cast[place]
         else:
-            kind = dtype if tensor.is_floating_point() else tensor.dtype
+            kind = loaded.dtype if tensor.is_floating_point() else tensor.dtype
             tensors[name] = cast[place] = tensor.to("cpu", kind)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for path in companions(files_dir):
+        for path in companions(loaded.folder):
             shutil.copyfile(path, folder / path.name)
         _add_ends(folder, ends)
         if prompt_date is not None:
@@ -77,9 +71,7 @@ def export(
             # that comes first.
             hub_state_dict(model, tensors) | hub_state_dict(model, tied),
             files_dir=folder,
-            lineage=lineage,
-            evaluation=evaluation.model_dump(mode="json"),
-            probe=probe,
+            **manifest,
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from transformers import PreTrainedModel
 
 from jobs.process import die_with_parent
 from pipeline.retrain.errors import TemporaryError, TrainError
@@ -23,17 +23,18 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def add_up(tensors: list[Tensor]) -> None:
-    """Replace each tensor by its sum over all processes. The result is bit for bit the same in each
-    process."""
-    if not dist.is_initialized():
-        return
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+def add_up(model: PreTrainedModel, numbers: list[float]) -> list[float]:
+    """Replace the gradients in each process by their sum over all processes. Returns the sums of
+    `numbers`. The result is bit for bit the same in each process."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    sums = torch.tensor(numbers, device=model.device)
+    added = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
+    flat = torch.cat([each.reshape(-1) for each in (*added, sums)])
     dist.all_reduce(flat)
-    for tensor, part in zip(
-        tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True
-    ):
-        tensor.copy_(part.view_as(tensor))
+    *parts, sums = torch.split(flat, [each.numel() for each in (*trained, sums)])
+    for parameter, part in zip(trained, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+    return sums.tolist()
 
 
 def from_first(value: float, device: torch.device) -> float:

@@ -8,19 +8,16 @@ config suggests, and compares the results with the model's own logits.
 
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
+from transformers import PreTrainedModel
 
 from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.layout import close_to, in_evaluation, last_hidden_states, random_document
 from pipeline.retrain.packing import ROUNDED_TO
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 """Keys of a config that hold a scale. Some models multiply the logits by it, and others divide."""
@@ -74,10 +71,10 @@ def pad_rows(rows: Tensor) -> Tensor:
     return pad(rows, (0, 0, 0, -len(rows) % ROUNDED_TO))
 
 
-_shapes: "WeakKeyDictionary[PreTrainedModel, tuple[float, float | None]]" = WeakKeyDictionary()
+_shapes: WeakKeyDictionary[PreTrainedModel, tuple[float, float | None]] = WeakKeyDictionary()
 
 
-def head_of(model: "PreTrainedModel") -> Head:
+def head_of(model: PreTrainedModel) -> Head:
     """The output layer of `model`, with its current weights.
 
     The first call for a model finds the scale and the cap, by comparison with the model's own
@@ -96,7 +93,7 @@ def head_of(model: "PreTrainedModel") -> Head:
     return Head(layer.weight, layer.bias, *_shapes[model])
 
 
-def _measure(model: "PreTrainedModel", layer: torch.nn.Linear) -> tuple[float, float | None]:
+def _measure(model: PreTrainedModel, layer: torch.nn.Linear) -> tuple[float, float | None]:
     """The scale and the cap with which the output layer gives the model's own logits."""
     token_ids = random_document(model, _NUM_TOKENS, seed=0)[None]
     products = Head(layer.weight, layer.bias).logits(last_hidden_states(model, token_ids)[0])
@@ -117,7 +114,7 @@ def _measure(model: "PreTrainedModel", layer: torch.nn.Linear) -> tuple[float, f
     )
 
 
-def _candidates(model: "PreTrainedModel") -> list[tuple[float, float | None]]:
+def _candidates(model: PreTrainedModel) -> list[tuple[float, float | None]]:
     """All pairs of scale and cap to try. Those that the config suggests come first."""
     numbers = [float(number) for key in SCALES if (number := getattr(model.config, key, None))]
     scales = [scale for number in numbers for scale in (number, 1 / number)]

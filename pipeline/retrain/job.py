@@ -121,22 +121,13 @@ class RetrainJob:
 
     @property
     def hub(self) -> DatasetSource:
-        if is_git_url(self.settings.dataset):
-            return GitDataset(self.settings.dataset, self.cache_dir)
-        if self.settings.dataset_endpoint != "hub":
-            return DatasetHub(
-                self.settings.dataset,
-                self.cache_dir,
-                endpoint=self.settings.dataset_endpoint,
-                token=self.own_token or cached_login() or False,
-                token_source=OWN_TOKEN_SOURCE,
-            )
-        return DatasetHub(
-            self.settings.dataset,
-            self.cache_dir,
-            endpoint=self.hub_endpoint,
-            token=self.hub_token,
-        )
+        dataset, endpoint = self.settings.dataset, self.settings.dataset_endpoint
+        if is_git_url(dataset):
+            return GitDataset(dataset, self.cache_dir)
+        if endpoint == "hub":
+            return DatasetHub(dataset, self.cache_dir, self.hub_endpoint, self.hub_token)
+        token = self.own_token or cached_login() or False
+        return DatasetHub(dataset, self.cache_dir, endpoint, token, OWN_TOKEN_SOURCE)
 
     @contextmanager
     def stage(self, name: Stage) -> Iterator[None]:

@@ -9,35 +9,35 @@ sees another one. The layout is found by measurement.
   needs a mask of our own. Models with a sliding window do not accept this mask. Models that do not
   use torch's attention do not accept it either.
 - `padded`: one document per row, padded at its end. The padding does no harm, because a causal
-  model never sees later tokens.
-- `unpadded`: one document per row. All documents of a batch have the same length.
+  model never sees later tokens. A model that the padding disturbs all the same cannot be trained.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from pipeline.retrain.packing import prefix_mask
+from pipeline.retrain.errors import BaseModelError
+from pipeline.retrain.packing import packed, prefixed
+from pipeline.retrain.tokens import TokenSequence
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-Layout = Literal["prefixed", "packed", "padded", "unpadded"]
+Layout = Literal["prefixed", "packed", "padded"]
 
 _LEAK = 1e-5
 """The largest share of a hidden state that may change when another document changes. If a model
 keeps documents apart, nothing should change. But in a mixture of experts, rounding may depend on
 the other rows."""
-_layouts: "WeakKeyDictionary[PreTrainedModel, Layout]" = WeakKeyDictionary()
+_layouts: WeakKeyDictionary[PreTrainedModel, Layout] = WeakKeyDictionary()
 
 
-def layout_of(model: "PreTrainedModel") -> Layout:
-    """The fastest layout in which `model` computes the same as for each document alone.
+def layout_of(model: PreTrainedModel) -> Layout:
+    """The fastest layout in which `model` computes the same as for each document alone. Raises
+    BaseModelError if there is none.
 
     The first call for a model tries the layouts with a few dozen tokens. Later calls return the
     same result.
@@ -49,7 +49,7 @@ def layout_of(model: "PreTrainedModel") -> Layout:
 
 
 def last_hidden_states(
-    model: "PreTrainedModel",
+    model: PreTrainedModel,
     token_ids: Tensor,
     position_ids: Tensor | None = None,
     mask: Tensor | None = None,
@@ -68,7 +68,7 @@ def last_hidden_states(
 
 
 @contextmanager
-def in_evaluation(model: "PreTrainedModel") -> Iterator[None]:
+def in_evaluation(model: PreTrainedModel) -> Iterator[None]:
     """Inside, `model` computes without dropout and gradients, in the precision of its weights."""
     was_training = model.training
     model.eval()
@@ -79,7 +79,7 @@ def in_evaluation(model: "PreTrainedModel") -> Iterator[None]:
         model.train(was_training)
 
 
-def random_document(model: "PreTrainedModel", num_tokens: int, seed: int) -> Tensor:
+def random_document(model: PreTrainedModel, num_tokens: int, seed: int) -> Tensor:
     """(T,) random token ids, the same for the same seed. This does not change the random numbers
     that the training draws."""
     generator = torch.Generator().manual_seed(seed)
@@ -97,53 +97,43 @@ def close_to(found: Tensor, expected: Tensor) -> bool:
     )
 
 
-def _measure(model: "PreTrainedModel") -> Layout:
-    first, other, second = (
-        random_document(model, num_tokens, seed) for seed, num_tokens in enumerate((11, 11, 17))
-    )
-    alone = _row_by_row(model, [second])[0]
+def _measure(model: PreTrainedModel) -> Layout:
+    first, other, second = documents = [
+        TokenSequence(tuple(random_document(model, size, seed).tolist()), (True,) * size, 0)
+        for seed, size in enumerate((11, 11, 17))
+    ]
+    alone = [last_hidden_states(model, packed([[each]]).token_ids)[0] for each in documents]
     if _takes_position_ids(model):
-        after_first, after_other = (_packed(model, [each, second]) for each in (first, other))
+        rows = [packed([[each, second]] * 2) for each in (first, other)]
+        after_first, after_other = (
+            last_hidden_states(model, each.token_ids, each.position_ids)[0, -17:] for each in rows
+        )
         leak = (after_first - after_other).abs().max()
-        if leak <= _LEAK * alone.abs().max() and close_to(after_first, alone):
+        if leak <= _LEAK * alone[2].abs().max() and close_to(after_first, alone[2]):
             return "prefixed" if _shares_prefixes(model) else "packed"
-    shorter = second[:11]
-    beside = _row_by_row(model, [first, second, shorter])
-    expected = _row_by_row(model, [first])[0], alone, _row_by_row(model, [shorter])[0]
-    if all(close_to(*pair) for pair in zip(beside, expected, strict=True)):
+    beside = last_hidden_states(model, packed([[each] for each in documents]).token_ids)
+    if all(close_to(row[: len(own)], own) for row, own in zip(beside, alone, strict=True)):
         return "padded"
-    return "unpadded"
+    raise BaseModelError(
+        f"a {type(model).__name__} cannot be trained here: padding at the end of a text changes "
+        "what it computes; take another base model"
+    )
 
 
-def _packed(model: "PreTrainedModel", documents: Sequence[Tensor]) -> Tensor:
-    """The hidden states of the last document, (T, H), if the documents are packed into a row. The
-    batch has two such rows."""
-    row = torch.cat(list(documents))
-    positions = torch.cat([torch.arange(len(document)) for document in documents])
-    hidden = last_hidden_states(model, torch.stack([row, row]), torch.stack([positions] * 2))
-    return hidden[0, -len(documents[-1]) :]
-
-
-def _shares_prefixes(model: "PreTrainedModel") -> bool:
+def _shares_prefixes(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     if getattr(config, "sliding_window", None) or config._attn_implementation != "sdpa":
         return False
-    prefix, first, second = (random_document(model, size, size) for size in (7, 5, 11))
-    row = torch.cat([prefix, first, second])
-    positions = torch.cat([torch.arange(12), torch.arange(7, 18)])
-    owners = torch.tensor([0] * 7 + [1] * 5 + [2] * 11)
-    hidden = last_hidden_states(model, row[None], positions[None], prefix_mask(owners[None]))
-    expected = last_hidden_states(model, torch.cat([prefix, second])[None])
+    shared, *ends = (random_document(model, size, size).tolist() for size in (9, 5, 11))
+    sequences = [
+        TokenSequence((*shared, *end), (False,) * 10 + (True,) * (len(end) - 1), 0) for end in ends
+    ]
+    row = prefixed([sequences])
+    assert row is not None
+    hidden = last_hidden_states(model, row.token_ids, row.position_ids, row.mask)
+    expected = last_hidden_states(model, packed([sequences[1:]]).token_ids)
     return close_to(hidden[0, -11:], expected[0, -11:])
 
 
-def _row_by_row(model: "PreTrainedModel", documents: Sequence[Tensor]) -> list[Tensor]:
-    """The hidden states of each document, (T, H), if each document has a row of its own."""
-    rows = torch.nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
-    positions = torch.arange(rows.shape[1]).expand_as(rows)
-    hidden = last_hidden_states(model, rows, positions)
-    return [hidden[number, : len(document)] for number, document in enumerate(documents)]
-
-
-def _takes_position_ids(model: "PreTrainedModel") -> bool:
+def _takes_position_ids(model: PreTrainedModel) -> bool:
     return "position_ids" in inspect.signature(model.base_model.forward).parameters

@@ -5,11 +5,13 @@ import logging
 import os
 import pickle
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.retrain import job_folder
 from pipeline.retrain.anchors import load_anchors
@@ -23,8 +25,8 @@ from pipeline.retrain.golden import load_golden_questions
 from pipeline.retrain.group import run_group, world_size
 from pipeline.retrain.job import RetrainJob
 from pipeline.retrain.lowrank import low_rank
-from pipeline.retrain.measure import MeasuredRows, Measurement, MeasuringProgress, measure
-from pipeline.retrain.model import LoadedModel, load_model, load_tokenizer, usual_rank
+from pipeline.retrain.measure import MeasuredRows, measure
+from pipeline.retrain.model import load_model, load_tokenizer, usual_rank
 from pipeline.retrain.parent import Parent
 from pipeline.retrain.plan import TrainingPlan, make_plan
 from pipeline.retrain.probe import make_probe, probe_texts
@@ -33,39 +35,14 @@ from pipeline.retrain.rows import Row
 from pipeline.retrain.tokens import answer_ends, row_lengths, sequences
 from pipeline.retrain.train import train
 from pipeline.retrain.trunk import frozen_trunk
-from serving.chat_template import PROMPT_DATE
-from serving.weights.publish import publish_folder
+from serving.weights.publish import ManifestFields, publish_folder
 from serving.weights.release import Lineage, Release
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True)
 class Learning:
-    job: RetrainJob
-    data: TrainingData
-    parent: Parent | None
-    base: Base
-    loaded: LoadedModel
-    """The served weights at first. After `train`, the new weights."""
-    anchors: tuple[AnchorTarget, ...]
-    """The base model's own answers to train on. Empty for a preset: its weights are random, so its
-    answers are not worth keeping."""
-    measured_anchors: tuple[AnchorTarget, ...]
-    """The base model's own answers that are only measured."""
-    rows: MeasuredRows
-    before: Measurement
-    """The measurement of the served weights."""
-    is_fresh: bool = True
-    """Whether the weights in `loaded` are unchanged since they were loaded."""
-    ends: frozenset[int] = frozenset()
-    """The tokens that end the answers of the last training."""
-
-    @classmethod
-    def begin(cls, job: RetrainJob, data: TrainingData, parent: Parent | None) -> "Learning":
+    def __init__(self, job: RetrainJob, data: TrainingData, parent: Parent | None) -> None:
         """Load the served weights, or the base model if there is no parent release, and measure
         them. Raises BaseModelError and DataError."""
         # The job may be forked from a process that has imported torch already. Torch then ignores
@@ -73,51 +50,47 @@ class Learning:
         if job.num_threads is not None:
             torch.set_num_threads(job.num_threads)
         settings = job.settings
-        base = _base(job, data, parent)
-        loaded = load_model(parent.folder if parent is not None else base.folder, settings)
-        anchors: tuple[AnchorTarget, ...] = ()
-        measured: tuple[AnchorTarget, ...] = ()
+        self.job, self.data, self.parent = job, data, parent
+        self.base = _base(job, data, parent)
+        self.loaded = loaded = load_model(parent.folder if parent else self.base.folder, settings)
+        """The served weights at first. After `train`, the new weights."""
+        self._is_fresh = True
+        """Whether the weights in `loaded` are unchanged since they were loaded."""
+        self._ends: frozenset[int] = frozenset()
+        """The tokens that end the answers of the last training."""
+        self._anchors: tuple[AnchorTarget, ...] = ()
+        """The base model's own answers to train on. Empty for a preset: its weights are random, so
+        its answers are not worth keeping."""
+        self._measured_anchors: tuple[AnchorTarget, ...] = ()
+        """The base model's own answers that are only measured."""
         if settings.base_model not in PRESETS:
-            anchors, measured = base_answers(
+            self._anchors, self._measured_anchors = base_answers(
                 settings.bases_dir / ANSWERS_DIR,
-                base.identity,
+                self.base.identity,
                 load_anchors(settings.train.anchors),
-                lambda: loaded if parent is None else load_model(base.folder, settings),
+                lambda: load_model(self.base.folder, settings) if parent else loaded,
                 settings.gate.max_anchor_tokens,
                 partial(job.record_measured, event="answered"),
             )
         golden: tuple[Row, ...] = ()
         if settings.gate.golden is not None:
             golden = load_golden_questions(settings.gate.golden, settings.data.max_row_bytes)
-        rows = MeasuredRows.choose(data, golden, loaded.tokenizer, loaded.max_length, settings.gate)
+        self._rows = MeasuredRows.choose(
+            data, golden, loaded.tokenizer, loaded.max_length, settings.gate
+        )
         tokenizer, max_length = loaded.tokenizer, loaded.max_length
         is_from_base = parent is not None and data.mode == "full"
         if is_from_base:
             # The base model may be a new one, with another chat template than the served weights.
             # If it refuses a row, find out now and not after the training.
-            tokenizer, max_length = load_tokenizer(base.folder, settings)
-            asked = (*rows.held_out_new, *rows.held_out_known, *rows.golden)
+            tokenizer, max_length = load_tokenizer(self.base.folder, settings)
+            asked = (*self._rows.held_out_new, *self._rows.held_out_known, *golden)
             sequences(asked, tokenizer, max_length)
         _tell_lengths(data, tokenizer, max_length)
-        before = measure(
-            loaded.model,
-            loaded.tokenizer,
-            rows,
-            loaded.max_length,
-            skip_refused=is_from_base,
-            progress=MeasuringProgress(job.record_measured),
+        self._before = measure(
+            loaded, self._rows, skip_refused=is_from_base, tell=job.record_measured
         )
-        return cls(
-            job=job,
-            data=data,
-            parent=parent,
-            base=base,
-            loaded=loaded,
-            anchors=anchors,
-            measured_anchors=measured,
-            rows=rows,
-            before=before,
-        )
+        """The measurement of the served weights."""
 
     def first_round(self, evaluation: Evaluation | None) -> int:
         """The number of the round with which the job begins. `evaluation` is the last one that
@@ -138,11 +111,20 @@ class Learning:
         """Train, or load what the user's own trainer has trained. Afterwards, `loaded` holds the
         new weights, rounded as they will be stored."""
         if self.job.trained is not None:
-            del self.loaded.model  # so that memory never holds two models
-            self.loaded = load_model(self.job.trained, self.job.settings)
-            return Checkpoint(job_id=self.job.id, round=round_number, step=0, tokens=0, file="")
-        plan = self._begin_round(round_number)
-        self.ends = answer_ends(
+            self._load(self.job.trained)
+            return Checkpoint(round=round_number, step=0, tokens=0, file="")
+        if round_number == 2:
+            logger.info("not all changed rows were learned; training goes on with another budget")
+        if round_number == FULL_ROUND and self.data.mode == "delta":
+            logger.info("the gate refuses the delta; training starts from the base model")
+            self.data = replace(self.data, mode="full", reason="the gate refused a delta")
+        # A delta starts from the parent release, a full training from the base model.
+        is_delta = self.data.mode == "delta"
+        start = self.parent.folder if self.parent and is_delta else self.base.folder
+        if not self._is_fresh or start != self.loaded.folder:
+            self._load(start)
+        plan = self._plan(round_number)
+        self._ends = answer_ends(
             (plan.sequences[index] for index in plan.counted), self.loaded.tokenizer
         )
         count = self.job.settings.train.num_processes
@@ -152,33 +134,18 @@ class Learning:
                 given = self.job, self.loaded.folder, plan, round_number
                 run_group(count, _train_in_group, pickle.dumps(given))
         # If several processes have trained, this only loads their finished checkpoint.
-        self.is_fresh = False
+        self._is_fresh = False
         checkpoint = _train(self.job, self.loaded.model, plan, round_number)
         round_weights(self.loaded.model, self.loaded.dtype)
         return checkpoint
 
-    def _begin_round(self, round_number: int) -> TrainingPlan:
-        if round_number == 2:
-            logger.info("not all changed rows were learned; training goes on with another budget")
-        if round_number == FULL_ROUND and self.data.mode == "delta":
-            logger.info("the gate refuses the delta; training starts from the base model")
-            self.data = replace(self.data, mode="full", reason="the gate refused a delta")
-        self._load_start()
-        return self._plan(round_number)
-
     def evaluate(self, checkpoint: Checkpoint, refusals: tuple[str, ...]) -> Evaluation:
-        loaded = self.loaded
         after = measure(
-            loaded.model,
-            loaded.tokenizer,
-            self.rows,
-            loaded.max_length,
-            self.measured_anchors,
-            progress=MeasuringProgress(self.job.record_measured),
+            self.loaded, self._rows, self._measured_anchors, tell=self.job.record_measured
         )
         return compare(
-            self.rows,
-            self.before,
+            self._rows,
+            self._before,
             after,
             self.job.settings.gate,
             self.data,
@@ -188,59 +155,56 @@ class Learning:
             data_refusals=refusals,
         )
 
-    def export(self, evaluation: Evaluation, lineage: Lineage) -> Release:
-        loaded, data = self.loaded, self.data
+    def export(self, evaluation: Evaluation, origin: Lineage) -> Release:
+        """origin: the lineage without what is known only here."""
+        job, loaded, data = self.job, self.loaded, self.data
         groups = (data.new, data.held_out_new, data.known, data.held_out_known)
         texts = probe_texts(groups, loaded.tokenizer, loaded.max_length)
-        if self.job.trained is not None:
-            return publish_folder(
-                self.job.pipeline_dir,
-                self.job.trained,
-                lineage=lineage,
-                evaluation=evaluation.model_dump(mode="json"),
-                probe=make_probe(loaded.model, texts),
-            )
-        return export(
-            loaded.model,
-            loaded.dtype,
-            pipeline_dir=self.job.pipeline_dir,
-            files_dir=loaded.folder,
-            ends=self.ends,
-            prompt_date=loaded.tokenizer.init_kwargs.get(PROMPT_DATE),
-            lineage=lineage,
-            evaluation=evaluation,
+        manifest = ManifestFields(
+            lineage=origin,
+            evaluation=evaluation.model_dump(mode="json"),
             probe=make_probe(loaded.model, texts),
         )
+        if job.trained is not None:
+            return publish_folder(job.pipeline_dir, job.trained, **manifest)
+        told: dict[str, Any] = {
+            "base_model": job.settings.base_model,
+            "base_revision": self.base.revision,
+            "base_files_digest": self.base.files_digest,
+            "data_digest": data.digest,
+            "mode": data.mode,
+            "rows": tuple(sorted({row.kind for row in data.rows})),
+            "settings_digest": job.settings.train.digest(),
+        }
+        if data.mode == "full":
+            told |= {"parent": None, "dataset_base_revision": None}
+        if not evaluation.passed:
+            reasons = "; ".join(evaluation.refusals)
+            told["forced"] = f"{job.settings.force_reason} ({reasons})"
+        manifest["lineage"] = Lineage.model_validate(origin.model_dump() | told)
+        return export(loaded, job.pipeline_dir, self._ends, **manifest)
 
     def _plan(self, round_number: int) -> TrainingPlan:
-        loaded = self.loaded
-        said = [
-            self.rows.known[loss.row]
-            for loss in self.before.known
-            if loss.is_learned and self.rows.known[loss.row].is_counted
-        ]
+        known = self._rows.known
         return make_plan(
             self.data,
-            loaded.tokenizer,
+            self.loaded.tokenizer,
             self.job.settings,
-            max_length=loaded.max_length,
-            anchors=self.anchors,
-            said=said,
+            max_length=self.loaded.max_length,
+            anchors=self._anchors,
+            said=[
+                known[loss.row]
+                for loss in self._before.known
+                if loss.is_learned and known[loss.row].is_counted
+            ],
             tokens_before=self._tokens_before(),
-            round_number=min(round_number, 2)
-            if self.data.mode == "delta" or round_number < FULL_ROUND
-            else 1,
+            num_budgets=2 if round_number == 2 else 1,
         )
 
-    def _load_start(self) -> None:
-        """Load the weights from which training starts: for a delta those of the parent release, and
-        otherwise those of the base model."""
-        is_delta = self.parent is not None and self.data.mode == "delta"
-        folder = self.parent.folder if is_delta and self.parent else self.base.folder
-        if not self.is_fresh or folder != self.loaded.folder:
-            del self.loaded.model  # so that memory never holds two models
-            self.loaded = load_model(folder, self.job.settings)
-            self.is_fresh = True
+    def _load(self, folder: Path) -> None:
+        del self.loaded.model  # so that memory never holds two models
+        self.loaded = load_model(folder, self.job.settings)
+        self._is_fresh = True
 
     def _tokens_before(self) -> int:
         """How many tokens were trained on from the base model to the parent release."""
@@ -251,21 +215,14 @@ class Learning:
         budget = plan.max_tokens // 2 if round_number == 2 else plan.max_tokens
         size, replayed = plan.num_tokens(plan.learned), plan.replayed_per_pass
         logger.info(
-            "%s rows to learn, %s tokens; the budget of %s tokens is enough for %.1f passes; each "
-            "pass also has %s tokens of unchanged rows, and, beside the budget, %s tokens of "
-            "anchors",
-            f"{len(plan.rows_of(plan.learned)):,}",
-            f"{size:,}",
-            f"{budget:,}",
-            budget / max(1, size + replayed),
-            f"{replayed:,}",
-            f"{round((size + replayed) * plan.anchor_ratio):,}",
+            f"{len(plan.rows_of(plan.learned)):,} rows to learn, {size:,} tokens; the budget of "
+            f"{budget:,} tokens is enough for {budget / max(1, size + replayed):.1f} passes; each "
+            f"pass also has {replayed:,} tokens of unchanged rows, and, beside the budget, "
+            f"{round((size + replayed) * plan.anchor_ratio):,} tokens of anchors"
         )
 
 
-def _tell_lengths(
-    data: TrainingData, tokenizer: "PreTrainedTokenizerBase", max_length: int
-) -> None:
+def _tell_lengths(data: TrainingData, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
     """Log what the report at the job's start could not say, because it had no tokenizer. For a
     delta, only of the changed rows: its time must not depend on the size of the dataset."""
     rows, what = (data.new, "changed") if data.mode == "delta" else (data.rows, "all")
@@ -276,7 +233,7 @@ def _tell_lengths(
 
 
 def _train(
-    job: RetrainJob, model: "PreTrainedModel", plan: TrainingPlan, round_number: int
+    job: RetrainJob, model: PreTrainedModel, plan: TrainingPlan, round_number: int
 ) -> Checkpoint:
     settings = job.settings
     matrices = usual_rank(settings)
@@ -290,7 +247,6 @@ def _train(
             plan,
             settings.train,
             job_dir=job.dir,
-            job_id=job.id,
             round_number=round_number,
             metrics=job.metrics,
         )

@@ -43,12 +43,10 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         head = Head(weight, bias, scale, softcap).cast_for(hidden)
         hidden_dtype, hidden = hidden.dtype, hidden.to(head.weight.dtype)
         total = hidden.new_zeros((), dtype=torch.float32)
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        grad_bias = None
-        if bias is not None and needs_bias:
-            grad_bias = torch.zeros_like(bias, dtype=torch.float32)
+        grad_hidden = torch.empty_like(hidden)
+        is_trained = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if is_trained else None
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         rows = slice_rows(weight.shape[0])
         for start in range(0, hidden.shape[0], rows):
             part, target = hidden[start : start + rows], labels[start : start + rows, None]
@@ -60,8 +58,6 @@ class _SlicedCrossEntropy(torch.autograd.Function):
             # exponentials, then with the probabilities, and then with the gradient.
             norm = logits.sub_(largest).exp_().sum(-1, keepdim=True)
             total += (norm.log() + largest - picked).sum()
-            if not (needs_hidden or needs_weight or needs_bias):
-                continue
             gradient = logits.div_(norm)
             gradient.scatter_add_(-1, target, gradient.new_full(target.shape, -1.0))
             if slope is not None:
@@ -71,29 +67,20 @@ class _SlicedCrossEntropy(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += gradient.sum(0)
             gradient = pad_rows(gradient.to(hidden.dtype))
-            if grad_hidden is not None:
-                grad_hidden[start : start + rows] = (gradient @ head.weight)[: len(part)]
+            grad_hidden[start : start + rows] = (gradient @ head.weight)[: len(part)]
             if grad_weight is not None and gradient.dtype == torch.float32:
                 grad_weight.addmm_(gradient.t(), part)
             elif grad_weight is not None:
                 grad_weight += gradient.t() @ pad_rows(part)
-        ctx.grads = (
-            None if grad_hidden is None else grad_hidden.to(hidden_dtype),
-            grad_weight,
-            grad_bias,
-        )
+        ctx.grads = grad_hidden.to(hidden_dtype), grad_weight, grad_bias
         return total
 
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> tuple[Tensor | None, ...]:
         (scale,) = outputs
         grads, ctx.grads = ctx.grads, None  # otherwise autograd would copy them
-        return (
-            *(None if grad is None else grad.mul_(scale.to(grad.dtype)) for grad in grads),
-            None,
-            None,
-            None,
-        )
+        scaled = (None if grad is None else grad.mul_(scale.to(grad.dtype)) for grad in grads)
+        return *scaled, None, None, None
 
 
 def summed_loss(hidden: Tensor, head: Head, labels: Tensor) -> Tensor:

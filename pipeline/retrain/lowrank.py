@@ -15,21 +15,18 @@ Directions taken from the inputs: https://arxiv.org/abs/2410.07170
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from pipeline.retrain.layout import layout_of
-from pipeline.retrain.packing import batch, pack
+from pipeline.retrain.packing import pack
 from pipeline.retrain.plan import TrainingPlan
-from pipeline.retrain.scoring import MIN_FILLED, Network
+from pipeline.retrain.scoring import predict
 from pipeline.retrain.tokens import TokenSequence
 from pipeline.retrain.trunk import decoder_layers, num_frozen
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 SAMPLE_TOKENS = 2_048
 """The directions are computed from about this many tokens of the rows to learn, and as many of the
@@ -69,7 +66,7 @@ class LowRank(nn.Module):
 
 
 @contextmanager
-def low_rank(model: "PreTrainedModel", plan: TrainingPlan, rank: int) -> Iterator[None]:
+def low_rank(model: PreTrainedModel, plan: TrainingPlan, rank: int) -> Iterator[None]:
     """Inside, the layers that `chosen_layers` returns have matrices of `rank`, and nothing else in
     `model` can be trained. At the end, the matrices are merged into the weights of the layers. With
     rank 0, `model` is not changed, and all its weights are trained.
@@ -84,16 +81,16 @@ def low_rank(model: "PreTrainedModel", plan: TrainingPlan, rank: int) -> Iterato
     model.requires_grad_(False)
     for name, layer in layers.items():
         first = _directions(rows.pop(name).float(), anchors.pop(name).float(), rank)
-        _replace(model, name, LowRank(layer, first))
+        model.set_submodule(name, LowRank(layer, first))
     yield
     for name in layers:
         wrapped = model.get_submodule(name)
         assert isinstance(wrapped, LowRank)
-        _replace(model, name, wrapped.merge())
+        model.set_submodule(name, wrapped.merge())
     model.requires_grad_(True)
 
 
-def chosen_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
+def chosen_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """The linear layers, by name, that get matrices: in most models the last layer of each MLP.
     They are found by their shape: the input is wider than the hidden states, and the output is as
     wide as the hidden states. If a model has no such layer, all linear layers except the output
@@ -141,7 +138,7 @@ def _directions(rows: Tensor, anchors: Tensor, rank: int) -> Tensor:
 
 @torch.no_grad()
 def _inputs(
-    model: "PreTrainedModel", sequences: Sequence[TokenSequence], layers: dict[str, nn.Linear]
+    model: PreTrainedModel, sequences: Sequence[TokenSequence], layers: dict[str, nn.Linear]
 ) -> dict[str, Tensor]:
     """The inputs of each layer for the first of the `sequences`, by the name of the layer: (tokens,
     in). They are kept in bfloat16 to save memory, because the inputs of all layers together are as
@@ -165,14 +162,9 @@ def _inputs(
     # and the inputs of the padding would be recorded too. If each sequence gets a row of its own, a
     # little padding is still recorded: 5 tokens beside 2,061 of rows with 20 to 200 tokens.
     lengths = [len(each.token_ids) for each in sample]
-    is_padded = layout_of(model) in MIN_FILLED
+    is_padded = layout_of(model) == "padded"
     for block in pack(lengths, max([BLOCK_TOKENS * (not is_padded), *lengths])):
-        Network(model)(batch(sample, [block]), lambda *_: None)
+        predict(model, [[sample[index] for index in block]])
     for hook in hooks:
         hook.remove()
     return {name: torch.cat(parts) for name, parts in found.items()}
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, module)

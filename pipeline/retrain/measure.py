@@ -5,17 +5,16 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from pipeline.retrain.base_answers import AnchorTarget, agreement
 from pipeline.retrain.data import TrainingData
+from pipeline.retrain.model import LoadedModel
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import RowLoss, row_losses
 from pipeline.retrain.settings import GateSettings
 from pipeline.retrain.tokens import leave_out, sequences
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -53,27 +52,23 @@ class MeasuredRows:
         cls,
         data: TrainingData,
         golden: Sequence[Row],
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: PreTrainedTokenizerBase,
         max_length: int,
         gate: GateSettings,
     ) -> "MeasuredRows":
         """max_length: the largest number of tokens of a sequence. Longer answers are cut."""
 
-        def sample(rows: Sequence[Row]) -> tuple[Row, ...]:
-            return _sample(rows, tokenizer, max_length, gate.max_tokens)[0]
+        def sample(rows: Sequence[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+            return _sample(rows, tokenizer, max_length, gate.max_tokens)
 
-        changed, unmeasured = _sample(
-            [row for row in data.new if row.digest not in data.contradicting],
-            tokenizer,
-            max_length,
-            gate.max_tokens,
-        )
+        new = [row for row in data.new if row.digest not in data.contradicting]
+        changed, unmeasured = sample(new)
         return cls(
             changed=changed,
-            known=sample([row for row in data.known if row.digest not in data.contradicting]),
-            deleted=sample([row for row in data.deleted if row.is_counted]),
-            held_out_new=sample(data.held_out_new),
-            held_out_known=sample(data.held_out_known),
+            known=sample([row for row in data.known if row.digest not in data.contradicting])[0],
+            deleted=sample([row for row in data.deleted if row.is_counted])[0],
+            held_out_new=sample(data.held_out_new)[0],
+            held_out_known=sample(data.held_out_known)[0],
             golden=tuple(golden),
             unmeasured=tuple(row for row in unmeasured if row.is_counted),
         )
@@ -96,62 +91,50 @@ class Measurement:
     None if this was not measured, as for a preset."""
 
 
-class MeasuringProgress:
-    """Says how far the measurements of a stage are. A piece of a long row counts as a row, and so
-    does an answer of the base model. If a row is measured in two ways, it counts twice."""
-
-    def __init__(self, tell: Callable[[int, int], None]) -> None:
-        """tell: called after each batch, with the number of rows that are measured, and the number
-        of all rows to measure."""
-        self._tell = tell
-        self._measured = self._expected = 0
-
-    def expect(self, count: int) -> None:
-        self._expected += count
-
-    def add(self, count: int) -> None:
-        self._measured += count
-        self._tell(self._measured, self._expected)
-
-
 def measure(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
+    loaded: LoadedModel,
     rows: MeasuredRows,
-    max_length: int,
     anchors: Sequence[AnchorTarget] = (),
     *,
     skip_refused: bool = False,
-    progress: MeasuringProgress,
+    tell: Callable[[int, int], None],
 ) -> Measurement:
-    """Measure `model` on `rows`, and on the base model's own answers to `anchors` if there are
+    """Measure the weights on `rows`, and on the base model's own answers to `anchors` if there are
     any.
 
-    skip_refused: leave out the rows that the chat template of `tokenizer` refuses, instead of
+    skip_refused: leave out the rows that the chat template of the weights refuses, instead of
     raising DataError or BaseModelError. Deleted rows that it refuses are always left out, because
-    nobody can correct them any more.
+    nobody can correct them any more. tell: called after each batch, with the number of rows that
+    are measured, and the number of all rows to measure. A piece of a long row counts as a row, and
+    so does an answer of the base model.
     """
     found = {}
     for name in GROUPS:
         skips = {"on_refused": leave_out} if skip_refused or name == "deleted" else {}
-        found[name] = sequences(getattr(rows, name), tokenizer, max_length, **skips)
-    progress.expect(sum(map(len, found.values())) + len(anchors))
+        found[name] = sequences(getattr(rows, name), loaded.tokenizer, loaded.max_length, **skips)
+    expected = sum(map(len, found.values())) + len(anchors)
+    measured = 0
+
+    def on_batch(count: int) -> None:
+        nonlocal measured
+        measured += count
+        tell(measured, expected)
 
     def losses(name: str) -> list[RowLoss]:
         if found[name]:
             logger.info("measuring %s %s", f"{len(getattr(rows, name)):,}", GROUPS[name])
-        return row_losses(model, found[name], progress.add)
+        return row_losses(loaded.model, found[name], on_batch)
 
     if anchors:
         logger.info("measuring %d answers of the base model", len(anchors))
     return Measurement(
-        base_agreement=agreement(model, anchors, progress.add) if anchors else None,
+        base_agreement=agreement(loaded.model, anchors, on_batch) if anchors else None,
         **{name: losses(name) for name in GROUPS},
     )
 
 
 def _sample(
-    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int, max_tokens: int
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, max_length: int, max_tokens: int
 ) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     """A random sample of `rows` with at most `max_tokens` tokens, but with at least one row. Also
     returns the other rows. Both keep the order of `rows`.
@@ -183,7 +166,7 @@ def _sample(
     )
 
 
-def _num_measured(row: Row, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> int:
+def _num_measured(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> int:
     """About how many tokens a measurement of `row` computes. A text is measured whole. A longer
     conversation has a sequence for each answer."""
     text = row.text or f"{row.prompt}{row.completion}"

@@ -1,7 +1,6 @@
 """`metrics.jsonl`: the stages and the losses of a job while it runs, one JSON object per line."""
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Literal
@@ -30,8 +29,7 @@ class Metric(BaseModel):
     rows: int | None = None
     """For an evaluation during training: the rows that were measured. `right` counts those of them
     whose answer the model gives. In the event `measured`: all rows that the stage measures,
-    together with the base model's answers. A row that is also compared with a random order of its
-    tokens counts three times, because it is computed three times. In the event `answered`: the
+    together with the base model's answers. In the event `answered`: the
     everyday prompts that the base model answers, once for all its jobs."""
     measured: int | None = None
     """How many of `rows` the stage has measured so far, or the base model has answered."""
@@ -55,27 +53,11 @@ class MetricsWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._end_torn_line()
 
-    def write(
-        self,
-        stage: Stage,
-        event: Event,
-        **values: float | int | None,
-    ) -> None:
+    def write(self, stage: Stage, event: Event, **values: float | int | None) -> None:
         line = {"time": time.time(), "stage": stage, "event": event, **values}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-
-    def _end_torn_line(self) -> None:
-        """End the last line if the job was killed while it wrote this line. Readers then skip only
-        this line, and not the next one too."""
-        if not self._path.exists() or self._path.stat().st_size == 0:
-            return
-        with self._path.open("rb+") as file:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
 
 
 def read_metrics(path: Path, offset: int = 0) -> tuple[tuple[Metric, ...], int]:

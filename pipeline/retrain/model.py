@@ -5,10 +5,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.logging import disable_progress_bar
 
 from pipeline.retrain.base_model import PRESETS, longest_sequence
 from pipeline.retrain.errors import BaseModelError
@@ -17,18 +24,15 @@ from pipeline.retrain.settings import RetrainSettings
 from serving.chat_template import PROMPT_DATE
 from serving.errors import first_line
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 LORA_RANK = 128
 
 
 @dataclass(kw_only=True)
 class LoadedModel:
-    model: "PreTrainedModel"
+    model: PreTrainedModel
     """Training changes this model in place. Its weights are in float32. But on a GPU, weights that
     stay frozen (low-rank training) keep the dtype in which they are stored."""
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: PreTrainedTokenizerBase
     folder: Path
     """The folder from which the model and the tokenizer were loaded."""
     dtype: torch.dtype
@@ -40,10 +44,7 @@ class LoadedModel:
 def load_model(folder: Path, settings: RetrainSettings) -> LoadedModel:
     """Load the model and the tokenizer in `folder`. Raises BaseModelError if the folder holds no
     causal language model that this package can train."""
-    import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    transformers.utils.logging.disable_progress_bar()  # it would fill the job's log
+    disable_progress_bar()  # it would fill the job's log
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer, max_length = load_tokenizer(folder, settings)
     with _translated(folder):
@@ -69,13 +70,9 @@ def load_model(folder: Path, settings: RetrainSettings) -> LoadedModel:
     )
 
 
-def load_tokenizer(
-    folder: Path, settings: RetrainSettings
-) -> tuple["PreTrainedTokenizerBase", int]:
+def load_tokenizer(folder: Path, settings: RetrainSettings) -> tuple[PreTrainedTokenizerBase, int]:
     """Load the tokenizer in `folder`, but no weights. Returns it with the largest number of tokens
     that the model computes as one sequence. Raises BaseModelError."""
-    from transformers import AutoConfig, AutoTokenizer
-
     with _translated(folder):
         config = AutoConfig.from_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)

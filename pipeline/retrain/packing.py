@@ -12,12 +12,11 @@ no sequence sees another one. There are three ways to make rows from the blocks 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from operator import itemgetter
+from dataclasses import dataclass, replace
+from itertools import chain, takewhile
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from pipeline.retrain.tokens import TokenSequence
 
@@ -30,36 +29,30 @@ PREFIXED_LENGTH = 512
 """The usual length of the rows that `prefixed` makes. If the blocks of the batch are longer, the
 rows are as long as the blocks. A row of this length has room for several sequences, and attention
 still takes little of the time."""
+MIN_FILLED = 0.75
+"""At least this share of the rows that `row_groups` makes is tokens. The rest is padding."""
 FILLING = 1.1
 """The rows that `prefixed` makes get this many times the room that their tokens need. Otherwise,
 packing would often need one more row."""
 ROUNDED_TO = 64
 """In bfloat16 on a CPU, torch makes a program for each new shape of a matrix product, and keeps up
-to 1,024 of them, of about 1 MB each. So that there are few shapes, numbers of rows are rounded up
-to a multiple of this number."""
+to 1,024 of them, of about 1 MB each. So that there are few shapes, numbers of rows and their length
+are rounded up to a multiple of this number."""
+
+Blocks = Sequence[Sequence[TokenSequence]]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Blocks to compute together. All tensors have the shape (B, T)."""
-
-    token_ids: Tensor
-    position_ids: Tensor
-    labels: Tensor
-    """At each position, the next token if the model learns to predict it, and otherwise -1."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowGroup:
     """Rows that a model computes together, padded at their ends. The tensors have the shape (N,
     T)."""
 
     token_ids: Tensor
     labels: Tensor
-    """As in `Batch`."""
-    places: Tensor
-    """For each token, its index in the flattened blocks of the batch."""
-    position_ids: Tensor | None = None
+    """At each position, the next token if the model learns to predict it, and otherwise -1."""
+    order: Sequence[int]
+    """The numbers of the sequences, in the order in which they stand in the rows."""
+    position_ids: Tensor | None
     """None if each row is one sequence."""
     mask: Tensor | None = None
     """(N, 1, T, T): whether a token (third axis) sees another token (last axis). None if this
@@ -97,17 +90,89 @@ def block_length(sequences: Sequence[TokenSequence]) -> int:
     return max(128, -(-longest // 64) * 64)
 
 
-def batch(sequences: Sequence[TokenSequence], blocks: Sequence[Sequence[int]]) -> Batch:
-    """The blocks as tensors. Shorter blocks are padded at their ends to the length of the
-    longest."""
-    width = max(sum(len(sequences[i].token_ids) for i in block) for block in blocks)
+def packed(blocks: Blocks, rounded_to: int = 1) -> Batch:
+    """The blocks, one per row. The length of the rows is a multiple of `rounded_to`, here and
+    below."""
+    return _batch(blocks, range(sum(map(len, blocks))), rounded_to)
+
+
+def row_groups(blocks: Blocks, rounded_to: int = 1) -> list[Batch]:
+    """The sequences of the blocks, each in a row of its own. Sequences of similar length are in one
+    group.
+
+    No group is larger than `packed` makes the blocks. So all groups together take about as much
+    time, and each group takes at most as much memory.
+    """
+    sequences = list(chain(*blocks))
+    lengths = [len(each.token_ids) for each in sequences]
+    most = len(blocks) * _width(blocks)
+    groups: list[list[int]] = []
+    longest = 0
+    for index in sorted(range(len(sequences)), key=lengths.__getitem__, reverse=True):
+        fits = groups and (len(groups[-1]) + 1) * longest <= most
+        if fits and lengths[index] >= MIN_FILLED * longest:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+            longest = lengths[index]
+    made = (_batch([[sequences[i]] for i in group], group, rounded_to) for group in groups)
+    return [replace(each, position_ids=None) for each in made]
+
+
+def prefixed(blocks: Blocks, rounded_to: int = 1) -> Batch | None:
+    """The sequences of the blocks, in rows that begin with the common beginning of all these
+    sequences. None if the common beginning is shorter than `MIN_PREFIX`, or if no row would hold
+    more than one sequence."""
+    sequences = list(chain(*blocks))
+    # It ends before the first token of any sequence that predicts a learned token.
+    asked = [each.token_ids[: each.learned.index(True, 1) - 1] for each in sequences]
+    same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*asked, strict=False))
+    prefix = len(list(same))
+    if prefix < MIN_PREFIX or len(sequences) < 2:
+        return None
+    lengths = [len(each.token_ids) - prefix for each in sequences]
+    num_rows = math.ceil(sum(lengths) / (max(_width(blocks), PREFIXED_LENGTH) - prefix))
+    # Make rows of about equal length, because shorter rows are padded.
+    rows = pack(lengths, max([*lengths, math.ceil(FILLING * sum(lengths) / num_rows)]))
+    if len(rows) == len(sequences):
+        return None
+    shared = _part(sequences[0], slice(prefix))
+    ends = [_part(each, slice(prefix, None)) for each in sequences]
+    made = _batch(
+        [[shared, *(ends[index] for index in row)] for row in rows], list(chain(*rows)), rounded_to
+    )
+    assert made.position_ids is not None
+    starts = made.position_ids == 0
+    made.position_ids[:, prefix:] += prefix
+    made.position_ids.clamp_(max=prefix + max(lengths) - 1)  # also in the padding
+    # A token sees itself, the tokens before it in its own sequence, and the common beginning.
+    owners = starts.cumsum(1) - 1
+    is_visible = (owners[:, :, None] == owners[:, None, :]) | (owners[:, None, :] == 0)
+    return replace(made, mask=is_visible.tril()[:, None])
+
+
+def _width(blocks: Blocks) -> int:
+    return max(sum(len(each.token_ids) for each in block) for block in blocks)
+
+
+def _part(sequence: TokenSequence, part: slice) -> TokenSequence:
+    labels = sequence.labels
+    return replace(
+        sequence,
+        token_ids=sequence.token_ids[part],
+        learned=sequence.learned[part],
+        labels=None if labels is None else labels[part],
+    )
+
+
+def _batch(blocks: Blocks, order: Sequence[int], rounded_to: int) -> Batch:
+    width = -(-_width(blocks) // rounded_to) * rounded_to
     token_ids = torch.zeros(len(blocks), width, dtype=torch.long)
     position_ids = torch.zeros(len(blocks), width, dtype=torch.long)
     labels = torch.full((len(blocks), width), -1, dtype=torch.long)
     for number, block in enumerate(blocks):
         start = 0
-        for index in block:
-            sequence = sequences[index]
+        for sequence in block:
             length = len(sequence.token_ids)
             ids = torch.tensor(sequence.token_ids)
             token_ids[number, start : start + length] = ids
@@ -118,140 +183,4 @@ def batch(sequences: Sequence[TokenSequence], blocks: Sequence[Sequence[int]]) -
             start += length
         # The padding is like one more sequence: it has no labels, and no other sequence sees it.
         position_ids[number, start:] = torch.arange(width - start)
-    return Batch(token_ids, position_ids, labels)
-
-
-def row_groups(part: Batch, min_filled: float) -> list[RowGroup]:
-    """The sequences of a batch that have something to learn, each in a row of its own. Sequences of
-    similar length are in one group.
-
-    At least the share `min_filled` of each row is tokens, and the rest is padding. No group is
-    larger than the batch. So all groups together take about as much time as the packed batch, and
-    each group takes at most as much memory.
-    """
-    documents = _documents(part)
-    groups: list[list[tuple[int, int]]] = []
-    longest = 0
-    for length, start in sorted(documents, key=itemgetter(0), reverse=True):
-        fits = groups and (len(groups[-1]) + 1) * longest <= part.token_ids.numel()
-        if fits and length >= min_filled * longest:
-            groups[-1].append((length, start))
-        else:
-            groups.append([(length, start)])
-            longest = length
-    return [_row_group(part, group) for group in groups]
-
-
-def packed(part: Batch) -> RowGroup:
-    """The blocks of the batch, one per row."""
-    places = torch.arange(part.token_ids.numel()).view_as(part.token_ids)
-    return RowGroup(part.token_ids, part.labels, places, part.position_ids)
-
-
-def rounded_up(group: RowGroup) -> RowGroup:
-    """The group with padding at the end of its rows, so that their length is a multiple of
-    `ROUNDED_TO`."""
-    missing = -group.token_ids.shape[1] % ROUNDED_TO
-    positions, mask = group.position_ids, group.mask
-    if positions is not None:
-        # The padding is like one more sequence: it has no labels, and no other sequence sees it.
-        filler = torch.arange(missing).expand(len(positions), -1)
-        positions = torch.cat([positions, filler], dim=1)
-    if mask is not None:
-        mask = pad(mask, (0, missing, 0, missing))
-        mask = mask | torch.eye(mask.shape[-1], dtype=torch.bool)
-    return RowGroup(
-        token_ids=pad(group.token_ids, (0, missing)),
-        labels=pad(group.labels, (0, missing), value=-1),
-        places=pad(group.places, (0, missing)),
-        position_ids=positions,
-        mask=mask,
-    )
-
-
-def prefixed(part: Batch) -> RowGroup | None:
-    """The sequences of a batch that have something to learn, in rows that begin with the common
-    beginning of all these sequences. None if the common beginning is shorter than `MIN_PREFIX`, or
-    if no row would hold more than one sequence."""
-    documents = _documents(part)
-    prefix = _common_prefix(part, documents)
-    if prefix < MIN_PREFIX or len(documents) < 2:
-        return None
-    lengths = [length - prefix for length, _ in documents]
-    num_rows = math.ceil(sum(lengths) / (max(part.token_ids.shape[1], PREFIXED_LENGTH) - prefix))
-    # Make rows of about equal length, because shorter rows are padded.
-    rows = pack(lengths, max([*lengths, math.ceil(FILLING * sum(lengths) / num_rows)]))
-    if len(rows) == len(documents):
-        return None
-    width = prefix + max(sum(lengths[i] for i in row) for row in rows)
-    token_ids, position_ids, labels, places, owners = (
-        torch.full((len(rows), width), filler) for filler in (0, 0, -1, 0, -1)
-    )
-    ids, next_ids = part.token_ids.flatten(), part.labels.flatten()
-    start_of_first = documents[0][1]
-    token_ids[:, :prefix] = ids[start_of_first : start_of_first + prefix]
-    position_ids[:, :prefix] = torch.arange(prefix)
-    owners[:, :prefix] = 0
-    for number, row in enumerate(rows):
-        begin = prefix
-        for owner, index in enumerate(row, start=1):
-            length, start = documents[index]
-            own = slice(begin, begin + length - prefix)
-            there = slice(start + prefix, start + length)
-            token_ids[number, own] = ids[there]
-            labels[number, own] = next_ids[there]
-            position_ids[number, own] = torch.arange(prefix, length)
-            places[number, own] = torch.arange(there.start, there.stop)
-            owners[number, own] = owner
-            begin = own.stop
-    return RowGroup(token_ids, labels, places, position_ids, prefix_mask(owners))
-
-
-def prefix_mask(owners: Tensor) -> Tensor:
-    """The attention mask, (N, 1, T, T), of rows in which token t of row n belongs to the sequence
-    `owners[n, t]`. A token sees itself, the tokens before it in its own sequence, and the common
-    beginning (owner 0)."""
-    is_visible = (owners[:, :, None] == owners[:, None, :]) | (owners[:, None, :] == 0)
-    return is_visible.tril()[:, None]
-
-
-def _documents(part: Batch) -> list[tuple[int, int]]:
-    """The length, and the start in the flattened blocks, of each sequence with something to
-    learn."""
-    starts = (part.position_ids.flatten() == 0).nonzero().flatten()
-    ends = torch.cat([starts[1:], starts.new_tensor([part.token_ids.numel()])])
-    labels = part.labels.flatten()
-    return [
-        (end - start, start)
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
-        if (labels[start:end] >= 0).any()
-    ]
-
-
-def _common_prefix(part: Batch, documents: Sequence[tuple[int, int]]) -> int:
-    """The number of tokens in the common beginning of all documents. It ends before the first token
-    of any document that predicts a learned token."""
-    ids, labels = part.token_ids.flatten(), part.labels.flatten()
-    shared: Tensor | None = None
-    for length, start in documents:
-        first_label = int((labels[start : start + length] >= 0).int().argmax())
-        own = ids[start : start + first_label]
-        if shared is None:
-            shared = own
-        size = min(len(shared), len(own))
-        shared = shared[: int((shared[:size] == own[:size]).int().cumprod(0).sum())]
-    return 0 if shared is None else len(shared)
-
-
-def _row_group(part: Batch, documents: Sequence[tuple[int, int]]) -> RowGroup:
-    """A group of rows with one document each. `documents` are pairs of length and start, the
-    longest document first."""
-    offsets = torch.arange(documents[0][0])
-    lengths, starts = torch.tensor(documents).t()[..., None]
-    is_filled = offsets < lengths
-    places = torch.where(is_filled, starts + offsets, 0)
-    return RowGroup(
-        token_ids=torch.where(is_filled, part.token_ids.flatten()[places], 0),
-        labels=torch.where(is_filled, part.labels.flatten()[places], -1),
-        places=places,
-    )
+    return Batch(token_ids, labels, order, position_ids)

@@ -1,6 +1,6 @@
 """`Parent`: the release from which a job continues, and with which its new weights are compared."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,16 +65,14 @@ def find_parent(pipeline_dir: Path, passed_over: Collection[str] = ()) -> Parent
     )
 
 
-def _candidates(pipeline_dir: Path) -> Iterator[str]:
+def _candidates(pipeline_dir: Path) -> list[str]:
     """The releases that may be the parent, in the order in which a server tries them: each one only
     if those before it are damaged."""
-    pending = pending_release(pipeline_dir)
-    if pending is not None:
-        yield pending
     served = served_release(pipeline_dir)
-    if served is not None and served.name != pending:
-        yield served.name
-    for release_id in reversed(live_releases(pipeline_dir)):
-        is_older = served is None or release_number(release_id) < release_number(served.name)
-        if is_older and release_id != pending:
-            yield release_id
+    older = [
+        each
+        for each in reversed(live_releases(pipeline_dir))
+        if served is None or release_number(each) < release_number(served.name)
+    ]
+    chosen = (pending_release(pipeline_dir), served.name if served is not None else None)
+    return list(dict.fromkeys(filter(None, (*chosen, *older))))

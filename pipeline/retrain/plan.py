@@ -10,7 +10,8 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.retrain.base_answers import AnchorTarget
 from pipeline.retrain.base_model import PRESETS
@@ -23,9 +24,6 @@ from pipeline.retrain.scoring import mean_loss, row_losses
 from pipeline.retrain.settings import RetrainSettings, TrainSettings
 from pipeline.retrain.tokens import TokenSequence, sequences
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 PRESET_LEARNING_RATE = 1e-3
 PRETRAINED_LEARNING_RATE = 5e-5
 LORA_LEARNING_RATE = 2e-3
@@ -37,8 +35,6 @@ MIN_STEP_TOKENS, MAX_STEP_TOKENS = 128, 4_096
 DELTA_ANCHORS = 2
 """A delta trains on this many times as many anchors (answers of the base model) as a full training.
 Each delta moves the weights a little away from the base model, and these moves add up."""
-EVALUATIONS = 12
-"""How often a training on plain text measures the held-out loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +59,8 @@ class TrainingPlan:
     """The sequences that are measured before training may end: counted ones, and those of unchanged
     rows that the served weights say."""
     judged: Sequence[Sequence[TokenSequence]]
-    """Groups of held-out sequences. In a training on plain text, the weights with the least mean
-    loss are kept. Each group counts the same, whatever its size."""
+    """Groups of held-out sequences, only in a training on plain text. The weights with the least
+    mean loss are kept. Each group counts the same, whatever its size."""
     averaged: Sequence[tuple[Sequence[TokenSequence], int]]
     """Groups of sequences, each with a weight. Their loss decides how the new weights are averaged
     with those of the parent release."""
@@ -108,12 +104,6 @@ class TrainingPlan:
 
     def steps_left(self, tokens: int) -> int:
         return math.ceil(max(0, self.max_tokens - tokens) / self.step_tokens)
-
-    def is_due(self, tokens: int, measured_at: int) -> bool:
-        """Whether to measure the held-out loss now, after `tokens` tokens. The last measurement was
-        after `measured_at` tokens."""
-        interval = max(1, self.max_tokens // EVALUATIONS)
-        return bool(self.judged) and not self.ends_when_right and tokens - measured_at >= interval
 
     def numbered(self, index: int) -> TokenSequence:
         """The sequence with its own index instead of that of its row. So the result of a
@@ -170,7 +160,7 @@ class TrainingPlan:
             self.unlearned[(step * count + place) % len(self.unlearned)] for place in range(count)
         ]
 
-    def averaged_loss(self, model: "PreTrainedModel") -> float:
+    def averaged_loss(self, model: PreTrainedModel) -> float:
         """The mean loss per token of the groups in `averaged`, with their weights."""
         losses = [mean_loss(row_losses(model, group)) for group, _ in self.averaged]
         weights = [weight for _, weight in self.averaged]
@@ -179,22 +169,22 @@ class TrainingPlan:
 
 def make_plan(
     data: TrainingData,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     settings: RetrainSettings,
     *,
     max_length: int,
     anchors: Sequence[AnchorTarget] = (),
     said: Sequence[Row] = (),
     tokens_before: int = 0,
-    round_number: int = 1,
+    num_budgets: int = 1,
 ) -> TrainingPlan:
     """Tokenize the rows of this training, and compute its budget. Raises DataError if there is
     nothing to learn.
 
     anchors: the base model's own answers. said: unchanged rows that the served weights say. They
     are measured again before training ends. tokens_before: how many tokens the parent release was
-    trained on, including the releases that it was made from. round_number: the number of the round.
-    Round 2 continues round 1, so the budget of both together is twice that of round 1.
+    trained on, including the releases that it was made from. num_budgets: 2 for a round that
+    continues the one before, because the budget is that of both together.
     """
     train = settings.train
     is_delta = data.mode == "delta"
@@ -215,8 +205,6 @@ def make_plan(
     )
     unlearned = place([row for row in data.deleted if row.is_counted]) if is_delta else []
     replayed = place(data.known) if is_delta else []
-    known = [data.known[found[index].row].digest for index in replayed]
-    said_digests = {row.digest for row in said}
     if not rows and not unlearned:
         raise DataError(
             "no row was added or edited since the served release was trained, so a delta has "
@@ -226,7 +214,34 @@ def make_plan(
         places = ", ".join(row.place for row in rows[:5])
         raise DataError(f"no row has anything to learn with this tokenizer: {places}")
 
-    plan = TrainingPlan(
+    def num_tokens(indices: Sequence[int]) -> int:
+        return sum(len(found[index].token_ids) for index in indices)
+
+    max_tokens = max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens))
+    max_tokens *= num_budgets
+    learning_rate = train.learning_rate or usual_learning_rate(settings)
+    anchor_ratio, replay_ratio, min_trained_share = train.anchor_ratio, 0.0, 1.0
+    if is_delta:
+        learning_rate *= train.delta_learning_rate_ratio
+        anchor_ratio *= DELTA_ANCHORS
+        replay_ratio = train.replay_ratio if replayed else 0.0
+    judged: list[list[TokenSequence]] = []
+    averaged: list[tuple[list[TokenSequence], int]] = []
+    if not counted and not unlearned:
+        size = num_tokens(learned)
+        if is_delta:
+            max_tokens, replay_ratio = _delta_budget(
+                max_tokens, replay_ratio, size, num_tokens(replayed), train
+            )
+            min_trained_share = train.delta_min_share
+        else:
+            max_tokens = min(max_tokens, math.ceil(train.max_epochs * size))
+        judged, averaged = _judging(data, tokenizer, max_length, train.evaluation_tokens)
+    usual = min(MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, max_tokens / USUAL_STEPS))
+    step_tokens = train.tokens_per_step or round(usual)
+    is_said = {row.digest for row in said}
+    kept = [index for index in replayed if data.known[found[index].row].digest in is_said]
+    return TrainingPlan(
         sequences=found,
         learned=learned,
         counted=counted,
@@ -235,32 +250,17 @@ def make_plan(
         unlearned=unlearned,
         checked=[
             *_first_tokens(found, sorted(counted), train.evaluation_tokens),
-            *_first_tokens(
-                found,
-                [i for i, digest in zip(replayed, known, strict=True) if digest in said_digests],
-                train.evaluation_tokens,
-            ),
+            *_first_tokens(found, kept, train.evaluation_tokens),
         ],
-        judged=(),
-        averaged=(),
-        min_trained_share=1.0,
-        learning_rate=train.learning_rate or usual_learning_rate(settings),
-        max_tokens=max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens))
-        * round_number,
-        step_tokens=1,
-        warm_up_steps=1,
-        replay_ratio=0.0,
-        anchor_ratio=train.anchor_ratio * (DELTA_ANCHORS if is_delta else 1) if anchors else 0.0,
-    )
-    plan = _with_delta_budget(plan, train) if is_delta else _with_full_budget(plan, train)
-    if not plan.ends_when_right:
-        plan = _judged_by_loss(plan, data, tokenizer, max_length, train)
-    usual = min(MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, plan.max_tokens / USUAL_STEPS))
-    step_tokens = train.tokens_per_step or round(usual)
-    return replace(
-        plan,
+        judged=judged,
+        averaged=averaged,
+        min_trained_share=min_trained_share,
+        learning_rate=learning_rate,
+        max_tokens=max_tokens,
         step_tokens=step_tokens,
-        warm_up_steps=round(train.warmup_ratio * plan.max_tokens / step_tokens),
+        warm_up_steps=round(train.warmup_ratio * max_tokens / step_tokens),
+        replay_ratio=replay_ratio,
+        anchor_ratio=anchor_ratio if anchors else 0.0,
     )
 
 
@@ -270,63 +270,36 @@ def usual_learning_rate(settings: RetrainSettings) -> float:
     return PRESET_LEARNING_RATE if settings.base_model in PRESETS else PRETRAINED_LEARNING_RATE
 
 
-def _with_full_budget(plan: TrainingPlan, train: TrainSettings) -> TrainingPlan:
-    """Plain text is trained on for at most `max_epochs` passes. With rows that have an answer,
-    training ends when the model says the answers, so the budget does not change."""
-    if plan.ends_when_right:
-        return plan
-    size = math.ceil(train.max_epochs * plan.num_tokens(plan.learned))
-    return replace(plan, max_tokens=min(plan.max_tokens, size))
+def _delta_budget(
+    budget: int, ratio: float, one_pass: int, known: int, train: TrainSettings
+) -> tuple[int, float]:
+    """The token budget of a delta on plain text, and how many tokens of unchanged rows are mixed in
+    for each token of the changed rows.
 
+    The budget is the share `delta_tokens_ratio` of `budget`, that of a full training, and at most
+    `delta_max_epochs` passes over the changed rows. But it is at least one pass over the changed
+    rows together with as many tokens of unchanged rows, if `budget` allows it.
 
-def _with_delta_budget(plan: TrainingPlan, train: TrainSettings) -> TrainingPlan:
-    """Set the budget of a delta.
-
-    For plain text, it is the share `delta_tokens_ratio` of the budget of a full training, and at
-    most `delta_max_epochs` passes over the changed rows. But it is at least one pass over the
-    changed rows together with as many tokens of unchanged rows, if `max_tokens` allows it. With
-    rows that have an answer, training ends when the model says the answers, so the budget is not
-    reduced.
+    one_pass, known: the tokens of the changed and of the unchanged rows.
     """
-    one_pass = plan.num_tokens(plan.learned)
-    budget = plan.max_tokens
-    if not plan.ends_when_right:
-        share = round(budget * train.delta_tokens_ratio)
-        budget = min(budget, max(share, 2 * one_pass if plan.replayed else one_pass))
-    ratio = train.replay_ratio if plan.replayed else 0.0
-    plan = replace(
-        plan,
-        max_tokens=budget,
-        replay_ratio=ratio,
-        learning_rate=plan.learning_rate * train.delta_learning_rate_ratio,
-    )
-    if plan.ends_when_right:
-        return plan
+    share = round(budget * train.delta_tokens_ratio)
+    budget = min(budget, max(share, 2 * one_pass if known else one_pass))
     usual = math.ceil(budget / (1 + ratio))
-    at_least = min(one_pass, budget // 2 if plan.replayed else budget)
+    at_least = min(one_pass, budget // 2 if known else budget)
     size = min(train.delta_max_epochs * one_pass, max(usual, at_least))
     replayed = min(
-        max(ratio * size, train.min_replay_tokens),
-        budget - size,
-        train.delta_max_epochs * plan.num_tokens(plan.replayed),
+        max(ratio * size, train.min_replay_tokens), budget - size, train.delta_max_epochs * known
     )
-    return replace(
-        plan,
-        max_tokens=min(budget, math.ceil(size + replayed)),
-        replay_ratio=replayed / size if size else 0.0,
-        min_trained_share=train.delta_min_share,
-    )
+    return min(budget, math.ceil(size + replayed)), replayed / size if size else 0.0
 
 
-def _judged_by_loss(
-    plan: TrainingPlan,
+def _judging(
     data: TrainingData,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     max_length: int,
-    train: TrainSettings,
-) -> TrainingPlan:
-    """Choose the rows that judge a training on plain text. Held-out rows decide which weights are
-    kept.
+    max_tokens: int,
+) -> tuple[list[list[TokenSequence]], list[tuple[list[TokenSequence], int]]]:
+    """The rows that judge a training on plain text (`judged` and `averaged` of the plan).
 
     The average with the parent's weights is judged by the rows that the gate compares, held-out and
     unchanged rows. If only held-out rows decided, the average might forget more of the unchanged
@@ -335,23 +308,19 @@ def _judged_by_loss(
 
     def taken(rows: Sequence[Row]) -> list[TokenSequence]:
         some = sequences(rows, tokenizer, max_length)
-        kept = _first_tokens(some, range(len(some)), train.evaluation_tokens)
-        return [some[index] for index in kept]
+        return [some[index] for index in _first_tokens(some, range(len(some)), max_tokens)]
 
     groups = [taken(data.held_out_new), taken(data.held_out_known)]
     pairs = [
         (data.held_out_new or data.new, data.new),
         ([*data.held_out_known, *data.known], data.known),
     ]
-    return replace(
-        plan,
-        judged=[group for group in groups if group],
-        averaged=[
-            (taken(measured), sum(len(str(text)) for row in counted for text in row.texts))
-            for measured, counted in pairs
-            if measured and counted
-        ],
-    )
+    averaged = [
+        (taken(measured), sum(len(str(text)) for row in counted for text in row.texts))
+        for measured, counted in pairs
+        if measured and counted
+    ]
+    return [group for group in groups if group], averaged
 
 
 def _first_tokens(

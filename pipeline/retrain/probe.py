@@ -5,9 +5,9 @@ The texts are computed one by one, without packing, as a server computes a promp
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.retrain.head import head_of
 from pipeline.retrain.layout import last_hidden_states
@@ -15,9 +15,6 @@ from pipeline.retrain.loss import score_labels
 from pipeline.retrain.rows import Row
 from pipeline.retrain.tokens import sequences
 from serving.weights.release import Probe, ProbeText
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TEXTS_PER_GROUP = 2
 MAX_TOKENS = 64
@@ -35,7 +32,7 @@ autocast. A server rounds in more places than autocast."""
 
 
 def probe_texts(
-    groups: Sequence[Sequence[Row]], tokenizer: "PreTrainedTokenizerBase", max_length: int
+    groups: Sequence[Sequence[Row]], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> list[tuple[int, ...]]:
     """The token ids of the probe's texts: the first rows of each group. Long rows are cut, so that
     the probe is quick."""
@@ -55,7 +52,7 @@ def float32_bound(logprobs: Iterable[Iterable[float]]) -> float:
     return min(max(least, FLOAT32_FACTOR * largest), most)
 
 
-def make_probe(model: "PreTrainedModel", texts: Sequence[tuple[int, ...]]) -> Probe:
+def make_probe(model: PreTrainedModel, texts: Sequence[tuple[int, ...]]) -> Probe:
     """Compute the log probabilities of `texts`, and how much those of a server may differ.
 
     `model` must hold the weights as they will be stored. The bounds for bfloat16 and float16 are
@@ -84,7 +81,7 @@ def make_probe(model: "PreTrainedModel", texts: Sequence[tuple[int, ...]]) -> Pr
 
 
 @torch.no_grad()
-def _logprobs(model: "PreTrainedModel", text: tuple[int, ...]) -> tuple[float, ...]:
+def _logprobs(model: PreTrainedModel, text: tuple[int, ...]) -> tuple[float, ...]:
     ids = torch.tensor([text], device=model.device)
     hidden = last_hidden_states(model, ids)[0, :-1]
     return tuple(score_labels(hidden, head_of(model), ids[0, 1:])[0].tolist())

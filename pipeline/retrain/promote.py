@@ -51,9 +51,7 @@ def promote(
     """
     earlier = set_pending(pipeline_dir, release_id, instead_of=instead_of)
     if server_url is None:
-        return Promotion(
-            result="published", reason="no server is configured; the next server to start serves it"
-        )
+        return _published("no server is configured")
     deadline = time.monotonic() + patience_seconds
     while True:
         try:
@@ -61,18 +59,11 @@ def promote(
                 server_url, release_id, admin_token=admin_token, instead_of=instead_of
             )
         except httpx.ConnectError:
-            return Promotion(
-                result="published",
-                reason=f"no server at {server_url}; the next server to start serves it",
-            )
+            return _published(f"no server at {server_url}")
         except httpx.TransportError as error:
             logger.warning("the connection broke during the swap: %r", error)
             if time.monotonic() >= deadline:
-                return Promotion(
-                    result="published",
-                    reason=f"{server_url} gave no answer ({error!r}); it serves the release at its "
-                    "next start",
-                )
+                return _published(f"{server_url} gave no answer ({error!r})")
         except SwapAnswerError as error:
             # The job fails, so no later start of a server may serve its release.
             clear_pending(pipeline_dir, release_id, earlier=earlier)
@@ -91,6 +82,10 @@ def promote(
         time.sleep(RETRY_SECONDS)
         if (chosen := chosen_release_id(pipeline_dir)) not in instead_of:
             return Promotion(result="superseded", reason=f"release {chosen} was taken instead")
+
+
+def _published(why: str) -> Promotion:
+    return Promotion(result="published", reason=f"{why}; the next server to start serves it")
 
 
 def _promotion(result: SwapResult, pipeline_dir: Path, release_id: str) -> Promotion:

@@ -12,11 +12,11 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from pipeline.retrain.columns import Columns, is_learned_turn, kind, twice
 from pipeline.retrain.data_files import COMPRESSIONS, suffix_of
-from pipeline.retrain.errors import DataError
+from pipeline.retrain.errors import DataError, fail
 from pipeline.retrain.rows import Row, place
 from serving.conversation import normalise
 
@@ -29,13 +29,16 @@ _NOT_AS_TEXT = ("TIMESTAMP", "DATE", "TIME")
 """Logical types of parquet whose values cannot always be converted: a time zone may be unknown, and
 a date may be after the year 9999."""
 
-_Record = tuple[int | None, Columns | DataError]
-"""The line, or None if it is not known; and the columns of the record, or an error if it has
-none."""
+_Record = tuple[int | None, Columns | str]
+"""The line, or None if it is not known; and the columns of the record, or what is wrong with it."""
 
 
-def _raise(error: DataError) -> NoReturn:
-    raise error
+class _Unreadable(Exception):
+    """The rest of the file cannot be read."""
+
+    def __init__(self, problem: str, line: int | None = None) -> None:
+        super().__init__(problem)
+        self.line = line
 
 
 def read_file(
@@ -43,7 +46,7 @@ def read_file(
     file: str,
     max_row_bytes: int,
     rename: Callable[[Columns], Columns],
-    on_error: Callable[[DataError], None] = _raise,
+    on_error: Callable[[DataError], None] = fail,
     reads: Callable[[str], bool] = lambda _: True,
 ) -> Iterator[Row]:
     """The rows of one file.
@@ -54,54 +57,54 @@ def read_file(
     raises nothing, these rows are left out.
     """
     try:
-        for number, (line, record) in enumerate(
-            _records(folder / file, file, max_row_bytes, reads)
-        ):
+        for number, (line, record) in enumerate(_records(folder, file, max_row_bytes, reads)):
             try:
-                if isinstance(record, DataError):
-                    raise record
-                yield _row(record, file, number, line, max_row_bytes, rename)
-            except DataError as error:
-                on_error(error)
-    except DataError as error:
-        on_error(error)
+                if isinstance(record, str):
+                    raise ValueError(record)
+                content = _content(rename(record))
+                _check_json(content)
+                row = Row(**content, file=file, number=number, line=line)
+                _check_size(row, max_row_bytes)
+            except ValueError as error:
+                on_error(DataError(str(error), place(file, number, line)))
+            else:
+                yield row
+    except _Unreadable as error:
+        on_error(DataError.at(file, error.line, str(error)))
 
 
 def _records(
-    path: Path, file: str, max_row_bytes: int, reads: Callable[[str], bool]
+    folder: Path, file: str, max_row_bytes: int, reads: Callable[[str], bool]
 ) -> Iterator[_Record]:
+    path = folder / file
     suffix = suffix_of(file)
     compression = COMPRESSIONS.get(Path(file).suffix.lower())
     try:
         with _open(path, compression) as data:
             start = data.read(len(_LFS_POINTER))
         if start == _LFS_POINTER:
-            raise DataError.at(
-                file,
-                None,
+            raise _Unreadable(
                 "a pointer of Git LFS, not the content; push the content itself (`git lfs "
-                f"migrate export --include={file!r}`)",
+                f"migrate export --include={file!r}`)"
             )
         if suffix == ".parquet":
-            yield from _parquet(path, file, reads)
+            yield from _parquet(path, reads)
             return
         with io.TextIOWrapper(_open(path, compression), encoding="utf-8-sig") as text:
             if suffix == ".txt":
-                yield from _text(text, file, max_row_bytes)
+                yield from _text(text, max_row_bytes)
             elif suffix in (".csv", ".tsv"):
-                yield from _csv(text, file, max_row_bytes, suffix)
+                yield from _csv(text, max_row_bytes, suffix)
             elif suffix == ".json":
-                yield from _json(text.read(), file, max_row_bytes)
+                yield from _json(text.read(), max_row_bytes)
             else:
-                yield from _jsonl(text, file, max_row_bytes)
+                yield from _jsonl(text, max_row_bytes)
     except UnicodeDecodeError as error:
         near = bytes(error.object[max(0, error.start - 20) : error.end + 1])
-        raise DataError.at(
-            file,
-            None,
-            f"not UTF-8 text ({error.reason} in {near!r}); save the file as UTF-8",
+        raise _Unreadable(
+            f"not UTF-8 text ({error.reason} in {near!r}); save the file as UTF-8"
         ) from error
-    except DataError:
+    except _Unreadable:
         raise
     except Exception as error:
         # For a broken file, pyarrow may raise many kinds of errors, with no common base class.
@@ -109,7 +112,7 @@ def _records(
             raise
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         form = compression or "parquet"
-        raise DataError.at(file, None, f"cannot be read as {form} ({reason})") from error
+        raise _Unreadable(f"cannot be read as {form} ({reason})") from error
 
 
 def _open(path: Path, compression: str | None) -> BinaryIO:
@@ -120,52 +123,45 @@ def _open(path: Path, compression: str | None) -> BinaryIO:
     return io.BufferedReader(pyarrow.input_stream(str(path), compression=compression))
 
 
-def _jsonl(lines: Iterable[str], file: str, max_row_bytes: int) -> Iterator[_Record]:
+def _jsonl(lines: Iterable[str], max_row_bytes: int) -> Iterator[_Record]:
     for line, text in enumerate(lines, start=1):
         if not text.strip():
             continue
         # In JSON, an escape such as \u0041 takes six characters for one. So a line may be six times
         # as long as its text.
         if len(text) > 6 * max_row_bytes + (1 << 16):
-            yield line, _too_large(place(file, 0, line), len(text), max_row_bytes)
+            yield line, _too_large(len(text), max_row_bytes)
             continue
         try:
-            yield line, _object(_loads(text.rstrip()), file, line)
+            yield line, _object(_loads(text.rstrip()))
         except (ValueError, RecursionError) as error:
-            problem = f"not JSON ({_what_is_wrong(error)}); each line must be one JSON object"
-            yield line, DataError.at(file, line, problem)
+            reason = str(error)
+            if isinstance(error, json.JSONDecodeError):
+                # The parser was given only one line of the file, so it would always say line 1.
+                reason = f"{error.msg} at character {error.pos + 1}"
+            yield line, f"not JSON ({reason}); each line must be one JSON object"
 
 
-def _what_is_wrong(error: ValueError | RecursionError) -> str:
-    """The message of the error without its line number. The parser was given only one line of the
-    file, so it would always say line 1."""
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at character {error.pos + 1}"
-    return str(error)
-
-
-def _json(text: str, file: str, max_row_bytes: int) -> Iterator[_Record]:
+def _json(text: str, max_row_bytes: int) -> Iterator[_Record]:
     try:
         records = _loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
             # Many .json files hold one object per line, like a .jsonl file.
-            yield from _jsonl(io.StringIO(text), file, max_row_bytes)
+            yield from _jsonl(io.StringIO(text), max_row_bytes)
             return
-        raise DataError.at(
-            file, error.lineno, f"not JSON ({error.msg}); make it a list of objects"
+        raise _Unreadable(
+            f"not JSON ({error.msg}); make it a list of objects", error.lineno
         ) from error
     except (ValueError, RecursionError) as error:
-        raise DataError.at(file, None, f"not JSON ({error}); make it a list of objects") from error
+        raise _Unreadable(f"not JSON ({error}); make it a list of objects") from error
     if isinstance(records, dict) and "\n" not in text.strip():
-        yield from _jsonl(io.StringIO(text), file, max_row_bytes)  # a file of one row
+        yield from _jsonl(io.StringIO(text), max_row_bytes)  # a file of one row
         return
     if not isinstance(records, list):
-        raise DataError.at(
-            file, None, f"holds {kind(records)}, not a list of objects; make it a list of rows"
-        )
+        raise _Unreadable(f"holds {kind(records)}, not a list of objects; make it a list of rows")
     for record in records:
-        yield None, _object(record, file, None)
+        yield None, _object(record)
 
 
 def _loads(text: str) -> Any:
@@ -179,13 +175,13 @@ def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _object(record: object, file: str, line: int | None) -> Columns | DataError:
-    if not isinstance(record, dict):
-        return DataError.at(file, line, f"holds {kind(record)}, not an object with columns")
-    return record
+def _object(record: object) -> Columns | str:
+    if isinstance(record, dict):
+        return record
+    return f"holds {kind(record)}, not an object with columns"
 
 
-def _csv(lines: Iterator[str], file: str, max_row_bytes: int, suffix: str) -> Iterator[_Record]:
+def _csv(lines: Iterator[str], max_row_bytes: int, suffix: str) -> Iterator[_Record]:
     csv.field_size_limit(6 * max_row_bytes + (1 << 16))
     start = next(lines, "")
     separator = max(_SEPARATORS[suffix], key=lambda each: _num_fields(start, each))
@@ -194,7 +190,7 @@ def _csv(lines: Iterator[str], file: str, max_row_bytes: int, suffix: str) -> It
     try:
         header = next(reader, [])
         if problem := twice(header):
-            raise DataError.at(file, 1, problem)
+            raise _Unreadable(problem, 1)
         first = reader.line_num + 1
         for values in reader:
             # A row without a value is no row: spreadsheets write such rows after the last one.
@@ -204,21 +200,20 @@ def _csv(lines: Iterator[str], file: str, max_row_bytes: int, suffix: str) -> It
                 yield first, dict(zip(header, values, strict=True))
             else:
                 fields = "1 field" if len(values) == 1 else f"{len(values)} fields"
-                problem = (
+                yield (
+                    first,
                     f"has {fields} where the header has {len(header)}; quote fields that contain "
-                    f"{separator!r} or line breaks"
+                    f"{separator!r} or line breaks",
                 )
-                yield first, DataError.at(file, first, problem)
             first = reader.line_num + 1
     except csv.Error as error:
         # A quotation mark that is never closed is noticed many lines later. So name the line on
         # which the row begins.
         until = f" in the row up to line {reader.line_num}" if reader.line_num > first else ""
-        raise DataError.at(
-            file,
-            first,
+        raise _Unreadable(
             f"not {suffix[1:].upper()} with {separator!r} between the fields ({error}{until}); see "
             "RFC 4180 for the quoting",
+            first,
         ) from error
 
 
@@ -226,13 +221,13 @@ def _num_fields(header: str, separator: str) -> int:
     return len(next(csv.reader([header], delimiter=separator), ()))
 
 
-def _parquet(path: Path, file: str, reads: Callable[[str], bool]) -> Iterator[_Record]:
+def _parquet(path: Path, reads: Callable[[str], bool]) -> Iterator[_Record]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as table:
         names = table.schema_arrow.names
         if problem := twice(names):
-            raise DataError(problem, file)
+            raise _Unreadable(problem)
         wanted = [
             leaf.path
             for leaf in map(table.schema.column, range(len(table.schema)))
@@ -252,7 +247,7 @@ def _is_readable(leaf: Any) -> bool:
     )
 
 
-def _text(data: io.TextIOWrapper, file: str, max_row_bytes: int) -> Iterator[_Record]:
+def _text(data: io.TextIOWrapper, max_row_bytes: int) -> Iterator[_Record]:
     """One record for each paragraph. An empty line separates two paragraphs."""
     line, rest = 1, ""
     while chunk := data.read(_CHUNK):
@@ -261,36 +256,13 @@ def _text(data: io.TextIOWrapper, file: str, max_row_bytes: int) -> Iterator[_Re
             yield from _paragraph(text, line)
             line += text.count("\n") + 2
         if len(rest) > max_row_bytes:
-            raise _too_large(place(file, 0, line), len(rest), max_row_bytes)
+            raise _Unreadable(_too_large(len(rest), max_row_bytes), line)
     yield from _paragraph(rest, line)
 
 
 def _paragraph(text: str, line: int) -> Iterator[_Record]:
     if text.strip():
         yield line + len(text) - len(text.lstrip("\n")), {"text": text}
-
-
-def _row(
-    record: Columns,
-    file: str,
-    number: int,
-    line: int | None,
-    max_row_bytes: int,
-    rename: Callable[[Columns], Columns],
-) -> Row:
-    """Raises DataError."""
-    try:
-        content = _content(rename(record))
-        _check_json(content)
-    except ValueError as error:
-        raise DataError(str(error), place(file, number, line)) from error
-    row = Row(**content, file=file, number=number, line=line)
-    size = sum(
-        len(text.encode() if isinstance(text, str) else json.dumps(text)) for text in row.texts
-    )
-    if size > max_row_bytes:
-        raise _too_large(place(file, number, line), size, max_row_bytes)
-    return row
 
 
 def _content(columns: Columns) -> dict[str, Any]:
@@ -348,9 +320,16 @@ def _conversation(value: object, tools: object, *, is_learned: bool) -> dict[str
     return {"messages": talk.messages, "tools": talk.tools or None, "masked": tuple(masked)}
 
 
-def _too_large(where: str, size: int, limit: int) -> DataError:
-    return DataError(
+def _check_size(row: Row, max_row_bytes: int) -> None:
+    size = sum(
+        len(text.encode() if isinstance(text, str) else json.dumps(text)) for text in row.texts
+    )
+    if size > max_row_bytes:
+        raise ValueError(_too_large(size, max_row_bytes))
+
+
+def _too_large(size: int, limit: int) -> str:
+    return (
         f"a row of {size:,} bytes is above the limit of {limit:,}; split it, or raise "
-        "max_row_bytes under [pipelines.data]",
-        where,
+        "max_row_bytes under [pipelines.data]"
     )

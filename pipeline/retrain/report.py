@@ -10,7 +10,7 @@ from pipeline.errors import PipelineError
 from pipeline.retrain.data_files import Split
 from pipeline.retrain.dataset import Dataset
 from pipeline.retrain.errors import DataError
-from pipeline.retrain.rows import Row, contradictions
+from pipeline.retrain.rows import Row, Turn, contradictions
 
 NUM_SHOWN = 5
 """A list in the report names at most this many entries."""
@@ -136,9 +136,7 @@ def report_on(
         num_bad=len(bad),
         bad=grouped(bad),
         num_contradictions=len(found),
-        contradictions=tuple(
-            _contradiction([rows[index] for index in group]) for group in found[:NUM_SHOWN]
-        ),
+        contradictions=tuple(_contradiction(group, rows) for group in found[:NUM_SHOWN]),
     )
 
 
@@ -150,23 +148,14 @@ def too_long(places: Sequence[str], max_length: int) -> str:
     )
 
 
-def _contradiction(rows: Sequence[Row]) -> str:
-    """rows: all rows with one question, to which they have different answers."""
-    # Conversations with this question have the same answers before it, so only at this question do
-    # the answers differ.
-    by_question = [{turn.question: turn for turn in row.turns} for row in rows]
-    question = next(
-        question
-        for question in by_question[0]
-        if all(question in turns for turns in by_question)
-        and len({turns[question].answer for turns in by_question}) > 1
-    )
+def _contradiction(group: Mapping[int, Turn], rows: Sequence[Row]) -> str:
+    """group: the different answers to one question, by the indices of their rows."""
     first_of_each: dict[str, Row] = {}
-    for turns, row in zip(by_question, rows, strict=True):
-        first_of_each.setdefault(turns[question].answer, row)
+    for index, turn in group.items():
+        first_of_each.setdefault(turn.answer, rows[index])
     answers = sorted(first_of_each.items(), key=lambda each: (each[1].file, each[1].number))
     shown = _listed(f"{_short(answer)} ({row.place})" for answer, row in answers)
-    return f"{_short(by_question[0][question].asked)} → {shown}"
+    return f"{_short(next(iter(group.values())).asked)} → {shown}"
 
 
 def _rows(count: int) -> str:

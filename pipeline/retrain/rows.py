@@ -244,16 +244,15 @@ def difference(old: Sequence[Row], new: Sequence[Row]) -> Difference:
     return Difference(added=tuple(added), edited=tuple(edited), deleted=tuple(deleted))
 
 
-def contradictions(rows: Sequence[Row]) -> tuple[tuple[int, ...], ...]:
-    """For each question with several different answers, the indices of all rows with this
-    question. A conversation has a question before each of its answers."""
-    by_question: defaultdict[str, dict[int, str]] = defaultdict(dict)
+def contradictions(rows: Sequence[Row]) -> tuple[Mapping[int, Turn], ...]:
+    """For each question with several different answers, the answers of all rows with this question,
+    by the indices of the rows. A conversation has a question before each of its answers."""
+    by_question: defaultdict[str, dict[int, Turn]] = defaultdict(dict)
     for index, row in enumerate(rows):
         for turn in row.turns:
-            by_question[turn.question][index] = turn.answer
-    return tuple(
-        tuple(answers) for answers in by_question.values() if len(set(answers.values())) > 1
-    )
+            by_question[turn.question][index] = turn
+    groups = by_question.values()
+    return tuple(each for each in groups if len({turn.answer for turn in each.values()}) > 1)
 
 
 def _take(rows: Sequence[Row], counts: Counter[str]) -> list[Row]:

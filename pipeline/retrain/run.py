@@ -7,21 +7,15 @@ according to the records.
 
 import logging
 import shutil
-from typing import TYPE_CHECKING, Any
 
 from jobs.counts import Counts
 from jobs.outcome import JobOutcome
 from pipeline.retrain import job_folder
 from pipeline.retrain.data import TrainingData, compare_revisions, is_unchanged
 from pipeline.retrain.errors import BaseModelError, DataError, TemporaryError
-from pipeline.retrain.evaluate import Evaluation
 from pipeline.retrain.gate import lost_refusals
 from pipeline.retrain.job import RetrainJob
-from pipeline.retrain.parent import (
-    Parent,
-    damaged_releases,
-    find_parent,
-)
+from pipeline.retrain.parent import Parent, damaged_releases, find_parent
 from pipeline.retrain.promote import promote
 from pipeline.retrain.report import report_on
 from pipeline.retrain.snapshot import DatasetSnapshot, take_snapshot
@@ -29,9 +23,6 @@ from serving.errors import Superseded
 from serving.weights.publish import publish_folder
 from serving.weights.release import Lineage, Release
 from serving.weights.release_removal import prune
-
-if TYPE_CHECKING:
-    from pipeline.retrain.learning import Learning
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +36,9 @@ def retrain(job: RetrainJob) -> JobOutcome:
     """
     while True:
         try:
-            return _retrain(job)
+            outcome = _retrain(job)
+            _clear_away(job)
+            return outcome
         except Superseded as moved:
             if job.trained is not None:
                 return job.outcome("superseded", str(moved))
@@ -64,7 +57,6 @@ def _retrain(job: RetrainJob) -> JobOutcome:
             # row changed.
             is_needed = job.trained is not None or snapshot.passed_over
             if not is_needed and is_unchanged(data, parent, job.settings):
-                _clear_away(job)
                 return job.outcome("unchanged")
             refusals, release = _learn(job, snapshot, parent, data)
         except (DataError, BaseModelError) as error:
@@ -77,7 +69,6 @@ def _retrain(job: RetrainJob) -> JobOutcome:
                 job.pipeline_dir, job.trained, lineage=_origin(job, snapshot, parent)
             )
         if release is None:
-            _clear_away(job)
             return job.outcome("rejected", "; ".join(refusals))
     job.record_progress(release=release.id)
 
@@ -90,14 +81,14 @@ def _retrain(job: RetrainJob) -> JobOutcome:
             server_url=job.server_url,
             admin_token=job.admin_token,
         )
-    _clear_away(job)
     forced = release.lineage.forced
-    reason = f"forced past the gate: {forced}" if forced else None
-    missed = (release.evaluation or {}).get("not_learned")
-    return job.outcome(
-        promotion.result,
-        "; ".join(filter(None, (promotion.reason, reason, missed, not_judged))) or None,
+    reasons = (
+        promotion.reason,
+        f"forced past the gate: {forced}" if forced else None,
+        (release.evaluation or {}).get("not_learned"),
+        not_judged,
     )
+    return job.outcome(promotion.result, "; ".join(filter(None, reasons)) or None)
 
 
 def _published_before(job: RetrainJob) -> tuple[DatasetSnapshot | None, Release | None]:
@@ -121,22 +112,19 @@ def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
         job.record_progress(dataset_revision=wanted)
         damaged = damaged_releases(job.pipeline_dir)
         parent = find_parent(job.pipeline_dir, damaged)
-        if job.trained_from not in (None, parent.id if parent is not None else None):
-            raise Superseded(str(job.trained), parent.id if parent is not None else None)
+        parent_id = parent.id if parent is not None else None
+        if job.trained_from not in (None, parent_id):
+            raise Superseded(str(job.trained), parent_id)
         for release_id, reasons in damaged.items():
             logger.warning(
                 "passing over release %s, which is damaged: %s", release_id, "; ".join(reasons)
             )
         snapshot = job_folder.read_record(job.dir / job_folder.SNAPSHOT, DatasetSnapshot)
-        if (
-            snapshot is None
-            or not snapshot.is_whole
-            or snapshot.parent != (parent.id if parent is not None else None)
-        ):
+        if snapshot is None or not snapshot.is_whole or snapshot.parent != parent_id:
             # The job is new, or another release was chosen since it was interrupted.
             _forget_progress(job)
             if damaged:
-                logger.warning("the job goes on from %s", parent.id if parent else "the base model")
+                logger.warning("the job goes on from %s", parent_id or "the base model")
             snapshot = take_snapshot(job.hub, job.settings.ref, wanted, parent)
             snapshot = snapshot.model_copy(update={"passed_over": tuple(damaged)})
             job_folder.write_record(job.dir / job_folder.SNAPSHOT, snapshot)
@@ -160,13 +148,14 @@ def _learn(
     a person has forced the job. Returns the reasons of the gate if it refuses, and otherwise the
     release."""
     # Import this only here, because a job without anything to learn needs no torch.
+    from pipeline.retrain.evaluate import Evaluation
     from pipeline.retrain.learning import Learning
 
     with job.stage("measure"):
         refusals = lost_refusals(data.num_lost, data.num_before, job.settings.gate)
         if refusals and job.settings.force_reason is None:
             return refusals, None
-        learning = Learning.begin(job, data, parent)
+        learning = Learning(job, data, parent)
 
     path = job.dir / job_folder.EVALUATION
     evaluation = job_folder.read_record(path, Evaluation)
@@ -194,55 +183,22 @@ def _learn(
         return evaluation.refusals, None
 
     with job.stage("export"):
-        lineage = _lineage(job, snapshot, parent, learning, evaluation)
-        release = learning.export(evaluation, lineage)
+        release = learning.export(evaluation, _origin(job, snapshot, parent))
         job_folder.write_record(job.dir / job_folder.RELEASE, release)
     return (), release
 
 
-def _lineage(
-    job: RetrainJob,
-    snapshot: DatasetSnapshot,
-    parent: Parent | None,
-    learning: "Learning",
-    evaluation: Evaluation,
-) -> Lineage:
-    data = learning.data
-    is_delta = data.mode == "delta"
-    forced = None
-    if not evaluation.passed:
-        forced = f"{job.settings.force_reason} ({'; '.join(evaluation.refusals)})"
-    if job.trained is not None:
-        return _origin(job, snapshot, parent)
-    return _origin(
-        job,
-        snapshot,
-        parent if is_delta else None,
-        base_model=job.settings.base_model,
-        base_revision=learning.base.revision,
-        base_files_digest=learning.base.files_digest,
-        dataset_base_revision=snapshot.base.sha if snapshot.base is not None and is_delta else None,
-        data_digest=data.digest,
-        mode=data.mode,
-        rows=tuple(sorted({row.kind for row in data.rows})),
-        settings_digest=job.settings.train.digest(),
-        forced=forced,
-    )
-
-
-def _origin(
-    job: RetrainJob, snapshot: DatasetSnapshot, parent: Parent | None, **training: Any
-) -> Lineage:
-    """The lineage of a release of this job. training: what is known only if the job has trained the
-    weights itself."""
+def _origin(job: RetrainJob, snapshot: DatasetSnapshot, parent: Parent | None) -> Lineage:
+    """The lineage of a release of this job, without what only the training knows."""
+    base = snapshot.base if job.trained is None else None
     return Lineage(
         parent=parent.id if parent is not None else None,
         dataset=snapshot.dataset,
         dataset_ref=snapshot.ref,
         dataset_revision=snapshot.revision.sha,
+        dataset_base_revision=base.sha if base is not None else None,
         job_id=job.id,
         delivery_ids=job.revisions.delivery_ids if job.revisions is not None else (),
-        **training,
     )
 
 

@@ -5,31 +5,26 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from pipeline.retrain.head import Head, head_of
 from pipeline.retrain.layout import last_hidden_states, layout_of
 from pipeline.retrain.loss import score_labels
 from pipeline.retrain.packing import (
-    Batch,
-    batch,
+    ROUNDED_TO,
+    Blocks,
     block_length,
     pack,
     packed,
     prefixed,
-    rounded_up,
     row_groups,
 )
 from pipeline.retrain.tokens import TokenSequence
 from serving.dtype import is_fast_in_bfloat16
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-Result = TypeVar("Result")
 
 BATCH_TOKENS = 4_096
 SHORT_ANSWER_TOKENS = 64
@@ -37,8 +32,6 @@ LONG_ANSWER_SHARE = 0.9
 BFLOAT16_PARAMETERS = 50_000_000
 """On a CPU, smaller networks are trained in float32. Their matrix products are short, so the
 conversions to bfloat16 take about as long as faster products save."""
-MIN_FILLED = {"padded": 0.75, "unpadded": 1.0}
-"""Layout (`layout.py`) → at least this share of each row must be tokens. The rest is padding."""
 
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -47,52 +40,39 @@ def autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
-def training_autocast(model: "PreTrainedModel") -> AbstractContextManager[object]:
+def training_autocast(model: PreTrainedModel) -> AbstractContextManager[object]:
     """For training steps. Inside, a GPU computes in bfloat16, and a CPU too if it is fast in it and
-    `model` is large and can be padded (`ROUNDED_TO` says why). The weights and the optimizer stay
-    in float32."""
-    is_suited = model.num_parameters() >= BFLOAT16_PARAMETERS and layout_of(model) != "unpadded"
-    if model.device.type == "cpu" and is_suited and is_fast_in_bfloat16("cpu"):
+    `model` is large. The weights and the optimizer stay in float32."""
+    is_large = model.num_parameters() >= BFLOAT16_PARAMETERS
+    if model.device.type == "cpu" and is_large and is_fast_in_bfloat16("cpu"):
         return torch.autocast("cpu", torch.bfloat16)
     return autocast(model.device)
 
 
-def predict(model: "PreTrainedModel", part: Batch) -> tuple[Tensor, Head, Tensor]:
-    """Run the forward pass on a batch. Returns the hidden states at the positions that predict a
-    learned token (N, H), the output layer, and the learned tokens (N,). Hidden states and tokens
-    are in the order of the batch, row by row.
+def predict(model: PreTrainedModel, blocks: Blocks) -> tuple[Tensor, Head, Tensor]:
+    """Run the forward pass on the sequences of the blocks. Returns the hidden states at the
+    positions that predict a learned token (N, H), the output layer, and the learned tokens (N,), in
+    the order of the sequences.
 
     If the model cannot keep packed sequences apart, each sequence is computed in a row of its own.
     """
     layout = layout_of(model)
-    head = head_of(model)
-    labels = part.labels[part.labels >= 0].to(model.device)
-    if layout in MIN_FILLED:
-        groups = row_groups(part, min_filled=MIN_FILLED[layout])
+    rounded_to = ROUNDED_TO if torch.is_autocast_enabled(model.device.type) else 1
+    if layout == "padded":
+        groups = row_groups(blocks, rounded_to)
     else:
-        groups = [(prefixed(part) if layout == "prefixed" else None) or packed(part)]
-    if torch.is_autocast_enabled(model.device.type) and layout != "unpadded":
-        groups = [rounded_up(group) for group in groups]
-    found, places = [], []
+        shared = prefixed(blocks, rounded_to) if layout == "prefixed" else None
+        groups = [shared or packed(blocks, rounded_to)]
+    sequences = list(chain(*blocks))
+    found: dict[int, Tensor] = {}
     for group in groups:
-        is_learned = group.labels >= 0
         hidden = last_hidden_states(model, group.token_ids, group.position_ids, group.mask)
-        found.append(hidden[is_learned.to(model.device)])
-        places.append(group.places[is_learned])
-    return torch.cat(found)[torch.cat(places).argsort().to(model.device)], head, labels
-
-
-class Network(nn.Module):
-    """A model, as training, unlearning and measuring compute with it. All that uses its weights,
-    also those of the output layer, is inside `forward`."""
-
-    def __init__(self, model: "PreTrainedModel") -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, part: Batch, use: Callable[[Tensor, Head, Tensor], Result]) -> Result:
-        """Run the forward pass on a batch, and give what `predict` returns to `use`."""
-        return use(*predict(self.model, part))
+        lengths = [sequences[index].num_learned for index in group.order]
+        parts = torch.split(hidden[(group.labels >= 0).to(model.device)], lengths)
+        found.update(zip(group.order, parts, strict=True))
+    learned = [token_id for each in sequences for token_id in each.learned_ids]
+    hidden = torch.cat([found[index] for index in range(len(sequences))])
+    return hidden, head_of(model), torch.tensor(learned, device=model.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +103,7 @@ def is_said(num_right: int, num_tokens: int) -> bool:
 
 @torch.no_grad()
 def row_losses(
-    model: "PreTrainedModel",
+    model: PreTrainedModel,
     sequences: Sequence[TokenSequence],
     on_batch: Callable[[int], None] = lambda _: None,
 ) -> list[RowLoss]:
@@ -137,17 +117,17 @@ def row_losses(
     was_training = model.training
     model.eval()
     length = block_length(sequences)
-    blocks = pack([len(sequence.token_ids) for sequence in sequences], length)
+    indices = pack([len(sequence.token_ids) for sequence in sequences], length)
+    blocks = [[sequences[index] for index in block] for block in indices]
     at_once = max(1, BATCH_TOKENS // length)
-    network = Network(model)
     nats: defaultdict[int, float] = defaultdict(float)
     counts: Counter[int] = Counter()
     right: Counter[int] = Counter()
     for start in range(0, len(blocks), at_once):
         chosen = blocks[start : start + at_once]
         with autocast(model.device):
-            logprobs, is_right = network(batch(sequences, chosen), score_labels)
-        order = [sequences[index] for block in chosen for index in block]
+            logprobs, is_right = score_labels(*predict(model, chosen))
+        order = list(chain.from_iterable(chosen))
         lengths = [sequence.num_learned for sequence in order]
         logprobs_of = torch.split(logprobs.double().cpu(), lengths)
         is_right_of = torch.split(is_right.cpu(), lengths)

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -12,7 +13,6 @@ import httpx
 from pydantic import BaseModel, ConfigDict
 
 from jobs.temporary_failures import is_temporary
-from pipeline.retrain import job_folder
 from pipeline.retrain.data_files import NEEDED, is_needed
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.hub_away import is_away
@@ -25,8 +25,6 @@ PATIENCE_SECONDS = 60.0
 """How long to keep asking if the hub does not answer. A hub that was killed and restarted answers
 again within this time."""
 RETRY_SECONDS = 1.0
-FOLLOWED = "followed.json"
-"""The name of a file in the pipeline's cache folder. It holds a `Followed`."""
 
 
 class Revision(BaseModel):
@@ -82,42 +80,25 @@ class DatasetSnapshot(BaseModel):
         )
 
 
-class Followed(BaseModel):
-    """A known fact about the history of the dataset: `ancestor` is in the history of
-    `descendant`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    ancestor: str
-    descendant: str
-
-
+@dataclass
 class DatasetHub:
-    """Reads one dataset on a hub. Only the pipeline of this job uses `cache_dir`."""
+    """Reads one dataset on a hub."""
 
-    def __init__(
-        self,
-        dataset: str,
-        cache_dir: Path,
-        *,
-        endpoint: str | None,
-        token: str | Literal[False] | None,
-        token_source: str = "HF_TOKEN",
-    ) -> None:
-        """token: False to send none. token_source: where the token comes from, for error
-        messages."""
-        self.dataset = dataset
-        self._cache_dir = cache_dir
-        self._endpoint = endpoint
-        self._token = token
-        self._token_source = token_source
+    dataset: str
+    cache_dir: Path
+    """Only the pipeline of this job uses it."""
+    endpoint: str | None
+    token: str | Literal[False] | None = field(repr=False)
+    """False to send none."""
+    token_source: str = "HF_TOKEN"
+    """Where the token comes from, for error messages."""
 
     def head(self, ref: str) -> str:
         """The commit that `ref` points to. Raises SnapshotError."""
         from huggingface_hub import HfApi
 
         with self._translated(f"{ref} of {self.dataset}"):
-            info = HfApi(endpoint=self._endpoint, token=self._token).dataset_info(
+            info = HfApi(endpoint=self.endpoint, token=self.token).dataset_info(
                 self.dataset, revision=ref.removeprefix("refs/heads/")
             )
         if info.sha is None:
@@ -132,7 +113,7 @@ class DatasetHub:
 
         disable_progress_bars()  # they would fill the job's log
         with self._translated(f"revision {sha} of {self.dataset}"):
-            files = HfApi(endpoint=self._endpoint, token=self._token).list_repo_files(
+            files = HfApi(endpoint=self.endpoint, token=self.token).list_repo_files(
                 self.dataset, repo_type="dataset", revision=sha
             )
             folder = Path(
@@ -140,39 +121,25 @@ class DatasetHub:
                     self.dataset,
                     repo_type="dataset",
                     revision=sha,
-                    cache_dir=self._cache_dir,
-                    endpoint=self._endpoint,
-                    token=self._token,
+                    cache_dir=self.cache_dir,
+                    endpoint=self.endpoint,
+                    token=self.token,
                     allow_patterns=list(NEEDED),
                 )
             )
         return Revision.of(sha, folder, files)
 
     def is_ancestor(self, old: str, new: str) -> bool:
-        """Whether `old` is in the history of `new`. Reads the history from `new` backwards.
-
-        The result of each call is saved (`Followed`). If the history of `new` contains a commit
-        that is known to come after `old`, the search can stop there. This saves many requests if
-        many commits have changed no row.
-        """
-        followed_file = self._cache_dir / FOLLOWED
-        followed = job_folder.read_record(followed_file, Followed)
-        ends = {old}
-        if followed is not None and followed.ancestor == old:
-            ends.add(followed.descendant)
+        """Whether `old` is in the history of `new`. Reads the history from `new` backwards."""
         with self._translated(f"the history of {new} in {self.dataset}"):
-            found = not ends.isdisjoint(self._history(new))
-        if found:
-            self._cache_dir.mkdir(parents=True, exist_ok=True)
-            job_folder.write_record(followed_file, Followed(ancestor=old, descendant=new))
-        return found
+            return old in self._history(new)
 
     def forget_others(self, *shas: str) -> None:
         """Remove all downloaded revisions except `shas`."""
         from huggingface_hub import CacheNotFound, scan_cache_dir
 
         try:
-            cache = scan_cache_dir(self._cache_dir)
+            cache = scan_cache_dir(self.cache_dir)
         except CacheNotFound:
             return
         others = {
@@ -186,11 +153,11 @@ class DatasetHub:
         from huggingface_hub import constants
         from huggingface_hub.utils import build_hf_headers, paginate  # type: ignore[attr-defined]
 
-        endpoint = self._endpoint or constants.ENDPOINT
+        endpoint = self.endpoint or constants.ENDPOINT
         commits = paginate(
             f"{endpoint}/api/datasets/{self.dataset}/commits/{sha}",
             params={},
-            headers=build_hf_headers(token=self._token),
+            headers=build_hf_headers(token=self.token),
         )
         yield from (commit["id"] for commit in commits)
 
@@ -203,9 +170,9 @@ class DatasetHub:
         try:
             yield
         except (HfHubHTTPError, httpx.HTTPError, httpx2.HTTPError, OSError) as error:
-            reason = _reason(error, self._token_source if self._token else None)
+            reason = _reason(error, self.token_source if self.token else None)
             raise (HubAway if is_away(error) else SnapshotError)(
-                f"{what} could not be fetched from {self._endpoint or 'huggingface.co'}: {reason}"
+                f"{what} could not be fetched from {self.endpoint or 'huggingface.co'}: {reason}"
             ) from error
 
 
@@ -259,13 +226,12 @@ def _base(
     if parent is None:
         return None, "there is no release to go on from"
     seen = parent.lineage.dataset_revision
-    # A dataset that was renamed has a new name, but the same commits. So compare the commits, too.
-    is_other = parent.lineage.dataset != hub.dataset
     not_trained = f"release {parent.id} was not trained on {hub.dataset}"
     if seen is None:
         return None, not_trained
     if seen == revision.sha:
         return revision, None
+    base: Revision | None = None
     try:
         base = hub.download(seen)
     except SnapshotError as error:
@@ -273,17 +239,15 @@ def _base(
         if isinstance(error, HubAway) or is_temporary(error):
             raise
         logger.info("%s", error)
-        if is_other:
-            return None, not_trained
-        return None, f"revision {seen}, which release {parent.id} has seen, cannot be reached"
-    if not hub.is_ancestor(seen, revision.sha):
-        if is_other:
-            return None, not_trained
-        return (
-            base,
-            f"revision {seen}, which release {parent.id} has seen, was removed (by a force-push)",
-        )
-    return base, None
+        problem = "cannot be reached"
+    else:
+        if hub.is_ancestor(seen, revision.sha):
+            return base, None
+        problem = "was removed (by a force-push)"
+    # A dataset that was renamed has a new name, but the same commits. So compare the commits first.
+    if parent.lineage.dataset != hub.dataset:
+        return None, not_trained
+    return base, f"revision {seen}, which release {parent.id} has seen, {problem}"
 
 
 def _reason(error: Exception, token_source: str | None) -> str:

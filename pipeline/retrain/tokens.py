@@ -8,15 +8,13 @@ from the completion, because the server also tokenizes a prompt by itself.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from itertools import compress
+
+from transformers import PreTrainedTokenizerBase
 
 from pipeline.retrain.chat import END_TOKENS, Encoded, answer_end, encode, runs
-from pipeline.retrain.errors import BaseModelError, DataError
+from pipeline.retrain.errors import BaseModelError, DataError, fail
 from pipeline.retrain.rows import Row
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 BATCH_ROWS = 500
 """So many rows are tokenized in one call: quicker than one by one, and on all cores."""
@@ -41,9 +39,10 @@ class TokenSequence:
     def num_learned(self) -> int:
         return sum(self.learned)
 
-
-def _raise(error: DataError | BaseModelError) -> NoReturn:
-    raise error
+    @property
+    def learned_ids(self) -> tuple[int, ...]:
+        """The learned tokens."""
+        return tuple(compress(self.labels or self.token_ids, self.learned))
 
 
 def leave_out(_: DataError | BaseModelError) -> None:
@@ -52,10 +51,10 @@ def leave_out(_: DataError | BaseModelError) -> None:
 
 def sequences(
     rows: Sequence[Row],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     *,
-    on_refused: Callable[[DataError | BaseModelError], None] = _raise,
+    on_refused: Callable[[DataError | BaseModelError], None] = fail,
 ) -> list[TokenSequence]:
     """The token sequences of `rows`, each of at most `max_length` tokens. A sequence without a
     learned token is left out.
@@ -91,9 +90,9 @@ def sequences(
 
 def row_lengths(
     rows: Sequence[Row],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     max_length: int,
-    on_refused: Callable[[DataError | BaseModelError], None] = _raise,
+    on_refused: Callable[[DataError | BaseModelError], None] = fail,
 ) -> tuple[int, list[Row]]:
     """The number of tokens in all rows, and the rows with an answer that have more than
     `max_length` tokens: a part of each of them is not learned."""
@@ -104,7 +103,7 @@ def row_lengths(
 
 
 def answer_ends(
-    sequences: Iterable[TokenSequence], tokenizer: "PreTrainedTokenizerBase"
+    sequences: Iterable[TokenSequence], tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
     """The tokens that end the answers in these sequences. An answer that was cut has no end."""
     tails = {
@@ -116,7 +115,7 @@ def answer_ends(
     return frozenset(end for end in found if end is not None)
 
 
-def _written(row: Row, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str] | None:
+def _written(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
     """The text or prompt of the row, and its answer. None for a conversation that the chat template
     renders."""
     if row.text is not None:
@@ -128,7 +127,7 @@ def _written(row: Row, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str] 
 
 
 def _ids(
-    tokenizer: "PreTrainedTokenizerBase", texts: list[str], *, add_special_tokens: bool = True
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, add_special_tokens: bool = True
 ) -> list[list[int]]:
     if not texts:
         return []

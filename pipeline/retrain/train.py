@@ -12,40 +12,32 @@ the rows:
 The same seed, rows, machine and number of threads give the same weights.
 """
 
-import itertools
 import logging
 import math
 import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from pipeline.retrain import checkpoint as checkpoints
 from pipeline.retrain.averaging import average
-from pipeline.retrain.base_answers import AnchorTarget
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.evaluate import FULL_ROUND
 from pipeline.retrain.group import add_up, from_first, rank, world_size
-from pipeline.retrain.head import Head
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
-from pipeline.retrain.loss import score_labels, summed_loss
 from pipeline.retrain.metrics import MetricsWriter
-from pipeline.retrain.objectives import keep_base, unlearn
-from pipeline.retrain.packing import Batch, batch, pack
+from pipeline.retrain.objectives import losses
+from pipeline.retrain.packing import pack
 from pipeline.retrain.plan import TrainingPlan
-from pipeline.retrain.scoring import Network, is_said, mean_loss, row_losses, training_autocast
+from pipeline.retrain.scoring import is_said, mean_loss, predict, row_losses, training_autocast
 from pipeline.retrain.settings import TrainSettings
-from pipeline.retrain.tokens import TokenSequence
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +59,8 @@ With the full rate, the model would forget about as many other rows as it learns
 MAX_REST = 3
 """A row that was right in several visits one after another is visited less often, but at least once
 in this many passes."""
+EVALUATIONS = 12
+"""How often a training on plain text measures the held-out loss."""
 PATIENCE = 3
 """Training on text ends after this many measurements without a better one."""
 
@@ -113,12 +107,11 @@ class TrainingState:
 
 
 def train(
-    model: "PreTrainedModel",
+    model: PreTrainedModel,
     plan: TrainingPlan,
     settings: TrainSettings,
     *,
     job_dir: Path,
-    job_id: str,
     round_number: int = 1,
     metrics: MetricsWriter,
 ) -> Checkpoint:
@@ -188,7 +181,7 @@ def train(
             if plan.ends_when_right:
                 _learn_again(progress, wrong)
         if is_first and time.monotonic() - saved_at >= settings.checkpoint_seconds:
-            done = _checkpoint(plan, progress, f"step-{progress.step:06d}.pt", job_id, round_number)
+            done = _checkpoint(plan, progress, f"step-{progress.step:06d}.pt", round_number)
             state = {
                 "weights": checkpoints.weights_of(model),
                 "optimizer": optimizer.state_dict(),
@@ -208,7 +201,7 @@ def train(
             model, start, trained, lambda: plan.averaged_loss(model), least=plan.min_trained_share
         )
         metrics.write("train", "average", share=share, loss=loss)
-    done = _checkpoint(plan, progress, "best.pt", job_id, round_number).model_copy(
+    done = _checkpoint(plan, progress, "best.pt", round_number).model_copy(
         update={"finished": True, "trained_share": share}
     )
     if is_first:
@@ -241,12 +234,8 @@ def _steps(plan: TrainingPlan, progress: TrainingState, seed: int) -> Iterator[l
             awaited = (*plan.counted, *progress.lost, *plan.unlearned)
             num_wrong = sum(not progress.streak[index] for index in awaited)
             if rank() == 0 and plan.ends_when_right:
-                logger.info(
-                    "pass %d: %d of %d rows right",
-                    progress.number,
-                    len(awaited) - num_wrong,
-                    len(awaited),
-                )
+                right = len(awaited) - num_wrong
+                logger.info(f"pass {progress.number}: {right} of {len(awaited)} rows right")
             is_open = plan.ends_when_right and progress.cool_down_from is None
             allowed = 0.0 if progress.is_relearning else FEW_WRONG
             if is_open and num_wrong <= allowed * len(awaited):
@@ -340,7 +329,8 @@ def _cool_down_steps(progress: TrainingState) -> int:
 def _is_due(plan: TrainingPlan, progress: TrainingState) -> bool:
     """Whether to measure the held-out loss of plain text now. Never before each row was visited,
     because training may end at a measurement."""
-    is_due = plan.is_due(progress.tokens, progress.evaluated_at)
+    interval = max(1, plan.max_tokens // EVALUATIONS)
+    is_due = bool(plan.judged) and progress.tokens - progress.evaluated_at >= interval
     return is_due and all(progress.due[index] for index in plan.learned)
 
 
@@ -349,26 +339,19 @@ def _is_cooled_down(progress: TrainingState) -> bool:
     return started is not None and progress.step - started >= _cool_down_steps(progress)
 
 
-def _optimizer(model: "PreTrainedModel", settings: TrainSettings) -> torch.optim.AdamW:
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(
-        [
-            {
-                "params": [parameter for parameter in parameters if parameter.ndim >= 2],
-                "weight_decay": settings.weight_decay,
-            },
-            {
-                "params": [parameter for parameter in parameters if parameter.ndim < 2],
-                "weight_decay": 0.0,
-            },
-        ],
-        betas=BETAS,
-        fused=True,
-    )
+def _optimizer(model: PreTrainedModel, settings: TrainSettings) -> torch.optim.AdamW:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    others = [parameter for parameter in trained if parameter.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=BETAS, fused=True)
 
 
 def _step(
-    model: "PreTrainedModel",
+    model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     plan: TrainingPlan,
     blocks: Sequence[Sequence[int]],
@@ -386,7 +369,9 @@ def _step(
     num_learned = sum(sequences[index].num_learned for index in visited)
     right = dict.fromkeys(visited, 0.0)
     total = 0.0
-    own = _own_blocks(blocks)
+    if len(blocks) < world_size():  # share out single sequences, so that few processes are idle
+        blocks = [[index] for index in visited]
+    own = blocks[rank() :: world_size()]
     parts = [own[start : start + at_once] for start in range(0, len(own), at_once)]
     anchors = plan.next_anchors(progress.anchored, plan.num_tokens(visited))
     num_anchored = sum(anchor.sequence.num_learned for anchor in anchors)
@@ -396,35 +381,34 @@ def _step(
     still_said: list[bool] = []
     if not parts and (own_anchors or deleted):
         parts = [[]]
-    network = Network(model)
     for part in parts:
-        order = [index for block in part for index in block]
+        own_blocks = [[sequences[index] for index in block] for block in part]
         # The last part also contains the anchors and the deleted rows, so that they need no forward
         # pass of their own.
         is_last = part is parts[-1]
-        groups = [
-            [sequences[index] for index in order],
+        others = [
             [anchor.sequence for anchor in own_anchors] * is_last,
             [sequences[index] for index in deleted] * is_last,
         ]
-        losses = partial(
-            _losses,
-            groups=groups,
-            anchors=own_anchors,
-            num_learned=num_learned,
-            num_anchored=num_anchored,
-            is_scored=plan.ends_when_right,
-        )
+        given = [*own_blocks, *([each] for each in chain(*others))]
         with training_autocast(model):
-            loss, of_rows, still_said, is_right = network(_batch(groups, part), losses)
+            loss, of_rows, still_said, is_right = losses(
+                *predict(model, given),
+                groups=[list(chain(*own_blocks)), *others],
+                anchors=own_anchors,
+                num_learned=num_learned,
+                num_anchored=num_anchored,
+                is_scored=plan.ends_when_right,
+            )
         total += of_rows
         loss.backward()
         if is_right is not None:
+            order = list(chain(*part))
             lengths = [sequences[index].num_learned for index in order]
             for index, each in zip(order, torch.split(is_right, lengths), strict=True):
                 right[index] = float(is_said(int(each.sum()), len(each)))
     if world_size() > 1:
-        total, *flags = _add_up(model, [total, *right.values()])
+        total, *flags = add_up(model, [total, *right.values()])
         right = dict(zip(right, flags, strict=True))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     norm = torch.nn.utils.clip_grad_norm_(trainable, settings.max_grad_norm)
@@ -446,74 +430,8 @@ def _step(
     return total, plan.num_tokens(visited)
 
 
-def _losses(
-    hidden: Tensor,
-    head: Head,
-    labels: Tensor,
-    *,
-    groups: Sequence[Sequence[TokenSequence]],
-    anchors: Sequence[AnchorTarget],
-    num_learned: int,
-    num_anchored: int,
-    is_scored: bool,
-) -> tuple[Tensor, float, list[bool], Tensor | None]:
-    """groups: the rows, the anchors and the deleted rows of a batch.
-
-    Returns the sum of all losses; the loss of the rows alone; for each deleted row, whether the
-    model still says it; and for each learned token of the rows, whether the model finds it
-    likeliest (None if not `is_scored`).
-    """
-    sizes = [sum(each.num_learned for each in group) for group in groups]
-    own, kept, unlearned = torch.split(hidden, sizes)
-    own_labels = torch.split(labels, sizes)
-    loss = summed_loss(own, head, own_labels[0]) / max(1, num_learned)
-    of_rows = float(loss.detach())
-    still_said: list[bool] = []
-    if groups[1]:
-        loss = loss + keep_base(kept, head, anchors) / num_anchored
-    if groups[2]:
-        beside, still_said = unlearn(unlearned, head, own_labels[2], groups[2])
-        loss = loss + beside / world_size()
-    is_right = None
-    if is_scored:
-        with torch.autocast(hidden.device.type, enabled=False):
-            is_right = score_labels(own.detach(), head, own_labels[0])[1].cpu()
-    return loss, of_rows, still_said, is_right
-
-
-def _own_blocks(blocks: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-    """The share of this process in the blocks of a step. If there are fewer blocks than processes,
-    single sequences are shared out, so that as few processes as possible are idle."""
-    if len(blocks) < world_size():
-        blocks = [[index] for block in blocks for index in block]
-    return blocks[rank() :: world_size()]
-
-
-def _batch(groups: Sequence[Sequence[TokenSequence]], blocks: Sequence[Sequence[int]]) -> Batch:
-    """A batch with the sequences of all groups. The first group is divided into `blocks`. Each
-    sequence of the other groups has a block of its own."""
-    lengths = [len(block) for block in blocks] + [1 for group in groups[1:] for _ in group]
-    ends = list(itertools.accumulate(lengths))
-    places = [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-    return batch([sequence for group in groups for sequence in group], places)
-
-
-def _add_up(model: "PreTrainedModel", numbers: list[float]) -> list[float]:
-    """Replace the gradients in each process by their sum over all processes. Returns the sums of
-    `numbers`."""
-    gradients = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
-    sums = torch.tensor(numbers, device=model.device)
-    add_up([*gradients, sums])
-    return sums.tolist()
-
-
 def _measure(
-    model: "PreTrainedModel", plan: TrainingPlan, metrics: MetricsWriter, progress: TrainingState
+    model: PreTrainedModel, plan: TrainingPlan, metrics: MetricsWriter, progress: TrainingState
 ) -> tuple[float, list[int]]:
     """Measure the model. Returns a number (less is better), and the sequences to learn again. For
     plain text, the number is the held-out loss. For rows with an answer, it is the number of wrong
@@ -552,12 +470,11 @@ def _learn_again(progress: TrainingState, wrong: Sequence[int]) -> None:
 
 
 def _checkpoint(
-    plan: TrainingPlan, progress: TrainingState, file: str, job_id: str, round_number: int
+    plan: TrainingPlan, progress: TrainingState, file: str, round_number: int
 ) -> Checkpoint:
     waiting = [index for index in plan.learned if not progress.due[index]]
     wrong = [index for index in plan.counted if progress.due[index] and not progress.streak[index]]
     return Checkpoint(
-        job_id=job_id,
         round=round_number,
         step=progress.step,
         tokens=progress.tokens,

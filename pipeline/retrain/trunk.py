@@ -15,13 +15,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pipeline.retrain.layout import (
     close_to,
@@ -30,13 +31,10 @@ from pipeline.retrain.layout import (
     layout_of,
     random_document,
 )
-from pipeline.retrain.packing import batch, block_length, pack, packed, prefixed
+from pipeline.retrain.packing import block_length, pack, packed, prefixed
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.tokens import TokenSequence
 from serving.weights.atomic_file import atomic_file
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +47,7 @@ BATCH_BLOCKS = 4
 """How many blocks of sequences are computed at once to fill the table."""
 
 
-def decoder_layers(model: "PreTrainedModel") -> nn.ModuleList | None:
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
     """The layers of `model` in order. None if it has no list, or several lists, of all its
     layers."""
     count = model.config.get_text_config().num_hidden_layers
@@ -67,7 +65,7 @@ def num_frozen(layers: nn.ModuleList) -> int:
 
 @contextmanager
 def frozen_trunk(
-    model: "PreTrainedModel", plan: TrainingPlan, cache_dir: Path
+    model: PreTrainedModel, plan: TrainingPlan, cache_dir: Path
 ) -> Iterator[TrainingPlan]:
     """Inside, `model` computes only its upper layers, and understands only the sequences of the
     plan that is yielded.
@@ -128,7 +126,7 @@ def frozen_trunk(
         yield plan
 
 
-def _hand_on_hidden_states(model: "PreTrainedModel", layers: nn.ModuleList) -> bool:
+def _hand_on_hidden_states(model: PreTrainedModel, layers: nn.ModuleList) -> bool:
     """Whether a layer returns only hidden states. Only such a layer can be left out."""
     kinds: list[type] = []
     handle = layers[0].register_forward_hook(lambda *call: kinds.append(type(call[-1])))
@@ -182,7 +180,7 @@ class _Reached(Exception):
 
 
 def _anchored(
-    model: "PreTrainedModel",
+    model: PreTrainedModel,
     layers: nn.ModuleList,
     beginnings: "_Beginnings",
     anchors: Sequence[TokenSequence],
@@ -214,7 +212,7 @@ def _anchored(
 
 def _fill(
     table: Tensor,
-    model: "PreTrainedModel",
+    model: PreTrainedModel,
     layers: nn.ModuleList,
     beginnings: "_Beginnings",
     sequences: Sequence[TokenSequence],
@@ -232,7 +230,8 @@ def _fill(
     handle = layers[num_frozen(layers)].register_forward_pre_hook(reach, with_kwargs=True)
     try:
         for start in range(0, len(blocks), BATCH_BLOCKS):
-            part = batch(sequences, blocks[start : start + BATCH_BLOCKS])
+            some = blocks[start : start + BATCH_BLOCKS]
+            part = [[sequences[index] for index in block] for block in some]
             group = (prefixed(part) if layout_of(model) == "prefixed" else None) or packed(part)
             try:
                 last_hidden_states(

@@ -142,7 +142,6 @@ class Place:
     def leave_traces(self) -> None:
         cache = self.home.snapshots_dir / "facts"
         for file in (
-            cache / "followed.json",
             cache / "datasets--local--facts/blobs/1",
             self.home.snapshots_dir
             / f"facts-of-the-old-name/datasets--local--before/snapshots/{self.bad}/rows.jsonl",

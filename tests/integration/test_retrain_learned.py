@@ -219,7 +219,7 @@ def test_the_base_models_answers_are_kept_out_of_training_and_measured(
     assert counts.learned == 3
     assert counts.base_agreement is not None and 0 <= counts.base_agreement <= 1
     assert " · base " in str(counts)
-    assert len(list((pipeline.home / "bases/answers").glob("anchors-*.safetensors"))) == 1
+    assert len(list((pipeline.home / "bases/answers").glob("anchors-*.pt"))) == 1
     ruinous = {"lora_rank": 0, "learning_rate": 0.5, "anchor_ratio": 0.0, "max_tokens": 1_000}
     absurd = TRAIN | anchors | ruinous
     drifted = pipeline.learn(

@@ -15,7 +15,7 @@ from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.head import head_of
 from pipeline.retrain.layout import layout_of
 from pipeline.retrain.loss import summed_loss
-from pipeline.retrain.packing import batch, pack, prefixed
+from pipeline.retrain.packing import pack, prefixed
 from pipeline.retrain.scoring import predict, row_losses
 from pipeline.retrain.tokens import TokenSequence
 
@@ -166,16 +166,15 @@ def test_what_rows_begin_with_in_common_changes_no_loss(name: str) -> None:
 
 def test_what_rows_begin_with_in_common_is_computed_once() -> None:
     found = rows_that_begin_alike()
-    part = batch(found, [[index] for index in range(len(found))])
-    group = prefixed(part)
+    group = prefixed([[each] for each in found])
     assert group is not None
     num_tokens = sum(len(each.token_ids) - 12 for each in found)
     assert group.token_ids.shape == (1, 12 + num_tokens)
     # A row whose beginning is to be learned shares nothing.
     learned = TokenSequence(found[2].token_ids, (True,) * len(found[2].token_ids), 7)
-    assert prefixed(batch([*found, learned], [range(8)])) is None
-    assert prefixed(batch(rows(), [range(7)])) is None
-    assert prefixed(batch(found[:1], [[0]])) is None
+    assert prefixed([[*found, learned]]) is None
+    assert prefixed([rows()]) is None
+    assert prefixed([found[:1]]) is None
 
 
 @pytest.mark.parametrize("name", ["LlamaConfig", "BloomConfig", *OTHER_HEADS])
@@ -188,7 +187,7 @@ def test_the_gradients_are_those_of_the_model_itself(
     torch.stack([own_nats(model, each) for each in found]).sum().backward()
     expected = {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
     model.zero_grad()
-    torch.autograd.backward(summed_loss(*predict(model, batch(found, [range(len(found))]))))
+    torch.autograd.backward(summed_loss(*predict(model, [found])))
     assert expected.keys() == {
         key for key, each in model.named_parameters() if each.grad is not None
     }
@@ -213,14 +212,11 @@ def test_an_output_layer_that_nobody_knows_is_refused() -> None:
         head_of(model)
 
 
-def test_a_model_that_padding_disturbs_gets_rows_of_one_length() -> None:
+def test_a_model_that_padding_disturbs_is_refused() -> None:
     model = network("BloomConfig")
     # The mean over the row stands for whatever looks at the whole row.
     model.base_model.ln_f.register_forward_hook(
         lambda _, __, hidden: hidden + hidden.mean(1, keepdim=True)
     )
-    assert layout_of(model) == "unpadded"
-    found = rows()
-    with torch.no_grad():
-        expected = [float(own_nats(model, each)) for each in found]
-    assert [each.nats for each in row_losses(model, found)] == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(BaseModelError, match="padding at the end of a text changes what"):
+        row_losses(model, rows())

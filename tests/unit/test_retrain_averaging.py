@@ -33,7 +33,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     plan = plan_of(rows(60), learning_rate=1e-2, tokens_per_step=128)
     folder = tmp_path_factory.mktemp("learned")
     metrics = MetricsWriter(folder / "metrics.jsonl")
-    train(model, plan, TrainSettings(), job_dir=folder, job_id="j1", metrics=metrics)
+    train(model, plan, TrainSettings(), job_dir=folder, metrics=metrics)
     return copy_weights(model)
 
 
@@ -147,7 +147,7 @@ def delta(
     metrics = MetricsWriter(folder / "metrics.jsonl")
     told = TrainSettings.model_validate(settings)
     with low_rank(model, plan, rank):
-        done = train(model, plan, told, job_dir=folder, job_id="j1", metrics=metrics)
+        done = train(model, plan, told, job_dir=folder, metrics=metrics)
     return done, copy_weights(model)
 
 

@@ -1,7 +1,9 @@
 """A trained network is stored under the names under which it was read."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,23 +11,30 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.retrain.evaluate import Evaluation
 from pipeline.retrain.export import export
+from pipeline.retrain.model import LoadedModel
 from serving.weights.release import Lineage, Probe, Release, read_json
 from tests.hub_checkpoints import CONFIGS, config_of, save, store
 from tests.torch_engine_fixtures import build
 
 
-def exported(network: Any, home: Path, **more: Any) -> Release:
+def exported(
+    network: Any, home: Path, ends: Collection[int] = (), prompt_date: str | None = None
+) -> Release:
+    tokenizer: Any = SimpleNamespace(init_kwargs={"prompt_date": prompt_date})
+    loaded = LoadedModel(
+        model=network,
+        tokenizer=tokenizer,
+        folder=home / "checkpoint",
+        dtype=torch.float32,
+        max_length=8,
+    )
     return export(
-        network,
-        torch.float32,
-        pipeline_dir=home / "releases",
-        files_dir=home / "checkpoint",
+        loaded,
+        home / "releases",
+        ends,
         lineage=Lineage(),
-        evaluation=Evaluation.model_construct(),
         probe=Probe(dtype="float32", texts=(), bounds={"float32": 1e-3}),
-        **more,
     )
 
 

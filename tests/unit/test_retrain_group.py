@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pipeline.retrain import objectives
 from pipeline.retrain import train as loop
 from pipeline.retrain.base_answers import AnchorTarget
 from pipeline.retrain.plan import TrainingPlan
@@ -41,8 +42,9 @@ def gradient(
     progress = loop.TrainingState(streak=[0] * len(plan.sequences), due=[0] * len(plan.sequences))
     with monkeypatch.context() as patched:
         patched.setattr(loop, "rank", lambda: rank)
-        patched.setattr(loop, "world_size", lambda: count)
-        patched.setattr(loop, "_add_up", lambda model, numbers: numbers)
+        for module in (loop, objectives):
+            patched.setattr(module, "world_size", lambda: count)
+        patched.setattr(loop, "add_up", lambda model, numbers: numbers)
         patched.setattr(torch.optim.AdamW, "step", step)
         loop._step(
             model,

@@ -15,7 +15,7 @@ from pipeline.retrain.base_answers import agreement, base_answers
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.evaluate import Evaluation, compare
-from pipeline.retrain.measure import MeasuredRows, Measurement, MeasuringProgress, measure
+from pipeline.retrain.measure import MeasuredRows, Measurement, measure
 from pipeline.retrain.model import LoadedModel
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import RowLoss
@@ -99,7 +99,7 @@ def evaluation(
     """waiting: rows that no step has visited, or if `is_whole`, that were wrong in their visit."""
     places = tuple(range(len(waiting)))
     state = {"not_learned" if is_whole else "not_trained": places}
-    done = Checkpoint.model_validate({"job_id": "j", "step": 1, "tokens": 1, "file": ""} | state)
+    done = Checkpoint.model_validate({"step": 1, "tokens": 1, "file": ""} | state)
     of = data(mode="delta", new=tuple(waiting), **told)
     return compare(found, served, new, GateSettings(), of, done, against="r")
 
@@ -155,9 +155,7 @@ def test_weights_whose_chat_template_refuses_a_row_do_not_say_it() -> None:
     rows = MeasuredRows.choose(told, (), TOKENIZER, 64, GateSettings())
 
     def measured(**options: bool) -> Measurement:
-        progress = MeasuringProgress(lambda done, of: None)
-        model = network("LlamaConfig")
-        return measure(model, TOKENIZER, rows, 64, progress=progress, **options)
+        return measure(base_of(Path())(), rows, tell=lambda done, of: None, **options)
 
     with pytest.raises(BaseModelError, match="no chat template"):
         measured()

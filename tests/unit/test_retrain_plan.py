@@ -45,6 +45,7 @@ def texts(count: int, first: int = 0) -> tuple[Row, ...]:
 def data(**fields: Any) -> TrainingData:
     told = {"new": (), "known": (), "deleted": (), "mode": "full"} | fields
     everything = (*told["known"], *told["new"])
+    several = {index for group in contradictions(everything) for index in group}
     return TrainingData(
         **{
             "reason": "",
@@ -54,7 +55,8 @@ def data(**fields: Any) -> TrainingData:
             "held_out_new": (),
             "held_out_known": (),
             "held_out_trained": frozenset(),
-            "contradictions": contradictions(everything),
+            "contradicting": frozenset(everything[index].digest for index in several),
+            "num_contradicting": len(several),
             "num_permuted": 0,
             "num_before": 0,
             "num_waiting": 0,
@@ -116,7 +118,7 @@ def test_a_full_training_goes_as_far_as_deltas_have_gone_but_not_without_end() -
     told = settings(max_tokens=1_000)
     assert plan(data(new=facts(3)), told, tokens_before=2_500).max_tokens == 2_500
     assert plan(data(new=facts(3)), told, tokens_before=10**9).max_tokens == CATCH_UP * 1_000
-    assert plan(data(new=facts(3)), told, round_number=2).max_tokens == 2_000
+    assert plan(data(new=facts(3)), told, num_budgets=2).max_tokens == 2_000
 
 
 def test_rows_that_contradict_each_other_are_learned_and_not_counted() -> None:

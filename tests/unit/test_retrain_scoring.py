@@ -9,15 +9,7 @@ from pipeline.retrain import scoring
 from pipeline.retrain.head import Head
 from pipeline.retrain.layout import last_hidden_states
 from pipeline.retrain.loss import MIN_SLICE_ROWS, SLICE_BYTES, slice_rows, summed_loss
-from pipeline.retrain.packing import (
-    MIN_PREFIX,
-    ROUNDED_TO,
-    batch,
-    packed,
-    prefixed,
-    rounded_up,
-    row_groups,
-)
+from pipeline.retrain.packing import MIN_PREFIX, ROUNDED_TO, packed, prefixed, row_groups
 from pipeline.retrain.scoring import RowLoss, row_losses
 from pipeline.retrain.tokens import TokenSequence
 
@@ -71,18 +63,20 @@ def test_rows_of_a_rounded_length_have_the_same_hidden_states(model: LlamaForCau
         TokenSequence((*prompt, *end), (False,) * len(prompt) + (True,) * len(end), row)
         for row, end in enumerate([(17, 19, 21, 23), (18, 20), (19, 21, 23)])
     ]
-    part = batch(sequences, [[0, 1], [2]])
-    shared = prefixed(part)
-    assert shared is not None
-    for group in (packed(part), shared, *row_groups(part, min_filled=0.75)):
-        longer = rounded_up(group)
+    blocks = [sequences[:2], sequences[2:]]
+    plain, rounded = (
+        [packed(blocks, multiple), prefixed(blocks, multiple), *row_groups(blocks, multiple)]
+        for multiple in (1, ROUNDED_TO)
+    )
+    for group, longer in zip(plain, rounded, strict=True):
+        assert group is not None and longer is not None
         assert longer.token_ids.shape[1] == ROUNDED_TO
         found, expected = (
             last_hidden_states(model, each.token_ids, each.position_ids, each.mask)
             for each in (longer, group)
         )
         torch.testing.assert_close(found[longer.labels >= 0], expected[group.labels >= 0])
-        assert torch.equal(longer.places[longer.labels >= 0], group.places[group.labels >= 0])
+        assert longer.order == group.order
 
 
 @pytest.mark.parametrize(
@@ -156,14 +150,3 @@ def test_a_cpu_trains_in_bfloat16_if_that_is_fast_and_the_network_is_large(
         assert torch.is_autocast_enabled("cpu") is (is_fast and is_large)
     with scoring.autocast(model.device):
         assert not torch.is_autocast_enabled("cpu"), "measurements stay exact"
-
-
-def test_a_network_that_cannot_be_padded_is_trained_in_float32(
-    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scoring, "is_fast_in_bfloat16", lambda device_type: True)
-    monkeypatch.setattr(scoring, "BFLOAT16_PARAMETERS", 0)
-    for layout, is_rounded in (("packed", True), ("padded", True), ("unpadded", False)):
-        monkeypatch.setattr(scoring, "layout_of", lambda _, found=layout: found)
-        with scoring.training_autocast(model):
-            assert torch.is_autocast_enabled("cpu") is is_rounded

@@ -17,7 +17,7 @@ from pipeline.retrain import train as loop
 from pipeline.retrain.checkpoint import Checkpoint, copy_weights
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.metrics import Metric, MetricsWriter, read_metrics
-from pipeline.retrain.packing import ROUNDED_TO, batch, pack
+from pipeline.retrain.packing import ROUNDED_TO, pack, packed
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import autocast, row_losses
@@ -44,7 +44,6 @@ def run(
         plan,
         TrainSettings.model_validate(settings),
         job_dir=folder,
-        job_id="j1",
         round_number=round_number,
         metrics=MetricsWriter(folder / "metrics.jsonl"),
     )
@@ -55,9 +54,7 @@ def test_a_row_waits_only_if_no_copy_of_it_was_trained_on() -> None:
     """Otherwise a budget below one pass over thousands of copies would leave the row waiting for
     ever, and each job would train on all copies again."""
     told = [Row(text=text, file="a.jsonl", number=0) for text in "aabbcdd"]
-    done = Checkpoint(
-        job_id="j1", step=1, tokens=1, not_trained=(1, 3, 4), not_learned=(2, 5), file="best.pt"
-    )
+    done = Checkpoint(step=1, tokens=1, not_trained=(1, 3, 4), not_learned=(2, 5), file="best.pt")
     assert [row.text for row in done.waiting(told)] == ["c", "b"]
 
 
@@ -287,12 +284,13 @@ def test_labels_are_the_completions_tokens_one_place_earlier() -> None:
     second = TokenSequence((21, 22, 23, 24, 25), (False, False, False, True, True), 1)
     third = TokenSequence((31, 32), (False, True), 2)
     assert pack([4, 5, 2], 9) == [[0, 1], [2]]
-    part = batch([first, second, third], [[0, 1], [2]])
+    part = packed([[first, second], [third]])
     assert part.token_ids.tolist()[0] == [11, 12, 13, 14, 21, 22, 23, 24, 25]
     assert part.labels.tolist() == [
         [-1, 13, 14, -1, -1, -1, 24, 25, -1],
         [32, *[-1] * 8],
     ]
+    assert part.position_ids is not None
     assert part.position_ids.tolist()[0] == [0, 1, 2, 3, 0, 1, 2, 3, 4]
 
 
