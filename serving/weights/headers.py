@@ -2,14 +2,17 @@
 
 import hashlib
 import json
-import mmap
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from blake3 import blake3
+
 from serving.errors import ReleaseError, first_line
-from serving.weights.release import FileEntry, TensorEntry, tensor_digest
+from serving.weights.release import FileEntry, TensorEntry, spelled_digest
+
+_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,14 +52,19 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
 
 def tensor_digests(path: Path, header: Mapping[str, HeaderEntry]) -> dict[str, str]:
     """Tensor name → digest of the bytes of the tensor in this safetensors file."""
-    with (
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-        memoryview(mapped) as data,
-    ):
-        return {
-            name: tensor_digest(data[entry.begin : entry.end]) for name, entry in header.items()
-        }
+    # The file is read in pieces. If it were mapped, the process would hold all of it at the end.
+    piece = memoryview(bytearray(_PIECE_BYTES))
+    digests = {}
+    with path.open("rb") as file:
+        for name, entry in header.items():
+            file.seek(entry.begin)
+            digest = blake3()
+            left = entry.end - entry.begin
+            while left and (count := file.readinto(piece[:left])):
+                digest.update(piece[:count])
+                left -= count
+            digests[name] = spelled_digest(digest)
+    return digests
 
 
 def digest_shard(path: Path) -> tuple[FileEntry, dict[str, TensorEntry]]:
