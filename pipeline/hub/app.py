@@ -101,7 +101,7 @@ def create_app(
             database = open_database(database_path(root))
             metrics = HubMetrics()
             deliverer = Deliverer(database, settings, cipher, metrics, launcher)
-            log = EventLog(database=database, hub_url=settings.url, metrics=metrics)
+            log = EventLog(database=database, hub_url=settings.url)
             repositories = Repositories(root.absolute())
             look = partial(reconcile, repositories, log)
             prune = partial(

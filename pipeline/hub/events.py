@@ -24,7 +24,6 @@ from pipeline.hub.database import Database
 from pipeline.hub.discussions import Discussion, DiscussionEvent
 from pipeline.hub.errors import HubError
 from pipeline.hub.git.process import git, lines_of
-from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.names import DEFAULT_BRANCH, RepositoryName
 from pipeline.hub.repositories.refs import (
     RefChange,
@@ -139,7 +138,6 @@ def owner_id(owner: str) -> str:
 class EventLog:
     database: Database
     hub_url: str
-    metrics: HubMetrics
 
     def record(
         self,
@@ -151,7 +149,6 @@ class EventLog:
     ) -> list[str]:
         """Stores the event in the caller's transaction: a delivery for each of `webhooks`, by
         default for all that want it. Returns the ids of the deliveries."""
-        self.metrics.events.labels(scope=event.scope).inc()
         if webhooks is None:
             domain: Domain = "repo" if event.discussion is None else "discussion"
             webhooks = [

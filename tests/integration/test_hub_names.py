@@ -17,7 +17,6 @@ from pipeline.hub.commits import fast_import
 from pipeline.hub.database import open_database
 from pipeline.hub.events import EventLog, reconcile, record_ref_changes
 from pipeline.hub.git.process import git
-from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories import store
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repositories, Repository
@@ -42,7 +41,7 @@ class Folder:
 
     def __init__(self, root: Path) -> None:
         self.database = open_database(root / "hub.sqlite")
-        self.log = EventLog(database=self.database, hub_url="http://hub", metrics=HubMetrics())
+        self.log = EventLog(database=self.database, hub_url="http://hub")
         self.repositories = Repositories(root)
         self.repositories.remove_incomplete()
         watched = (HubWatchedItem(type="user", name="local"),)

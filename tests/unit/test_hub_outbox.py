@@ -86,7 +86,7 @@ class Kept:
 
     def __init__(self, folder: Path) -> None:
         self.database: Database = open_database(folder / "hub.sqlite")
-        self._log = EventLog(database=self.database, hub_url="http://hub", metrics=HubMetrics())
+        self._log = EventLog(database=self.database, hub_url="http://hub")
         name = RepositoryName(type="dataset", owner="local", name="facts")
         watched = (HubWatchedItem(type="dataset", name="local/facts"),)
         request = WebhookRequest(url="http://127.0.0.1:9/", watched=watched)
