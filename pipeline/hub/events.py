@@ -63,11 +63,14 @@ def compose(
     """The JSON of a `WebhookPayload`. As on the Hugging Face Hub, it has no key without a value."""
     name = repository.name
     web, api = f"{hub_url}/{name.path}", f"{hub_url}/api/{name.type}s/{name.id}"
-    discussion, comment = None, None
+    moved_to, discussion, comment = None, None, None
+    if event.moved_to is not None:
+        moved_to = wire.MovedTo(name=event.moved_to.id, owner=_owner(event.moved_to.owner))
     if event.discussion is not None:
         page = f"discussions/{event.discussion.num}"
         discussion = _discussion(event.discussion, f"{web}/{page}", f"{api}/{page}")
-        comment = event.comment and _comment(event.comment, f"{web}/{page}")
+        if event.comment is not None:
+            comment = _comment(event.comment, f"{web}/{page}")
     payload = wire.WebhookPayload(
         event=wire.Event(action=event.action, scope=event.scope),
         repo=wire.Repo(
@@ -80,8 +83,7 @@ def compose(
             headSha=head_sha if discussion is None else None,
         ),
         webhook=wire.WebhookReference(id=webhook_id, version=3),
-        movedTo=event.moved_to
-        and wire.MovedTo(name=event.moved_to.id, owner=_owner(event.moved_to.owner)),
+        movedTo=moved_to,
         updatedConfig=(
             wire.UpdatedConfig(private=repository.private) if event.scope == "repo.config" else None
         ),
