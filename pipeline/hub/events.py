@@ -1,8 +1,8 @@
 """The events of the hub: what their receivers get, how they are stored, and how missing ones are
 found.
 
-An event is stored as a delivery for each webhook that gets it, in the transaction of the change. A
-ref that changed becomes an event here and nowhere else.
+An event is stored in one transaction with a delivery for each webhook that gets it. A ref that
+changed becomes an event here and nowhere else.
 
 Webhooks do not get a push whose new commits were all made by jobs. Otherwise the commit of a job
 could start the job again. The hub knows such a commit by the mail domain of its committer, which
@@ -12,14 +12,16 @@ each job has in its environment.
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, insert
 
 from jobs.environment import COMMITTER_DOMAIN
+from pipeline.hub import schema
 from pipeline.hub.database import Database
 from pipeline.hub.discussions import Discussion, DiscussionEvent
 from pipeline.hub.errors import HubError
@@ -149,15 +151,28 @@ class EventLog:
         *,
         webhooks: Sequence[StoredWebhook] | None = None,
     ) -> list[str]:
-        """Stores the event in the caller's transaction: a delivery for each of `webhooks`, by
+        """Stores the event in the caller's transaction, and a delivery for each of `webhooks`, by
         default for all that want it. Returns the ids of the deliveries."""
+        inserted = connection.execute(
+            insert(schema.events).values(
+                repository_id=repository.id,
+                type=repository.name.type,
+                owner=repository.name.owner,
+                name=repository.name.name,
+                action=event.action,
+                scope=event.scope,
+                updated_refs=[asdict(change) for change in event.changes],
+                created_at=time.time(),
+            )
+        )
+        assert inserted.inserted_primary_key is not None
+        [seq] = inserted.inserted_primary_key
         if webhooks is None:
             domain: Domain = "repo" if event.discussion is None else "discussion"
             webhooks = [
                 each for each in list_webhooks(connection) if each.wants(repository.name, domain)
             ]
         head_sha = known_refs(connection, repository).get(DEFAULT_BRANCH)
-        seq = outbox.next_event_seq(connection)
         ids = []
         for webhook in webhooks:
             payload = compose(event, repository, webhook.id, self.hub_url, head_sha)

@@ -248,7 +248,7 @@ def test_each_route_asks_for_the_token(hub: RunningHub, client: httpx.Client, we
 def stored(hub: RunningHub) -> list[Any]:
     connection = sqlite3.connect(hub.root / "hub.sqlite")
     try:
-        tables = ("repositories", "refs", "deliveries", "webhooks")
+        tables = ("repositories", "refs", "events", "webhooks")
         return [connection.execute(f"SELECT * FROM {table}").fetchall() for table in tables]
     finally:
         connection.close()
