@@ -170,7 +170,7 @@ def running_hub(
             root.parent.mkdir(parents=True, exist_ok=True)
             own = root.with_name(f"{root.name}-jobs.sqlite")
             jobs_store = stack.enter_context(JobStore.open(own))
-        listener = listening_socket()
+        listener = stack.enter_context(listening_socket())
         told = HubSettings(port=listener.getsockname()[1], **settings)
         app = create_app(
             told,
@@ -191,7 +191,6 @@ def running_hub(
         finally:
             server.should_exit = True
             thread.join(timeout=30)
-            listener.close()
 
 
 def wait_until(

@@ -47,7 +47,7 @@ def gc() -> None:
     """Remove each commit that nothing needs, and each large file that no commit names.
 
     A commit is needed if a branch, a tag or a pull request contains the commit. A commit is also
-    needed if a release, an unfinished job or a stored delivery names this commit or a later commit
+    needed if a release, an unfinished job or a stored event names this commit or a later commit
     that is based on it. A large file stays for at least an hour after its upload, because its
     commit may come later.
 

@@ -76,9 +76,9 @@ def create_app(
     signs the jobs' tokens.
 
     `needed_commits` returns the commits that releases and jobs need. A garbage collection removes
-    the commits that are on no branch any more, and that neither `needed_commits` nor a stored
-    delivery names. If `needed_commits` is None, it removes none. `remarks_on` makes the lines that
-    git shows the pusher after a push.
+    the commits that are on no branch any more, and that neither `needed_commits` nor a stored event
+    names. If `needed_commits` is None, it removes none. `remarks_on` makes the lines that git shows
+    the pusher after a push.
 
     Raises HubError if another hub uses the folder or if a newer hub wrote it. The app's lifespan
     opens the folder when the server starts, and raises the same errors.
@@ -101,7 +101,7 @@ def create_app(
             database = open_database(database_path(root))
             metrics = HubMetrics()
             deliverer = Deliverer(database, settings, cipher, metrics, launcher)
-            log = EventLog(database=database, hub_url=settings.url, metrics=metrics)
+            log = EventLog(database=database, hub_url=settings.url)
             repositories = Repositories(root.absolute())
             look = partial(reconcile, repositories, log)
             prune = partial(

@@ -1,8 +1,8 @@
 """The events of the hub: what their receivers get, how they are stored, and how missing ones are
 found.
 
-An event is stored as a delivery for each webhook that gets it, in the transaction of the change. A
-ref that changed becomes an event here and nowhere else.
+An event is stored in one transaction with a delivery for each webhook that gets it. A ref that
+changed becomes an event here and nowhere else.
 
 Webhooks do not get a push whose new commits were all made by jobs. Otherwise the commit of a job
 could start the job again. The hub knows such a commit by the mail domain of its committer, which
@@ -12,19 +12,20 @@ each job has in its environment.
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, insert
 
 from jobs.environment import COMMITTER_DOMAIN
+from pipeline.hub import schema
 from pipeline.hub.database import Database
 from pipeline.hub.discussions import Discussion, DiscussionEvent
 from pipeline.hub.errors import HubError
 from pipeline.hub.git.process import git, lines_of
-from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.names import DEFAULT_BRANCH, RepositoryName
 from pipeline.hub.repositories.refs import (
     RefChange,
@@ -64,11 +65,14 @@ def compose(
     """The JSON of a `WebhookPayload`. As on the Hugging Face Hub, it has no key without a value."""
     name = repository.name
     web, api = f"{hub_url}/{name.path}", f"{hub_url}/api/{name.type}s/{name.id}"
-    discussion, comment = None, None
+    moved_to, discussion, comment = None, None, None
+    if event.moved_to is not None:
+        moved_to = wire.MovedTo(name=event.moved_to.id, owner=_owner(event.moved_to.owner))
     if event.discussion is not None:
         page = f"discussions/{event.discussion.num}"
         discussion = _discussion(event.discussion, f"{web}/{page}", f"{api}/{page}")
-        comment = event.comment and _comment(event.comment, f"{web}/{page}")
+        if event.comment is not None:
+            comment = _comment(event.comment, f"{web}/{page}")
     payload = wire.WebhookPayload(
         event=wire.Event(action=event.action, scope=event.scope),
         repo=wire.Repo(
@@ -81,8 +85,7 @@ def compose(
             headSha=head_sha if discussion is None else None,
         ),
         webhook=wire.WebhookReference(id=webhook_id, version=3),
-        movedTo=event.moved_to
-        and wire.MovedTo(name=event.moved_to.id, owner=_owner(event.moved_to.owner)),
+        movedTo=moved_to,
         updatedConfig=(
             wire.UpdatedConfig(private=repository.private) if event.scope == "repo.config" else None
         ),
@@ -139,7 +142,6 @@ def owner_id(owner: str) -> str:
 class EventLog:
     database: Database
     hub_url: str
-    metrics: HubMetrics
 
     def record(
         self,
@@ -149,16 +151,28 @@ class EventLog:
         *,
         webhooks: Sequence[StoredWebhook] | None = None,
     ) -> list[str]:
-        """Stores the event in the caller's transaction: a delivery for each of `webhooks`, by
+        """Stores the event in the caller's transaction, and a delivery for each of `webhooks`, by
         default for all that want it. Returns the ids of the deliveries."""
-        self.metrics.events.labels(scope=event.scope).inc()
+        inserted = connection.execute(
+            insert(schema.events).values(
+                repository_id=repository.id,
+                type=repository.name.type,
+                owner=repository.name.owner,
+                name=repository.name.name,
+                action=event.action,
+                scope=event.scope,
+                updated_refs=[asdict(change) for change in event.changes],
+                created_at=time.time(),
+            )
+        )
+        assert inserted.inserted_primary_key is not None
+        [seq] = inserted.inserted_primary_key
         if webhooks is None:
             domain: Domain = "repo" if event.discussion is None else "discussion"
             webhooks = [
                 each for each in list_webhooks(connection) if each.wants(repository.name, domain)
             ]
         head_sha = known_refs(connection, repository).get(DEFAULT_BRANCH)
-        seq = outbox.next_event_seq(connection)
         ids = []
         for webhook in webhooks:
             payload = compose(event, repository, webhook.id, self.hub_url, head_sha)

@@ -7,13 +7,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 class HubMetrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.pushes = Counter(
-            "hub_pushes",
-            "Pushes by result: moved refs (ok), moved none (unchanged), failed (error)",
-            ["result"],
-            registry=self._registry,
-        )
-        self.events = Counter("hub_events", "Events by scope", ["scope"], registry=self._registry)
         self.deliveries = Counter(
             "hub_delivery_attempts",
             "Attempts to deliver by result",

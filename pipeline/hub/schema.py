@@ -42,14 +42,31 @@ repositories = Table(
     UniqueConstraint("type", "owner", "name"),
 )
 
-# The sha that each ref had at its last event. The hub finds the changes of a push by comparing the
-# present refs with these.
+# The sha that each ref had when its last event was stored. The hub finds the changes of a push by
+# comparing the present refs with these.
 refs = Table(
     "refs",
     metadata,
     _of_repository(primary_key=True),
     Column("ref", String, primary_key=True),
     Column("sha", String, nullable=False),
+)
+
+# An event is not deleted with its repository, because the event of the deletion must be delivered.
+events = Table(
+    "events",
+    metadata,
+    Column("seq", Integer, primary_key=True),
+    Column("repository_id", String, nullable=False, index=True),
+    Column("type", String, nullable=False),
+    Column("owner", String, nullable=False),
+    Column("name", String, nullable=False),
+    Column("action", String, nullable=False),
+    Column("scope", String, nullable=False),
+    # [{"ref", "old_sha", "new_sha"}, …]: the refs that one push moved, the default branch first.
+    Column("updated_refs", JSON, nullable=False, server_default="[]"),
+    Column("created_at", Float, nullable=False),
+    sqlite_autoincrement=True,
 )
 
 tokens = Table(
@@ -137,8 +154,7 @@ deliveries = Table(
     metadata,
     Column("id", String, primary_key=True),
     Column("webhook_id", String, ForeignKey("webhooks.id", ondelete="CASCADE"), nullable=False),
-    # The number of the event. A later event has a larger one.
-    Column("event_seq", Integer, nullable=False, index=True),
+    Column("event_seq", Integer, ForeignKey("events.seq"), nullable=False, index=True),
     Column("payload", String, nullable=False),
     Column("status", String, nullable=False),
     Column("attempt", Integer, nullable=False),

@@ -82,7 +82,7 @@ def test_the_client_prints_that_a_watch_can_never_fire(
         ({"url": "http://x/", "watched": WATCHED, "domains": []}, "domains"),
         ({"url": "http://x/", "watched": WATCHED, "secret": "two\nlines"}, "secret"),
         ({"url": "http://x/", "watched": WATCHED, "secret": "whsec_"}, "secret"),
-        ({"jobSourceId": "1", "watched": WATCHED}, "url"),
+        ({"jobSourceId": "1", "watched": WATCHED}, "no job '1'"),
     ],
 )
 def test_what_makes_no_webhook_is_refused(hub: RunningHub, body: object, named: str) -> None:

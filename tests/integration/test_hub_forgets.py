@@ -4,21 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub_fixtures import commit_file, recording_receiver, running_hub, wait_until
+from tests.hub_fixtures import commit_file, running_hub, wait_until
 
 
-def test_the_hub_forgets_old_deliveries_and_a_collection_the_commits_that_only_they_named(
+def test_the_hub_forgets_old_events_and_a_collection_the_commits_that_only_they_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.hub.app.PRUNE_SECONDS", 0.05)
     needed: set[str] = set()
-    with (
-        recording_receiver() as receiver,
-        running_hub(
-            tmp_path / "hub", needed_commits=lambda: needed, keep_deliveries_days=1e-9
-        ) as hub,
-    ):
-        hub.api.create_webhook(url=receiver.url, watched=[{"type": "user", "name": "local"}])
+    with running_hub(
+        tmp_path / "hub", needed_commits=lambda: needed, keep_deliveries_days=1e-9
+    ) as hub:
         work = tmp_path / "clone"
         hub.git("clone", "-q", hub.create_dataset("local/facts"), str(work), cwd=tmp_path)
         first, needless = (commit_file(hub, work, "a.txt", text) for text in ("one", "two"))

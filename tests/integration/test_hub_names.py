@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,19 +11,16 @@ from typing import Any
 import pytest
 
 from pipeline.hub.actions.repositories import create
-from pipeline.hub.cipher import Cipher
 from pipeline.hub.commits import fast_import
 from pipeline.hub.database import open_database
 from pipeline.hub.events import EventLog, reconcile, record_ref_changes
 from pipeline.hub.git.process import git
-from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories import store
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repositories, Repository
-from pipeline.hub.schema import deliveries
+from pipeline.hub.schema import events
 from pipeline.hub.tokens import Identity, signature
-from pipeline.hub.webhooks.store import HubWatchedItem, WebhookRequest, create_webhook
-from tests.hub_fixtures import SECRET_KEY, RunningHub, commit_file
+from tests.hub_fixtures import RunningHub, commit_file
 
 pytest_plugins = ["tests.hub_plugin"]
 
@@ -42,13 +38,9 @@ class Folder:
 
     def __init__(self, root: Path) -> None:
         self.database = open_database(root / "hub.sqlite")
-        self.log = EventLog(database=self.database, hub_url="http://hub", metrics=HubMetrics())
+        self.log = EventLog(database=self.database, hub_url="http://hub")
         self.repositories = Repositories(root)
         self.repositories.remove_incomplete()
-        watched = (HubWatchedItem(type="user", name="local"),)
-        request = WebhookRequest(url="http://127.0.0.1:9/", watched=watched)
-        with self.database.write() as connection:
-            create_webhook(connection, request, Cipher(SECRET_KEY))
         self.first = self.create(FACTS)
         tree = git(self.first.folder, "mktree").decode().strip()
         assert tree == EMPTY_TREE
@@ -83,13 +75,12 @@ class Folder:
     def changes(self) -> list[tuple[str, str | None]]:
         """The repository and the new commit of each event of a ref."""
         with self.database.read() as connection:
-            rows = connection.execute(deliveries.select().order_by(deliveries.c.event_seq))
-            payloads = [json.loads(row.payload) for row in rows]
-        return [
-            (payload["repo"]["id"], change["newSha"])
-            for payload in payloads
-            for change in payload.get("updatedRefs", ())
-        ]
+            rows = connection.execute(events.select().order_by(events.c.seq))
+            return [
+                (row.repository_id, change["new_sha"])
+                for row in rows
+                for change in row.updated_refs
+            ]
 
 
 @pytest.fixture
@@ -149,15 +140,14 @@ def test_git_makes_a_repository_while_others_may_write(
 
 @contextlib.contextmanager
 def commits_fail(hub: RunningHub) -> Iterator[None]:
-    """Every transaction that creates or moves a repository fails at its commit."""
+    """Every transaction that stores an event fails at its commit."""
     with contextlib.closing(sqlite3.connect(hub.root / "hub.sqlite")) as database:
         database.executescript(
             "CREATE TABLE lost (id REFERENCES repositories (id) DEFERRABLE INITIALLY DEFERRED);"
-            "CREATE TRIGGER a AFTER INSERT ON repositories BEGIN INSERT INTO lost VALUES (0); END;"
-            "CREATE TRIGGER b AFTER UPDATE ON repositories BEGIN INSERT INTO lost VALUES (0); END;"
+            "CREATE TRIGGER lose AFTER INSERT ON events BEGIN INSERT INTO lost VALUES ('x'); END;"
         )
         yield
-        database.executescript("DROP TRIGGER a; DROP TRIGGER b; DROP TABLE lost;")
+        database.executescript("DROP TRIGGER lose; DROP TABLE lost;")
 
 
 def test_a_failed_commit_creates_nothing(hub: RunningHub) -> None:

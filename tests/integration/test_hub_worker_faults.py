@@ -40,7 +40,7 @@ class Outbox:
         self._file = folder / "hub.sqlite"
         self.database = open_database(self._file)
         self.metrics = HubMetrics()
-        log = EventLog(database=self.database, hub_url="http://hub", metrics=self.metrics)
+        log = EventLog(database=self.database, hub_url="http://hub")
         watched = (HubWatchedItem(type="user", name="local"),)
         with self.database.write() as connection:
             repository = Repositories(folder).adopt(connection, NAME, private=True)

@@ -11,7 +11,6 @@ from pipeline.hub import events, schema
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import open_database
 from pipeline.hub.events import EventLog, record_ref_changes
-from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.settings import HubSettings
@@ -40,11 +39,7 @@ def test_every_ref_change_is_delivered_or_dead_and_in_order(
         root = Path(folder)
         database = open_database(root / "hub.sqlite")
         repositories = Repositories(root)
-        log = EventLog(
-            database=database,
-            hub_url="http://hub",
-            metrics=HubMetrics(),
-        )
+        log = EventLog(database=database, hub_url="http://hub")
         with database.write() as connection:
             repository = repositories.adopt(connection, NAME, private=True)
             webhook = create_webhook(

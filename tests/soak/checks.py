@@ -89,8 +89,8 @@ def check_other_receiver(stack: StackUnderFire, other: OtherReceiver) -> None:
     that is suspended for its poison gets the others with the next probes."""
     with closing(stack.connect()) as connection:
         told = connection.execute(
-            "SELECT value ->> 'newSha' AS new_sha"
-            " FROM deliveries, json_each(payload, '$.updatedRefs')"
+            "SELECT value ->> 'new_sha' AS new_sha"
+            " FROM deliveries JOIN events ON events.seq = event_seq, json_each(updated_refs)"
             " WHERE webhook_id = ? AND value ->> 'ref' = 'refs/heads/main'",
             (other.webhook_id,),
         ).fetchall()

@@ -306,11 +306,12 @@ class StackUnderFire:
         """`id, status, old_sha, new_sha` of every commit that the hub has to tell the receiver."""
         with closing(self.connect()) as connection:
             return connection.execute(
-                "SELECT deliveries.id, status, value ->> 'oldSha' AS old_sha,"
-                " value ->> 'newSha' AS new_sha FROM deliveries"
-                " JOIN webhooks ON webhooks.id = webhook_id, json_each(payload, '$.updatedRefs')"
+                "SELECT deliveries.id, status, value ->> 'old_sha' AS old_sha,"
+                " value ->> 'new_sha' AS new_sha FROM deliveries"
+                " JOIN events ON events.seq = event_seq"
+                " JOIN webhooks ON webhooks.id = webhook_id, json_each(updated_refs)"
                 " WHERE value ->> 'ref' = 'refs/heads/main' AND url LIKE '%/webhooks/retrain'"
-                " ORDER BY event_seq"
+                " ORDER BY seq"
             ).fetchall()
 
     def connect(self) -> sqlite3.Connection:

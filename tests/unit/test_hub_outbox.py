@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cryptography.fernet import Fernet
-from sqlalchemy import Row, select, update
+from sqlalchemy import Row, func, select, update
 
 from pipeline.hub import schema
 from pipeline.hub.cipher import Cipher
@@ -86,7 +86,7 @@ class Kept:
 
     def __init__(self, folder: Path) -> None:
         self.database: Database = open_database(folder / "hub.sqlite")
-        self._log = EventLog(database=self.database, hub_url="http://hub", metrics=HubMetrics())
+        self._log = EventLog(database=self.database, hub_url="http://hub")
         name = RepositoryName(type="dataset", owner="local", name="facts")
         watched = (HubWatchedItem(type="dataset", name="local/facts"),)
         request = WebhookRequest(url="http://127.0.0.1:9/", watched=watched)
@@ -270,6 +270,17 @@ def test_what_ended_a_month_ago_goes(kept: Kept, status: str) -> None:
 )
 def test_what_ended_later_or_waits_stays(kept: Kept, columns: dict[str, object]) -> None:
     assert not kept.is_pruned(**columns)
+
+
+def test_events_go_with_their_deliveries(kept: Kept) -> None:
+    kept.change(status="delivered", created_at=OLD, queued_at=OLD, last_attempt_at=OLD)
+    kept.record()
+    with kept.database.write() as connection:
+        connection.execute(update(schema.events).values(created_at=OLD))
+    outbox.prune(kept.database, 30)
+    with kept.database.read() as connection:
+        assert connection.scalar(select(func.count()).select_from(schema.events)) == 1
+    assert [one.status for one in kept.deliveries()] == ["pending"]
 
 
 def test_a_person_and_a_410_disable_and_a_restart_ends_a_suspension(kept: Kept) -> None:

@@ -8,18 +8,15 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
+from sqlalchemy import select
+
 from pipeline.hub.database import Database
 from pipeline.hub.git.process import KEEP_PREFIX, git, lines_of
 from pipeline.hub.large_files import xet_store
 from pipeline.hub.large_files.store import GRACE_SECONDS, LargeFiles
 from pipeline.hub.repositories.objects import all_commits, all_pointers, reachable_pointers
 from pipeline.hub.repositories.store import Repository
-
-# The commits in the payloads of stored deliveries, which a receiver may still get.
-_TOLD = (
-    "SELECT json_extract(value, '$.oldSha'), json_extract(value, '$.newSha')"
-    " FROM deliveries, json_each(payload, '$.updatedRefs')"
-)
+from pipeline.hub.schema import events
 
 NeededCommits = Callable[[], Collection[str]]
 
@@ -36,8 +33,8 @@ def collect_garbage(
     repository: Repository, database: Database, needed_commits: NeededCommits | None
 ) -> Collected:
     """Removes the commits that are on no branch any more, and that neither `needed_commits` nor a
-    stored delivery names. If `needed_commits` is None, it is not known what is needed, and no
-    commit is removed. Also removes the large files that no commit names.
+    stored event names. If `needed_commits` is None, it is not known what is needed, and no commit
+    is removed. Also removes the large files that no commit names.
 
     The chunks that `hf_xet` has sent are removed too, if no upload began in the last
     `GRACE_SECONDS`. `hf_xet` sends them again when it needs them.
@@ -49,8 +46,13 @@ def collect_garbage(
     needed: Collection[str] = before
     if needed_commits is not None:
         with database.read() as connection:
-            told = connection.exec_driver_sql(_TOLD)
-            needed = {*needed_commits(), *(sha for row in told for sha in row if sha is not None)}
+            told = connection.scalars(
+                select(events.c.updated_refs).where(events.c.repository_id == repository.id)
+            )
+            named = {
+                each[key] for changes in told for each in changes for key in ("old_sha", "new_sha")
+            }
+        needed = {*needed_commits(), *named} - {None}
     large_bytes = sweep(repository, needed)
     xet_store.empty(repository.folder, grace_seconds=GRACE_SECONDS)
     num_commits = len(before) - len(all_commits(repository))

@@ -110,10 +110,6 @@ async def push(request: Request, hub: HubOf, identity: Who, name: Named, body: B
         # The event must be on disk before the client gets git's "ok".
         changes = await run_in_threadpool(record_ref_changes, repository, hub.log)
         status, headers, answer = backend.parse_answer(told)
-        # A request that moves no ref is "unchanged": git refused the push, or this is the empty
-        # request that git sends before a large push.
-        result = "error" if status != 200 else "ok" if changes else "unchanged"
-        hub.metrics.pushes.labels(result=result).inc()
         remarks = await run_in_threadpool(hub.remarks, repository, changes)
     return _answer(status, headers, backend.with_remarks(answer, remarks))
 

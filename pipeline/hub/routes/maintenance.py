@@ -21,7 +21,7 @@ router = APIRouter(prefix="/api/settings", dependencies=[Depends(hubs_own)])
 @router.post("/gc")
 async def gc(hub: HubOf) -> Json:
     """Cleans all repositories: removes the commits that are on no branch any more and that no
-    release, job or stored delivery needs, and the large files that no commit names. Pushes to a
+    release, job or stored event needs, and the large files that no commit names. Pushes to a
     repository wait while it is cleaned."""
     collected = list[Collected]()
 

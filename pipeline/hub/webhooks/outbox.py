@@ -13,20 +13,19 @@ The database does not say which delivery is being sent. So if the hub is killed 
 it sends the delivery again after its restart. A receiver gets each delivery at least once.
 """
 
-import json
 import random
 import time
 import uuid
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import Connection, delete, exists, func, insert, select, text, update
+from sqlalchemy import Connection, delete, exists, insert, select, text, update
 
 from pipeline.hub.database import Database
 from pipeline.hub.errors import NotFound
 from pipeline.hub.http_json import Json, iso_time
 from pipeline.hub.schema import deliveries as table
-from pipeline.hub.schema import webhooks
+from pipeline.hub.schema import events, webhooks
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.webhooks.store import (
     StoredWebhook,
@@ -187,10 +186,6 @@ def restart(connection: Connection, webhook: StoredWebhook, **also: bool) -> Non
     )
 
 
-def next_event_seq(connection: Connection) -> int:
-    return 1 + (connection.scalar(select(func.max(table.c.event_seq))) or 0)
-
-
 def put(
     connection: Connection,
     webhook_id: str,
@@ -236,6 +231,15 @@ def replay(connection: Connection, delivery_id: str, *, force: bool = False) -> 
     return get_delivery(connection, delivery_id)
 
 
+_LISTED = select(
+    table,
+    events.c.action,
+    events.c.scope,
+    events.c.updated_refs,
+    (events.c.type + ":" + events.c.owner + "/" + events.c.name).label("repository"),
+).join(events, events.c.seq == table.c.event_seq)
+
+
 def list_deliveries(
     connection: Connection,
     webhook_id: str | None = None,
@@ -245,7 +249,7 @@ def list_deliveries(
 ) -> list[Json]:
     """At most `limit` deliveries, those of the newest events first. `webhook_id` None means every
     webhook, and `status` None means every state."""
-    query = select(table).order_by(table.c.event_seq.desc(), table.c.created_at.desc()).limit(limit)
+    query = _LISTED.order_by(table.c.event_seq.desc(), table.c.created_at.desc()).limit(limit)
     if webhook_id is not None:
         query = query.where(table.c.webhook_id == webhook_id)
     if status is not None:
@@ -259,7 +263,7 @@ def get_delivery(connection: Connection, delivery_id: str) -> Json:
 
 
 def _find(connection: Connection, delivery_id: str) -> Any:
-    row = connection.execute(select(table).where(table.c.id == delivery_id)).one_or_none()
+    row = connection.execute(_LISTED.where(table.c.id == delivery_id)).one_or_none()
     if row is None:
         raise NotFound(
             f"There is no delivery {delivery_id!r}: list the deliveries with `pipeline webhooks "
@@ -271,28 +275,19 @@ def _find(connection: Connection, delivery_id: str) -> Any:
 def _as_json(row: Any) -> Json:
     facts: Json = row._asdict()
     del facts["event_seq"], facts["queued_at"]
-    payload = json.loads(row.payload)
-    changes = [
-        {"ref": each["ref"], "old_sha": each["oldSha"], "new_sha": each["newSha"]}
-        for each in payload.get("updatedRefs", ())
-    ]
-    # The first ref is also given at the top level, because most pushes move only one.
-    first = next(iter(changes), dict.fromkeys(("ref", "old_sha", "new_sha")))
-    return {
-        **facts,
-        **first,
-        **payload["event"],
-        "repository": f"{payload['repo']['type']}:{payload['repo']['name']}",
-        "updated_refs": changes,
-        "created_at": iso_time(row.created_at),
-        "last_attempt_at": row.last_attempt_at and iso_time(row.last_attempt_at),
-    }
+    # The fields of the first ref are also given at the top level, because most pushes move only one
+    # ref.
+    first = next(iter(row.updated_refs), dict.fromkeys(("ref", "old_sha", "new_sha")))
+    tried = row.last_attempt_at and iso_time(row.last_attempt_at)
+    return facts | first | {"created_at": iso_time(row.created_at), "last_attempt_at": tried}
 
 
 def prune(database: Database, keep_days: float) -> None:
-    """Removes deliveries that became delivered or dead more than `keep_days` days ago."""
+    """Removes deliveries that became delivered or dead more than `keep_days` days ago, and events
+    that are older than this and have no delivery."""
     before = time.time() - 86400 * keep_days
+    is_over = (table.c.last_attempt_at < before) & (table.c.status != "pending")
+    told = exists().where(table.c.event_seq == events.c.seq)
     with database.write() as connection:
-        connection.execute(
-            delete(table).where(table.c.last_attempt_at < before, table.c.status != "pending")
-        )
+        connection.execute(delete(table).where(is_over))
+        connection.execute(delete(events).where(events.c.created_at < before, ~told))
