@@ -27,7 +27,7 @@ _MAX_FAILED_STEPS = 8
 
 class StepLoop:
     """All methods may be called from any thread. All but `join` return at once. What they ask for
-    is done by the thread, between two steps.
+    is done by the thread, between two steps. They raise EngineError if the thread has ended.
 
     The loop lets each scheduler compute one step, then the next scheduler. So after a swap, the
     sequences of the old release end while those of the new release already run.
@@ -103,8 +103,8 @@ class StepLoop:
         """A future that the thread completes before its next step."""
         return self._call(self._raise_failure)
 
-    def add(self, release_id: str, scheduler: Scheduler) -> None:
-        self._call(partial(self._schedulers.__setitem__, release_id, scheduler))
+    def add(self, release_id: str, scheduler: Scheduler) -> Future[None]:
+        return self._call(partial(self._schedulers.__setitem__, release_id, scheduler))
 
     def unload(self, release_id: str) -> Future[list[Scheduler]]:
         """Remove the release's scheduler as soon as it is idle.
@@ -136,8 +136,7 @@ class StepLoop:
         self._thread.join()
 
     def _call(self, work: Callable[[], Any]) -> Future[Any]:
-        """Let the thread do `work` before its next step. Raises EngineError if the thread has
-        ended."""
+        """Let the thread do `work` before its next step."""
         future: Future[Any] = Future()
         with self._ending:
             self._raise_failure()
