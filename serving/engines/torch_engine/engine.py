@@ -109,8 +109,7 @@ class TorchEngine:
             with self._steps.reserve_core():
                 runner, read_bytes = await self._load(release, folder)
             try:
-                scheduler = Scheduler(runner, self._settings)
-                await asyncio.wrap_future(self._steps.add(release.id, scheduler))
+                self._steps.add(release.id, Scheduler(runner, self._settings))
             except EngineError as error:
                 raise StageError(f"release {release.id}: {error}") from error
             self.residents[release.id] = Resident(

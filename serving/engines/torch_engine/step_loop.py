@@ -103,8 +103,10 @@ class StepLoop:
         """A future that the thread completes before its next step."""
         return self._call(self._raise_failure)
 
-    def add(self, release_id: str, scheduler: Scheduler) -> Future[None]:
-        return self._call(partial(self._schedulers.__setitem__, release_id, scheduler))
+    def add(self, release_id: str, scheduler: Scheduler) -> None:
+        with self._ending:
+            self._raise_failure()
+            self._schedulers[release_id] = scheduler
 
     def unload(self, release_id: str) -> Future[list[Scheduler]]:
         """Remove the release's scheduler as soon as it is idle.
@@ -193,7 +195,8 @@ class StepLoop:
             _deliver([(sequence, EngineError(f"release {release_id} is not resident"))])
 
     def _step_every_scheduler(self) -> None:
-        schedulers = [(id, each) for id, each in self._schedulers.items() if not each.is_idle]
+        every = list(self._schedulers.items())  # another thread may add one meanwhile
+        schedulers = [(id, each) for id, each in every if not each.is_idle]
         for release_id, scheduler in schedulers:
             try:
                 events = scheduler.step(num_schedulers=len(schedulers))
