@@ -124,7 +124,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     # 8-bit floats are cast, because torch cannot compare them. In pieces, this takes little memory.
-    for piece in tensor.reshape(-1).split(_FINITE_CHECK_ELEMENTS):
+    for piece in torch.split(tensor.reshape(-1), _FINITE_CHECK_ELEMENTS):
         low, high = torch.aminmax(piece.float() if piece.itemsize == 1 else piece)
         # If the piece has NaN, both are NaN.
         if not (low.isfinite() and high.isfinite()):

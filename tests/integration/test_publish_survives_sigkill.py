@@ -20,6 +20,7 @@ KILLS = int(os.environ.get("SERVING_KILLS", "12"))
 PUBLISH_FOREVER = """
 import sys
 from pathlib import Path
+import serving.weights.shards  # which takes seconds
 from serving.weights.publish import publish_folder
 pipeline_dir, source = map(Path, sys.argv[1:])
 print("ready", flush=True)

@@ -57,6 +57,7 @@ def test_the_head_computes_only_the_rows_that_are_asked_for(
 
     async def rows_of_the_head(**changes: int) -> list[int]:
         async with engine_with(first) as engine:
+            kernels.clear()
             await ask(engine, first.id, greedy(long, 1, **changes))
             return [rows for shape, rows, _ in kernels if shape == head]
 

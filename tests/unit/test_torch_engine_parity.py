@@ -16,9 +16,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from serving.engines.torch_engine.architecture import LlamaShape, llama_shape, read_config
+from serving.engines.torch_engine.architecture import llama_shape, read_config
+from serving.weights.publish import publish_folder
 from tests.torch_engine_fixtures import (
     VOCAB,
+    Published,
     ask,
     ask_all,
     build,
@@ -222,24 +224,28 @@ def test_older_spelling_of_rope_is_read() -> None:
 
 
 def test_a_config_that_says_little_has_the_defaults_of_its_architecture(tmp_path: Path) -> None:
-    said = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "rms_norm_eps": 1e-6,
-    }
+    network: Any = build(Qwen3Config(**SHAPE))
+    assert network.config.head_dim == 128, "and not 64 / 4, as in a Llama"
+    source = tmp_path / "checkpoint"
+    network.save_pretrained(source)
+    config = json.loads((source / "config.json").read_text())
+    del config["head_dim"]
+    (source / "config.json").write_text(json.dumps(config))
+    release = publish_folder(tmp_path / "releases", source)
+    published = Published(
+        network=network, release=release, folder=tmp_path / "releases" / release.id
+    )
+    assert llama_shape(read_config(published.folder)) is None, "`transformers` knows the defaults"
 
-    def shape(architecture: str, model_type: str, **more: Any) -> LlamaShape | None:
-        config = {**said, "architectures": [architecture], "model_type": model_type, **more}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        return llama_shape(read_config(tmp_path))
+    async def scenario() -> list[int]:
+        async with engine_with(published) as engine:
+            return tokens(await ask(engine, published.id, greedy(prompt(9))))
 
-    # Its window of 4,096 is shorter than its context of 131,072.
-    assert shape("MistralForCausalLM", "mistral") is None
-    found = shape("Qwen3ForCausalLM", "qwen3", num_key_value_heads=4)
-    assert found is not None
-    wanted = Qwen3Config()
-    assert (found.head_dim, found.context) == (wanted.head_dim, wanted.max_position_embeddings)
-    assert found.rope["rope_theta"] == wanted.rope_parameters["rope_theta"]
+    assert asyncio.run(scenario()) == expected(network, prompt(9))
+
+
+@pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Qwen3ForCausalLM"])
+def test_a_default_that_differs_from_llamas_is_not_guessed(architecture: str) -> None:
+    said = {**SHAPE, "rms_norm_eps": 1e-6, "architectures": [architecture]}
+    assert llama_shape(said) is None
+    assert llama_shape({**said, "sliding_window": None, "head_dim": 16}) is not None

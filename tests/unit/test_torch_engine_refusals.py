@@ -154,18 +154,21 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(name: str, tmp_path: P
 
 
 def test_a_stored_head_that_is_not_what_it_is_tied_to_is_refused(tmp_path: Path) -> None:
-    good = saved_by_torch(build(TIED["llama"]), tmp_path)
-    # Whichever of the two is taken for the network's own, the other one differs.
-    bad = edit_manifest("lm_head.weight", digest="blake3:" + "0" * 64)(good)
-
-    async def scenario() -> None:
-        async with engine_with() as engine:
-            with pytest.raises(
-                StageError, match=r"\.safetensors: tensor .*: differs from .*config\.json ties"
-            ):
-                await engine.stage(bad.release, bad.folder)
-
-    asyncio.run(scenario())
+    """Before anything is staged, whether the folder is published or served as it is."""
+    network: Any = build(TIED["llama"])
+    source = tmp_path / "checkpoint"
+    network.save_pretrained(source)
+    state = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    state["lm_head.weight"] += 1
+    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    for read in (
+        lambda: manifest_of_folder(source, "answers"),
+        lambda: publish_folder(tmp_path / "releases", source),
+    ):
+        with pytest.raises(
+            ReleaseError, match=r"\.safetensors: tensor lm_head.*: differs from .*config\.json ties"
+        ):
+            read()
 
 
 @pytest.mark.parametrize("says", [False, None])

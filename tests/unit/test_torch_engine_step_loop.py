@@ -84,6 +84,7 @@ def test_steps_that_fail_again_and_again_are_a_failure(is_one_too_few: bool) -> 
         try:
             failing: Any = Steps(count, fails=True)
             loop.add("failing", failing)
+            loop.next_turn()
             await until(lambda: loop._num_failed_steps == count)
             assert loop.failure == (
                 None if is_one_too_few else f"the last {count} steps failed; the log has the errors"
@@ -91,6 +92,7 @@ def test_steps_that_fail_again_and_again_are_a_failure(is_one_too_few: bool) -> 
             # The thread goes on, and so does another release.
             good: Any = Steps(1, fails=False)
             loop.add("good", good)
+            loop.next_turn()
             await until(lambda: loop._num_failed_steps == 0)
             assert loop.failure is None
         finally:

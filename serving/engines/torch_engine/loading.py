@@ -42,7 +42,7 @@ class Part:
     def prepare(self, values: Tensor) -> Tensor:
         """Converts the stored values to this form."""
         if self.rotated_head_dim is not None:
-            halves = values.unflatten(0, (-1, 2, self.rotated_head_dim // 2))
+            halves = values.reshape(-1, 2, self.rotated_head_dim // 2, *values.shape[1:])
             values = halves.transpose(1, 2).flatten(0, 2)
         return values.float() if self.is_float32 else values
 

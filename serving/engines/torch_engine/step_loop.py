@@ -27,7 +27,7 @@ _MAX_FAILED_STEPS = 8
 
 class StepLoop:
     """All methods may be called from any thread. All but `join` return at once. What they ask for
-    is done by the thread, between two steps.
+    is done by the thread, between two steps. They raise EngineError if the thread has ended.
 
     The loop lets each scheduler compute one step, then the next scheduler. So after a swap, the
     sequences of the old release end while those of the new release already run.
@@ -104,7 +104,9 @@ class StepLoop:
         return self._call(self._raise_failure)
 
     def add(self, release_id: str, scheduler: Scheduler) -> None:
-        self._call(partial(self._schedulers.__setitem__, release_id, scheduler))
+        with self._ending:
+            self._raise_failure()
+            self._schedulers[release_id] = scheduler
 
     def unload(self, release_id: str) -> Future[list[Scheduler]]:
         """Remove the release's scheduler as soon as it is idle.
@@ -136,8 +138,7 @@ class StepLoop:
         self._thread.join()
 
     def _call(self, work: Callable[[], Any]) -> Future[Any]:
-        """Let the thread do `work` before its next step. Raises EngineError if the thread has
-        ended."""
+        """Let the thread do `work` before its next step."""
         future: Future[Any] = Future()
         with self._ending:
             self._raise_failure()
@@ -194,7 +195,8 @@ class StepLoop:
             _deliver([(sequence, EngineError(f"release {release_id} is not resident"))])
 
     def _step_every_scheduler(self) -> None:
-        schedulers = [(id, each) for id, each in self._schedulers.items() if not each.is_idle]
+        every = list(self._schedulers.items())  # another thread may add one meanwhile
+        schedulers = [(id, each) for id, each in every if not each.is_idle]
         for release_id, scheduler in schedulers:
             try:
                 events = scheduler.step(num_schedulers=len(schedulers))
