@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -126,7 +126,7 @@ class RetrainJob:
             return GitDataset(dataset, self.cache_dir)
         if endpoint == "hub":
             return DatasetHub(dataset, self.cache_dir, self.hub_endpoint, self.hub_token)
-        token = self.own_token or cached_login() or False
+        token: str | Literal[False] = self.own_token or cached_login() or False
         return DatasetHub(dataset, self.cache_dir, endpoint, token, OWN_TOKEN_SOURCE)
 
     @contextmanager

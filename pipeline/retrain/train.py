@@ -401,7 +401,7 @@ def _step(
                 is_scored=plan.ends_when_right,
             )
         total += of_rows
-        loss.backward()
+        torch.autograd.backward(loss)
         if is_right is not None:
             order = list(chain(*part))
             lengths = [sequences[index].num_learned for index in order]
