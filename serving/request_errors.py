@@ -96,7 +96,8 @@ def from_validation(error: RequestValidationError) -> RequestError:
         # right after its field. So use the parts after the field only if the first of them is the
         # number of an item.
         param, *inner = list(map(str, each["loc"][1:])) or [""]
-        place = ".".join([param, *inner] if inner and inner[0].isdigit() else [param])
+        parts = [param, *inner] if inner and inner[0].isdigit() else [param]
+        place = ".".join(parts)[:MAX_SHOWN]
         message = _JSON_MESSAGES.get(each["type"], each["msg"]).removeprefix("Value error, ")
         given = each["input"]
         if isinstance(given, str | int | float) and len(str(given)) <= MAX_SHOWN:
