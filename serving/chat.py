@@ -15,8 +15,15 @@ from serving.conversation import ConversationError
 from serving.detokenizer import Delta
 from serving.request_errors import invalid
 from serving.settings import ServingSettings
-from serving.tool_calls import FORCED, FORMATS, Found, ToolCallReader, ToolFormat, format_of
-from serving.tool_grammar import tool_grammar
+from serving.tool_calls import (
+    FORCED,
+    FORMATS,
+    Found,
+    ToolCallReader,
+    ToolFormat,
+    format_of,
+    tool_grammar,
+)
 
 
 def add_chat(router: APIRouter, answers: Answers) -> None:
@@ -44,8 +51,7 @@ class ChatPlan(Plan):
             found = self._read(index, sequence)
             message: dict[str, Any] = {"role": self.role, "content": found.text}
             if found.calls:
-                message["tool_calls"] = [call.body for call in found.calls]
-                message["content"] = found.text or None
+                message |= {"content": found.text or None, "tool_calls": found.calls}
             yield self._choice(index, sequence, found, message=message)
 
     def chunks(self, index: int, delta: Delta) -> Iterator[dict[str, Any]]:
@@ -56,7 +62,7 @@ class ChatPlan(Plan):
         content: dict[str, Any] = {"content": found.text} if found.text else {}
         if found.calls:
             calls = enumerate(found.calls)
-            content["tool_calls"] = [{"index": number, **call.body} for number, call in calls]
+            content["tool_calls"] = [{"index": number, **call} for number, call in calls]
         if content or delta.tokens or delta.finish_reason is not None:
             yield self._choice(index, delta, found, delta=content)
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import from_json
 
 from serving.conversation import Conversation, normalise
 from serving.openai_schemas import (
@@ -16,7 +17,6 @@ from serving.openai_schemas import (
     RequestBody,
     SamplingRequest,
 )
-from serving.tool_calls import parse_object
 
 
 def _with_readable_arguments(message: dict[str, Any]) -> dict[str, Any]:
@@ -37,6 +37,17 @@ def _readable(call: Any) -> Any:
     is_text = isinstance(arguments, str) and parse_object(arguments) is not None
     known = arguments if is_text or isinstance(arguments, dict) else {}
     return {**call, "function": {**function, "arguments": known}}
+
+
+def parse_object(text: str) -> dict[str, Any] | None:
+    """The JSON object in `text`. None if `text` is something else. Also None if a request could not
+    contain the object either, for example because of NaN, half of a surrogate pair, or too many
+    levels."""
+    try:
+        content = from_json(text, allow_inf_nan=False)
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) else None
 
 
 class Function(Part, extra="allow"):
