@@ -16,8 +16,6 @@ from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.middleware.errors import ServerErrorMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.admission import (
@@ -99,8 +97,8 @@ def create_app(
             await engine.close()
 
     app = FastAPIOffline(title="hotpush", redoc_url=None, lifespan=lifespan)
-    # first, so that it runs inside the other middlewares
-    _add_error_handlers(app)
+    app.add_exception_handler(HTTPException, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_error)
     app.add_middleware(LimitedBodies, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(_Entrance, own_host=None if api_keys else settings.host.lower())
     if settings.cors_origins:
@@ -213,16 +211,8 @@ def _add_own_routes(app: FastAPI, engine: Engine, admission: Admission, metrics:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4")
 
 
-def _add_error_handlers(app: FastAPI) -> None:
-    async def on_error(_: Request, error: Exception) -> Response:
-        return translated(error).response()
-
-    kinds = (HTTPException, RequestValidationError, EngineError, TimeoutError, ClientDisconnect)
-    for kind in kinds:
-        app.add_exception_handler(kind, on_error)
-    # An exception handler for `Exception` would run outside all other middlewares, so its answer
-    # would have no `X-Request-Id` and no CORS headers.
-    app.add_middleware(ServerErrorMiddleware, handler=on_error)
+async def _on_error(_: Request, error: Exception) -> Response:
+    return translated(error).response()
 
 
 class _Entrance:
@@ -264,4 +254,9 @@ class _Entrance:
                 reason = "is not a name of this server: call 127.0.0.1 or localhost, or set"
                 message = f"{host!r} {reason} [serving] api_key"
                 app = RequestError(403, message, code="wrong_host").response()
-        await app(scope, receive, send_named)
+        # FastAPI itself would answer an unexpected error outside all middlewares, so without
+        # `X-Request-Id` and CORS headers.
+        try:
+            await app(scope, receive, send_named)
+        except Exception as error:
+            await translated(error).response()(scope, receive, send_named)

@@ -270,6 +270,7 @@ class SamplingRequest(RequestBody):
     unsupported: ClassVar[Mapping[str, object]] = UNSUPPORTED
 
     model: ModelName = None
+    max_tokens: int | None = None
     n: int = Field(default=1, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -357,7 +358,7 @@ class SamplingRequest(RequestBody):
     @property
     def limit(self) -> tuple[str, int | None]:
         """The field that limits the number of new tokens, and its value."""
-        raise NotImplementedError
+        return "max_tokens", self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
@@ -384,10 +385,6 @@ class CompletionRequest(SamplingRequest):
     @classmethod
     def _false_means_no_logprobs(cls, logprobs: object) -> object:
         return None if logprobs is False else logprobs
-
-    @property
-    def limit(self) -> tuple[str, int]:
-        return "max_tokens", self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
