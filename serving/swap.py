@@ -99,33 +99,24 @@ class _Swap:
         )
 
 
+@dataclass(eq=False, kw_only=True)
 class Swapper:
     """Runs the swaps of one server. Call all methods on its event loop."""
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        admission: Admission,
-        settings: ServingSettings,
-        releases_dir: Path,
-        pipeline: str,
-        metrics: Metrics,
-    ) -> None:
-        self._engine = engine
-        self._admission = admission
-        self._settings = settings
-        self._releases_dir = releases_dir
-        self._pipeline = pipeline
-        self._metrics = metrics
-        self._lock = asyncio.Lock()
-        """Held by the swap that runs."""
-        self._newest: _Swap | None = None
-        """The swap that was requested last, if it has not ended."""
-        self._unfinished: dict[_Swap, asyncio.Task[SwapResult]] = {}
-        self._retiring: asyncio.Task[None] | None = None
-        """Unloads the release that was live before, when its last request has ended. The task has
-        the name of the release."""
+    engine: Engine
+    admission: Admission
+    settings: ServingSettings
+    releases_dir: Path
+    pipeline: str
+    metrics: Metrics
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the swap that runs."""
+    _newest: _Swap | None = None
+    """The swap that was requested last, if it has not ended."""
+    _unfinished: dict[_Swap, asyncio.Task[SwapResult]] = field(default_factory=dict)
+    _retiring: asyncio.Task[None] | None = None
+    """Unloads the release that was live before, when its last request has ended. The task has the
+    name of the release."""
 
     async def start(self, folder: Path | None = None) -> None:
         """Serve `folder`; if it is a checkpoint with `.bin` shards, publish it first. If `folder`
@@ -138,34 +129,34 @@ class Swapper:
         be served.
         """
         if folder is not None:
-            folder = await asyncio.to_thread(servable_folder, folder, self._releases_dir)
+            folder = await asyncio.to_thread(servable_folder, folder, self.releases_dir)
             result = await self._enqueue(_Swap(folder=folder, is_recorded=False))
             if result.result != "live":
                 raise ReleaseError(*result.reasons)
             return
-        release_removal.sweep(self._releases_dir)
+        release_removal.sweep(self.releases_dir)
         try:
-            served = release_store.read_served(self._releases_dir)
+            served = release_store.read_served(self.releases_dir)
         except ReleaseError as error:
             logger.error("%s", error)
-            self._admission.unserved = Unserved(id=release_store.SERVED, reasons=error.reasons)
+            self.admission.unserved = Unserved(id=release_store.SERVED, reasons=error.reasons)
             return
         await self._start_with_last_live(served.live)
         if served.pending is not None:
-            await self._enqueue(_Swap(folder=self._releases_dir / served.pending))
+            await self._enqueue(_Swap(folder=self.releases_dir / served.pending))
 
     async def _start_with_last_live(self, live: Collection[str]) -> None:
         unserved: Unserved | None = None
         for release_id in reversed(tuple(live)):
             result = await self._enqueue(
-                _Swap(folder=self._releases_dir / release_id, stands_in_for=unserved)
+                _Swap(folder=self.releases_dir / release_id, stands_in_for=unserved)
             )
             if result.result == "live":
                 if unserved is not None:
                     logger.error("%s; %s is served as its substitute", unserved, release_id)
                 return
             unserved = unserved or Unserved(id=release_id, reasons=result.reasons)
-            self._admission.unserved = unserved
+            self.admission.unserved = unserved
             if result.result != "refused":
                 # The engine or the disk has failed, so an older release would fail too.
                 return
@@ -181,7 +172,7 @@ class Swapper:
 
         If the caller is cancelled, the swap goes on.
         """
-        swap = _Swap(folder=self._releases_dir / requested, previous=self._admission.live)
+        swap = _Swap(folder=self.releases_dir / requested, previous=self.admission.live)
         try:
             swap.folder = self._folder(requested)
             if instead_of is not None:
@@ -200,19 +191,19 @@ class Swapper:
     def _folder(self, requested: str) -> Path:
         """The folder of the release with this id or path. Raises SwapStopped."""
         if "\0" not in requested:  # `resolve` would raise ValueError
-            found = (self._releases_dir / requested).resolve()
-            inside = found.parent == self._releases_dir.resolve()
-            if inside and found.name in release_store.release_ids(self._releases_dir):
-                return self._releases_dir / found.name
-        reason = f"there is no release in {self._releases_dir} for {requested!r}"
+            found = (self.releases_dir / requested).resolve()
+            inside = found.parent == self.releases_dir.resolve()
+            if inside and found.name in release_store.release_ids(self.releases_dir):
+                return self.releases_dir / found.name
+        reason = f"there is no release in {self.releases_dir} for {requested!r}"
         raise SwapStopped("refused", reason)
 
     async def _choose(self, release_id: str, instead_of: Collection[str | None]) -> None:
         choose = partial(release_store.set_pending, instead_of=instead_of)
         try:
-            await asyncio.to_thread(choose, self._releases_dir, release_id)
+            await asyncio.to_thread(choose, self.releases_dir, release_id)
             # Another release may have been chosen and requested before the thread ended.
-            if (chosen := release_store.chosen_release_id(self._releases_dir)) != release_id:
+            if (chosen := release_store.chosen_release_id(self.releases_dir)) != release_id:
                 raise Superseded(release_id, chosen)
         except Superseded as moved:
             raise SwapStopped("superseded", str(moved), superseded_by=moved.chosen) from None
@@ -229,7 +220,7 @@ class Swapper:
         stopped: SwapStopped | None = None
         try:
             async with self._lock:
-                swap.previous = self._admission.live
+                swap.previous = self.admission.live
                 try:
                     self._stop_if_superseded(swap)
                     await self._swap(swap)
@@ -260,7 +251,7 @@ class Swapper:
                 "; ".join(result.reasons) or f"previous release {result.previous}",
                 extra={"release": result.release},
             )
-        self._metrics.count_swap(result)
+        self.metrics.count_swap(result)
         return result
 
     async def _clear_pending(self, swap: _Swap, stopped: SwapStopped | None) -> None:
@@ -287,7 +278,7 @@ class Swapper:
             # It was a substitute, or was named only at the start of the server. Now it is the
             # release that the next start serves.
             await self._record(swap, candidate)
-            self._admission.switch(
+            self.admission.switch(
                 replace(candidate, engine_context=previous.engine_context, stands_in_for=None)
             )
             return
@@ -296,19 +287,19 @@ class Swapper:
         self._stop_if_superseded(swap)
         try:
             with swap.timed("stage"):
-                staging = self._engine.stage(candidate.release, candidate.folder)
-                await bounded(staging, self._settings.phase_seconds, "stage took more than")
-            context = self._engine.max_context(candidate.id)
+                staging = self.engine.stage(candidate.release, candidate.folder)
+                await bounded(staging, self.settings.phase_seconds, "stage took more than")
+            context = self.engine.max_context(candidate.id)
             candidate = replace(candidate, engine_context=context)
             with ExitStack() as barrier:
-                if not self._engine.holds_two:
-                    barrier.enter_context(self._admission.closed())
+                if not self.engine.holds_two:
+                    barrier.enter_context(self.admission.closed())
                     await self._drain(swap)
                 self._stop_if_superseded(swap)
                 await self._commit(swap, candidate)
                 # With an engine that holds two, no request has to wait at this barrier.
                 with swap.timed("barrier"):
-                    self._admission.switch(candidate)
+                    self.admission.switch(candidate)
         except BaseException:
             await self._unload(candidate.id)
             raise
@@ -326,7 +317,7 @@ class Swapper:
             reading = asyncio.to_thread(self._read, swap.folder, swap.previous)
             try:
                 release, tokenizer = await bounded(
-                    reading, self._settings.phase_seconds, "preflight took more than"
+                    reading, self.settings.phase_seconds, "preflight took more than"
                 )
             except (ReleaseError, OSError) as error:
                 reasons = getattr(error, "reasons", (f"{swap.folder}: {error}",))
@@ -343,7 +334,7 @@ class Swapper:
         )
 
     def _read(self, folder: Path, live: LiveRelease | None) -> tuple[Release, ReleaseTokenizer]:
-        release = checked_release(folder, self._engine, self._releases_dir, self._pipeline)
+        release = checked_release(folder, self.engine, self.releases_dir, self.pipeline)
         # Use the live tokenizer if its files have not changed, as in most releases. While a
         # tokenizer is being loaded, no other thread can run, so all streams pause.
         if live is not None and tokenizer_files(release) == tokenizer_files(live.release):
@@ -357,21 +348,21 @@ class Swapper:
             late = f"the engine cannot hold a third release, and requests on {name} did not end in"
             # Use `wait`: if this wait is cancelled, the unloading goes on.
             ended = asyncio.wait({self._retiring})
-            await bounded(ended, self._settings.drain_seconds, late, "deferred")
+            await bounded(ended, self.settings.drain_seconds, late, "deferred")
 
     async def _drain(self, swap: _Swap) -> None:
         with swap.timed("barrier"):
             if swap.previous is not None:
-                drained = self._admission.drained(swap.previous.id)
+                drained = self.admission.drained(swap.previous.id)
                 late = f"requests on {swap.previous.id} did not end in"
-                await bounded(drained, self._settings.drain_seconds, late, "deferred")
+                await bounded(drained, self.settings.drain_seconds, late, "deferred")
 
     async def _commit(self, swap: _Swap, candidate: LiveRelease) -> None:
         """Make the engine use `candidate`, and record it, if its probe agrees. Otherwise make the
         engine use the previous release again, and raise the error."""
         try:
             with swap.timed("commit"):
-                committed = self._engine.commit(candidate.id)
+                committed = self.engine.commit(candidate.id)
                 await bounded(committed, self._commit_seconds, "commit took more than")
             await self._probe(swap, candidate)
             await self._record(swap, candidate)
@@ -381,13 +372,13 @@ class Swapper:
             raise
 
     async def _probe(self, swap: _Swap, candidate: LiveRelease) -> None:
-        probe, settings = candidate.release.probe, self._settings
+        probe, settings = candidate.release.probe, self.settings
         if probe is None:
             return
-        limit = settings.phase_seconds if self._engine.holds_two else settings.barrier_seconds
+        limit = settings.phase_seconds if self.engine.holds_two else settings.barrier_seconds
         with swap.timed("probe"):
-            bound = probe.bounds[self._engine.dtype_of(candidate.release)]
-            measured = measure_probe(self._engine, candidate.id, probe, bound)
+            bound = probe.bounds[self.engine.dtype_of(candidate.release)]
+            measured = measure_probe(self.engine, candidate.id, probe, bound)
             found = await bounded(measured, limit, "probe took more than")
         swap.max_difference = found.max_difference
         if found.reasons:
@@ -402,10 +393,10 @@ class Swapper:
     async def _written(self, write: Callable[..., None], *changes: str | None) -> None:
         """Let `write` change the record of what is served. Raises SwapStopped if this fails or
         takes too long; if the disk hangs, the write goes on after that."""
-        path = self._releases_dir / release_store.SERVED
-        written = asyncio.to_thread(write, self._releases_dir, *changes)
+        path = self.releases_dir / release_store.SERVED
+        written = asyncio.to_thread(write, self.releases_dir, *changes)
         try:
-            await bounded(written, self._settings.barrier_seconds, f"{path}: not written within")
+            await bounded(written, self.settings.barrier_seconds, f"{path}: not written within")
         except (OSError, ReleaseError) as error:
             raise SwapStopped("failed", f"{path}: {error}") from None
 
@@ -413,29 +404,29 @@ class Swapper:
         """Make the engine use `previous` again, and record it again: the record may have been
         written, or a write may still go on, which then comes first."""
         try:
-            committed = self._engine.commit(previous.id)
+            committed = self.engine.commit(previous.id)
             await bounded(committed, self._commit_seconds, "commit took more than")
         except Exception:
             failure = "the engine failed to use %s again after a swap that failed"
             logger.critical(failure, previous.id, exc_info=True)
-        if previous.folder.parent == self._releases_dir:
+        if previous.folder.parent == self.releases_dir:
             with suppress(SwapStopped):
                 await self._record(swap, previous)
 
     async def _retire(self, release_id: str) -> None:
-        await self._admission.drained(release_id)
+        await self.admission.drained(release_id)
         await self._unload(release_id)
 
     async def _unload(self, release_id: str) -> None:
         try:
-            unloaded = self._engine.unload(release_id)
-            await bounded(unloaded, self._settings.barrier_seconds, "unload took more than")
+            unloaded = self.engine.unload(release_id)
+            await bounded(unloaded, self.settings.barrier_seconds, "unload took more than")
         except Exception:
             logger.exception("the engine failed to unload %s", release_id)
 
     @property
     def _commit_seconds(self) -> float:
-        return self._engine.commit_seconds or self._settings.barrier_seconds
+        return self.engine.commit_seconds or self.settings.barrier_seconds
 
 
 async def bounded(
