@@ -157,17 +157,14 @@ def load_api_keys(settings: ServingSettings) -> tuple[str, ...]:
     otherwise everyone would be let in. Also raises it for a key that no client can send.
     """
     keys = [settings.api_key.get_secret_value()] if settings.api_key is not None else []
-    if settings.api_key_file is not None:
+    if (file := settings.api_key_file) is not None:
         try:
-            text = settings.api_key_file.read_text()
+            lines = [line.strip() for line in file.read_text().splitlines()]
         except (OSError, UnicodeDecodeError) as error:
-            raise ServingError(f"{settings.api_key_file}: cannot be read: {error}") from None
-        lines = (line.strip() for line in text.splitlines())
+            raise ServingError(f"{file}: cannot be read: {error}") from None
         found = [line for line in lines if line and not line.startswith("#")]
         if not found:
-            raise ServingError(
-                f"{settings.api_key_file}: the file contains no key; write one key per line"
-            )
+            raise ServingError(f"{file}: the file contains no key; write one key per line")
         keys += found
     for number, key in enumerate(keys, start=1):
         if not key or key != key.strip() or not (key.isascii() and key.isprintable()):

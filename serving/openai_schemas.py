@@ -150,12 +150,10 @@ class ResponseFormat(Part):
 
     @model_validator(mode="after")
     def _fits_its_type(self) -> Self:
-        if self.json_schema is not None and self.type != "json_schema":
-            raise ValueError("json_schema is possible only with the type json_schema")
-        if self.type == "json_schema" and (
-            self.json_schema is None or self.json_schema.content is None
-        ):
-            raise ValueError("type json_schema needs json_schema.schema")
+        if (self.schema_ is not None) != (self.type == "json_schema"):
+            raise ValueError(
+                "type json_schema needs json_schema.schema, and no other type may have it"
+            )
         _check_length(self.grammar)
         return self
 
@@ -164,8 +162,12 @@ class ResponseFormat(Part):
         """The form that the text of the answer must have; None if every text is allowed."""
         if self.type == "text":
             return None
-        schema = _ANY_OBJECT if self.json_schema is None else self.json_schema.content
-        return Grammar(kind="json_schema", text=schema_text(schema), param="response_format")
+        text = schema_text(_ANY_OBJECT if self.schema_ is None else self.schema_)
+        return Grammar(kind="json_schema", text=text, param="response_format")
+
+    @property
+    def schema_(self) -> Schema | None:
+        return None if self.json_schema is None else self.json_schema.content
 
 
 class StructuredOutputs(Part):
@@ -209,7 +211,7 @@ class StructuredOutputs(Part):
         return Grammar(kind=kind, text=text, param="structured_outputs")
 
 
-def schema_text(schema: str | Schema | None, **options: Any) -> str:
+def schema_text(schema: str | Schema, **options: Any) -> str:
     """The text of a grammar for JSON of this schema. `options` are llguidance's options for JSON,
     which every engine reads from the schema itself. Raises ValueError."""
     if isinstance(schema, str):
