@@ -231,7 +231,8 @@ def make_generations(
         reason = "every token of the vocabulary ends the text; give fewer stop_token_ids"
         raise invalid("min_tokens", reason)
     sampling: dict[str, Any] = {**tokenizer.sampling_defaults, **request.sampling}
-    most = min(room, sampling.pop("max_tokens", room)) if max_tokens is None else max_tokens
+    default = sampling.pop("max_tokens", room)
+    most = min(room, default) if max_tokens is None else max_tokens
     # A `top_k` of the vocabulary's size or more limits nothing. Replace it by 0, because some
     # engines cannot represent very large numbers.
     if not 0 < sampling.get("top_k", 0) < tokenizer.vocab_size:
