@@ -379,6 +379,7 @@ class EventStream(StreamingResponse):
     ) -> None:
         super().__init__(rest, headers={**headers, "Cache-Control": "no-cache"})
         self._first = first
+        self._rest = rest
         self._deadline = deadline
         self._leaving = leaving
 
@@ -396,7 +397,7 @@ class EventStream(StreamingResponse):
         try:
             async with asyncio.timeout_at(self._deadline):
                 await write(self._first)
-                async for event in self.body_iterator:
+                async for event in self._rest:
                     await write(event)
         except Exception as error:
             await write(f"data: {json.dumps(translated(error).body)}\n\ndata: [DONE]\n\n")
