@@ -16,7 +16,7 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
@@ -401,7 +401,7 @@ class CompletionRequest(SamplingRequest):
         return len(self.prompts) * self.n
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> Sequence[str | list[int]]:
         """All prompts of the request: texts, or lists of token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
