@@ -16,12 +16,9 @@ from pathlib import Path
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.errors import ServingError
-from serving.http.cross_site import other_host
-from serving.request_errors import RETRY_AFTER_SECONDS, RequestError, unavailable
+from serving.request_errors import RequestError
 from serving.settings import ServingSettings
 from serving.tokenizer import ReleaseTokenizer
 from serving.weights.release import Release
@@ -101,14 +98,8 @@ class Admission:
         if no release is live.
         """
         if self.num_in_flight + self.num_waiting >= self._max_requests:
-            raise RequestError(
-                429,
-                f"{self._max_requests} requests are running or waiting; send the request again "
-                "later",
-                type="rate_limit_error",
-                code="queue_full",
-                headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
-            )
+            count = f"{self._max_requests} requests are running or waiting"
+            raise RequestError(429, f"{count}; send the request again later")
         self.num_waiting += 1
         try:
             while self.is_closed:
@@ -123,10 +114,11 @@ class Admission:
         """The live release. Raises RequestError if no release is live."""
         if self.live is not None:
             return self.live
-        raise unavailable(
+        raise RequestError(
+            503,
             f"{self._pipeline!r} has no release yet; push to its dataset, or swap a release in"
             if self.unserved is None
-            else f"{self.unserved}; there is no substitute for it; run `pipeline releases verify`"
+            else f"{self.unserved}; there is no substitute for it; run `pipeline releases verify`",
         )
 
     def leave(self, live: LiveRelease) -> None:
@@ -165,17 +157,14 @@ def load_api_keys(settings: ServingSettings) -> tuple[str, ...]:
     otherwise everyone would be let in. Also raises it for a key that no client can send.
     """
     keys = [settings.api_key.get_secret_value()] if settings.api_key is not None else []
-    if settings.api_key_file is not None:
+    if (file := settings.api_key_file) is not None:
         try:
-            text = settings.api_key_file.read_text()
+            lines = [line.strip() for line in file.read_text().splitlines()]
         except (OSError, UnicodeDecodeError) as error:
-            raise ServingError(f"{settings.api_key_file}: cannot be read: {error}") from None
-        lines = (line.strip() for line in text.splitlines())
+            raise ServingError(f"{file}: cannot be read: {error}") from None
         found = [line for line in lines if line and not line.startswith("#")]
         if not found:
-            raise ServingError(
-                f"{settings.api_key_file}: the file contains no key; write one key per line"
-            )
+            raise ServingError(f"{file}: the file contains no key; write one key per line")
         keys += found
     for number, key in enumerate(keys, start=1):
         if not key or key != key.strip() or not (key.isascii() and key.isprintable()):
@@ -189,7 +178,7 @@ def load_api_keys(settings: ServingSettings) -> tuple[str, ...]:
 async def check_api_key(request: Request, *, keys: tuple[str, ...]) -> None:
     """Raise RequestError 401 if there are keys and the request has none of them."""
     if keys and not _is_one_of(_bearer_of(request, "an API key"), keys):
-        raise _wrong_token("an API key", status=401)
+        raise RequestError(401, "the token is not an API key")
 
 
 async def check_swap_token(
@@ -199,7 +188,7 @@ async def check_swap_token(
     `admin_token` nor one for which `job_may_swap` returns true."""
     given = _bearer_of(request, "the admin token")
     if not _is_one_of(given, (admin_token,)) and not await run_in_threadpool(job_may_swap, given):
-        raise _wrong_token("the admin token or the token of a running job", status=403)
+        raise RequestError(403, "the token is not the admin token or the token of a running job")
 
 
 def _is_one_of(given: str, keys: tuple[str, ...]) -> bool:
@@ -214,43 +203,5 @@ def _bearer_of(request: Request, name: str) -> str:
     in the error message which token is needed, such as "an API key"."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not given:
-        raise RequestError(
-            401,
-            f"{name} is needed: Authorization: Bearer …",
-            type="authentication_error",
-            code="missing_token",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+        raise RequestError(401, f"{name} is needed: Authorization: Bearer …", code="missing_token")
     return given.strip()
-
-
-def _wrong_token(name: str, *, status: int) -> RequestError:
-    """The error for a wrong token. `name` says which token is needed, such as "an API key"."""
-    return RequestError(
-        status, f"the token is not {name}", type="authentication_error", code="invalid_token"
-    )
-
-
-class RefuseOtherHosts:
-    """Middleware that refuses requests over loopback whose header `Host` names another host than
-    loopback or `host`, the address on which the server listens. A page of another site can make its
-    own host name lead to this machine (DNS rebinding, `serving/http/cross_site.py`). Without this
-    middleware, the page could then read the answers of a server without a key."""
-
-    def __init__(self, app: ASGIApp, *, host: str) -> None:
-        self._app = app
-        self._names = {host.lower()}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http":
-            host = other_host(Headers(scope=scope), scope.get("server"), self._names)
-            if host is not None:
-                app = RequestError(
-                    403,
-                    f"{host!r} is not a name of this server: call 127.0.0.1 or localhost, or set "
-                    "[serving] api_key",
-                    type="permission_error",
-                    code="wrong_host",
-                ).response()
-        await app(scope, receive, send)

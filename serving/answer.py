@@ -10,23 +10,25 @@ import functools
 import json
 import logging
 import time
-import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, aclosing, suppress
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, ClassVar, TypeVar
 
 from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from serving.admission import Admission, LiveRelease
 from serving.chat_schemas import ChatPrompt
-from serving.detokenizer import Delta, TextReader, TokenText
-from serving.engine import Engine, Generation, TokenLogprob
+from serving.detokenizer import Delta, TextReader
+from serving.engine import Engine, Generation
 from serving.metrics import Metrics, RequestTimes
 from serving.openai_schemas import SamplingRequest
-from serving.request_errors import NO_RETRY, ClientGone, RequestError, model_not_found, translated
+from serving.request_errors import ClientGone, RequestError, invalid, model_not_found, translated
 from serving.settings import ServingSettings
 
 logger = logging.getLogger(__name__)
@@ -45,30 +47,6 @@ HEADER_SECONDS = 1.0
 their own."""
 COMMENT_SECONDS = 15.0
 """Time between two comments. Proxies drop a connection that is idle for 30 to 60 seconds."""
-
-
-@dataclass(slots=True)
-class GeneratedSequence:
-    """A sequence, put together from its deltas."""
-
-    text: str = ""
-    tokens: list[TokenText] = field(default_factory=list)
-    num_tokens: int = 0
-    num_cached_tokens: int = 0
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-
-    def add(self, delta: Delta) -> None:
-        """Append the next delta."""
-        self.text += delta.text
-        self.tokens += delta.tokens
-        self.num_tokens += delta.num_tokens
-        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
-        self.finish_reason = delta.finish_reason
-        self.stop_reason = delta.stop_reason
-        if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
 
 
 async def generate(
@@ -93,18 +71,17 @@ async def generate(
     is_read = True
 
     async def pump(number: int, generation: Generation) -> None:
+        end: BaseException | None = None
         try:
             async with aclosing(_deltas(engine, live, generation, request)) as deltas:
                 async for delta in deltas:
                     await queue.put((number, delta))
-            await queue.put(None)
-        except asyncio.CancelledError:
-            raise
         # `BaseException` also covers a panic of a Rust library, which is not an `Exception`.
         except BaseException as error:
             if not is_read:
                 raise  # nobody makes room in the queue any more
-            await queue.put(error)
+            end = error
+        await queue.put(end)
 
     tasks = [asyncio.create_task(pump(number, each)) for number, each in enumerate(generations)]
     try:
@@ -139,151 +116,149 @@ async def _deltas(
         await steps.aclose()  # type: ignore[attr-defined]
 
 
-class Plan(Protocol):
-    """What to generate for an admitted request, and how its route writes the answer."""
-
-    @property
-    def request(self) -> SamplingRequest: ...
-    @property
-    def id_prefix(self) -> str: ...
-    @property
-    def objects(self) -> tuple[str, str]:
-        """The field `object` of a complete answer, and of a chunk of a stream."""
-
-    @property
-    def generations(self) -> list[Generation]:
-        """`num_each` generations for the first prompt, then `num_each` for the second, …"""
-
-    @property
-    def num_each(self) -> int:
-        """How many sequences are generated for each prompt."""
-
-    @property
-    def num_prompt_tokens(self) -> int: ...
-    def choices(self, sequences: list[GeneratedSequence]) -> Iterable[dict[str, Any]]:
-        """The choices of a complete answer, from the complete `sequences`."""
-
-    def chunks(self, index: int, delta: Delta) -> Iterable[str]:
-        """The choices of a stream, as JSON, for a delta of the sequence with this index. Empty if
-        the delta adds nothing that the client should see."""
+def joined(deltas: list[Delta]) -> Delta:
+    """A whole sequence, from all its deltas."""
+    return replace(
+        deltas[-1],
+        text="".join(each.text for each in deltas),
+        tokens=tuple(chain.from_iterable(each.tokens for each in deltas)),
+        prompt_logprobs=deltas[0].prompt_logprobs,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """Generates the answer to one admitted request, and writes it."""
+class Plan(ABC):
+    """What to generate for an admitted request. Each route has its own plan, which writes the
+    choices. A plan keeps state: use it for one answer only."""
 
-    engine: Engine
+    id_prefix: ClassVar[str]
+    objects: ClassVar[tuple[str, str]]
+    """The field `object` of a complete answer, and of a chunk of a stream."""
+
+    request: SamplingRequest
     live: LiveRelease
-    model: str
-    plan: Plan
-    times: RequestTimes
-    id: str
-    created: int = field(default_factory=lambda: int(time.time()))
+    generations: list[Generation]
+    """`request.n` generations for the first prompt, then as many for the second, …"""
+    begun: set[int] = field(default_factory=set)
+    """The indices of the sequences of which a part is written already."""
 
-    async def body(self) -> bytes:
-        """The complete answer. Raises EngineError."""
-        sequences = [GeneratedSequence() for _ in self.plan.generations]
-        async with aclosing(self._deltas()) as deltas:
-            async for index, delta in deltas:
-                sequences[index].add(delta)
-        # A large answer takes long, and no running stream should wait for it.
-        return await asyncio.to_thread(self._written, sequences)
+    @abstractmethod
+    def choices(self, sequences: list[Delta]) -> Iterable[dict[str, Any]]:
+        """The choices of a complete answer, from the complete `sequences`."""
 
-    def _written(self, sequences: list[GeneratedSequence]) -> bytes:
-        # Write each choice by itself, because no other thread can run while one value is written.
-        choices = ",".join(map(_json, self.plan.choices(sequences)))
-        usage = self._usage(
-            [each.num_tokens for each in sequences],
-            [each.num_cached_tokens for each in sequences],
-        )
-        head = _json(self._head(self.plan.objects[0]))[:-1]
-        return f'{head},"choices":[{choices}],"usage":{_json(usage)}}}'.encode()
+    @abstractmethod
+    def chunks(self, index: int, delta: Delta) -> Iterable[dict[str, Any]]:
+        """The choices of a stream for a delta of the sequence with this index. Empty if the delta
+        adds nothing that the client should see."""
 
-    async def events(self) -> AsyncGenerator[str, None]:
-        """The answer as server-sent events; `[DONE]` is the last one. Raises EngineError."""
-        # All events begin with the same text, up to the choices. Write this text only once, not
-        # for each token.
-        start = "data: " + json.dumps(self._head(self.plan.objects[1]))[:-1] + ', "choices": ['
-        generations, request = self.plan.generations, self.plan.request
-        end = '], "usage": null}\n\n' if request.includes_usage else "]}\n\n"
-        num_new, num_cached = [0] * len(generations), [0] * len(generations)
-        async with aclosing(self._deltas()) as deltas:
-            async for index, delta in deltas:
-                num_new[index] += delta.num_tokens
-                num_cached[index] = max(num_cached[index], delta.num_cached_tokens)
-                chunks = self.plan.chunks(index, delta)
-                if len(delta.prompt_logprobs or ()) > LARGE_PROMPT_TOKENS:
-                    chunks = await asyncio.to_thread(list, chunks)
-                for choice in chunks:
-                    yield f"{start}{choice}{end}"
-        if request.includes_usage:
-            yield f'{start}], "usage": {json.dumps(self._usage(num_new, num_cached))}}}\n\n'
-        yield "data: [DONE]\n\n"
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """The HTTP headers that name the release, its dataset commit, its job, and the damaged
-        release for which it is the substitute. If the release was trained on no row of the kind
-        that is asked for (a conversation, or a prompt without template), a header says so."""
-        lineage = self.live.release.lineage
-        headers = {"X-Model-Release": self.live.id}
-        if lineage.dataset_revision is not None:
-            headers["X-Dataset-Revision"] = lineage.dataset_revision
-        if lineage.job_id is not None:
-            headers["X-Job-Id"] = lineage.job_id
-        if self.live.stands_in_for is not None:
-            headers["X-Stands-In-For"] = self.live.stands_in_for.id
-        if isinstance(self.plan.request, ChatPrompt):
-            is_known, other = "messages" in lineage.rows, "/v1/completions"
-        else:
-            has_template = self.live.tokenizer.chat_template is not None
-            is_known = lineage.rows != ("messages",) or not has_template
-            other = "/v1/chat/completions"
-        if lineage.rows and not is_known:
-            headers["X-Trained-On"] = ", ".join(lineage.rows)
-            _tell_other_rows(self.live.id, headers["X-Trained-On"], other)
-        return headers
-
-    async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """The deltas of all sequences, each with the index of its sequence."""
-        plan = self.plan
-        self.times.plan([len(each.prompt) for each in plan.generations], plan.num_each)
-        generated = generate(self.engine, self.live, plan.generations, plan.request)
-        async with aclosing(generated) as deltas:
-            async for index, delta in deltas:
-                self.times.add(index, delta)
-                yield index, delta
-
-    def _head(self, object: str) -> dict[str, str | int]:
-        return {
-            "id": f"{self.plan.id_prefix}-{self.id}",
-            "object": object,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.live.id,
-        }
-
-    def _usage(self, num_new: list[int], num_cached: list[int]) -> dict[str, Any]:
-        # Several sequences may have the same prompt. Count the tokens of this prompt only once, and
-        # also count its cached tokens only once.
-        num_found = sum(num_cached[:: self.plan.num_each])
-        num_prompt = self.plan.num_prompt_tokens
+    def usage(self, times: RequestTimes) -> dict[str, Any]:
+        """The tokens of the answer. `request.n` sequences have the same prompt: it is counted only
+        once, and so are its cached tokens."""
+        num_prompt = sum(len(each.prompt) for each in self.generations[:: self.request.n])
+        num_new = sum(times.num_new)
         return {
             "prompt_tokens": num_prompt,
-            "completion_tokens": sum(num_new),
-            "total_tokens": num_prompt + sum(num_new),
-            "prompt_tokens_details": {"cached_tokens": num_found},
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+            "prompt_tokens_details": {"cached_tokens": sum(times.num_cached[:: self.request.n])},
         }
+
+
+Head = dict[str, str | int]
+"""The fields with which an answer and each chunk of a stream begin."""
+Deltas = AsyncGenerator[tuple[int, Delta], None]
+
+
+async def whole(plan: Plan, head: Head, generated: Deltas, times: RequestTimes) -> bytes:
+    """The complete answer. Raises EngineError."""
+    sequences: list[list[Delta]] = [[] for _ in plan.generations]
+    async with aclosing(generated) as deltas:
+        async for index, delta in deltas:
+            times.add(index, delta)
+            sequences[index].append(delta)
+
+    def written() -> bytes:
+        # Write each choice by itself, because no other thread can run while one value is written.
+        choices = ",".join(map(_json, plan.choices(list(map(joined, sequences)))))
+        end = _json(plan.usage(times))
+        return f'{_json(head)[:-1]},"choices":[{choices}],"usage":{end}}}'.encode()
+
+    # A large answer takes long, and no running stream should wait for it.
+    return await asyncio.to_thread(written)
+
+
+async def events(
+    plan: Plan, head: Head, generated: Deltas, times: RequestTimes
+) -> AsyncGenerator[str, None]:
+    """The answer as server-sent events; `[DONE]` is the last one. Raises EngineError."""
+    # All events begin with the same text, up to the choices. Write this text only once, not for
+    # each token.
+    start = f'data: {json.dumps(head)[:-1]}, "choices": ['
+    includes_usage = plan.request.includes_usage
+    end = '], "usage": null}\n\n' if includes_usage else "]}\n\n"
+    async with aclosing(generated) as deltas:
+        async for index, delta in deltas:
+            times.add(index, delta)
+            chunks = plan.chunks(index, delta)
+            if len(delta.prompt_logprobs or ()) > LARGE_PROMPT_TOKENS:
+                chunks = await asyncio.to_thread(list, chunks)
+            for choice in chunks:
+                yield f"{start}{json.dumps(choice)}{end}"
+    if includes_usage:
+        yield f'{start}], "usage": {json.dumps(plan.usage(times))}}}\n\n'
+    yield "data: [DONE]\n\n"
+
+
+async def with_comments(stream: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    """The events of `stream`, with comments before the first one, so that no proxy drops a stream
+    that waits in the queue of the engine."""
+
+    async def first_event() -> str:
+        return await anext(stream)
+
+    first = asyncio.create_task(first_event())
+    try:
+        seconds = HEADER_SECONDS
+        while not (await asyncio.wait({first}, timeout=seconds))[0]:
+            yield ": waiting\n\n"
+            seconds = COMMENT_SECONDS
+        yield first.result()
+        async for event in stream:
+            yield event
+    finally:
+        # The stream cannot be closed while a task waits for its first event.
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await stream.aclose()
+
+
+def headers_of(live: LiveRelease, *, is_chat: bool) -> dict[str, str]:
+    """The HTTP headers that name the release, its dataset commit, its job, and the damaged release
+    for which it is the substitute. If the release was trained on no row of the kind that is asked
+    for (a conversation, or a prompt without template), a header says so."""
+    lineage, stands_in_for = live.release.lineage, live.stands_in_for
+    headers = {
+        "X-Model-Release": live.id,
+        "X-Dataset-Revision": lineage.dataset_revision,
+        "X-Job-Id": lineage.job_id,
+        "X-Stands-In-For": None if stands_in_for is None else stands_in_for.id,
+    }
+    if is_chat:
+        is_known, other = "messages" in lineage.rows, "/v1/completions"
+    else:
+        has_template = live.tokenizer.chat_template is not None
+        is_known = lineage.rows != ("messages",) or not has_template
+        other = "/v1/chat/completions"
+    if lineage.rows and not is_known:
+        rows = headers["X-Trained-On"] = ", ".join(lineage.rows)
+        _tell_other_rows(live.id, rows, other)
+    return {name: value for name, value in headers.items() if value is not None}
 
 
 @functools.lru_cache(maxsize=64)  # each release once
 def _tell_other_rows(release: str, rows: str, other: str) -> None:
-    logger.warning(
-        "%s was trained on rows of %s only, so it has never seen such a prompt: ask %s",
-        release,
-        rows,
-        other,
-    )
+    reason = "so it has never seen such a prompt"
+    logger.warning("%s was trained on rows of %s only, %s: ask %s", release, rows, reason, other)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,169 +282,131 @@ class Answers:
         release that the request gets.
 
         Raises RequestError, which `plan` may raise too; TimeoutError if the answer takes longer
-        than `request_seconds`; and EngineError. But an error while a stream is generated is not
-        raised: it becomes an error event or an error response (`EventStream`).
+        than `request_seconds`; and EngineError. But an error after the headers of a stream were
+        sent becomes an error event.
         """
+        return await unless_disconnected(request.receive, self._respond(request, asked, plan))
+
+    async def _respond(
+        self, request: Request, asked: SamplingRequest, plan: Callable[[LiveRelease], Plan]
+    ) -> Response:
         deadline = asyncio.get_running_loop().time() + self.settings.request_seconds
-        if asked.num_sequences > self.settings.max_sequences:
-            raise RequestError(
-                400,
-                f"more than {self.settings.max_sequences} sequences in one request (number of "
-                "prompts times n)",
-                param="prompt" if asked.n == 1 else "n",
-                code="too_many_sequences",
-            )
-        with ExitStack() as leaving:
+        if asked.num_sequences > (limit := self.settings.max_sequences):
+            reason = f"more than {limit} sequences in one request (number of prompts times n)"
+            raise invalid("prompt" if asked.n == 1 else "n", reason, code="too_many_sequences")
+        is_chat = isinstance(asked, ChatPrompt)
+        async with AsyncExitStack() as leaving, asyncio.timeout_at(deadline):
             times = RequestTimes(self.metrics, asked.num_sequences)
             leaving.callback(times.end)
-            async with asyncio.timeout_at(deadline):
-                live = await self.admit(request, asked.model)
-                leaving.callback(self.admission.leave, live)
-                if isinstance(asked, ChatPrompt) or len(await request.body()) > LARGE_BODY_BYTES:
-                    # No running stream should wait for a long prompt or a slow chat template.
-                    planned = await self.in_thread(request, plan, live)
-                else:
-                    planned = plan(live)
-            answer = Answer(
-                engine=self.engine,
-                live=live,
-                model=asked.model or self.pipeline,
-                plan=planned,
-                times=times,
-                id=asked.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex,
-            )
-            if asked.stream:
-                return EventStream(
-                    answer.events(),
-                    headers=answer.headers,
-                    deadline=deadline,
-                    on_end=leaving.pop_all().close,
-                )
-            async with asyncio.timeout_at(deadline):
-                content = await unless_disconnected(request.receive, answer.body())
-            return Response(content, headers=answer.headers, media_type="application/json")
+            live = await leaving.enter_async_context(self.admitted(request, asked.model))
+            if is_chat or len(await request.body()) > LARGE_BODY_BYTES:
+                # No running stream should wait for a long prompt or a slow chat template.
+                planned = await self._in_thread(plan, live)
+            else:
+                planned = plan(live)
+            times.plan([len(each.prompt) for each in planned.generations], asked.n)
+            request_id = asked.request_id or request.headers.get("x-request-id")
+            head: Head = {
+                "id": f"{planned.id_prefix}-{request_id}",
+                "object": planned.objects[1 if asked.stream else 0],
+                "created": int(time.time()),
+                "model": asked.model or self.pipeline,
+                "system_fingerprint": live.id,
+            }
+            headers = headers_of(live, is_chat=is_chat)
+            generated = generate(self.engine, live, planned.generations, asked)
+            if not asked.stream:
+                content = await whole(planned, head, generated, times)
+                return Response(content, headers=headers, media_type="application/json")
+            stream = with_comments(events(planned, head, generated, times))
+            leaving.push_async_callback(stream.aclose)
+            first = await anext(stream)
+            return EventStream(first, stream, headers, deadline=deadline, leaving=leaving.pop_all())
 
-    async def in_thread(
-        self, request: Request, plan: Callable[[LiveRelease], T], live: LiveRelease
-    ) -> T:
-        """The result of `plan`, which runs in one of `threads`. If the client disconnects before a
-        thread is free, it does not run."""
-        loop = asyncio.get_running_loop()
-        running = loop.run_in_executor(self.threads, plan, live)
-        return await unless_disconnected(request.receive, running)
+    async def use_tokenizer(
+        self, request: Request, model: str | None, work: Callable[[LiveRelease], Response]
+    ) -> Response:
+        """The answer that `work` makes with the release for `request`, in a thread. It has the same
+        limits and errors as `respond`."""
 
-    async def admit(self, request: Request, model: str | None) -> LiveRelease:
-        """The release for `request`, which asks for `model`. Pass it to `admission.leave` when the
-        request ends. Raises RequestError."""
-        entering = asyncio.create_task(self.admission.enter())
+        async def answer() -> Response:
+            async with (
+                asyncio.timeout(self.settings.request_seconds),
+                self.admitted(request, model) as live,
+            ):
+                return await self._in_thread(work, live)
+
+        return await unless_disconnected(request.receive, answer())
+
+    async def _in_thread(self, work: Callable[[LiveRelease], T], live: LiveRelease) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work, live)
+
+    @asynccontextmanager
+    async def admitted(self, request: Request, model: str | None) -> AsyncIterator[LiveRelease]:
+        """The release for `request`, which asks for `model`. The request has ended when the block
+        ends. Raises RequestError."""
+        live = await self.admission.enter()
         try:
-            live = await unless_disconnected(request.receive, entering)
-        except BaseException:
-            # `enter` may have succeeded in the same turn of the event loop in which the deadline
-            # passed. Then the request has entered and must leave.
-            if entering.done() and not entering.cancelled() and entering.exception() is None:
-                self.admission.leave(entering.result())
-            raise
-        exact = request.headers.get("x-exact-release")
-        if exact is not None and exact != live.id:
+            exact = request.headers.get("x-exact-release")
+            if exact not in (None, live.id):
+                raise RequestError(
+                    409,
+                    f"{exact!r} is not live; the live release is {live.id}",
+                    headers={"X-Model-Release": live.id},
+                )
+            if model not in (None, self.pipeline, live.id):
+                raise model_not_found(model, self.pipeline)
+            yield live
+        finally:
             self.admission.leave(live)
-            raise RequestError(
-                409,
-                f"{exact!r} is not live; the live release is {live.id}",
-                type="conflict_error",
-                code="release_not_live",
-                headers={"X-Model-Release": live.id, **NO_RETRY},
-            )
-        if model not in (None, self.pipeline, live.id):
-            self.admission.leave(live)
-            raise model_not_found(model, self.pipeline)
-        return live
 
 
-class EventStream(Response):
-    """Sends the events of a generator as server-sent events.
-
-    The headers are sent with the first event, or after `HEADER_SECONDS`. Comments follow until the
-    first event, so that no proxy drops a stream that waits in the queue of the engine. If an error
-    occurs before the headers are sent, the client gets an error response. If it occurs later, the
-    stream ends with an error event. It is also an error if the stream has not ended at `deadline`
-    (a time of the event loop's clock). When the response ends, for any reason, `on_end`
-    is called once.
-    """
+class EventStream(StreamingResponse):
+    """Sends server-sent events: `first`, and those of `rest`. If an error occurs, or the stream has
+    not ended at `deadline` (a time of the event loop's clock), it ends with an error event. When
+    the response ends, for any reason, `leaving` is closed."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        events: AsyncGenerator[str, None],
-        *,
+        first: str,
+        rest: AsyncGenerator[str, None],
         headers: Mapping[str, str],
+        *,
         deadline: float,
-        on_end: Callable[[], None],
+        leaving: AsyncExitStack,
     ) -> None:
-        super().__init__(headers={**headers, "Cache-Control": "no-cache"})
-        del self.headers["content-length"]
-        self._events = events
+        super().__init__(rest, headers={**headers, "Cache-Control": "no-cache"})
+        self._first = first
+        self._rest = rest
         self._deadline = deadline
-        self._on_end = on_end
+        self._leaving = leaving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        async with self._leaving:
             with suppress(ClientGone):
-                await unless_disconnected(receive, self._send(scope, receive, send))
-        finally:
-            try:
-                await self._events.aclose()
-            finally:
-                self._on_end()
+                await unless_disconnected(receive, self._send(send))
 
-    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_started = False
-
+    async def _send(self, send: Send) -> None:
         async def write(content: str) -> None:
-            nonlocal has_started
-            if not has_started:
-                has_started = True
-                start = {"status": 200, "headers": self.raw_headers}
-                await send({"type": "http.response.start", **start})
             body = {"body": content.encode(), "more_body": True}
             await send({"type": "http.response.body", **body})
 
-        first = asyncio.ensure_future(self._first_event())
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            try:
-                async with asyncio.timeout_at(self._deadline):
-                    seconds = HEADER_SECONDS
-                    while not (await asyncio.wait({first}, timeout=seconds))[0]:
-                        await write(": waiting\n\n")
-                        seconds = COMMENT_SECONDS
-                    await write(first.result())
-                    async for event in self._events:
-                        await write(event)
-            finally:
-                # The generator cannot be closed while a task waits for its first event.
-                first.cancel()
-                await asyncio.gather(first, return_exceptions=True)
+            async with asyncio.timeout_at(self._deadline):
+                await write(self._first)
+                async for event in self._rest:
+                    await write(event)
         except Exception as error:
-            response = translated(error).response()
-            if not has_started:
-                await response(scope, receive, send)
-                return
-            await write(f"data: {bytes(response.body).decode()}\n\ndata: [DONE]\n\n")
+            await write(f"data: {json.dumps(translated(error).body)}\n\ndata: [DONE]\n\n")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _first_event(self) -> str:
-        return await anext(self._events)
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`. If the client disconnects before `work` ends, cancels `work` and raises
-    ClientGone.
-
-    If this function is cancelled in the same turn of the event loop in which `work` ends, the
-    result of `work` is lost. A caller that must release this result should pass a task, and look at
-    the task's result after the cancellation.
-    """
+    ClientGone. If this function is cancelled just when `work` ends, the result is lost."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:

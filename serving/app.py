@@ -16,14 +16,11 @@ from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.middleware.errors import ServerErrorMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.admission import (
     Admission,
     LiveRelease,
-    RefuseOtherHosts,
     check_api_key,
     check_swap_token,
     load_api_keys,
@@ -33,9 +30,10 @@ from serving.chat import add_chat
 from serving.completions import add_completions
 from serving.engine import Engine, EngineError
 from serving.http.bodies import LimitedBodies, json_routes
+from serving.http.cross_site import other_host
 from serving.metrics import Metrics
 from serving.openai_schemas import MAX_ID_LENGTH
-from serving.request_errors import RETRY_AFTER_SECONDS, model_not_found, translated
+from serving.request_errors import RETRY_AFTER, RequestError, model_not_found, translated
 from serving.settings import ServingSettings
 from serving.swap import Swapper
 from serving.swap_schemas import SwapRequest
@@ -99,12 +97,10 @@ def create_app(
             await engine.close()
 
     app = FastAPIOffline(title="hotpush", redoc_url=None, lifespan=lifespan)
-    # first, so that it runs inside the other middlewares
-    _add_error_handlers(app)
-    if not api_keys:
-        app.add_middleware(RefuseOtherHosts, host=settings.host)
+    app.add_exception_handler(HTTPException, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_error)
     app.add_middleware(LimitedBodies, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(_RequestIds)
+    app.add_middleware(_Entrance, own_host=None if api_keys else settings.host.lower())
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -171,7 +167,7 @@ def _add_swap(router: APIRouter, swapper: Swapper) -> None:
     async def swap(asked: SwapRequest) -> Response:
         """Make another release live. The HTTP status and the body say how the swap ended."""
         result = await swapper.swap(asked.release, asked.instead_of)
-        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if result.result == "deferred" else None
+        headers = RETRY_AFTER if result.result == "deferred" else None
         return JSONResponse(result.model_dump(mode="json"), SWAP_STATUS[result.result], headers)
 
 
@@ -215,31 +211,33 @@ def _add_own_routes(app: FastAPI, engine: Engine, admission: Admission, metrics:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4")
 
 
-def _add_error_handlers(app: FastAPI) -> None:
-    async def on_error(_: Request, error: Exception) -> Response:
-        return translated(error).response()
-
-    kinds = (HTTPException, RequestValidationError, EngineError, TimeoutError, ClientDisconnect)
-    for kind in kinds:
-        app.add_exception_handler(kind, on_error)
-    # An exception handler for `Exception` would run outside all other middlewares, so its answer
-    # would have no `X-Request-Id` and no CORS headers.
-    app.add_middleware(ServerErrorMiddleware, handler=on_error)
+async def _on_error(_: Request, error: Exception) -> Response:
+    return translated(error).response()
 
 
-class _RequestIds:
-    """Middleware that sends the header `X-Request-Id` of a request back with its answer. If the
-    request has no such header, or one that is too long, the middleware makes a new id and puts it
-    into the request's headers, where the application reads it."""
+class _Entrance:
+    """The outermost middleware, through which every request comes.
 
-    def __init__(self, app: ASGIApp) -> None:
+    Sends the header `X-Request-Id` of a request back with its answer. If the request has no such
+    header, or one that is too long, it makes a new id and puts it into the request's headers, where
+    the application reads it.
+
+    If the server has no key, refuses requests over loopback whose header `Host` names another host
+    than loopback or `own_host`, the address on which the server listens. A page of another site can
+    make its own host name lead to this machine (DNS rebinding, `serving/http/cross_site.py`), and
+    could then read the answers."""
+
+    def __init__(self, app: ASGIApp, *, own_host: str | None) -> None:
         self._app = app
+        self._own_host = own_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
-        request_id = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        request_id = headers.get("x-request-id", "")
         if not 0 < len(request_id) <= MAX_ID_LENGTH:
             request_id = uuid.uuid4().hex
             others = [each for each in scope["headers"] if each[0] != b"x-request-id"]
@@ -250,4 +248,15 @@ class _RequestIds:
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
-        await self._app(scope, receive, send_named)
+        if self._own_host is not None:
+            host = other_host(headers, scope.get("server"), (self._own_host,))
+            if host is not None:
+                reason = "is not a name of this server: call 127.0.0.1 or localhost, or set"
+                message = f"{host!r} {reason} [serving] api_key"
+                app = RequestError(403, message, code="wrong_host").response()
+        # FastAPI itself would answer an unexpected error outside all middlewares, so without
+        # `X-Request-Id` and CORS headers.
+        try:
+            await app(scope, receive, send_named)
+        except Exception as error:
+            await translated(error).response()(scope, receive, send_named)

@@ -1,28 +1,29 @@
 """The route `/v1/chat/completions`, which answers messages with a message."""
 
-import json
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
 from serving.admission import LiveRelease
-from serving.answer import Answers, GeneratedSequence
+from serving.answer import Answers, Plan
 from serving.chat_schemas import ChatPrompt, ChatRequest, NamedTool
 from serving.chat_template import ChatTemplateError
 from serving.completions import encode_prompt, make_generations
 from serving.conversation import ConversationError
-from serving.detokenizer import Delta, TokenText
-from serving.engine import Generation
-from serving.request_errors import RequestError
+from serving.detokenizer import Delta
+from serving.request_errors import invalid
 from serving.settings import ServingSettings
-from serving.tokenizer import ReleaseTokenizer
-from serving.tool_calls import FORCED, FORMATS, Found, ToolCallReader, ToolFormat, format_of
-from serving.tool_grammar import tool_grammar
-
-_EMPTY_DELTA = Delta()
+from serving.tool_calls import (
+    FORCED,
+    FORMATS,
+    Found,
+    ToolCallReader,
+    ToolFormat,
+    format_of,
+    tool_grammar,
+)
 
 
 def add_chat(router: APIRouter, answers: Answers) -> None:
@@ -34,107 +35,72 @@ def add_chat(router: APIRouter, answers: Answers) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatPlan:
-    """The `Plan` of a chat. `chunks` and `choices` keep state: use a plan for one answer only."""
+class ChatPlan(Plan):
+    id_prefix: ClassVar[str] = "chatcmpl"
+    objects: ClassVar[tuple[str, str]] = ("chat.completion", "chat.completion.chunk")
 
     request: ChatRequest
-    tokenizer: ReleaseTokenizer
     role: str
     """Of the answer. If it continues the last message of the request, this is the role of that
     message."""
-    num_prompt_tokens: int
-    generations: list[Generation]
     readers: list[ToolCallReader] | None
     """One reader for each sequence; None if the model may call no tools."""
-    num_deltas: Counter[int] = field(default_factory=Counter)
-    """Index of a sequence → how many of its deltas `chunks` has written."""
-    num_calls: Counter[int] = field(default_factory=Counter)
-    """Index of a sequence → how many calls of tools it contains so far."""
 
-    id_prefix = "chatcmpl"
-    objects = ("chat.completion", "chat.completion.chunk")
-
-    @property
-    def num_each(self) -> int:
-        return len(self.generations)
-
-    def choices(self, sequences: list[GeneratedSequence]) -> list[dict[str, Any]]:
-        choices = []
+    def choices(self, sequences: list[Delta]) -> Iterator[dict[str, Any]]:
         for index, sequence in enumerate(sequences):
-            found = self._text_and_calls(index, sequence)
+            found = self._read(index, sequence)
             message: dict[str, Any] = {"role": self.role, "content": found.text}
             if found.calls:
-                message["tool_calls"] = [call.body for call in found.calls]
-                message["content"] = message["content"] or None
-            choices.append(
-                {
-                    "index": index,
-                    "message": message,
-                    "logprobs": self._logprobs(sequence.tokens),
-                    "finish_reason": self._finish_reason(index, sequence),
-                    "stop_reason": sequence.stop_reason,
-                }
-            )
-        return choices
+                message |= {"content": found.text or None, "tool_calls": found.calls}
+            yield self._choice(index, sequence, found, message=message)
 
-    def chunks(self, index: int, delta: Delta) -> Iterator[str]:
-        if not self.num_deltas[index]:
-            yield self._chunk(index, {"role": self.role, "content": ""})
-        self.num_deltas[index] += 1
-        first = self.num_calls[index]
-        found = self._text_and_calls(index, delta)
+    def chunks(self, index: int, delta: Delta) -> Iterator[dict[str, Any]]:
+        if index not in self.begun:
+            self.begun.add(index)
+            yield self._choice(index, Delta(), Found(), delta={"role": self.role, "content": ""})
+        found = self._read(index, delta)
         content: dict[str, Any] = {"content": found.text} if found.text else {}
         if found.calls:
-            content["tool_calls"] = [
-                {"index": first + number, **call.body} for number, call in enumerate(found.calls)
-            ]
+            calls = enumerate(found.calls)
+            content["tool_calls"] = [{"index": number, **call} for number, call in calls]
         if content or delta.tokens or delta.finish_reason is not None:
-            yield self._chunk(index, content, delta)
+            yield self._choice(index, delta, found, delta=content)
 
-    def _chunk(self, index: int, content: dict[str, Any], delta: Delta = _EMPTY_DELTA) -> str:
-        return json.dumps(
-            {
-                "index": index,
-                "delta": content,
-                "logprobs": self._logprobs(delta.tokens) if delta.tokens else None,
-                "finish_reason": self._finish_reason(index, delta),
-                "stop_reason": delta.stop_reason,
-            }
-        )
-
-    def _text_and_calls(self, index: int, part: GeneratedSequence | Delta) -> Found:
+    def _read(self, index: int, part: Delta) -> Found:
         if self.readers is None:
             return Found(part.text)
-        is_end = part.finish_reason is not None
-        found = self.readers[index].add(part.text, is_end=is_end)
+        found = self.readers[index].add(part.text, is_end=part.finish_reason is not None)
         if self.request.parallel_tool_calls is False:
-            found.calls = found.calls[: 1 - self.num_calls[index]]
-        self.num_calls[index] += len(found.calls)
+            found.calls = found.calls[:1]
         return found
 
-    def _finish_reason(self, index: int, part: GeneratedSequence | Delta) -> str | None:
+    def _choice(self, index: int, part: Delta, found: Found, **content: Any) -> dict[str, Any]:
         # If the request names the tool to call, the finish reason is "stop", as in OpenAI and vLLM.
         is_named = isinstance(self.request.tool_choice, NamedTool)
-        is_call = part.finish_reason == "stop" and self.num_calls[index] and not is_named
-        return "tool_calls" if is_call else part.finish_reason
+        is_call = part.finish_reason == "stop" and found.calls and not is_named
+        return {
+            "index": index,
+            **content,
+            "logprobs": self._logprobs(part) if self.request.logprobs and part.tokens else None,
+            "finish_reason": "tool_calls" if is_call else part.finish_reason,
+            "stop_reason": part.stop_reason,
+        }
 
-    def _logprobs(self, tokens: Iterable[TokenText]) -> dict[str, Any] | None:
-        if not self.request.logprobs:
-            return None
+    def _logprobs(self, part: Delta) -> dict[str, Any]:
         return {
             "content": [
                 {
                     **self._token_body(token.token_id, token.logprob),
-                    "top_logprobs": [self._token_body(other, value) for other, value in token.top],
+                    "top_logprobs": [self._token_body(*other) for other in token.top],
                 }
-                for token in tokens
+                for token in part.tokens
             ]
         }
 
     def _token_body(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        text = self.tokenizer.token_text(token_id)
-        own_bytes = list(self.tokenizer.token_bytes(token_id))
-        return {"token": text, "logprob": logprob, "bytes": own_bytes}
+        tokenizer = self.live.tokenizer
+        own_bytes = list(tokenizer.token_bytes(token_id))
+        return {"token": tokenizer.token_text(token_id), "logprob": logprob, "bytes": own_bytes}
 
 
 def plan_chat(request: ChatRequest, live: LiveRelease, settings: ServingSettings) -> ChatPlan:
@@ -148,34 +114,18 @@ def plan_chat(request: ChatRequest, live: LiveRelease, settings: ServingSettings
         readers = [ToolCallReader(format, names) for _ in range(request.n)]
         if live.tokenizer.is_special(format.begin):
             request = request.model_copy(update={"skip_special_tokens": False})
-    generations = make_generations(
-        request,
-        live,
-        prompt,
-        max_tokens=request.max_completion_tokens or request.max_tokens,
-        num_sequences=request.n,
-        num_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        num_prompt_logprobs=None,
-        param="messages",
-        max_tokens_param="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
-    )
+    generations = make_generations(request, live, prompt, "messages")
     if request.forced_tools:
         if request.grammar is not None:
-            raise RequestError(
-                400,
-                f"tool_choice: not possible together with {request.grammar.param}",
-                param="tool_choice",
-                code="invalid_value",
-            )
+            raise invalid("tool_choice", f"not possible together with {request.grammar.param}")
         may_be_more = request.tool_choice == "required" and request.parallel_tool_calls is not False
         grammar = tool_grammar(request.forced_tools, is_list=may_be_more)
         generations = [replace(each, grammar=grammar) for each in generations]
     return ChatPlan(
         request=request,
-        tokenizer=live.tokenizer,
-        role="assistant" if request.generates_a_message else request.messages[-1]["role"],
-        num_prompt_tokens=len(prompt),
+        live=live,
         generations=generations,
+        role="assistant" if request.generates_a_message else request.messages[-1]["role"],
         readers=readers,
     )
 
@@ -195,41 +145,25 @@ def encode_chat(request: ChatPrompt, live: LiveRelease) -> tuple[int, ...]:
     """
     template = live.tokenizer.chat_template
     if template is None:
-        raise RequestError(
-            400,
-            f"{live.id} has no chat template; send the request to /v1/completions",
-            param="messages",
-            code="no_chat_template",
-        )
+        reason = f"{live.id} has no chat template; send the request to /v1/completions"
+        raise invalid("messages", reason, code="no_chat_template")
     if request.offered_tools and "tools" not in template.variables:
-        raise RequestError(
-            400,
-            f"tools: the chat template of {live.id} shows none to the model; leave tools out",
-            param="tools",
-            code="no_tools",
-        )
-    effort: dict[str, Any] = {}
+        reason = f"the chat template of {live.id} shows none to the model; leave tools out"
+        raise invalid("tools", reason, code="no_tools")
+    options: dict[str, Any] = {
+        "add_generation_prompt": request.generates_a_message,
+        "continue_final_message": request.continue_final_message,
+    }
     if request.reasoning_effort is not None:
         # Some templates know only `enable_thinking`. vLLM sets it in the same way.
-        effort = {
-            "reasoning_effort": request.reasoning_effort,
-            "enable_thinking": request.reasoning_effort != "none",
-        }
+        options["reasoning_effort"] = request.reasoning_effort
+        options["enable_thinking"] = request.reasoning_effort != "none"
+    options |= request.chat_template_kwargs or {}
     try:
-        text = template.render(
-            request.conversation,
-            **{
-                "add_generation_prompt": request.generates_a_message,
-                "continue_final_message": request.continue_final_message,
-                **effort,
-                **(request.chat_template_kwargs or {}),
-            },
-        )
-    except (ConversationError, ChatTemplateError) as error:
-        refuses = "the chat template refuses the messages: "
-        reason = f"{refuses if isinstance(error, ChatTemplateError) else ''}{error}"
-        raise RequestError(
-            400, f"messages: {reason}", param="messages", code="invalid_value"
-        ) from None
+        text = template.render(request.conversation, **options)
+    except ConversationError as error:
+        raise invalid("messages", str(error)) from None
+    except ChatTemplateError as error:
+        raise invalid("messages", f"the chat template refuses the messages: {error}") from None
     # By default, the tokenizer adds no special tokens, because the template already contains them.
     return encode_prompt(live, text, "messages", add_special_tokens=request.add_special_tokens)

@@ -1,27 +1,22 @@
 """The request body of `/v1/chat/completions`: messages, tools, and all fields of
 `SamplingRequest`."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import from_json
 
 from serving.conversation import Conversation, normalise
 from serving.openai_schemas import (
     MAX_ITEMS,
     MAX_LOGPROBS,
+    UNSUPPORTED,
     FewItems,
+    Part,
     RequestBody,
     SamplingRequest,
-    UnsupportedChat,
-    accept_only,
 )
-from serving.tool_calls import parse_object
 
 
 def _with_readable_arguments(message: dict[str, Any]) -> dict[str, Any]:
@@ -44,37 +39,49 @@ def _readable(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": known}}
 
 
-class Function(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+def parse_object(text: str) -> dict[str, Any] | None:
+    """The JSON object in `text`. None if `text` is something else. Also None if a request could not
+    contain the object either, for example because of NaN, half of a surrogate pair, or too many
+    levels."""
+    try:
+        content = from_json(text, allow_inf_nan=False)
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) else None
 
+
+class Function(Part, extra="allow"):
     name: str = Field(pattern=r"^[\w.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """The JSON schema of the arguments."""
 
 
-class Tool(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
-
+class Tool(Part, extra="allow"):
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True)
-
+class FunctionName(Part):
     name: str
 
 
-class NamedTool(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True)
-
+class NamedTool(Part):
     type: Literal["function"] = "function"
     function: FunctionName
 
 
 class ChatPrompt(RequestBody):
     """The fields from which the chat template makes a prompt."""
+
+    unsupported: ClassVar[Mapping[str, object]] = {
+        **UNSUPPORTED,
+        **dict.fromkeys(("audio", "chat_template", "functions", "media_io_kwargs")),
+        **dict.fromkeys(("mm_processor_kwargs", "web_search_options")),
+        "function_call": "none",
+        "modalities": ["text"],
+        "verbosity": "medium",
+    }
 
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
     """`normalise` checks them."""
@@ -154,12 +161,13 @@ class ChatPrompt(RequestBody):
         return self.add_generation_prompt
 
 
-class ChatRequest(ChatPrompt, SamplingRequest, UnsupportedChat):
+class ChatRequest(ChatPrompt, SamplingRequest):
+    unsupported: ClassVar[Mapping[str, object]] = {**ChatPrompt.unsupported, "echo": False}
+
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    echo: Annotated[Any, accept_only(False)] = None
     parallel_tool_calls: bool | None = None
     """false allows at most one call of a tool. null means true."""
 
@@ -169,3 +177,13 @@ class ChatRequest(ChatPrompt, SamplingRequest, UnsupportedChat):
         if number and not info.data.get("logprobs", True):
             raise ValueError("needs logprobs: true in the same request")
         return number
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None

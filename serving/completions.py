@@ -1,20 +1,19 @@
 """The route `/v1/completions`, which continues prompts. Makes a `Generation` for each sequence of a
 request, also for chats."""
 
-import json
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
 from serving.admission import LiveRelease
-from serving.answer import Answers, GeneratedSequence
+from serving.answer import Answers, Plan
 from serving.detokenizer import Delta, TokenText, text_offsets
 from serving.engine import Generation, TokenLogprob
-from serving.openai_schemas import MAX_SEED, MIN_SEED, CompletionRequest, SamplingRequest
-from serving.request_errors import RequestError
+from serving.openai_schemas import MIN_SEED, CompletionRequest, SamplingRequest
+from serving.request_errors import RequestError, invalid
 from serving.tokenizer import ReleaseTokenizer
 
 MAX_STEP_TOKENS = 16
@@ -31,66 +30,78 @@ def add_completions(router: APIRouter, answers: Answers) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompletionPlan:
-    """The `Plan` of a completion. It keeps state, so use it for one answer only."""
+class CompletionPlan(Plan):
+    id_prefix: ClassVar[str] = "cmpl"
+    objects: ClassVar[tuple[str, str]] = ("text_completion", "text_completion")
 
     request: CompletionRequest
-    tokenizer: ReleaseTokenizer
-    prompts: list[tuple[int, ...]]
-    echoes: list[str]
-    """For each prompt, the text to put before its completions; an empty text without `echo`."""
-    echo_offsets: list[list[int]]
-    """For each prompt, the offsets of its tokens in its echo; empty if no logprobs show them."""
-    generations: list[Generation]
-    num_each: int
-    """How many sequences are generated for each prompt."""
-    begun: set[int] = field(default_factory=set)
-    """The indices of the sequences of which a part is written already."""
+    echoes: list[tuple[str, list[int]]]
+    """For each prompt, the text to put before its completions (empty without `echo`), and the
+    offsets of the prompt's tokens in this text (empty if no logprobs show them)."""
 
-    id_prefix = "cmpl"
-    objects = ("text_completion", "text_completion")
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(len(prompt) for prompt in self.prompts)
-
-    def choices(self, sequences: list[GeneratedSequence]) -> Iterator[dict[str, Any]]:
+    def choices(self, sequences: list[Delta]) -> Iterator[dict[str, Any]]:
         for index, sequence in enumerate(sequences):
             # The logprobs of a prompt are computed only for its first sequence.
-            first = sequences[index - index % self.num_each]
+            first = sequences[index - index % self.request.n]
             yield self._choice(index, sequence, first.prompt_logprobs)
 
-    def chunks(self, index: int, delta: Delta) -> Iterator[str]:
+    def chunks(self, index: int, delta: Delta) -> Iterator[dict[str, Any]]:
         choice = self._choice(index, delta, delta.prompt_logprobs)
         logprobs = choice["logprobs"]
         if choice["text"] or delta.finish_reason is not None or (logprobs and logprobs["tokens"]):
-            yield json.dumps(choice)
+            yield choice
 
     def _choice(
-        self,
-        index: int,
-        part: GeneratedSequence | Delta,
-        prompt_logprobs: Iterable[TokenLogprob] | None,
+        self, index: int, part: Delta, prompt_logprobs: Iterable[TokenLogprob] | None
     ) -> dict[str, Any]:
-        number = index // self.num_each
-        text, echo = part.text, self.echoes[number]
-        logprobs = None if self.request.logprobs is None else _Logprobs(self.tokenizer)
+        echo, _ = self.echoes[index // self.request.n]
+        text, tokens = part.text, part.tokens
         if index not in self.begun:
             self.begun.add(index)
             text = echo + text
-            if logprobs and self.request.echo:
-                logprobs.add_prompt(
-                    self.prompts[number], self.echo_offsets[number], prompt_logprobs or ()
-                )
-        if logprobs:
-            logprobs.add(part.tokens, len(echo))
+            tokens = (*self._prompt_tokens(index, prompt_logprobs or ()), *tokens)
+        logprobs = None if self.request.logprobs is None else self._logprobs(tokens, len(echo))
         return {
             "index": index,
             "text": text,
-            "logprobs": logprobs.body if logprobs else None,
+            "logprobs": logprobs,
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
         }
+
+    def _prompt_tokens(self, index: int, logprobs: Iterable[TokenLogprob]) -> Iterator[TokenText]:
+        """The tokens of the echo, if logprobs show them. They come before the generated text, so
+        their offsets are negative."""
+        echo, offsets = self.echoes[index // self.request.n]
+        if not offsets:
+            return
+        # The first token has no logprob, because there is no token before it.
+        all_logprobs = (None, *logprobs)
+        prompt = self.generations[index].prompt
+        for token_id, offset, found in zip(prompt, offsets, all_logprobs, strict=True):
+            place = TokenText(token_id=token_id, offset=offset - len(echo))
+            yield place if found is None else replace(place, logprob=found.logprob, top=found.top)
+
+    def _logprobs(self, tokens: Collection[TokenText], num_before: int) -> dict[str, list[Any]]:
+        """The object `logprobs` of a choice. `num_before` characters of the text come before the
+        generated text."""
+        text_of = self.live.tokenizer.token_text
+        return {
+            "text_offset": [num_before + each.offset for each in tokens],
+            "token_logprobs": [each.logprob for each in tokens],
+            "tokens": [text_of(each.token_id) for each in tokens],
+            "top_logprobs": [self._top(each) for each in tokens],
+        }
+
+    def _top(self, token: TokenText) -> dict[str, float] | None:
+        if token.logprob is None:
+            return None
+        # Several tokens may have the same text, for example parts of a character. Keep the logprob
+        # of the most probable one, which comes first.
+        best: dict[str, float] = {}
+        for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
+            best.setdefault(self.live.tokenizer.token_text(token_id), logprob)
+        return best
 
 
 def plan_completion(request: CompletionRequest, live: LiveRelease) -> CompletionPlan:
@@ -100,101 +111,40 @@ def plan_completion(request: CompletionRequest, live: LiveRelease) -> Completion
         encode_prompt(live, prompt, "prompt", add_special_tokens=request.add_special_tokens)
         for prompt in request.prompts
     ]
-    echoes = [
-        _echo(request, live.tokenizer, given if isinstance(given, str) else None, token_ids)
-        for given, token_ids in zip(request.prompts, prompts, strict=True)
-    ]
     return CompletionPlan(
         request=request,
-        tokenizer=live.tokenizer,
-        prompts=prompts,
-        echoes=[text for text, _ in echoes],
-        echo_offsets=[offsets for _, offsets in echoes],
-        generations=[
-            generation
-            for prompt in prompts
-            for generation in make_generations(
-                request,
-                live,
-                prompt,
-                max_tokens=request.max_tokens,
-                num_sequences=request.n,
-                num_logprobs=request.logprobs,
-                num_prompt_logprobs=request.logprobs if request.echo else None,
-                param="prompt",
-            )
+        live=live,
+        echoes=[
+            _echo(request, live.tokenizer, given, token_ids)
+            for given, token_ids in zip(request.prompts, prompts, strict=True)
         ],
-        num_each=request.n,
+        generations=[
+            each for prompt in prompts for each in make_generations(request, live, prompt, "prompt")
+        ],
     )
 
 
 def _echo(
     request: CompletionRequest,
     tokenizer: ReleaseTokenizer,
-    given: str | None,
+    given: str | list[int],
     token_ids: tuple[int, ...],
 ) -> tuple[str, list[int]]:
-    """The text to put before the completions of a prompt, and the offsets of the prompt's tokens in
-    this text. `given` is the prompt's text; None if the prompt was given as token ids."""
+    """An entry of `echoes`. `given` is the prompt in the request."""
     if not request.echo:
         return "", []
-    hides_special = given is None and request.skip_special_tokens
-    text = (
-        tokenizer.decode(token_ids, skip_special_tokens=hides_special) if given is None else given
-    )
-    if request.logprobs is None:
-        return text, []
     hidden: Collection[int] = ()
-    if hides_special:
-        special = tokenizer.special_ids
-        hidden = {at for at, token_id in enumerate(token_ids) if token_id in special}
-    elif given is not None and request.add_special_tokens:
-        hidden = tokenizer.added_positions(given)
-    return text, text_offsets(tokenizer, token_ids, hidden)
-
-
-class _Logprobs:
-    """The object `logprobs` of a choice: four lists with one entry for each token."""
-
-    def __init__(self, tokenizer: ReleaseTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.body: dict[str, list[Any]] = {
-            "text_offset": [],
-            "token_logprobs": [],
-            "tokens": [],
-            "top_logprobs": [],
-        }
-
-    def add_prompt(
-        self, prompt: tuple[int, ...], offsets: list[int], logprobs: Iterable[TokenLogprob]
-    ) -> None:
-        # The first token has no logprob, because there is no token before it.
-        self._append(prompt[0], offsets[0], None, ())
-        for token_id, offset, found in zip(prompt[1:], offsets[1:], logprobs, strict=True):
-            self._append(token_id, offset, found.logprob, found.top)
-
-    def add(self, tokens: Iterable[TokenText], offset: int) -> None:
-        for token in tokens:
-            self._append(token.token_id, offset + token.offset, token.logprob, token.top)
-
-    def _append(
-        self,
-        token_id: int,
-        offset: int,
-        logprob: float | None,
-        top: Iterable[tuple[int, float]],
-    ) -> None:
-        best: dict[str, float] | None = None
-        if logprob is not None:
-            # Several tokens may have the same text, for example parts of a character. Keep the
-            # logprob of the most probable one, which comes first.
-            best = {}
-            for other, value in (*top, (token_id, logprob)):
-                best.setdefault(self._tokenizer.token_text(other), value)
-        self.body["text_offset"].append(offset)
-        self.body["token_logprobs"].append(logprob)
-        self.body["tokens"].append(self._tokenizer.token_text(token_id))
-        self.body["top_logprobs"].append(best)
+    if isinstance(given, str):
+        text = given
+        if request.add_special_tokens:
+            hidden = tokenizer.added_positions(given)
+    else:
+        text = tokenizer.decode(token_ids, skip_special_tokens=request.skip_special_tokens)
+        if request.skip_special_tokens:
+            special = tokenizer.special_ids
+            hidden = {at for at, token_id in enumerate(token_ids) if token_id in special}
+    is_shown = request.logprobs is not None
+    return text, text_offsets(tokenizer, token_ids, hidden) if is_shown else []
 
 
 def encode_prompt(
@@ -212,12 +162,8 @@ def encode_prompt(
         token_ids = tuple(prompt)
     check_token_ids(live, token_ids, param)
     if not token_ids:
-        raise RequestError(
-            400,
-            f"{param}: is empty, and the tokenizer adds no token to it; give at least one token",
-            param=param,
-            code="empty_prompt",
-        )
+        reason = "is empty, and the tokenizer adds no token to it; give at least one token"
+        raise invalid(param, reason, code="empty_prompt")
     return token_ids
 
 
@@ -229,25 +175,17 @@ def _check_length(live: LiveRelease, prompt: str | list[int], param: str) -> Non
     if isinstance(prompt, str):
         limit, unit = limit * live.tokenizer.max_token_chars, "characters"
     if len(prompt) > limit:
-        raise _too_long(
-            live,
-            f"your prompt has {len(prompt)} {unit}, more than the {limit} {unit} that fit; shorten "
-            "the prompt",
-            param,
-        )
+        given = f"your prompt has {len(prompt)} {unit}"
+        reason = f"{given}, more than the {limit} {unit} that fit; shorten the prompt"
+        raise _too_long(live, reason, param)
 
 
-def check_token_ids(live: LiveRelease, token_ids: tuple[int, ...], param: str) -> None:
+def check_token_ids(live: LiveRelease, token_ids: Collection[int], param: str) -> None:
     """Raise RequestError if the network has no embedding for one of `token_ids`."""
     limit = live.tokenizer.vocab_size
-    largest = max(token_ids, default=0)
-    if largest >= limit:
-        raise RequestError(
-            400,
-            f"{param}: token id {largest} is not below {limit}, the size of the vocabulary",
-            param=param,
-            code="invalid_value",
-        )
+    if (largest := max(token_ids, default=0)) >= limit:
+        reason = f"token id {largest} is not below {limit}, the size of the vocabulary"
+        raise invalid(param, reason)
 
 
 def _too_long(live: LiveRelease, what: str, param: str) -> RequestError:
@@ -260,24 +198,17 @@ def _too_long(live: LiveRelease, what: str, param: str) -> RequestError:
 
 
 def make_generations(
-    request: SamplingRequest,
-    live: LiveRelease,
-    prompt: tuple[int, ...],
-    *,
-    max_tokens: int | None,
-    num_sequences: int,
-    num_logprobs: int | None,
-    num_prompt_logprobs: int | None,
-    param: str,
-    max_tokens_param: str = "max_tokens",
+    request: SamplingRequest, live: LiveRelease, prompt: tuple[int, ...], param: str
 ) -> list[Generation]:
-    """`num_sequences` generations for one prompt.
+    """The `n` generations for one prompt.
 
-    A `max_tokens` of None means as many tokens as fit into the context, or `max_new_tokens` of the
-    release's generation_config.json if this is less. `param` and `max_tokens_param` are the fields
-    that errors name. Raises RequestError if the prompt and `max_tokens` do not fit into the
-    context, or if the network has no embedding for a token id of the request.
+    If the request does not limit the number of new tokens, they are as many as fit into the
+    context, or `max_new_tokens` of the release's generation_config.json if this is less. `param` is
+    the field that errors of the prompt name. Raises RequestError if the prompt and the new tokens
+    do not fit into the context, or if the network has no embedding for a token id of the request.
     """
+    tokenizer = live.tokenizer
+    limit, max_tokens = request.limit
     room = live.context_length - len(prompt)
     if room < (0 if max_tokens == 0 else 1):
         raise _too_long(live, f"your prompt has {len(prompt)} tokens; shorten the prompt", param)
@@ -286,69 +217,51 @@ def make_generations(
             live,
             f"you requested {len(prompt) + max_tokens} tokens ({len(prompt)} in the prompt, "
             f"{max_tokens} in the completion); ask for at most {room} new tokens",
-            max_tokens_param,
+            limit,
         )
-    bias = {int(token_id): value for token_id, value in (request.logit_bias or {}).items()}
-    check_token_ids(live, tuple(bias), "logit_bias")
+    bias, allowed = request.logit_bias or {}, request.allowed_token_ids
     stop_token_ids = tuple(request.stop_token_ids)
+    check_token_ids(live, bias, "logit_bias")
     check_token_ids(live, stop_token_ids, "stop_token_ids")
-    if not request.ignore_eos:
-        stop_token_ids += live.tokenizer.eos_token_ids
-    if request.min_tokens and len(set(stop_token_ids)) >= live.tokenizer.vocab_size:
-        # No token could be the first one. An engine would choose one of the forbidden tokens.
-        raise RequestError(
-            400,
-            "min_tokens: every token of the vocabulary ends the text, so the text cannot have more "
-            "tokens; give fewer stop_token_ids",
-            param="min_tokens",
-            code="invalid_value",
-        )
-    allowed = None if request.allowed_token_ids is None else tuple(set(request.allowed_token_ids))
     check_token_ids(live, allowed or (), "allowed_token_ids")
-    defaults = live.tokenizer.sampling_defaults
-    if max_tokens is None:
-        max_tokens = min(room, int(defaults.get("max_tokens", room)))
-
-    def chosen(name: str, neutral: float) -> float:
-        """The value in the request. If the request has none, the value of the release. If the
-        release has none either, `neutral`, which is the default of OpenAI or vLLM."""
-        asked: float | None = getattr(request, name)
-        return defaults.get(name, neutral) if asked is None else asked
-
-    top_k = int(chosen("top_k", 0))
-    return [
-        Generation(
-            prompt=prompt,
-            max_tokens=max_tokens,
-            min_tokens=min(request.min_tokens, max_tokens),
-            temperature=chosen("temperature", 1.0),
-            top_p=chosen("top_p", 1.0),
-            # A `top_k` of the vocabulary's size or more limits nothing. Replace it by 0, because
-            # some engines cannot represent very large numbers.
-            top_k=top_k if 0 < top_k < live.tokenizer.vocab_size else 0,
-            min_p=chosen("min_p", 0.0),
-            presence_penalty=chosen("presence_penalty", 0.0),
-            frequency_penalty=chosen("frequency_penalty", 0.0),
-            repetition_penalty=chosen("repetition_penalty", 1.0),
-            logit_bias=bias,
-            # With the same seed, all `n` sequences would be equal.
-            seed=None if request.seed is None else _within_64_bits(request.seed + number),
-            stop_token_ids=stop_token_ids,
-            allowed_token_ids=allowed,
-            grammar=request.grammar,
-            num_logprobs=num_logprobs,
-            # Usually, the logprobs of the prompt are computed only for the first sequence. But in a
-            # stream, each sequence needs them together with its first text, and must not wait for
-            # another sequence.
-            num_prompt_logprobs=num_prompt_logprobs if number == 0 or request.stream else None,
-            # With stop strings, look at each token at once: tokens that the engine generates after
-            # a stop string are wasted.
-            max_step_tokens=1 if request.stream or request.stops else MAX_STEP_TOKENS,
-        )
-        for number in range(num_sequences)
-    ]
+    if not request.ignore_eos:
+        stop_token_ids += tokenizer.eos_token_ids
+    if request.min_tokens and len(set(stop_token_ids)) >= tokenizer.vocab_size:
+        # No token could be the first one. An engine would choose one of the forbidden tokens.
+        reason = "every token of the vocabulary ends the text; give fewer stop_token_ids"
+        raise invalid("min_tokens", reason)
+    sampling: dict[str, Any] = {**tokenizer.sampling_defaults, **request.sampling}
+    default = sampling.pop("max_tokens", room)
+    most = min(room, default) if max_tokens is None else max_tokens
+    # A `top_k` of the vocabulary's size or more limits nothing. Replace it by 0, because some
+    # engines cannot represent very large numbers.
+    if not 0 < sampling.get("top_k", 0) < tokenizer.vocab_size:
+        sampling["top_k"] = 0
+    first = Generation(
+        prompt=prompt,
+        max_tokens=most,
+        min_tokens=min(request.min_tokens, most),
+        **sampling,
+        logit_bias=bias,
+        seed=request.seed,
+        stop_token_ids=stop_token_ids,
+        allowed_token_ids=None if allowed is None else tuple(set(allowed)),
+        grammar=request.grammar,
+        num_logprobs=request.num_logprobs,
+        num_prompt_logprobs=request.num_prompt_logprobs,
+        # With stop strings, look at each token at once: tokens that the engine generates after a
+        # stop string are wasted.
+        max_step_tokens=1 if request.stream or request.stops else MAX_STEP_TOKENS,
+    )
+    # The logprobs of the prompt are computed only for the first sequence. But in a stream, each
+    # sequence needs them together with its first text, and must not wait for another sequence.
+    others = first if request.stream else replace(first, num_prompt_logprobs=None)
+    return [first, *(_with_seed(others, number) for number in range(1, request.n))]
 
 
-def _within_64_bits(seed: int) -> int:
-    """`seed`, but after the largest signed 64-bit number the count continues with the smallest."""
-    return seed if seed <= MAX_SEED else seed - MAX_SEED + MIN_SEED - 1
+def _with_seed(generation: Generation, number: int) -> Generation:
+    """The sequence with this number. With the same seed, all `n` sequences would be equal."""
+    if generation.seed is None:
+        return generation
+    # After the largest signed 64-bit number, the count continues with the smallest one.
+    return replace(generation, seed=(generation.seed + number - MIN_SEED) % 2**64 + MIN_SEED)

@@ -29,28 +29,17 @@ _REQUEST = (
 
 
 _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
-    "time_to_first_token_seconds": (
-        "Time from the request to the first token of a sequence",
-        _FIRST_TOKEN,
-    ),
+    "time_to_first_token_seconds": ("Time from the request to the first token", _FIRST_TOKEN),
     "inter_token_latency_seconds": ("Time between two tokens of a sequence", _INTERVAL),
     # The others are observed when a sequence has ended.
     "e2e_request_latency_seconds": ("Time from the request to the end", _REQUEST),
-    "request_queue_time_seconds": (
-        "Time until the engine began to compute the prompt of the sequence",
-        _REQUEST,
-    ),
-    "request_prefill_time_seconds": (
-        "Time to compute the prompt and the first token of the sequence",
-        _REQUEST,
-    ),
+    "request_queue_time_seconds": ("Time until the engine began to compute the prompt", _REQUEST),
+    "request_prefill_time_seconds": ("Time to compute the prompt and the first token", _REQUEST),
     "request_decode_time_seconds": ("Time from the first to the last token", _REQUEST),
     "request_prompt_tokens": ("Prompt tokens of the sequence", _TOKENS),
     "request_generation_tokens": ("Generated tokens of the sequence", _TOKENS),
-    "request_max_num_generation_tokens": (
-        "Generated tokens of the longest of the sequences that have the same prompt",
-        _TOKENS,
-    ),
+    # This one is observed when all sequences of a request have ended.
+    "request_max_num_generation_tokens": ("Tokens of the longest answer to a prompt", _TOKENS),
 }
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens of sequences with a token",
@@ -83,32 +72,30 @@ class Metrics:
             buckets=(0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 300),
             registry=registry,
         )
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self._labels = labels = {"model_name": model_name, "engine": "0"}
         self.num_running = 0
         self.num_waiting = 0
         self.watch("num_requests_running", "Sequences that have a token", lambda: self.num_running)
         self.watch("num_requests_waiting", "Sequences without a token", lambda: self.num_waiting)
-        self._counters = {
-            name: Counter(f"vllm:{name}", text, self._labels, registry=registry).labels(
-                **self._labels
-            )
+        self.counters = {
+            name: Counter(f"vllm:{name}", text, labels, registry=registry).labels(**labels)
             for name, text in _COUNTERS.items()
         }
-        self._histograms = {
+        self.histograms = {
             name: Histogram(
-                f"vllm:{name}", text, self._labels, buckets=buckets, registry=registry
-            ).labels(**self._labels)
+                f"vllm:{name}", text, labels, buckets=buckets, registry=registry
+            ).labels(**labels)
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
         success = Counter(
             "vllm:request_success",
             "Sequences that have ended, by finish reason",
-            (*self._labels, "finished_reason"),
+            (*labels, "finished_reason"),
             registry=registry,
         )
         # Without a first value of 0, dashboards would not see the first increase.
-        self._success = {
-            reason: success.labels(**self._labels, finished_reason=reason)
+        self.ended = {
+            reason: success.labels(**labels, finished_reason=reason)
             for reason in ("stop", "length")
         }
 
@@ -116,15 +103,6 @@ class Metrics:
         """Add a metric with this name of vLLM: what `value` returns when the metrics are read."""
         gauge = Gauge(f"vllm:{name}", text, self._labels, registry=self._registry)
         gauge.labels(**self._labels).set_function(value)
-
-    def count(self, name: str, number: int) -> None:
-        self._counters[name].inc(number)
-
-    def observe(self, name: str, value: float) -> None:
-        self._histograms[name].observe(value)
-
-    def count_end(self, finish_reason: str) -> None:
-        self._success[finish_reason].inc()
 
     def count_swap(self, result: SwapResult) -> None:
         """Count a swap that has ended, and the time of each of its phases."""
@@ -163,9 +141,12 @@ class RequestTimes:
         `num_each` sequences in a row have the same prompt."""
         self._prompt_lengths = prompt_lengths
         self._num_each = num_each
-        self._num_ended = [0] * (len(prompt_lengths) // num_each)
-        """How many sequences of each prompt have ended."""
-        self._num_new = [0] * len(prompt_lengths)
+        self._num_left = len(prompt_lengths)
+        """How many sequences have not ended."""
+        self.num_new = [0] * len(prompt_lengths)
+        """How many tokens each sequence has."""
+        self.num_cached = [0] * len(prompt_lengths)
+        """How many prompt tokens of each sequence the engine found in its cache."""
 
     def add(self, index: int, delta: Delta) -> None:
         """Record the next delta of the sequence with this index."""
@@ -176,12 +157,12 @@ class RequestTimes:
         else:
             for _ in range(delta.num_tokens):
                 interval = (now - before) / delta.num_tokens
-                self._metrics.observe("inter_token_latency_seconds", interval)
+                self._metrics.histograms["inter_token_latency_seconds"].observe(interval)
         self._before[index] = now
-        self._num_new[index] += delta.num_tokens
-        self._metrics.count("generation_tokens", delta.num_tokens)
+        self.num_new[index] += delta.num_tokens
+        self._metrics.counters["generation_tokens"].inc(delta.num_tokens)
         if delta.num_preemptions:
-            self._metrics.count("num_preemptions", delta.num_preemptions)
+            self._metrics.counters["num_preemptions"].inc(delta.num_preemptions)
         if delta.finish_reason is not None:
             self._end(index, now, delta.finish_reason)
 
@@ -194,31 +175,31 @@ class RequestTimes:
 
     def _begin(self, index: int, now: float, delta: Delta) -> None:
         self._begun[index] = now, delta.waits
+        self.num_cached[index] = delta.num_cached_tokens
         metrics, num_prompt = self._metrics, self._prompt_lengths[index]
         self._num_waiting -= 1
         metrics.num_waiting -= 1
         metrics.num_running += 1
-        metrics.observe("time_to_first_token_seconds", now - self._started)
-        metrics.count("prompt_tokens", num_prompt)
-        metrics.count("prefix_cache_queries", num_prompt)
-        metrics.count("prefix_cache_hits", delta.num_cached_tokens)
+        metrics.histograms["time_to_first_token_seconds"].observe(now - self._started)
+        metrics.counters["prompt_tokens"].inc(num_prompt)
+        metrics.counters["prefix_cache_queries"].inc(num_prompt)
+        metrics.counters["prefix_cache_hits"].inc(delta.num_cached_tokens)
 
     def _end(self, index: int, now: float, finish_reason: str) -> None:
         del self._before[index]
         begun, waits = self._begun.pop(index)
-        metrics = self._metrics
-        metrics.num_running -= 1
-        metrics.count_end(finish_reason)
-        metrics.observe("e2e_request_latency_seconds", now - self._started)
-        metrics.observe("request_decode_time_seconds", now - begun)
+        self._metrics.num_running -= 1
+        self._metrics.ended[finish_reason].inc()
+        histograms = self._metrics.histograms
+        histograms["e2e_request_latency_seconds"].observe(now - self._started)
+        histograms["request_decode_time_seconds"].observe(now - begun)
         if waits is not None:
-            metrics.observe("request_queue_time_seconds", waits.queue_seconds)
-            metrics.observe("request_prefill_time_seconds", waits.prefill_seconds)
-        metrics.observe("request_prompt_tokens", self._prompt_lengths[index])
-        metrics.observe("request_generation_tokens", self._num_new[index])
-        which = index // self._num_each
-        self._num_ended[which] += 1
-        if self._num_ended[which] == self._num_each:
-            first = which * self._num_each
-            longest = max(self._num_new[first : first + self._num_each])
-            metrics.observe("request_max_num_generation_tokens", longest)
+            histograms["request_queue_time_seconds"].observe(waits.queue_seconds)
+            histograms["request_prefill_time_seconds"].observe(waits.prefill_seconds)
+        histograms["request_prompt_tokens"].observe(self._prompt_lengths[index])
+        histograms["request_generation_tokens"].observe(self.num_new[index])
+        self._num_left -= 1
+        if not self._num_left:
+            for first in range(0, len(self.num_new), self._num_each):
+                longest = max(self.num_new[first : first + self._num_each])
+                histograms["request_max_num_generation_tokens"].observe(longest)

@@ -16,7 +16,8 @@ import functools
 import json
 import logging
 import re
-from typing import Annotated, Any, Literal, Self, get_args
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -33,6 +34,7 @@ from pydantic import (
 from pydantic_core import from_json
 
 from serving.engine import Grammar, GrammarKind
+from serving.request_errors import invalid
 
 logger = logging.getLogger(__name__)
 
@@ -41,20 +43,38 @@ MAX_TOKEN_IDS = 2**19
 MAX_LOGPROBS = 20
 MAX_STOPS = 1024
 MAX_ID_LENGTH = 256
-MAX_TOKEN_ID_DIGITS = 18
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_GRAMMAR_CHARS = 2**17
 
 Schema = dict[str, Any] | bool
 _ANY_OBJECT: Schema = {"type": "object"}
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""The keywords of a JSON schema whose values are objects with names that the author chose."""
-_DATA = ("const", "enum", "default", "examples")
-"""The keywords of a JSON schema whose values are no schemas."""
+
+UNSUPPORTED: Mapping[str, object] = {
+    **dict.fromkeys(("bad_words", "cache_salt", "ec_transfer_params", "kv_transfer_params")),
+    **dict.fromkeys(("guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json")),
+    **dict.fromkeys(("guided_json_object", "guided_regex", "guided_whitespace_pattern")),
+    **dict.fromkeys(("logits_processors", "logprob_token_ids", "prompt_embeds", "prompt_logprobs")),
+    **dict.fromkeys(("repetition_detection", "thinking_token_budget", "truncate_prompt_tokens")),
+    **dict.fromkeys(("return_prompt_text", "return_token_ids", "return_token_offsets"), False),
+    **dict.fromkeys(("return_tokens_as_token_ids", "use_beam_search", "watermarking"), False),
+    "priority": 0,
+    "spaces_between_special_tokens": True,
+    "vllm_xargs": None,
+}
+"""The fields that no route supports, each with the value that changes nothing. Null and empty
+texts, lists and objects change nothing either."""
 
 FewItems = Field(max_length=MAX_ITEMS, fail_fast=True)
 TokenId = Annotated[int, Field(ge=0)]
+BiasedToken = Annotated[int, Field(strict=False, ge=0)]
+"""JSON writes the keys of an object as text."""
+Bias = Annotated[float, Field(ge=-100, le=100)]
+SAMPLING_FIELDS = {
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+}
+"""The fields whose names and meaning are those of `Generation`."""
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 Prompts = Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
 
@@ -87,6 +107,17 @@ ModelName = Annotated[str | None, AfterValidator(lambda name: name or None)]
 class RequestBody(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
+    unsupported: ClassVar[Mapping[str, object]] = {}
+    """As `UNSUPPORTED`, for the fields of this body."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_supported(cls, body: Any) -> Any:
+        for name, neutral in cls.unsupported.items() if isinstance(body, dict) else ():
+            if body.get(name) not in (None, "", [], {}, neutral):
+                raise invalid(name, "not supported here; leave it out")
+        return body
+
     @field_validator("*", mode="before")
     @classmethod
     def _null_means_the_default(cls, value: object, info: ValidationInfo) -> object:
@@ -100,104 +131,49 @@ class RequestBody(BaseModel):
         return None if may_be_null or field.is_required() else field.default
 
 
-def accept_only(*neutral: object) -> AfterValidator:
-    """A validator that accepts only None and the values in `neutral`."""
+class Part(BaseModel):
+    """An object in a request body."""
 
-    def check(value: object) -> object:
-        if value is not None and value not in neutral:
-            raise ValueError("not supported here; leave it out")
-        return value
-
-    return AfterValidator(check)
-
-
-class Unsupported(BaseModel):
-    """The fields that no route supports, each with the values that change nothing."""
-
-    bad_words: Annotated[Any, accept_only([])] = None
-    cache_salt: Annotated[Any, accept_only()] = None
-    ec_transfer_params: Annotated[Any, accept_only({})] = None
-    guided_choice: Annotated[Any, accept_only()] = None
-    guided_decoding_backend: Annotated[Any, accept_only()] = None
-    guided_grammar: Annotated[Any, accept_only()] = None
-    guided_json: Annotated[Any, accept_only()] = None
-    guided_json_object: Annotated[Any, accept_only()] = None
-    guided_regex: Annotated[Any, accept_only()] = None
-    guided_whitespace_pattern: Annotated[Any, accept_only()] = None
-    kv_transfer_params: Annotated[Any, accept_only({})] = None
-    logits_processors: Annotated[Any, accept_only([])] = None
-    logprob_token_ids: Annotated[Any, accept_only([])] = None
-    priority: Annotated[Any, accept_only(0)] = None
-    prompt_embeds: Annotated[Any, accept_only([])] = None
-    prompt_logprobs: Annotated[Any, accept_only()] = None
-    repetition_detection: Annotated[Any, accept_only()] = None
-    return_prompt_text: Annotated[Any, accept_only(False)] = None
-    return_token_ids: Annotated[Any, accept_only(False)] = None
-    return_token_offsets: Annotated[Any, accept_only(False)] = None
-    return_tokens_as_token_ids: Annotated[Any, accept_only(False)] = None
-    spaces_between_special_tokens: Annotated[Any, accept_only(True)] = None
-    thinking_token_budget: Annotated[Any, accept_only()] = None
-    truncate_prompt_tokens: Annotated[Any, accept_only()] = None
-    use_beam_search: Annotated[Any, accept_only(False)] = None
-    vllm_xargs: Annotated[Any, accept_only({})] = None
-    watermarking: Annotated[Any, accept_only(False)] = None
-
-
-class UnsupportedChat(Unsupported):
-    """More fields that are not supported: the fields of requests with messages."""
-
-    audio: Annotated[Any, accept_only()] = None
-    chat_template: Annotated[Any, accept_only()] = None
-    function_call: Annotated[Any, accept_only("none")] = None
-    functions: Annotated[Any, accept_only([])] = None
-    media_io_kwargs: Annotated[Any, accept_only({})] = None
-    mm_processor_kwargs: Annotated[Any, accept_only({})] = None
-    modalities: Annotated[Any, accept_only([], ["text"])] = None
-    verbosity: Annotated[Any, accept_only("medium")] = None
-    web_search_options: Annotated[Any, accept_only()] = None
-
-
-class JsonSchema(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
 
+
+class JsonSchema(Part):
     name: str = ""
     content: Schema | None = Field(default=None, alias="schema")
     strict: bool | None = None
     """Has no effect: the answer always follows the schema, as in vLLM."""
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True)
-
+class ResponseFormat(Part):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
     def _fits_its_type(self) -> Self:
-        if self.json_schema is not None and self.type != "json_schema":
-            raise ValueError("json_schema is possible only with the type json_schema")
-        if self.type == "json_schema" and (
-            self.json_schema is None or self.json_schema.content is None
-        ):
-            raise ValueError("type json_schema needs json_schema.schema")
-        _check(self.grammar)
+        if (self.schema_ is not None) != (self.type == "json_schema"):
+            raise ValueError(
+                "type json_schema needs json_schema.schema, and no other type may have it"
+            )
+        _check_length(self.grammar)
         return self
 
     @functools.cached_property
     def grammar(self) -> Grammar | None:
+        """The form that the text of the answer must have; None if every text is allowed."""
         if self.type == "text":
             return None
-        schema = None if self.json_schema is None else self.json_schema.content
-        text = schema_text(_ANY_OBJECT if schema is None else schema)
+        text = schema_text(_ANY_OBJECT if self.schema_ is None else self.schema_)
         return Grammar(kind="json_schema", text=text, param="response_format")
 
+    @property
+    def schema_(self) -> Schema | None:
+        return None if self.json_schema is None else self.json_schema.content
 
-class StructuredOutputs(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
+class StructuredOutputs(Part):
     json_: str | Schema | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[str], FewItems] | None = None
+    choice: Annotated[list[str], Field(min_length=1), FewItems] | None = None
     grammar_: str | None = Field(default=None, alias="grammar")
     json_object: Literal[True] | None = None
     disable_any_whitespace: bool = False
@@ -207,21 +183,12 @@ class StructuredOutputs(BaseModel):
     disable_additional_properties: Literal[False] = False
     structural_tag: None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _has_few_fields(cls, value: object) -> object:
-        # pydantic would make one error for each unknown field. There may be thousands, so refuse
-        # them here.
-        if isinstance(value, dict) and len(value) > len(cls.model_fields):
-            raise ValueError(f"has {len(value)} fields; only {len(cls.model_fields)} are known")
-        return value
-
     @model_validator(mode="after")
     def _has_one_constraint(self) -> Self:
         constraints = (self.json_, self.regex, self.choice, self.grammar_, self.json_object)
         if sum(each is not None for each in constraints) != 1:
             raise ValueError("needs exactly one of json, regex, choice, grammar and json_object")
-        _check(self.grammar)
+        _check_length(self.grammar)
         return self
 
     @functools.cached_property
@@ -244,28 +211,6 @@ class StructuredOutputs(BaseModel):
         return Grammar(kind=kind, text=text, param="structured_outputs")
 
 
-class Constraints(BaseModel):
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-
-    @field_validator("structured_outputs")
-    @classmethod
-    def _is_alone(
-        cls, value: StructuredOutputs | None, info: ValidationInfo
-    ) -> StructuredOutputs | None:
-        other = info.data.get("response_format")
-        if value is not None and other is not None and other.type != "text":
-            raise ValueError("not possible together with response_format")
-        return value
-
-    @property
-    def grammar(self) -> Grammar | None:
-        """The form that the text of the answer must have; None if every text is allowed."""
-        if self.structured_outputs is not None:
-            return self.structured_outputs.grammar
-        return None if self.response_format is None else self.response_format.grammar
-
-
 def schema_text(schema: str | Schema, **options: Any) -> str:
     """The text of a grammar for JSON of this schema. `options` are llguidance's options for JSON,
     which every engine reads from the schema itself. Raises ValueError."""
@@ -275,8 +220,10 @@ def schema_text(schema: str | Schema, **options: Any) -> str:
         return json.dumps(schema)
     if not isinstance(schema, dict):
         raise ValueError("a JSON schema is an object")
-    whole = _without_unique_items(schema)
-    return json.dumps({**whole, "x-guidance": options} if options else whole)
+    checked = _without_unique_items(schema)
+    if checked != schema:
+        _warn_of_unique_items()
+    return json.dumps({**checked, "x-guidance": options} if options else checked)
 
 
 def _without_unique_items(schema: Any) -> Any:
@@ -286,15 +233,11 @@ def _without_unique_items(schema: Any) -> Any:
         return [_without_unique_items(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
-    for name, value in schema.items():
-        if name == "uniqueItems" and isinstance(value, bool):
-            _warn_of_unique_items()
-        elif name in _MAPS and isinstance(value, dict):
-            found[name] = {key: _without_unique_items(each) for key, each in value.items()}
-        else:
-            found[name] = value if name in _DATA else _without_unique_items(value)
-    return found
+    return {
+        name: _without_unique_items(value)
+        for name, value in schema.items()
+        if name != "uniqueItems" or not isinstance(value, bool)
+    }
 
 
 @functools.cache
@@ -310,27 +253,26 @@ def _marked(grammar: str) -> str:
     return grammar if is_marked or _GBNF_RULE.search(grammar) else "%llguidance {}\n" + grammar
 
 
-def _check(grammar: Grammar | None) -> None:
-    if grammar is None:
-        return
-    if len(grammar.text) > MAX_GRAMMAR_CHARS:
+def _check_length(grammar: Grammar | None) -> None:
+    if grammar is not None and len(grammar.text) > MAX_GRAMMAR_CHARS:
         raise ValueError(
             f"has {len(grammar.text)} characters; at most {MAX_GRAMMAR_CHARS} are possible"
         )
-    if grammar.kind != "regex" and not grammar.text.strip(" \n[]"):
-        raise ValueError("is empty")
 
 
 class StreamOptions(RequestBody):
     include_usage: bool = False
-    continuous_usage_stats: Annotated[Any, accept_only(False)] = None
+    continuous_usage_stats: bool = False
 
 
-class SamplingRequest(RequestBody, Constraints, Unsupported):
-    """The fields of both routes. The fields from `temperature` to `repetition_penalty` are None if
-    the request does not set them; their defaults are in the release's generation_config.json."""
+class SamplingRequest(RequestBody):
+    """The fields of both routes. The fields of `sampling` are None if the request does not set
+    them; their defaults are in the release's generation_config.json."""
+
+    unsupported: ClassVar[Mapping[str, object]] = UNSUPPORTED
 
     model: ModelName = None
+    max_tokens: int | None = None
     n: int = Field(default=1, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -347,7 +289,7 @@ class SamplingRequest(RequestBody, Constraints, Unsupported):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0, le=10)
-    logit_bias: Annotated[dict[str, float], FewItems] | None = None
+    logit_bias: Annotated[dict[BiasedToken, Bias], FewItems] | None = None
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0)
     include_stop_str_in_output: bool = False
@@ -355,6 +297,18 @@ class SamplingRequest(RequestBody, Constraints, Unsupported):
     request_id: str | None = Field(default=None, max_length=MAX_ID_LENGTH)
     """The `id` of the answer ends with this value, instead of with `X-Request-Id`."""
     user: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @field_validator("structured_outputs")
+    @classmethod
+    def _is_alone(
+        cls, value: StructuredOutputs | None, info: ValidationInfo
+    ) -> StructuredOutputs | None:
+        other = info.data.get("response_format")
+        if value is not None and other is not None and other.type != "text":
+            raise ValueError("not possible together with response_format")
+        return value
 
     @field_validator("stop")
     @classmethod
@@ -366,19 +320,6 @@ class SamplingRequest(RequestBody, Constraints, Unsupported):
             raise ValueError("an empty stop string would end each answer before its first token")
         return stop
 
-    @field_validator("logit_bias")
-    @classmethod
-    def _biases_are_of_token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
-        for token_id, value in (bias or {}).items():
-            # Check the length too: Python refuses to read a number of more than 4,300 digits.
-            if len(token_id) > MAX_TOKEN_ID_DIGITS:
-                raise ValueError(f"{token_id[:MAX_TOKEN_ID_DIGITS]!r}… is not a token id")
-            if not (token_id.isascii() and token_id.isdigit()):
-                raise ValueError(f"{token_id!r} is not a token id")
-            if not -100 <= value <= 100:
-                raise ValueError(f"bias {value:g} of token {token_id} is not within -100 and 100")
-        return bias
-
     @field_validator("stream_options")
     @classmethod
     def _options_need_a_stream(
@@ -387,6 +328,8 @@ class SamplingRequest(RequestBody, Constraints, Unsupported):
         # If `stream` itself is wrong, it is not in `data`, and the client gets that error.
         if options is not None and not info.data.get("stream", True):
             raise ValueError("is only for requests with stream: true")
+        if options is not None and options.continuous_usage_stats:
+            raise ValueError("continuous_usage_stats: not supported here; leave it out")
         return options
 
     @property
@@ -403,16 +346,42 @@ class SamplingRequest(RequestBody, Constraints, Unsupported):
     def includes_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def grammar(self) -> Grammar | None:
+        """The form that the text of the answer must have; None if every text is allowed."""
+        form = self.structured_outputs or self.response_format
+        return None if form is None else form.grammar
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Name of a sampling field → its value, for the fields that the request sets."""
+        return self.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that limits the number of new tokens, and its value."""
+        return "max_tokens", self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As in `Generation`."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """As in `Generation`."""
+        return None
+
 
 class CompletionRequest(SamplingRequest):
+    unsupported: ClassVar[Mapping[str, object]] = {**UNSUPPORTED, "best_of": 1, "suffix": None}
+
     prompt: Prompt
     max_tokens: int = Field(default=16, ge=0)
-    best_of: Annotated[Any, accept_only(1)] = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = False
     add_special_tokens: bool = True
     """Whether the tokenizer adds its special tokens to a prompt that is text."""
-    suffix: Annotated[Any, accept_only("")] = None
 
     @field_validator("logprobs", mode="before")
     @classmethod
@@ -420,11 +389,19 @@ class CompletionRequest(SamplingRequest):
         return None if logprobs is False else logprobs
 
     @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
+
+    @property
     def num_sequences(self) -> int:
         return len(self.prompts) * self.n
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> Sequence[str | list[int]]:
         """All prompts of the request: texts, or lists of token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]

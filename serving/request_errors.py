@@ -4,7 +4,6 @@
 import json
 import logging
 from collections.abc import Mapping
-from itertools import islice
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -15,10 +14,24 @@ from serving.engine import EngineError, GenerationRefused
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_SECONDS = 1
-NO_RETRY = {"X-Should-Retry": "false"}
+RETRY_AFTER = {"Retry-After": "1"}
+_NO_RETRY = {"X-Should-Retry": "false"}
 """A header for errors that the same request would get again. OpenAI's clients know this header.
 Without it, they repeat a request that was answered with 409 or 504."""
+_STATUSES: dict[int, tuple[str, str | None, dict[str, str]]] = {
+    400: ("invalid_request_error", "invalid_body", {}),
+    401: ("authentication_error", "invalid_token", {"WWW-Authenticate": "Bearer"}),
+    403: ("permission_error", "invalid_token", {}),
+    404: ("not_found_error", "route_not_found", {}),
+    405: ("invalid_request_error", "method_not_allowed", {}),
+    409: ("conflict_error", "release_not_live", _NO_RETRY),
+    413: ("invalid_request_error", "body_too_large", {}),
+    429: ("rate_limit_error", "queue_full", RETRY_AFTER),
+    500: ("server_error", "internal_error", {}),
+    503: ("service_unavailable", "unavailable", RETRY_AFTER),
+    504: ("timeout_error", "deadline_exceeded", _NO_RETRY),
+}
+"""Status of an error → its `type`, its `code` if it has no other, and its headers."""
 MAX_REASONS = 10
 """An error names at most this many faults of a request."""
 MAX_READ = 100
@@ -46,18 +59,19 @@ class RequestError(HTTPException):
         status: int,
         message: str,
         *,
-        type: str = "invalid_request_error",
+        type: str | None = None,
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(status, message, dict(headers or {}))
-        self.status = status
-        self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
+        known = _STATUSES.get(status, ("invalid_request_error", None, {}))
+        super().__init__(status, message, {**known[2], **(headers or {})})
+        error = {"message": message, "type": type or known[0]}
+        self.body = {"error": {**error, "param": param, "code": code or known[1]}}
 
     def response(self) -> Response:
         """The HTTP response with this error."""
-        return JSONResponse(self.body, self.status, self.headers)
+        return JSONResponse(self.body, self.status_code, self.headers)
 
 
 class ClientGone(RequestError):
@@ -67,97 +81,59 @@ class ClientGone(RequestError):
         super().__init__(499, "the client disconnected")
 
 
+def invalid(param: str, reason: str, *, code: str = "invalid_value") -> RequestError:
+    """The error for a field of the request that is wrong."""
+    return RequestError(400, f"{param}: {reason}", param=param, code=code)
+
+
 def from_validation(error: RequestValidationError) -> RequestError:
     """The error for a request that does not fit its schema. The error names the first `MAX_REASONS`
     faults. Its `param` is the field of the first fault."""
     reasons: dict[str, str | None] = {}
-    for each in islice(error.errors(), MAX_READ):
+    for each in error.errors()[:MAX_READ]:
         # `loc` begins with "body". The other parts are fields and numbers of list items, but also
         # names of union members and validators, which mean nothing to a client. Such a name comes
         # right after its field. So use the parts after the field only if the first of them is the
         # number of an item.
         param, *inner = list(map(str, each["loc"][1:])) or [""]
-        place = ".".join([param, *inner] if inner and inner[0].isdigit() else [param])
+        parts = [param, *inner] if inner and inner[0].isdigit() else [param]
+        place = ".".join(parts)[:MAX_SHOWN]
         message = _JSON_MESSAGES.get(each["type"], each["msg"]).removeprefix("Value error, ")
         given = each["input"]
-        if _is_short(given):
+        if isinstance(given, str | int | float) and len(str(given)) <= MAX_SHOWN:
             message += f", got {json.dumps(given)}"
         reasons.setdefault(f"{place}: {message}" if param else message, param or None)
-        if len(reasons) > MAX_REASONS:
-            break
-    shown = list(reasons)[:MAX_REASONS] + ["…"] * (len(reasons) > MAX_REASONS)
+    named = list(reasons)[:MAX_REASONS] + ["…"] * (len(reasons) > MAX_REASONS)
     first = next(iter(reasons.values()), None)
-    return RequestError(400, "; ".join(shown), param=first, code="invalid_value")
-
-
-def _is_short(value: object) -> bool:
-    if isinstance(value, str) and len(value) > MAX_SHOWN:
-        return False
-    return isinstance(value, str | int | float) and len(repr(value)) <= MAX_SHOWN
+    return RequestError(400, "; ".join(named), param=first, code="invalid_value")
 
 
 def model_not_found(model: str | None, pipeline: str) -> RequestError:
-    return RequestError(
-        404,
-        f"model {model!r} is not served here; this server serves {pipeline!r}",
-        type="not_found_error",
-        param="model",
-        code="model_not_found",
-    )
-
-
-def unavailable(message: str) -> RequestError:
-    return RequestError(
-        503,
-        message,
-        type="service_unavailable",
-        code="unavailable",
-        headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
-    )
+    message = f"model {model!r} is not served here; this server serves {pipeline!r}"
+    return RequestError(404, message, param="model", code="model_not_found")
 
 
 def translated(error: Exception) -> RequestError:
     """The error that the client gets for an exception. Writes an exception of an unexpected type to
     the log, with its traceback."""
-    if isinstance(error, RequestError):
-        return error
-    if isinstance(error, GenerationRefused):
-        return RequestError(400, f"{error.param}: {error}", param=error.param, code="invalid_value")
-    if isinstance(error, EngineError):
-        return unavailable(f"the engine failed: {error}; send the request again")
-    if isinstance(error, TimeoutError):
-        return RequestError(
-            504,
-            "the answer took longer than this server allows; ask for fewer tokens, or send the "
-            "request again later",
-            type="timeout_error",
-            code="deadline_exceeded",
-            headers=NO_RETRY,
-        )
-    if isinstance(error, RequestValidationError):
-        return from_validation(error)
-    if isinstance(error, ClientDisconnect):
-        return ClientGone()
-    if isinstance(error, HTTPException) and error.status_code == 503:
-        return unavailable(str(error.detail))
-    if isinstance(error, HTTPException):
-        codes = {
-            400: "invalid_body",
-            404: "route_not_found",
-            405: "method_not_allowed",
-            413: "body_too_large",
-        }
-        return RequestError(
-            error.status_code,
-            str(error.detail),
-            type="not_found_error" if error.status_code == 404 else "invalid_request_error",
-            code=codes.get(error.status_code),
-            headers=error.headers,
-        )
+    match error:
+        case RequestError():
+            return error
+        case GenerationRefused():
+            return invalid(error.param, str(error))
+        case EngineError():
+            return RequestError(503, f"the engine failed: {error}; send the request again")
+        case TimeoutError():
+            return RequestError(
+                504,
+                "the answer took longer than this server allows; ask for fewer tokens, or send "
+                "the request again later",
+            )
+        case RequestValidationError():
+            return from_validation(error)
+        case ClientDisconnect():
+            return ClientGone()
+        case HTTPException():
+            return RequestError(error.status_code, str(error.detail), headers=error.headers)
     logger.error("a request failed with an unexpected error", exc_info=error)
-    return RequestError(
-        500,
-        "an error in the server; the server's log has the details",
-        type="server_error",
-        code="internal_error",
-    )
+    return RequestError(500, "an error in the server; the server's log has the details")

@@ -1,7 +1,6 @@
 """Runs the application on its port, from the start of the server to its end."""
 
 import asyncio
-import errno
 import signal
 import socket
 
@@ -113,9 +112,7 @@ def bind(settings: ServingSettings) -> socket.socket:
     except socket.gaierror as error:
         raise ServingError(f"no address was found for {settings.host}: {error}") from None
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ServingError(
-                f"{settings.host}:{settings.port} is used by another program; choose another port "
-                "with --port or [serving] port"
-            ) from None
-        raise ServingError(f"cannot listen on {settings.host}:{settings.port}: {error}") from None
+        raise ServingError(
+            f"cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose another "
+            "port with --port or [serving] port"
+        ) from None

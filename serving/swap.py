@@ -24,8 +24,8 @@ engine or a disk that hangs cannot keep the barrier closed.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from typing import TypeVar
 
 from serving.admission import Admission, LiveRelease, Unserved
 from serving.engine import Engine, StageError
-from serving.errors import ReleaseError, Superseded, is_temporary
+from serving.errors import ReleaseError, Superseded, first_line, is_temporary
 from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap_checks import checked_release, measure_probe, servable_folder
@@ -68,6 +68,8 @@ class _Swap:
     at the start of the server."""
     stands_in_for: Unserved | None = None
     """If the release is a substitute: the release that could not be served."""
+    previous: LiveRelease | None = None
+    """The release that is live when the swap begins."""
     phase: SwapPhase = "preflight"
     seconds: dict[str, float] = field(default_factory=dict)
     max_difference: float | None = None
@@ -80,15 +82,16 @@ class _Swap:
         try:
             yield
         finally:
-            self.seconds[phase] = time.perf_counter() - started
+            earlier = self.seconds.get(phase, 0.0)
+            self.seconds[phase] = earlier + time.perf_counter() - started
 
-    def ended(self, previous: LiveRelease | None, stopped: SwapStopped | None = None) -> SwapResult:
-        """`previous` was live before the swap. `stopped` is None if the release is live now."""
+    def ended(self, stopped: SwapStopped | None = None) -> SwapResult:
+        """`stopped` is None if the release is live now."""
         return SwapResult(
             result="live" if stopped is None else stopped.result,
             release=self.folder.name,
-            previous=None if previous is None else previous.id,
-            phase=self.phase,
+            previous=None if self.previous is None else self.previous.id,
+            phase=self.phase if stopped is not None else "live",
             reasons=() if stopped is None else stopped.reasons,
             superseded_by=None if stopped is None else stopped.superseded_by,
             seconds=self.seconds,
@@ -96,33 +99,24 @@ class _Swap:
         )
 
 
+@dataclass(eq=False, kw_only=True)
 class Swapper:
     """Runs the swaps of one server. Call all methods on its event loop."""
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        admission: Admission,
-        settings: ServingSettings,
-        releases_dir: Path,
-        pipeline: str,
-        metrics: Metrics,
-    ) -> None:
-        self._engine = engine
-        self._admission = admission
-        self._settings = settings
-        self._releases_dir = releases_dir
-        self._pipeline = pipeline
-        self._metrics = metrics
-        self._lock = asyncio.Lock()
-        """Held by the swap that runs."""
-        self._newest: _Swap | None = None
-        """The swap that was requested last, if it has not ended."""
-        self._unfinished: dict[_Swap, asyncio.Task[SwapResult]] = {}
-        self._retiring: set[asyncio.Task[None]] = set()
-        """Each unloads a release that is not live any more, when its last request has ended. The
-        task has the name of the release."""
+    engine: Engine
+    admission: Admission
+    settings: ServingSettings
+    releases_dir: Path
+    pipeline: str
+    metrics: Metrics
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the swap that runs."""
+    _newest: _Swap | None = None
+    """The swap that was requested last, if it has not ended."""
+    _unfinished: dict[_Swap, asyncio.Task[SwapResult]] = field(default_factory=dict)
+    _retiring: asyncio.Task[None] | None = None
+    """Unloads the release that was live before, when its last request has ended. The task has the
+    name of the release."""
 
     async def start(self, folder: Path | None = None) -> None:
         """Serve `folder`; if it is a checkpoint with `.bin` shards, publish it first. If `folder`
@@ -135,34 +129,34 @@ class Swapper:
         be served.
         """
         if folder is not None:
-            folder = await asyncio.to_thread(servable_folder, folder, self._releases_dir)
+            folder = await asyncio.to_thread(servable_folder, folder, self.releases_dir)
             result = await self._enqueue(_Swap(folder=folder, is_recorded=False))
             if result.result != "live":
                 raise ReleaseError(*result.reasons)
             return
-        release_removal.sweep(self._releases_dir)
+        release_removal.sweep(self.releases_dir)
         try:
-            served = release_store.read_served(self._releases_dir)
+            served = release_store.read_served(self.releases_dir)
         except ReleaseError as error:
             logger.error("%s", error)
-            self._admission.unserved = Unserved(id=release_store.SERVED, reasons=error.reasons)
+            self.admission.unserved = Unserved(id=release_store.SERVED, reasons=error.reasons)
             return
         await self._start_with_last_live(served.live)
         if served.pending is not None:
-            await self._enqueue(_Swap(folder=self._releases_dir / served.pending))
+            await self._enqueue(_Swap(folder=self.releases_dir / served.pending))
 
     async def _start_with_last_live(self, live: Collection[str]) -> None:
         unserved: Unserved | None = None
         for release_id in reversed(tuple(live)):
             result = await self._enqueue(
-                _Swap(folder=self._releases_dir / release_id, stands_in_for=unserved)
+                _Swap(folder=self.releases_dir / release_id, stands_in_for=unserved)
             )
             if result.result == "live":
                 if unserved is not None:
                     logger.error("%s; %s is served as its substitute", unserved, release_id)
                 return
             unserved = unserved or Unserved(id=release_id, reasons=result.reasons)
-            self._admission.unserved = unserved
+            self.admission.unserved = unserved
             if result.result != "refused":
                 # The engine or the disk has failed, so an older release would fail too.
                 return
@@ -178,18 +172,18 @@ class Swapper:
 
         If the caller is cancelled, the swap goes on.
         """
-        swap = _Swap(folder=self._releases_dir / requested)
+        swap = _Swap(folder=self.releases_dir / requested, previous=self.admission.live)
         try:
             swap.folder = self._folder(requested)
             if instead_of is not None:
                 await self._choose(swap.folder.name, instead_of)
         except SwapStopped as stopped:
-            return self._counted(swap, swap.ended(self._admission.live, stopped))
+            return self._counted(swap, swap.ended(stopped))
         return await self._enqueue(swap)
 
     async def close(self) -> None:
-        """End all swaps; they get the result `failed`. Stop the unloading of old releases."""
-        tasks = [*self._unfinished.values(), *self._retiring]
+        """End all swaps; they get the result `failed`. Stop the unloading of an old release."""
+        tasks = [*self._unfinished.values(), *([self._retiring] if self._retiring else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -197,19 +191,19 @@ class Swapper:
     def _folder(self, requested: str) -> Path:
         """The folder of the release with this id or path. Raises SwapStopped."""
         if "\0" not in requested:  # `resolve` would raise ValueError
-            found = (self._releases_dir / requested).resolve()
-            inside = found.parent == self._releases_dir.resolve()
-            if inside and found.name in release_store.release_ids(self._releases_dir):
-                return self._releases_dir / found.name
-        reason = f"there is no release in {self._releases_dir} for {requested!r}"
+            found = (self.releases_dir / requested).resolve()
+            inside = found.parent == self.releases_dir.resolve()
+            if inside and found.name in release_store.release_ids(self.releases_dir):
+                return self.releases_dir / found.name
+        reason = f"there is no release in {self.releases_dir} for {requested!r}"
         raise SwapStopped("refused", reason)
 
     async def _choose(self, release_id: str, instead_of: Collection[str | None]) -> None:
         choose = partial(release_store.set_pending, instead_of=instead_of)
         try:
-            await asyncio.to_thread(choose, self._releases_dir, release_id)
+            await asyncio.to_thread(choose, self.releases_dir, release_id)
             # Another release may have been chosen and requested before the thread ended.
-            if (chosen := release_store.chosen_release_id(self._releases_dir)) != release_id:
+            if (chosen := release_store.chosen_release_id(self.releases_dir)) != release_id:
                 raise Superseded(release_id, chosen)
         except Superseded as moved:
             raise SwapStopped("superseded", str(moved), superseded_by=moved.chosen) from None
@@ -217,25 +211,34 @@ class Swapper:
             raise SwapStopped("failed", str(error)) from None
 
     async def _enqueue(self, swap: _Swap) -> SwapResult:
-        if self._newest is not None and self._newest.folder == swap.folder:
-            return await asyncio.shield(self._unfinished[self._newest])
-        self._newest = swap
-        self._unfinished[swap] = asyncio.create_task(self._run(swap))
-        return await asyncio.shield(self._unfinished[swap])
+        if self._newest is None or self._newest.folder != swap.folder:
+            self._newest = swap
+            self._unfinished[swap] = asyncio.create_task(self._run(swap))
+        return await asyncio.shield(self._unfinished[self._newest])
 
     async def _run(self, swap: _Swap) -> SwapResult:
+        stopped: SwapStopped | None = None
         try:
             async with self._lock:
-                result = await self._perform(swap)
-                await self._clear_pending(swap, result)
+                swap.previous = self.admission.live
+                try:
+                    self._stop_if_superseded(swap)
+                    await self._swap(swap)
+                except SwapStopped as error:
+                    stopped = error
+                except StageError as error:
+                    stopped = SwapStopped("refused", *error.reasons)
+                except Exception as error:
+                    logger.exception("swap to %s failed", swap.folder.name)
+                    stopped = SwapStopped("failed", f"{swap.phase}: {first_line(error)}")
+                await self._clear_pending(swap, stopped)
         except asyncio.CancelledError:
             stopped = SwapStopped("failed", "the server is shutting down")
-            result = swap.ended(self._admission.live, stopped)
         finally:
             del self._unfinished[swap]
             if self._newest is swap:
                 self._newest = None
-        return self._counted(swap, result)
+        return self._counted(swap, swap.ended(stopped))
 
     def _counted(self, swap: _Swap, result: SwapResult) -> SwapResult:
         if result.result == "live" or swap.is_recorded:  # otherwise `start` raises an error
@@ -248,10 +251,10 @@ class Swapper:
                 "; ".join(result.reasons) or f"previous release {result.previous}",
                 extra={"release": result.release},
             )
-        self._metrics.count_swap(result)
+        self.metrics.count_swap(result)
         return result
 
-    async def _clear_pending(self, swap: _Swap, result: SwapResult) -> None:
+    async def _clear_pending(self, swap: _Swap, stopped: SwapStopped | None) -> None:
         """Remove the mark `pending` of the release after its swap, even if the swap failed.
         Otherwise every start of the server would try a release that cannot be served.
 
@@ -261,62 +264,47 @@ class Swapper:
         newest = self._newest
         has_successor = newest is not None and newest is not swap and newest.folder == swap.folder
         is_asked_for = swap.is_recorded and swap.stands_in_for is None
-        if result.result == "deferred" or has_successor or not is_asked_for:
+        is_deferred = stopped is not None and stopped.result == "deferred"
+        if is_deferred or has_successor or not is_asked_for:
             return
-        path, limit = self._releases_dir / release_store.SERVED, self._settings.barrier_seconds
-        cleared = asyncio.to_thread(
-            release_store.clear_pending, self._releases_dir, swap.folder.name
-        )
         try:
-            await bounded(cleared, limit, TimeoutError(f"not written within {limit:g} s"))
-        except OSError as error:
-            logger.error("%s: %s", path, error)
+            await self._written(release_store.clear_pending, swap.folder.name)
+        except SwapStopped as late:
+            logger.error("%s", *late.reasons)
 
-    async def _perform(self, swap: _Swap) -> SwapResult:
-        previous = self._admission.live
-        try:
-            self._stop_if_superseded(swap)
-            await self._swap(swap, previous)
-        except SwapStopped as stopped:
-            return swap.ended(previous, stopped)
-        except Exception as error:
-            logger.exception("swap to %s: unexpected error", swap.folder.name)
-            return swap.ended(previous, SwapStopped("failed", f"{type(error).__name__}: {error}"))
-        swap.phase = "live"
-        return swap.ended(previous)
-
-    async def _swap(self, swap: _Swap, previous: LiveRelease | None) -> None:
-        candidate = await self._preflight(swap)
+    async def _swap(self, swap: _Swap) -> None:
+        candidate, previous = await self._preflight(swap), swap.previous
         if previous is not None and previous.id == candidate.id:
             # It was a substitute, or was named only at the start of the server. Now it is the
             # release that the next start serves.
             await self._record(swap, candidate)
-            self._admission.switch(
+            self.admission.switch(
                 replace(candidate, engine_context=previous.engine_context, stands_in_for=None)
             )
             return
-        await self._stage(swap, candidate)
+        with swap.timed("stage"):
+            await self._until_retired()
+        self._stop_if_superseded(swap)
         try:
-            context = self._engine.max_context(candidate.id)
+            with swap.timed("stage"):
+                staging = self.engine.stage(candidate.release, candidate.folder)
+                await bounded(staging, self.settings.phase_seconds, "stage took more than")
+            context = self.engine.max_context(candidate.id)
             candidate = replace(candidate, engine_context=context)
-            if self._engine.holds_two:
+            with ExitStack() as barrier:
+                if not self.engine.holds_two:
+                    barrier.enter_context(self.admission.closed())
+                    await self._drain(swap)
                 self._stop_if_superseded(swap)
-                await self._commit(swap, candidate, previous, self._settings.phase_seconds)
-                # The block has no `await`, so no request has to wait at this barrier.
-                with swap.timed("barrier"), self._admission.closed():
-                    self._admission.switch(candidate)
-            else:
-                with self._admission.closed():
-                    await self._drain(swap, previous)
-                    await self._commit(swap, candidate, previous, self._settings.barrier_seconds)
-                    self._admission.switch(candidate)
+                await self._commit(swap, candidate)
+                # With an engine that holds two, no request has to wait at this barrier.
+                with swap.timed("barrier"):
+                    self.admission.switch(candidate)
         except BaseException:
             await self._unload(candidate.id)
             raise
         if previous is not None:
-            retiring = asyncio.create_task(self._retire(previous.id), name=previous.id)
-            self._retiring.add(retiring)
-            retiring.add_done_callback(self._retiring.discard)
+            self._retiring = asyncio.create_task(self._retire(previous.id), name=previous.id)
 
     def _stop_if_superseded(self, swap: _Swap) -> None:
         if self._newest is not None and self._newest is not swap:
@@ -326,21 +314,16 @@ class Swapper:
 
     async def _preflight(self, swap: _Swap) -> LiveRelease:
         with swap.timed("preflight"):
-            limit = self._settings.phase_seconds
-            late = SwapStopped("failed", f"preflight took more than {limit:g} s")
-            reading = asyncio.to_thread(self._read, swap.folder, self._admission.live)
+            reading = asyncio.to_thread(self._read, swap.folder, swap.previous)
             try:
-                release, tokenizer = await bounded(reading, limit, late)
+                release, tokenizer = await bounded(
+                    reading, self.settings.phase_seconds, "preflight took more than"
+                )
             except (ReleaseError, OSError) as error:
+                reasons = getattr(error, "reasons", (f"{swap.folder}: {error}",))
                 # After a temporary error, an older release must not become a substitute.
-                raise SwapStopped(
-                    "failed" if is_temporary(error) else "refused",
-                    *(
-                        error.reasons
-                        if isinstance(error, ReleaseError)
-                        else (f"{swap.folder}: {error}",)
-                    ),
-                ) from None
+                result: SwapResultName = "failed" if is_temporary(error) else "refused"
+                raise SwapStopped(result, *reasons) from None
         self._stop_if_superseded(swap)
         return LiveRelease(
             release=release,
@@ -351,103 +334,69 @@ class Swapper:
         )
 
     def _read(self, folder: Path, live: LiveRelease | None) -> tuple[Release, ReleaseTokenizer]:
-        release = checked_release(folder, self._engine, self._releases_dir, self._pipeline)
+        release = checked_release(folder, self.engine, self.releases_dir, self.pipeline)
         # Use the live tokenizer if its files have not changed, as in most releases. While a
         # tokenizer is being loaded, no other thread can run, so all streams pause.
         if live is not None and tokenizer_files(release) == tokenizer_files(live.release):
             return release, live.tokenizer
         return release, load_tokenizer(folder)
 
-    async def _stage(self, swap: _Swap, candidate: LiveRelease) -> None:
-        with swap.timed("stage"):
-            if self._retiring:
-                limit = self._settings.drain_seconds
-                names = ", ".join(task.get_name() for task in self._retiring)
-                late = SwapStopped(
-                    "deferred",
-                    f"requests on {names} did not end within {limit:g} s, and the engine cannot "
-                    "hold a third release",
-                )
-                # Use `wait`: if this wait is cancelled, `gather` would also cancel the tasks.
-                await bounded(asyncio.wait(set(self._retiring)), limit, late)
-            self._stop_if_superseded(swap)
-            try:
-                staging = self._engine.stage(candidate.release, candidate.folder)
-                await self._ask_engine("stage", staging, self._settings.phase_seconds)
-            except SwapStopped as stopped:
-                if stopped.result == "failed":
-                    await self._unload(candidate.id)
-                raise
+    async def _until_retired(self) -> None:
+        """Wait for the memory of the release that was live before. Raises SwapStopped."""
+        if self._retiring is not None:
+            name = self._retiring.get_name()
+            late = f"the engine cannot hold a third release, and requests on {name} did not end in"
+            # Use `wait`: if this wait is cancelled, the unloading goes on.
+            ended = asyncio.wait({self._retiring})
+            await bounded(ended, self.settings.drain_seconds, late, "deferred")
 
-    async def _drain(self, swap: _Swap, previous: LiveRelease | None) -> None:
+    async def _drain(self, swap: _Swap) -> None:
         with swap.timed("barrier"):
-            if previous is not None:
-                limit = self._settings.drain_seconds
-                late = SwapStopped(
-                    "deferred",
-                    f"requests on {previous.id} did not end within {limit:g} s; request the swap "
-                    "again",
-                )
-                await bounded(self._admission.drained(previous.id), limit, late)
-            self._stop_if_superseded(swap)
+            if swap.previous is not None:
+                drained = self.admission.drained(swap.previous.id)
+                late = f"requests on {swap.previous.id} did not end in"
+                await bounded(drained, self.settings.drain_seconds, late, "deferred")
 
-    async def _commit(
-        self,
-        swap: _Swap,
-        candidate: LiveRelease,
-        previous: LiveRelease | None,
-        probe_seconds: float,
-    ) -> None:
+    async def _commit(self, swap: _Swap, candidate: LiveRelease) -> None:
         """Make the engine use `candidate`, and record it, if its probe agrees. Otherwise make the
-        engine use `previous` again, and raise SwapStopped."""
+        engine use the previous release again, and raise the error."""
         try:
             with swap.timed("commit"):
-                committed = self._engine.commit(candidate.id)
-                await self._ask_engine("commit", committed, self._commit_seconds)
-            await self._probe(swap, candidate, probe_seconds)
+                committed = self.engine.commit(candidate.id)
+                await bounded(committed, self._commit_seconds, "commit took more than")
+            await self._probe(swap, candidate)
             await self._record(swap, candidate)
         except BaseException:
-            if previous is not None:
-                await self._restore(swap, previous)
+            if swap.previous is not None:
+                await self._restore(swap, swap.previous)
             raise
 
-    async def _probe(self, swap: _Swap, candidate: LiveRelease, limit_seconds: float) -> None:
-        probe = candidate.release.probe
+    async def _probe(self, swap: _Swap, candidate: LiveRelease) -> None:
+        probe, settings = candidate.release.probe, self.settings
         if probe is None:
             return
+        limit = settings.phase_seconds if self.engine.holds_two else settings.barrier_seconds
         with swap.timed("probe"):
-            bound = probe.bounds[self._engine.dtype_of(candidate.release)]
-            measured = measure_probe(self._engine, candidate.id, probe, bound)
-            found = await self._ask_engine("probe", measured, limit_seconds)
+            bound = probe.bounds[self.engine.dtype_of(candidate.release)]
+            measured = measure_probe(self.engine, candidate.id, probe, bound)
+            found = await bounded(measured, limit, "probe took more than")
         swap.max_difference = found.max_difference
         if found.reasons:
             raise SwapStopped("refused", *found.reasons)
 
-    async def _ask_engine(self, what: str, answer: Awaitable[T], seconds: float) -> T:
-        """The engine's answer. Raises SwapStopped if the engine refuses the release, fails, or
-        takes longer than `seconds`."""
-        late = SwapStopped("failed", f"{what} took more than {seconds:g} s")
-        try:
-            return await bounded(answer, seconds, late)
-        except StageError as error:
-            raise SwapStopped("refused", *error.reasons) from None
-        except SwapStopped:
-            raise
-        except Exception as error:
-            raise SwapStopped("failed", f"{what}: {error}") from error
-
     async def _record(self, swap: _Swap, live: LiveRelease) -> None:
-        """Record on disk that `live` is served. Raises SwapStopped if this fails or takes too long;
-        if the disk hangs, the write goes on after that."""
-        if not swap.is_recorded:
-            return
-        path, limit = self._releases_dir / release_store.SERVED, self._settings.barrier_seconds
-        chosen = None if live.stands_in_for is None else live.stands_in_for.id
-        written = asyncio.to_thread(release_store.set_current, self._releases_dir, live.id, chosen)
+        """Record on disk that `live` is served. Raises SwapStopped."""
+        if swap.is_recorded:
+            chosen = None if live.stands_in_for is None else live.stands_in_for.id
+            await self._written(release_store.set_current, live.id, chosen)
+
+    async def _written(self, write: Callable[..., None], *changes: str | None) -> None:
+        """Let `write` change the record of what is served. Raises SwapStopped if this fails or
+        takes too long; if the disk hangs, the write goes on after that."""
+        path = self.releases_dir / release_store.SERVED
+        written = asyncio.to_thread(write, self.releases_dir, *changes)
         try:
-            await bounded(
-                written, limit, SwapStopped("failed", f"{path}: not written within {limit:g} s")
-            )
+            await bounded(written, self.settings.barrier_seconds, f"{path}: not written within")
         except (OSError, ReleaseError) as error:
             raise SwapStopped("failed", f"{path}: {error}") from None
 
@@ -455,44 +404,42 @@ class Swapper:
         """Make the engine use `previous` again, and record it again: the record may have been
         written, or a write may still go on, which then comes first."""
         try:
-            late = TimeoutError(f"more than {self._commit_seconds:g} s")
-            await bounded(self._engine.commit(previous.id), self._commit_seconds, late)
+            committed = self.engine.commit(previous.id)
+            await bounded(committed, self._commit_seconds, "commit took more than")
         except Exception:
-            logger.critical(
-                "the engine failed to use %s again after a swap that failed",
-                previous.id,
-                exc_info=True,
-            )
-        if previous.folder.parent == self._releases_dir:
+            failure = "the engine failed to use %s again after a swap that failed"
+            logger.critical(failure, previous.id, exc_info=True)
+        if previous.folder.parent == self.releases_dir:
             with suppress(SwapStopped):
                 await self._record(swap, previous)
 
     async def _retire(self, release_id: str) -> None:
-        await self._admission.drained(release_id)
+        await self.admission.drained(release_id)
         await self._unload(release_id)
 
     async def _unload(self, release_id: str) -> None:
         try:
-            limit = self._settings.barrier_seconds
-            await bounded(self._engine.unload(release_id), limit, TimeoutError(f"{limit:g} s"))
+            unloaded = self.engine.unload(release_id)
+            await bounded(unloaded, self.settings.barrier_seconds, "unload took more than")
         except Exception:
             logger.exception("the engine failed to unload %s", release_id)
 
     @property
     def _commit_seconds(self) -> float:
-        return self._engine.commit_seconds or self._settings.barrier_seconds
+        return self.engine.commit_seconds or self.settings.barrier_seconds
 
 
-async def bounded(work: Awaitable[T], seconds: float, late: Exception) -> T:
-    """The result of `work`. If `work` takes longer than `seconds`, cancels it and raises `late` at
-    once. Does not wait for the end of `work`, because it may ignore the cancellation."""
+async def bounded(
+    work: Awaitable[T], seconds: float, late: str, result: SwapResultName = "failed"
+) -> T:
+    """The result of `work`. If `work` takes longer than `seconds`, cancels it and raises
+    SwapStopped at once. Does not wait for the end of `work`, because it may ignore the
+    cancellation. `late` is the reason, up to the number of seconds."""
     task = asyncio.ensure_future(work)
     try:
-        done, _ = await asyncio.wait({task}, timeout=seconds)
-    except asyncio.CancelledError:
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            raise SwapStopped(result, f"{late} {seconds:g} s")
+        return task.result()
+    finally:
         task.cancel()
-        raise
-    if not done:
-        task.cancel()
-        raise late
-    return task.result()

@@ -8,6 +8,7 @@ reports success, this is no proof.
 import asyncio
 import math
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from serving.engine import Engine, Generation
@@ -85,24 +86,20 @@ async def measure_probe(engine: Engine, release_id: str, probe: Probe, bound: fl
     largest = 0.0
     reasons = []
     for number, (text, found) in enumerate(zip(probe.texts, scored, strict=True), start=1):
-        if len(found) != len(text.logprobs):
-            largest = math.inf
-            reasons.append(
-                f"probe text {number}: {len(found)} logprobs instead of {len(text.logprobs)}"
-            )
-            continue
+        pairs = list(zip_longest(text.logprobs, found, fillvalue=math.nan))
         differences = [
             abs(there - here) if math.isfinite(there) and math.isfinite(here) else math.inf
-            for there, here in zip(text.logprobs, found, strict=True)
+            for there, here in pairs
         ]
         worst = max(differences, default=0.0)
         largest = max(largest, worst)
         if worst > bound:
             place = differences.index(worst)
+            there, here = pairs[place]
             reasons.append(
                 # The first token of a text has no logprob, so the first logprob is token 2's.
-                f"probe text {number}, token {place + 2}: logprob {found[place]:.5f} instead of "
-                f"{text.logprobs[place]:.5f}; they may differ by at most {bound:g}"
+                f"probe text {number}, token {place + 2}: logprob {here:.5f} instead of "
+                f"{there:.5f}; they may differ by at most {bound:g}"
             )
     return ProbeResult(max_difference=largest, reasons=tuple(reasons))
 

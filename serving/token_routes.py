@@ -1,8 +1,6 @@
 """The routes `/tokenize` and `/detokenize`, with the same bodies as in vLLM. They use the tokenizer
 of the live release."""
 
-import asyncio
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -14,11 +12,11 @@ from serving.answer import Answers
 from serving.chat import encode_chat
 from serving.chat_schemas import ChatPrompt
 from serving.completions import check_token_ids
-from serving.openai_schemas import MAX_ITEMS, ModelName, RequestBody, TokenIds, UnsupportedChat
-from serving.request_errors import RequestError
+from serving.openai_schemas import MAX_ITEMS, ModelName, RequestBody, TokenIds
+from serving.request_errors import invalid
 
 
-class TokenizeRequest(ChatPrompt, UnsupportedChat):
+class TokenizeRequest(ChatPrompt):
     """A text as `prompt`, or a chat as `messages`."""
 
     model: ModelName = None
@@ -33,16 +31,6 @@ class DetokenizeRequest(RequestBody):
 
 
 def add_token_routes(router: APIRouter, answers: Answers) -> None:
-    async def respond(
-        request: Request, model: str | None, answer: Callable[[LiveRelease], Response]
-    ) -> Response:
-        async with asyncio.timeout(answers.settings.request_seconds):
-            live = await answers.admit(request, model)
-            try:
-                return await answers.in_thread(request, answer, live)
-            finally:
-                answers.admission.leave(live)
-
     @router.post("/tokenize")
     async def tokenize(asked: TokenizeRequest, request: Request) -> Response:
         """The token ids of a text, or of the prompt that the chat template makes of messages."""
@@ -55,9 +43,7 @@ def add_token_routes(router: APIRouter, answers: Answers) -> None:
                 special = asked.add_special_tokens if is_given else True
                 token_ids = live.tokenizer.encode(asked.prompt, add_special_tokens=special)
             else:
-                raise RequestError(
-                    400, "prompt: give it, or messages", param="prompt", code="invalid_value"
-                )
+                raise invalid("prompt", "give it, or messages")
             names = None
             if asked.return_token_strs:
                 names = [str(live.tokenizer.tokenizer.id_to_token(each)) for each in token_ids]
@@ -69,7 +55,7 @@ def add_token_routes(router: APIRouter, answers: Answers) -> None:
             }
             return JSONResponse(body, headers={"X-Model-Release": live.id})
 
-        return await respond(request, asked.model, answer)
+        return await answers.use_tokenizer(request, asked.model, answer)
 
     @router.post("/detokenize")
     async def detokenize(asked: DetokenizeRequest, request: Request) -> Response:
@@ -80,4 +66,4 @@ def add_token_routes(router: APIRouter, answers: Answers) -> None:
             text = live.tokenizer.decode(asked.tokens, skip_special_tokens=False)
             return JSONResponse({"prompt": text}, headers={"X-Model-Release": live.id})
 
-        return await respond(request, asked.model, answer)
+        return await answers.use_tokenizer(request, asked.model, answer)

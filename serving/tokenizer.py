@@ -1,23 +1,25 @@
 """The tokenizer of a release: turns text into token ids, and token ids into text."""
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from tokenizers import Tokenizer
 
 from serving.chat_template import PROMPT_DATE, ChatTemplate
 from serving.errors import ReleaseError
-from serving.generation_config import end_of_sequence_ids, sampling_defaults
+from serving.openai_schemas import SAMPLING_FIELDS, CompletionRequest
 from serving.weights import network
 from serving.weights.index import INDEX_FILES, is_shard_name
-from serving.weights.release import FileEntry, Release, read_json
+from serving.weights.release import FileEntry, Release, faults_in, read_json
 
 REPLACEMENT = "\ufffd"
+_SPACES = ("\u0120", "\u2581", " ")
+"""How tokenizers write a space: byte-level ones, those of SentencePiece, and others."""
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 """The name of a token for one byte, in tokenizers that fall back to bytes."""
@@ -53,8 +55,7 @@ class ReleaseTokenizer:
     chat_template: ChatTemplate | None
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Field of a request → the value that `generation_config.json` sets for requests without this
-    field. The fields are `temperature`, `top_p`, `top_k`, `min_p`, the penalties and `max_tokens`.
-    """
+    field. The fields are `SAMPLING_FIELDS` and `max_tokens`."""
     _token_texts: dict[int, str] = field(default_factory=dict, repr=False)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -221,14 +222,17 @@ def _without_limits(tokenizer: Tokenizer) -> Tokenizer:
 def _satisfies_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> bool:
     """Whether `tokenizer`, which is made from tokenizer.json alone, does all that `settings`, the
     content of tokenizer_config.json, asks for."""
-    kind = str(settings.get("tokenizer_class"))
-    parts = list(_parts(tokenizer))
-    wanted = settings.get("add_prefix_space", False if kind.startswith("GPT2") else None)
-    if any(wanted not in (None, adds) for adds in _prefix_spaces(parts)):
-        return False
+    kind, shown = str(settings.get("tokenizer_class")), "a"
+    if tokenizer.normalizer is not None:
+        shown = tokenizer.normalizer.normalize_str(shown)
     # If a Llama tokenizer puts a space before texts, `transformers` does this in another way than
     # tokenizer.json says (its setting `legacy`).
-    if "Llama" in kind and any(part["type"] == "Prepend" for part in parts):
+    if "Llama" in kind and shown.startswith(_SPACES):
+        return False
+    if tokenizer.pre_tokenizer is not None:
+        shown = tokenizer.pre_tokenizer.pre_tokenize_str(shown)[0][0]
+    wanted = settings.get("add_prefix_space", False if kind.startswith("GPT2") else None)
+    if wanted not in (None, shown.startswith(_SPACES)):
         return False
     around = tokenizer.encode("").ids
     for token, is_wanted, ids in (
@@ -243,25 +247,6 @@ def _satisfies_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> bool:
         tokenizer.id_to_token(int(token_id)) == _token_name(token)
         for token_id, token in added.items()
     )
-
-
-def _parts(tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """The settings of the steps that normalise a text and split it into words."""
-    for whole in (tokenizer.normalizer, tokenizer.pre_tokenizer):
-        if whole is not None:
-            part = json.loads(whole.__getstate__())
-            yield from part.get("normalizers") or part.get("pretokenizers") or [part]
-
-
-def _prefix_spaces(parts: list[dict[str, Any]]) -> Iterator[bool]:
-    """For each of `parts` that has such a setting: whether it puts a space before texts."""
-    for part in parts:
-        if part["type"] == "ByteLevel":
-            yield part["add_prefix_space"]
-        elif part["type"] == "Metaspace":
-            yield part["prepend_scheme"] != "never"
-        elif part["type"] == "Prepend":
-            yield True
 
 
 def _check_ids(tokenizer: Tokenizer, ids: dict[str, int], vocab_size: int, template: str) -> None:
@@ -318,6 +303,45 @@ def _default_template(templates: list[Any]) -> object:
         raise ReleaseError(
             "tokenizer_config.json: chat_template is no list of objects with name and template"
         ) from None
+
+
+def end_of_sequence_ids(
+    of_tokenizer: int | None, generation: dict[str, Any], config: dict[str, Any], vocab_size: int
+) -> tuple[int, ...]:
+    """The ids of the end-of-sequence tokens: the token that the tokenizer names, and the tokens
+    that generation_config.json names. If generation_config.json names none, the tokens that
+    config.json names are taken instead.
+
+    As in vLLM, the tokenizer's token is added to the others. A base model that was trained on
+    conversations often keeps its config, and then only the tokenizer names the token that ends a
+    message. Ids for which the network has no embedding, such as -1, are left out, because the
+    network cannot generate these tokens. Raises ReleaseError for a value that is no id.
+    """
+    file, named = "generation_config.json", generation.get("eos_token_id")
+    if named is None:
+        file, named = "config.json", config.get("eos_token_id")
+    found = [of_tokenizer, *(named if isinstance(named, list) else [named])]
+    try:
+        ids = dict.fromkeys(int(each) for each in found if each is not None)
+    except (TypeError, ValueError, OverflowError):
+        raise ReleaseError(
+            f"{file}: eos_token_id is {named!r}, which is neither a token id nor a list of such ids"
+        ) from None
+    return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
+
+
+def sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
+    """The defaults that a generation_config.json sets: field of a request → value. `do_sample` is
+    ignored, as in vLLM with `--generation-config auto`. Raises ReleaseError for a value that a
+    request must not have."""
+    given = {name: generation.get(name) for name in SAMPLING_FIELDS}
+    given["max_tokens"] = generation.get("max_new_tokens")
+    found = {name: value for name, value in given.items() if value is not None}
+    try:
+        request = CompletionRequest.model_validate({"prompt": "", **found})
+    except ValidationError as error:
+        raise ReleaseError(*faults_in("generation_config.json", error)) from None
+    return request.model_dump(include=set(found))
 
 
 def _token_name(value: object) -> str | None:

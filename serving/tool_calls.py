@@ -1,4 +1,4 @@
-"""Finds calls of tools in the text of an answer.
+"""Finds calls of tools in the text of an answer, and forces them.
 
 Models have no common format for calls. Each family of models uses the format of its chat template.
 The formats have the names of vLLM's option `--tool-call-parser`
@@ -15,17 +15,18 @@ The formats have the names of vLLM's option `--tool-call-parser`
 import json
 import re
 import secrets
-import string
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from pydantic_core import from_json
-
+from serving.chat_schemas import Tool, parse_object
 from serving.detokenizer import overlap
+from serving.engine import Grammar
+from serving.openai_schemas import schema_text
 from serving.settings import FormatName
 
+_DECODER = json.JSONDecoder()
 _NUM_ID_CHARACTERS = 9
 """Mistral's templates refuse ids of another length, and ids that are not alphanumeric."""
 _SEPARATORS = r"\s\[\],;"
@@ -70,7 +71,7 @@ FORMATS: dict[FormatName, ToolFormat] = {
 
 
 FORCED = ToolFormat("[", is_bare=True)
-"""The format of calls that `serving/tool_grammar.py` forces: an object, or a list of objects."""
+"""The format of calls that `tool_grammar` forces: an object, or a list of objects."""
 
 
 def format_of(template: str) -> ToolFormat:
@@ -82,28 +83,13 @@ def format_of(template: str) -> ToolFormat:
     return next(found, FORMATS["hermes"])
 
 
-@dataclass(frozen=True, kw_only=True)
-class ToolCall:
-    """One call of a tool by the model."""
-
-    name: str
-    arguments: str
-    """The arguments as JSON text."""
-    id: str
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The call as in an answer of OpenAI."""
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": self.id, "type": "function", "function": function}
-
-
 @dataclass
 class Found:
     """The text and the calls that became final with one piece of text."""
 
     text: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """Each as in an answer of OpenAI."""
 
 
 class ToolCallReader:
@@ -164,54 +150,77 @@ class ToolCallReader:
         """Add the calls that begin at `start` to `found`. Returns where the text continues."""
         place = start
         while (before := self._format.before_object.match(self._held, place)) is not None:
-            call, stop = self._read_call(before)
-            if call is None:
+            try:
+                _, stop = _DECODER.raw_decode(self._held, before.end())
+                found.calls.append(self._call(before, self._held[before.end() : stop]))
+            except (ValueError, RecursionError):
                 break
-            found.calls.append(call)
             place = stop
         after = self._format.after_calls.match(self._held, place)
         return after.end() if after is not None and place > start else start
 
-    def _read_call(self, before: re.Match[str]) -> tuple[ToolCall | None, int]:
-        try:
-            _, stop = _DECODER.raw_decode(self._held, before.end())
-        except (ValueError, RecursionError):
-            return None, 0
-        arguments: Any = parse_object(self._held[before.end() : stop])
-        if arguments is None:
-            return None, 0
+    def _call(self, before: re.Match[str], text: str) -> dict[str, Any]:
+        """The call with the JSON object `text`, after `before`. Raises ValueError if it is none."""
+        content: Any = parse_object(text)
         name = before.groupdict().get("name")
-        if name is None:
-            name = arguments.get("name")
-            arguments = arguments.get("arguments", arguments.get("parameters", {}))
-            if isinstance(arguments, str):  # some models write the arguments as JSON text already
-                arguments = parse_object(arguments)
-        is_bare = self._may_be_bare and before.end() == len(self._held) - len(self._held.lstrip())
+        if name is None and content is not None:
+            name = content.get("name")
+            content = content.get("arguments", content.get("parameters", {}))
+            if isinstance(content, str):  # some models write the arguments as JSON text already
+                content = parse_object(content)
+        is_bare = self._may_be_bare and not self._held[: before.end()].strip()
         if not isinstance(name, str) or (is_bare and name not in self._tools):
-            return None, 0
-        if not isinstance(arguments, dict):
-            return None, 0
-        try:
-            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        except ValueError:  # a number that is too large
-            return None, 0
-        return ToolCall(name=name, arguments=text, id=_new_id()), stop
+            raise ValueError("the call names no tool")
+        if not isinstance(content, dict):
+            raise ValueError("the arguments are no object")
+        # A number that is too large raises ValueError here.
+        arguments = json.dumps(content, ensure_ascii=False, allow_nan=False)
+        call_id = secrets.token_hex(_NUM_ID_CHARACTERS)[:_NUM_ID_CHARACTERS]
+        function = {"name": name, "arguments": arguments}
+        return {"id": call_id, "type": "function", "function": function}
 
 
-def parse_object(text: str) -> dict[str, Any] | None:
-    """The JSON object in `text`. None if `text` is something else. Also None if a request could not
-    contain the object either, for example because of NaN, half of a surrogate pair, or too many
-    levels."""
-    try:
-        content = from_json(text, allow_inf_nan=False)
-    except ValueError:
-        return None
-    return content if isinstance(content, dict) else None
+def tool_grammar(tools: list[Tool], *, is_list: bool) -> Grammar:
+    """A grammar that allows nothing but one call of one of `tools`, in the form
+    `{"name": …, "arguments": {…}}`. With `is_list`, it allows a list of one or more such calls.
+
+    As in vLLM, a forced call is plain JSON. The chat template may show a different format, which
+    the model uses for calls that are not forced.
+    """
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.function.name},
+                "arguments": {"$ref": f"#/$defs/{number}"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for number, tool in enumerate(tools)
+    ]
+    schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    if is_list:
+        schema = {"type": "array", "items": schema, "minItems": 1}
+    arguments = {
+        str(number): _with_root(tool.function.parameters or {"type": "object"}, f"#/$defs/{number}")
+        for number, tool in enumerate(tools)
+    }
+    # Compact: small models can go on with whitespace until there are no tokens left.
+    text = schema_text({**schema, "$defs": arguments}, whitespace_flexible=False)
+    return Grammar(kind="json_schema", text=text, param="tool_choice")
 
 
-_DECODER = json.JSONDecoder()
-
-
-def _new_id() -> str:
-    alphabet = string.ascii_letters + string.digits
-    return "".join(secrets.choice(alphabet) for _ in range(_NUM_ID_CHARACTERS))
+def _with_root(schema: Any, root: str) -> Any:
+    """`schema`, changed so that its references to its own parts are right when it stands at the
+    place `root` of a larger schema."""
+    if isinstance(schema, list):
+        return [_with_root(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: root + value[1:]
+        if name == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _with_root(value, root)
+        for name, value in schema.items()
+    }

@@ -23,7 +23,7 @@ def other_site(headers: Mapping[str, str]) -> str | None:
     The names in `headers` must be in lower case.
     """
     origin = headers.get("origin")
-    if origin is not None and origin.partition("://")[2].lower() != _host(headers).lower():
+    if origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower():
         return origin
     # Browsers do not send `Origin` with every request, so look at `Sec-Fetch-Site` too. Its value
     # `none` means that no page caused the request: the user typed the URL, for example.
@@ -42,14 +42,14 @@ def other_host(
     """
     if server is None or not _is_loopback(server[0]):
         return None
-    host, name = _host(headers), named_host(headers)
+    host, name = headers.get("host", ""), named_host(headers)
     is_known = is_loopback_name(name) or (name != "" and name in names)
     return None if host == "" or is_known else host
 
 
 def named_host(headers: Mapping[str, str]) -> str:
     """The host name in the header `Host`, in lower case. Empty if there is none."""
-    return host_name(f"//{_host(headers)}").removesuffix(".")
+    return host_name(f"//{headers.get('host', '')}").removesuffix(".")
 
 
 def is_loopback_name(name: str) -> bool:
@@ -64,10 +64,6 @@ def host_name(url: str) -> str:
         return urlsplit(url).hostname or ""
     except ValueError:
         return ""
-
-
-def _host(headers: Mapping[str, str]) -> str:
-    return headers.get("host", "")
 
 
 def _is_loopback(address: str) -> bool:

@@ -41,9 +41,9 @@ _ACKNOWLEDGED = slice(120, 128)
 """The place of `tcpi_bytes_acked` in `struct tcp_info` (linux/tcp.h). The size of the write buffer
 cannot replace this field: with uvloop, it does not change until a complete write is done."""
 
-Awaited = Literal["request", "headers", "body", "reading"]
+Awaited = Literal["idle", "headers", "body", "reading"]
 """What the client must do next: begin another request after an answer, send the headers of a
-request, send the rest of a body, or read an answer."""
+request, send the rest of a body, or read an answer. `Limits` has a time limit for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +69,8 @@ class Limits:
 
     def seconds(self, awaited: Awaited) -> float:
         """The time limit for what the client must do next."""
-        return {
-            "request": self.idle_seconds,
-            "headers": self.headers_seconds,
-            "body": self.body_seconds,
-            "reading": self.reading_seconds,
-        }[awaited]
+        limit: float = getattr(self, f"{awaited}_seconds")
+        return limit
 
 
 class Connection(HttpToolsProtocol):
@@ -152,7 +148,7 @@ class Connection(HttpToolsProtocol):
         if is_answered:
             if self.transport.get_write_buffer_size():
                 return "reading"
-            return "headers" if cycle is None or self._num_header_bytes else "request"
+            return "headers" if cycle is None or self._num_header_bytes else "idle"
         # If uvicorn has paused reading, the application has not yet taken the part of the body that
         # has arrived. The client then waits for the application.
         is_sending = cycle.more_body and not cycle.waiting_for_100_continue
@@ -258,9 +254,8 @@ class Server(uvicorn.Server):
     """uvicorn's server, which also checks from time to time whether its clients make progress."""
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % _TICKS_PER_CHECK == 0 and self.server_state.connections:
-            connections = connections_of(self.server_state.connections)
-            now = connections[0].loop.time() if connections else 0.0
-            for connection in connections:
+        if counter % _TICKS_PER_CHECK == 0:
+            now = asyncio.get_running_loop().time()
+            for connection in connections_of(self.server_state.connections):
                 connection.check_progress(now)
         return await super().on_tick(counter)

@@ -56,7 +56,7 @@ GOOD = {"model": "answers", "prompt": "Hello", "max_tokens": 4}
         ),
         ({"stop": [""]}, 400, "stop", "empty"),
         ({"stop": ["a"] * 1025}, 400, "stop", "1024"),
-        ({"logit_bias": {"x": 1}}, 400, "logit_bias", "'x'"),
+        ({"logit_bias": {"x": 1}}, 400, "logit_bias", '"x"'),
         ({"logit_bias": {"5": 101}}, 400, "logit_bias", "100"),
         ({"logit_bias": {"999": 1}}, 400, "logit_bias", "999"),
         ({"stop_token_ids": [999]}, 400, "stop_token_ids", "999"),

@@ -133,16 +133,7 @@ def test_a_slow_reader_of_several_sequences_holds_the_engine_up(tmp_path: Path) 
                 await asyncio.sleep(0)
             yield Step(finish_reason="length")
 
-    generations = make_generations(
-        request,
-        live,
-        (65,),
-        max_tokens=100,
-        num_sequences=3,
-        num_logprobs=None,
-        num_prompt_logprobs=None,
-        param="prompt",
-    )
+    generations = make_generations(request, live, (65,), "prompt")
 
     async def story() -> None:
         async with aclosing(generate(Counting(), live, generations, request)) as deltas:

@@ -63,6 +63,9 @@ def test_a_deadline_that_ends_as_the_barrier_opens_leaves_nobody_behind(
     admission = answers.admission
 
     async def story() -> None:
+        assert admission.live is not None
+        await answers.engine.stage(admission.live.release, admission.live.folder)
+        await answers.engine.commit(admission.live.id)
         with admission.closed():
             asking = asyncio.create_task(
                 answers.respond(

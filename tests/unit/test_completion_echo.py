@@ -7,9 +7,8 @@ import pytest
 from tokenizers import processors
 
 from serving.admission import LiveRelease
-from serving.answer import GeneratedSequence
 from serving.completions import plan_completion
-from serving.detokenizer import TokenText
+from serving.detokenizer import Delta, TokenText
 from serving.engine import TokenLogprob
 from serving.openai_schemas import CompletionRequest
 from serving.tokenizer import load_tokenizer
@@ -50,9 +49,9 @@ def test_offsets_point_into_the_echo(
     request = CompletionRequest.model_validate({**body, "echo": True, "logprobs": 0})
     plan = plan_completion(request, live)
     one = TokenLogprob(token_id=B, logprob=-1.0)
-    answered = GeneratedSequence(
+    answered = Delta(
         text="b",
-        tokens=[TokenText(token_id=B, offset=0, logprob=-1.0)],
+        tokens=(TokenText(token_id=B, offset=0, logprob=-1.0),),
         prompt_logprobs=(one,) * (len(offsets) - 1),
     )
     (choice,) = plan.choices([answered])

@@ -101,9 +101,10 @@ def test_calls_and_text_are_the_same_wherever_pieces_end(
     parts = read(name, answer, places)
     assert "".join(part.text for part in parts) == text
     found = [call for part in parts for call in part.calls]
-    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
-    assert all(call.id.isalnum() and len(call.id) == 9 for call in found)
-    assert len({call.id for call in found}) == len(found)
+    functions = [call["function"] for call in found]
+    assert [(each["name"], json.loads(each["arguments"])) for each in functions] == calls
+    assert all(call["id"].isalnum() and len(call["id"]) == 9 for call in found)
+    assert len({call["id"] for call in found}) == len(found)
 
 
 def read(name: FormatName, answer: str, cuts: list[int]) -> list[Found]:
@@ -115,7 +116,8 @@ def read(name: FormatName, answer: str, cuts: list[int]) -> list[Found]:
 
 
 def joined(parts: list[Found]) -> tuple[str, list[tuple[str, str]]]:
-    calls = [(call.name, call.arguments) for part in parts for call in part.calls]
+    functions = [call["function"] for part in parts for call in part.calls]
+    calls = [(each["name"], each["arguments"]) for each in functions]
     return "".join(part.text for part in parts), calls
 
 
