@@ -5,7 +5,7 @@ from jobs.spec import Resources
 from pipeline.paths import Home
 from pipeline.retrain.settings import RetrainSettings, SkipIf
 from pipeline.settings import PipelineSettings, Settings
-from receiver.retrain import RetrainRule
+from receiver.rules import RetrainRule
 
 
 def retrain_rules(settings: Settings, home: Home) -> tuple[RetrainRule, ...]:

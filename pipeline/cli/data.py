@@ -6,7 +6,9 @@ from typing import Annotated
 import typer
 
 from pipeline.cli.options import JsonOption, PipelineOption
+from pipeline.data_check import check_data, pipeline_of
 from pipeline.paths import Home
+from pipeline.settings import load_settings
 
 app = typer.Typer(help="Check the rows of a dataset before a push.", no_args_is_help=True)
 
@@ -31,9 +33,6 @@ def check(
 ) -> None:
     """Report which rows a job would train on if you pushed, and which rows are wrong. The exit code
     is 1 if a row or a file is wrong, or if there are no rows."""
-    from pipeline.data_check import check_data, pipeline_of
-    from pipeline.settings import load_settings
-
     settings = load_settings()
     chosen = pipeline_of(pipeline, folder, settings)
     report = check_data(folder, Home.find(), settings, chosen)

@@ -8,6 +8,7 @@ HTTP, as a user would.
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import shlex
@@ -16,31 +17,47 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
+import httpx
 import typer
 
+from pipeline.cli.demo_facts import QUESTIONS, first_commit, second_commit
+from pipeline.cli.env import environment
+from pipeline.cli.options import JsonOption
 from pipeline.cli.tables import print_table
 from pipeline.cli.up import up
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
+from pipeline.retrain.metrics import read_metrics
+from pipeline.settings import load_settings
+from pipeline.tokens import load_tokens
+
+app = typer.Typer()
 
 NAME = "facts"
 DATASET = "demo/facts"
 PIPELINE = (sys.executable, "-m", "pipeline")
+MAX_TOKENS = 12
+PAUSE_SECONDS = 0.05
+"""The pause between two requests. Without the pause, the server would use a whole core for this
+client, and the training would be slower."""
+WAIT_SECONDS = 60.0
 
 
+@app.command()
 def demo(
     engine: Annotated[
         Literal["torch", "vllm"], typer.Option(help="The engine that computes the answers.")
     ] = "torch",
     keep: Annotated[bool, typer.Option(help="Keep the stack running after the demo.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Push two commits to a dataset, and show how the model's answers change."""
     folder = Path(tempfile.mkdtemp(prefix="hotpush-demo-"))
@@ -84,12 +101,100 @@ def demo(
         raise typer.Exit(1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    text: str
+    release: str
+    first_token_at: float
+    """When the first token arrived (Unix time)."""
+
+
+def ask(server_url: str, name: str, prompt: str) -> Reply:
+    """Request one completion as a stream, at temperature 0. `name` is the pipeline's name.
+
+    Raises httpx.HTTPError. Raises PipelineError if the server breaks the answer off, or if the
+    answer does not come from exactly one release.
+    """
+    body = {
+        "model": name,
+        "prompt": prompt,
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "stop": "\n",
+        "stream": True,
+    }
+    text: list[str] = []
+    fingerprints: set[str] = set()
+    first_token_at = 0.0
+    with httpx.stream(
+        "POST", f"{server_url}/v1/completions", json=body, timeout=60, trust_env=False, verify=False
+    ) as response:
+        if response.is_error:
+            response.read()
+            response.raise_for_status()
+        for line in response.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                raise PipelineError(f"the server broke the answer off: {chunk['error']}")
+            first_token_at = first_token_at or time.time()
+            fingerprints.add(chunk["system_fingerprint"])
+            text.extend(choice["text"] for choice in chunk["choices"])
+    if len(fingerprints) != 1:
+        raise PipelineError(f"one answer came from {len(fingerprints)} releases: {fingerprints}")
+    return Reply(text="".join(text), release=fingerprints.pop(), first_token_at=first_token_at)
+
+
+class _Client:
+    """Sends the prompts again and again, in its own thread, until the `with` block ends."""
+
+    def __init__(self, server_url: str, name: str, prompts: Sequence[str]) -> None:
+        self._server_url, self._name, self._prompts = server_url, name, prompts
+        self._replies: list[Reply] = []
+        self._failures: list[str] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._send, name="demo-client")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def wait_for(self, release: str) -> float:
+        """Wait for an answer from this release; returns when its first token arrived (Unix time).
+        Raises PipelineError if no such answer comes within WAIT_SECONDS."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while time.monotonic() < deadline:
+            for reply in self._replies:
+                if reply.release == release:
+                    return reply.first_token_at
+            time.sleep(PAUSE_SECONDS)
+        raise PipelineError(f"no answer came from {release} within {WAIT_SECONDS:g} s")
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "sent": len(self._replies) + len(self._failures),
+            "failed": len(self._failures),
+            "by_release": dict(Counter(reply.release for reply in self._replies)),
+            "failures": self._failures[:5],
+        }
+
+    def _send(self) -> None:
+        for prompt in itertools.cycle(self._prompts):
+            try:
+                self._replies.append(ask(self._server_url, self._name, prompt))
+            except (httpx.HTTPError, PipelineError, ValueError, KeyError) as error:
+                self._failures.append(f"{type(error).__name__}: {error}")
+            if self._stop.wait(PAUSE_SECONDS):
+                return
+
+
 class _Demo:
     def __init__(self, checkout: Path, *, is_quiet: bool) -> None:
-        from pipeline.cli.env import environment
-        from pipeline.settings import load_settings
-        from pipeline.tokens import load_tokens
-
         settings = load_settings()
         self._home = Home.find()
         self._remote = f"{settings.hub_url}/datasets/{DATASET}"
@@ -105,9 +210,6 @@ class _Demo:
 
     def run(self) -> dict[str, Any]:
         """Run the demo; returns the report that `--json` prints."""
-        from pipeline.cli.demo_client import Client, ask
-        from pipeline.cli.demo_facts import QUESTIONS, first_commit, second_commit
-
         prompts = [prompt for prompt, _, _ in QUESTIONS]
         self.say(f"\nA first commit to {self._remote}")
         _run("git", "clone", "--quiet", self._remote, str(self._checkout), env=self._git_env)
@@ -120,7 +222,7 @@ class _Demo:
         self.say(
             "\nA second commit changes and adds facts. Meanwhile, a client keeps sending requests"
         )
-        with Client(self._server_url, NAME, prompts) as client:
+        with _Client(self._server_url, NAME, prompts) as client:
             release, second = self._push("Some facts changed, some are new", second_commit())
             second["first new token"] = client.wait_for(release)
         after = [ask(self._server_url, NAME, prompt) for prompt in prompts]
@@ -151,8 +253,6 @@ class _Demo:
     def _push(self, message: str, files: Mapping[str, str]) -> tuple[str, dict[str, float]]:
         """Push a commit, and wait for its job. Returns the id of the release that the job made, and
         step (such as `job started`) → the Unix time of the step."""
-        from pipeline.retrain.metrics import read_metrics
-
         for name, text in files.items():
             (self._checkout / name).write_text(text)
         self._git("add", "--all")

@@ -5,24 +5,36 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 
-from pipeline.cli import services
-from pipeline.cli.project import project_home
-from pipeline.cli.services import HostOption, PortOption
+from pipeline.cli.options import HostOption, JsonOption, PortOption, without_none
+from pipeline.cli.project import ChangesStack, project_home
 from pipeline.cli.tables import print_table
 from pipeline.cli.webhooks import hub_access
 from pipeline.errors import PipelineError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pipeline.hub.database import Database
-    from pipeline.hub.repositories.names import RepositoryName
-    from pipeline.hub.repositories.store import Repositories
-    from pipeline.traces import Traces
+from pipeline.hub.database import Database
+from pipeline.hub.discussions.store import open_refs
+from pipeline.hub.errors import HubInUse
+from pipeline.hub.repositories.garbage import collect_garbage
+from pipeline.hub.repositories.names import RepositoryName, repository_name
+from pipeline.hub.repositories.purge import plan_purge
+from pipeline.hub.repositories.purge import purge as purge_repository
+from pipeline.hub.repositories.store import Repositories
+from pipeline.hub.state_folder import stopped_hub
+from pipeline.hub.tokens.store import check_name, create_token, list_tokens, revoke_token
+from pipeline.job_store import open_job_store
+from pipeline.logs import log_to_stderr
+from pipeline.paths import Home
+from pipeline.settings import load_settings
+from pipeline.tokens import load_tokens
+from pipeline.traces import Traces, find_traces, jobs_in_the_way, needed_commits, remove_traces
+from receiver.webhooks import call_hub
+from serving.weights.release_removal import check_removable, remove, remove_replaced
+from serving.weights.release_store import release_number
 
 app = typer.Typer(
     help="Run the hub, which has the git repositories and the webhooks. Its default port is 8070.",
@@ -40,11 +52,32 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The name of t
 
 @app.callback()
 def hub(context: typer.Context, host: HostOption = None, port: PortOption = None) -> None:
-    if context.invoked_subcommand is None:
-        services.hub(host, port)
+    if context.invoked_subcommand is not None:
+        return
+    from pipeline.hub.app import create_app
+    from pipeline.hub.server import serve
+    from pipeline.push_remarks import PushRemarks
+
+    home, settings = Home.find(), load_settings()
+    log_to_stderr(settings.logs, "hub")
+    hub_settings = settings.hub.model_copy(update=without_none(host=host, port=port))
+    tokens = load_tokens(home.tokens_file)
+    with open_job_store(settings, home) as store:
+        app = create_app(
+            hub_settings,
+            home.hub_dir,
+            token=tokens.hub,
+            secret_key=tokens.key.encode(),
+            jobs_store=store,
+            needed_commits=partial(needed_commits, home, store),
+            remarks_on=PushRemarks(
+                [each for each in settings.pipelines if settings.is_on_own_hub(each)], home
+            ),
+        )
+        serve(app, hub_settings)
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def gc() -> None:
     """Remove each commit that nothing needs, and each large file that no commit names.
 
@@ -56,12 +89,8 @@ def gc() -> None:
     You can run this command while the hub is up, and also while the hub is down. A push to a
     repository waits while this command works on the repository.
     """
-    from pipeline.hub.repositories.garbage import collect_garbage
-    from pipeline.job_store import open_job_store
-    from pipeline.settings import load_settings
-    from pipeline.traces import needed_commits
 
-    def collect(database: "Database", repositories: "Repositories") -> dict[str, int]:
+    def collect(database: Database, repositories: Repositories) -> dict[str, int]:
         with open_job_store(load_settings(), home) as store:
             with database.read() as connection:
                 present = [one for one in repositories.all(connection) if one.folder.exists()]
@@ -84,7 +113,7 @@ def gc() -> None:
         print(f"removed {large_bytes / 1e6:,.1f} MB of large files that no commit names")
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def purge(
     repository: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository.")],
     sha: Annotated[str, typer.Argument(help="The commit: all 40 characters of its sha.")],
@@ -115,11 +144,6 @@ def purge(
     remove. If the command is interrupted, run it again. If the command finds nothing to remove, it
     fails.
     """
-    from pipeline.hub.repositories.names import repository_name
-    from pipeline.job_store import open_job_store
-    from pipeline.settings import load_settings
-    from pipeline.traces import find_traces, jobs_in_the_way, remove_traces
-
     owner, _, short = repository.partition("/")
     name = repository_name(type, owner, short)
     home, settings = project_home(), load_settings()
@@ -157,34 +181,28 @@ def purge(
     _print_what_stays(name, traces, releases)
 
 
-def _purge(method: Literal["GET", "POST"], name: "RepositoryName", sha: str) -> Any:
+def _purge(method: Literal["GET", "POST"], name: RepositoryName, sha: str) -> Any:
     """Returns what a purge of this commit removes from the repository, and the `names` of the
     repository. With the `method` POST, also carries out the purge; with GET, removes nothing."""
-    from pipeline.hub.discussions.store import open_refs
-    from pipeline.hub.repositories.purge import plan_purge, purge
 
-    def act(database: "Database", repositories: "Repositories") -> dict[str, Any]:
+    def act(database: Database, repositories: Repositories) -> dict[str, Any]:
         with database.read() as connection:
             found = repositories.find(connection, name)
             refs = open_refs(connection, found)
-        done = (plan_purge if method == "GET" else purge)(found, sha, refs)
+        done = (plan_purge if method == "GET" else purge_repository)(found, sha, refs)
         return {**done, "names": [found.name.id.lower()]}
 
     return _on_hub(act, method, f"purge/{name.type}s/{name.id}/{sha}")
 
 
 def _on_hub(
-    act: "Callable[[Database, Repositories], Any]",
+    act: Callable[[Database, Repositories], Any],
     method: Literal["GET", "POST", "DELETE"],
     path: str,
     query: dict[str, str] | None = None,
 ) -> Any:
     """If no hub runs, calls `act` in this process, and returns its result. If a hub runs, sends a
     request to this hub (`receiver.webhooks.call_hub`), and returns the JSON of the answer."""
-    from pipeline.hub.errors import HubInUse
-    from pipeline.hub.state_folder import stopped_hub
-    from receiver.webhooks import call_hub
-
     try:
         with stopped_hub(project_home().hub_dir) as (database, repositories):
             return act(database, repositories)
@@ -192,7 +210,7 @@ def _on_hub(
         return call_hub(method, path, **hub_access(None), query=query)
 
 
-def _removed(name: "RepositoryName", planned: Any, traces: "Traces", with_releases: bool) -> str:
+def _removed(name: RepositoryName, planned: Any, traces: Traces, with_releases: bool) -> str:
     """A list of what the purge removes: for the question before it, and for the last line."""
     parts = [
         f"{len(planned['commits'])} commits"
@@ -211,15 +229,12 @@ def _removed(name: "RepositoryName", planned: Any, traces: "Traces", with_releas
     return "; ".join(parts)
 
 
-def _shown(path: "Path", release_id: str) -> str:
+def _shown(path: Path, release_id: str) -> str:
     release = f"release {release_id} of {path.parent.name}"
     return release if path.name == release_id else f"{path} (a copy of {release})"
 
 
-def _remove_releases(traces: "Traces") -> None:
-    from serving.weights.release_removal import check_removable, remove, remove_replaced
-    from serving.weights.release_store import release_number
-
+def _remove_releases(traces: Traces) -> None:
     found = traces.releases | traces.later_releases
     for path, release_id in found.items():
         if path.name == release_id:
@@ -233,7 +248,7 @@ def _remove_releases(traces: "Traces") -> None:
             remove_replaced(path)
 
 
-def _print_what_stays(name: "RepositoryName", traces: "Traces", with_releases: bool) -> None:
+def _print_what_stays(name: RepositoryName, traces: Traces, with_releases: bool) -> None:
     trained = f"trained {'from' if name.type == 'model' else 'on'} a removed commit"
     for path in traces.unreadable:
         print(
@@ -259,7 +274,7 @@ def _print_what_stays(name: "RepositoryName", traces: "Traces", with_releases: b
         )
 
 
-@tokens.command()
+@tokens.command(cls=ChangesStack)
 def create(
     name: NameArgument,
     role: Annotated[
@@ -279,8 +294,6 @@ def create(
 
     You can run this command while the hub is up, and also while the hub is down.
     """
-    from pipeline.hub.tokens.store import check_name, create_token
-
     check_name(name)
     reaches = repository or []
     query = {"role": role} | ({"repositories": ",".join(reaches)} if reaches else {})
@@ -295,12 +308,8 @@ def create(
 
 
 @tokens.command(name="ls")
-def list_(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def list_(as_json: JsonOption = False) -> None:
     """List the tokens: their names, what they may do, and when they were last used."""
-    from pipeline.hub.tokens.store import list_tokens
-
     found = _on_hub(list_tokens, "GET", "tokens")
     if as_json:
         print(json.dumps(found, indent=2))
@@ -319,11 +328,9 @@ def list_(
     print_table(headings, rows, empty="No token yet; create one: pipeline hub tokens create NAME")
 
 
-@tokens.command()
+@tokens.command(cls=ChangesStack)
 def revoke(name: NameArgument) -> None:
     """Revoke a token. The hub refuses every later request that has this token."""
-    from pipeline.hub.tokens.store import check_name, revoke_token
-
     check_name(name)
     _on_hub(lambda database, _: revoke_token(database, name), "DELETE", f"tokens/{name}")
     print(f"revoked {name}")

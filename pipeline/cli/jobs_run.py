@@ -3,22 +3,23 @@
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
+from jobs.job import Job
+from jobs.store import JobStore
+from pipeline.by_hand import with_runner
 from pipeline.cli.job_access import follow_to_end, open_store, report_end
 from pipeline.cli.options import JsonOption, PipelineOption
 from pipeline.errors import PipelineError
+from pipeline.overrides import override
 from pipeline.paths import Home
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from jobs.job import Job
-    from jobs.store import JobStore
-    from pipeline.settings import PipelineSettings, Settings
+from pipeline.settings import PipelineSettings, Settings
+from pipeline.stack_record import running_settings, stale_settings
+from pipeline.submit import submit_command, submit_retraining
 
 
 def run(
@@ -88,10 +89,6 @@ def run(
     4 superseded by a swap to another release; 5 cancelled. If you gave a command, `jobs run` prints
     the command's output and exits with the command's exit code.
     """
-    from pipeline.overrides import override
-    from pipeline.stack_record import running_settings
-    from pipeline.submit import submit_command, submit_retraining
-
     home = Home.find()
     loaded = running_settings(home)
     changes = [f"train.mode={mode}"] if mode is not None else []
@@ -115,7 +112,7 @@ def run(
     else:
         chosen = override(loaded.pipeline(pipeline), changes)
 
-    def submit(store: "JobStore", hub_url: str) -> "Job":
+    def submit(store: JobStore, hub_url: str) -> Job:
         if command:
             return submit_command(
                 store,
@@ -144,17 +141,14 @@ def run(
 
 def run_to_end(
     home: Home,
-    settings: "Settings",
-    submit: "Callable[[JobStore, str], Job]",
+    settings: Settings,
+    submit: Callable[[JobStore, str], Job],
     *,
     detach: bool = False,
     as_json: bool = False,
 ) -> None:
     """Submit a job, and show it until it has ended. `submit` gets the job store and the hub's
     URL."""
-    from pipeline.by_hand import with_runner
-    from pipeline.stack_record import stale_settings
-
     if (changed := stale_settings(home)) is not None:
         print(f"pipeline: {changed}", file=sys.stderr)
     with with_runner(home, settings, detach=detach) as hub_url, open_store(home) as store:
@@ -167,8 +161,8 @@ def run_to_end(
 
 
 def _pipeline_of_command(
-    settings: "Settings", name: str | None, revision: str | None
-) -> "PipelineSettings | None":
+    settings: Settings, name: str | None, revision: str | None
+) -> PipelineSettings | None:
     """The pipeline whose environment variables the command gets. None if the command gets the
     variables of no pipeline.
 

@@ -4,16 +4,27 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
-from pipeline.cli import services
-from pipeline.cli.options import JsonOption
-from pipeline.cli.services import HostOption, PortOption
+from pipeline import space_deploy
+from pipeline.cli.options import HostOption, JsonOption, PortOption, without_none
+from pipeline.cli.project import ChangesStack
 from pipeline.cli.webhooks import hub_access, secrets_in
 from pipeline.errors import PipelineError
+from pipeline.job_store import open_job_store
+from pipeline.logs import log_to_stderr
+from pipeline.other_hubs import credentials_of_other_hubs
 from pipeline.paths import Home
+from pipeline.retrain.own_token import own_token
+from pipeline.retrain.settings import is_git_url
+from pipeline.rules import retrain_rules
+from pipeline.settings import load_settings
+from pipeline.tokens import load_tokens, secret_in_shell
+from receiver.senders import PushSender
+from receiver.settings import ReceiverSettings
+from receiver.tunnel import HubCredentials
 
 app = typer.Typer(
     help="Run the webhook receiver, which starts retraining jobs. Its default port is 7860.",
@@ -37,11 +48,41 @@ def receiver(
         typer.Option(help="The URL at which senders reach the receiver, if you use no tunnel."),
     ] = None,
 ) -> None:
-    if context.invoked_subcommand is None:
-        services.receiver(host, port, tunnel, public_url)
+    if context.invoked_subcommand is not None:
+        return
+    from receiver.monitoring import add_live_route, measure
+    from receiver.retrain import retrain_handler
+    from receiver.server import WebhooksServer
+
+    home, settings = Home.find(), load_settings()
+    log_to_stderr(settings.logs, "receiver")
+    tokens = load_tokens(home.tokens_file)
+    receiver_settings = {
+        **settings.receiver.model_dump(exclude_unset=True),
+        **without_none(tunnel=tunnel, public_url=public_url),
+    }
+    with open_job_store(settings, home) as store:
+        server = WebhooksServer(
+            webhook_secret=tokens.webhook,
+            settings=ReceiverSettings.model_validate(receiver_settings),
+            hubs=[
+                HubCredentials(endpoint=settings.hub_url, token=tokens.hub),
+                *credentials_of_other_hubs(settings, home, tokens),
+            ],
+            state_dir=home.root,
+            secret_in_shell=secret_in_shell(home.tokens_file),
+        )
+        measure(server)
+        add_live_route(server.app, store)
+        retrain = retrain_handler(store, retrain_rules(settings, home))
+        server.add_webhook("/retrain", knows_repeats=True)(retrain)
+        if any(is_git_url(pipeline.dataset) for pipeline in settings.pipelines):
+            for sender in get_args(PushSender):
+                server.add_webhook(f"/retrain/{sender}", proof=sender, knows_repeats=True)(retrain)
+        server.launch(server_name=host, server_port=port, share=server.settings.tunnel is not None)
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def deploy(
     space: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The Space.")],
     folder: Annotated[
@@ -76,9 +117,6 @@ def deploy(
     WEBHOOK_SECRET. The value of this secret is read from --secret-file. Without --secret-file, the
     value is the webhook secret of the stack.
     """
-    from pipeline import space_deploy
-    from pipeline.tokens import load_tokens, secret_in_shell
-
     if space.count("/") != 1 or not all(space.split("/")):
         raise PipelineError(f"{space!r} is not the name of a Space: write OWNER/NAME")
     tokens_file = Home.find().tokens_file
@@ -91,10 +129,12 @@ def deploy(
             raise PipelineError(f"{secret_file} has no line {space_deploy.SECRET}=VALUE")
         secret = found[space_deploy.SECRET]
         shown = '"$WEBHOOK_SECRET"'
-    access = _access(endpoint)
-    deployed = space_deploy.deploy(
-        space, folder, secret, endpoint=access[0], token=access[1], dry_run=dry_run
-    )
+    if endpoint is None:
+        access = hub_access(None)
+    else:
+        token = own_token(os.environ, load_tokens(tokens_file).hub)
+        access = {"endpoint": endpoint.rstrip("/"), "token": token}
+    deployed = space_deploy.deploy(space, folder, secret, **access, dry_run=dry_run)
     if as_json:
         print(json.dumps(asdict(deployed)))
         return
@@ -116,16 +156,3 @@ def deploy(
         f"  pipeline webhooks create --endpoint {endpoint} --url {url} "
         f"--watch dataset:OWNER/NAME --domain repo --secret {shown}"
     )
-
-
-def _access(endpoint: str | None) -> tuple[str, str | None]:
-    """The URL of the hub, and the token for this hub. If `endpoint` names another hub, the token is
-    the user's own token, or None if the user has no token."""
-    from pipeline.retrain.own_token import own_token
-    from pipeline.tokens import load_tokens
-
-    if endpoint is None:
-        access = hub_access(None)
-        return access["endpoint"], access["token"]
-    stack_token = load_tokens(Home.find().tokens_file).hub
-    return endpoint.rstrip("/"), own_token(os.environ, stack_token)

@@ -1,36 +1,55 @@
 """`pipeline status`: shows the services, the served release and its dataset commit, and the waiting
-and running jobs."""
+and running jobs. `pipeline doctor`: prints what is wrong with a stack, and what to do about it."""
 
 import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
 
 from pipeline.cli.options import JsonOption
 from pipeline.cli.project import project_home
+from pipeline.doctor import check_services, check_webhooks, examine, faults
+from pipeline.facts import Facts, state_of
 from pipeline.paths import Home
+from pipeline.settings import Settings
+from pipeline.stack_record import running_settings
+from receiver.errors import ReceiverError
 
-if TYPE_CHECKING:
-    from pipeline.settings import Settings
+app = typer.Typer()
 
 
-def status(
-    as_json: JsonOption = False,
-) -> None:
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Check the stack and its state folder. Report what is wrong and what to do about it. The exit
+    code is 1 if anything is wrong."""
+    home = project_home()
+    findings = examine(Facts(home, running_settings(home)))
+    if as_json:
+        print(json.dumps([finding.model_dump() for finding in findings]))
+    else:
+        for finding in findings:
+            print(f"{finding.level:5}  {finding.check}: {finding.message}")
+            if finding.next_step is not None:
+                print(f"       → {finding.next_step}")
+    if any(finding.level == "wrong" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def status(as_json: JsonOption = False) -> None:
     """Show the services, the served release and its dataset commit, and the waiting and running
     jobs."""
-    from pipeline.stack_record import running_settings
-
     home = project_home()
     report = status_report(home, running_settings(home))
     if as_json:
         print(json.dumps(report))
         return
-    from rich.console import Console
-    from rich.table import Table
-
     # The reason of an outcome may quote rows and settings. Switch off markup and emoji: otherwise
     # rich would read brackets and colons in such a reason as styles and emoji codes.
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
@@ -81,12 +100,8 @@ def status(
             console.print(f"  refused      {pipeline['refused']}")
 
 
-def status_report(home: Home, settings: "Settings") -> dict[str, Any]:
+def status_report(home: Home, settings: Settings) -> dict[str, Any]:
     """The report that `--json` prints."""
-    from pipeline.doctor import check_services, check_webhooks, faults
-    from pipeline.facts import Facts, state_of
-    from receiver.errors import ReceiverError
-
     facts, now = Facts(home, settings), time.time()
     record = facts.stack
     try:

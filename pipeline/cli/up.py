@@ -8,22 +8,33 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from pipeline.cli.project import project_home
+from jobs.errors import StoreError
+from jobs.process import is_alive
+from pipeline.cli.project import ChangesStack, project_home
 from pipeline.errors import PipelineError
+from pipeline.job_store import check_schemas, open_job_store
+from pipeline.journal import Journal
+from pipeline.orphans import STOP_SECONDS
+from pipeline.other_hubs import subscribe_at_other_hubs
 from pipeline.paths import Home
+from pipeline.services import services_of
+from pipeline.settings import Settings, load_settings
+from pipeline.stack import Stack, lock_stack
+from pipeline.stack_record import read_stack, suspended_stack
+from pipeline.subscriptions import subscribe
+from pipeline.tokens import load_tokens
 
-if TYPE_CHECKING:
-    from pipeline.settings import Settings
-
+app = typer.Typer()
 
 REPORT_SECONDS = 5.0
 """If `down` has waited for this long, it says what it waits for."""
 
 
+@app.command(cls=ChangesStack)
 def up(
     detach: Annotated[
         bool,
@@ -37,10 +48,6 @@ def up(
 ) -> None:
     """Start the stack: the hub, the receiver, the job runner, and one completion server for each
     pipeline. Run until Ctrl-C. Until then, restart each service that ends or hangs."""
-    from pipeline.job_store import check_schemas
-    from pipeline.services import services_of
-    from pipeline.settings import load_settings
-
     home = Home.find()
     settings = load_settings()
     settings.pipeline(settings.pipelines[0].name if settings.pipelines else None)
@@ -51,14 +58,6 @@ def up(
     if detach:
         _detach(home)
         return
-
-    from jobs.errors import StoreError
-    from pipeline.job_store import open_job_store
-    from pipeline.journal import Journal
-    from pipeline.other_hubs import subscribe_at_other_hubs
-    from pipeline.stack import Stack
-    from pipeline.subscriptions import subscribe
-    from pipeline.tokens import load_tokens
 
     # `down` sends SIGTERM. Make SIGTERM end the stack in the same way as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -104,12 +103,9 @@ def up(
         stack.stop()
 
 
+@app.command(cls=ChangesStack)
 def down() -> None:
     """Stop the stack of this state folder."""
-    from jobs.process import is_alive
-    from pipeline.orphans import STOP_SECONDS
-    from pipeline.stack_record import read_stack, suspended_stack
-
     home = project_home()
     record = read_stack(home)
     if record is None:
@@ -132,7 +128,7 @@ def down() -> None:
     print("stopped " + ", ".join(child.name for child in reversed(record.children)))
 
 
-def _where_to_push(settings: "Settings", home: Home) -> Iterator[str]:
+def _where_to_push(settings: Settings, home: Home) -> Iterator[str]:
     for pipeline in settings.pipelines:
         if not settings.is_on_own_hub(pipeline):
             hub = settings.other_hub(pipeline)
@@ -144,9 +140,6 @@ def _where_to_push(settings: "Settings", home: Home) -> Iterator[str]:
 
 
 def _detach(home: Home) -> None:
-    from pipeline.stack import lock_stack
-    from pipeline.stack_record import read_stack
-
     log = home.log_file("up")
     log.parent.mkdir(parents=True, exist_ok=True)
     # Empty the log, because the loop below must find only the lines of this start. Take the lock of

@@ -11,20 +11,31 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import typer
+from dotenv import dotenv_values
 
 from pipeline.cli.options import JsonOption, QuietOption
-from pipeline.cli.project import project_home
+from pipeline.cli.project import ChangesStack, project_home
 from pipeline.cli.tables import print_table
 from pipeline.errors import PipelineError
-
-if TYPE_CHECKING:
-    from receiver.webhooks import WebhookRecord
+from pipeline.stack_record import running_settings
+from pipeline.tokens import load_tokens
+from receiver.webhooks import (
+    WebhookRecord,
+    call_hub,
+    create_webhook,
+    delete_webhook,
+    disable_webhook,
+    enable_webhook,
+    get_webhook,
+    list_webhooks,
+    update_webhook,
+)
 
 app = typer.Typer(help="Manage the webhooks of a hub.", no_args_is_help=True)
 
@@ -86,28 +97,22 @@ def ls(
     endpoint: EndpointOption = None, as_json: JsonOption = False, quiet: QuietOption = False
 ) -> None:
     """List webhooks."""
-    from receiver.webhooks import list_webhooks
-
     webhooks = list_webhooks(**hub_access(endpoint))
-    if as_json:
-        print(json.dumps([_as_json(webhook) for webhook in webhooks]))
-    elif quiet:
-        print("".join(f"{webhook.id}\n" for webhook in webhooks), end="")
-    else:
-        rows = [
-            (
-                webhook.id,
-                webhook.status,
-                webhook.url or "(job)",
-                " ".join(map(str, webhook.watched)),
-                " ".join(webhook.domains),
-            )
-            for webhook in webhooks
-        ]
-        headings = ("id", "status", "url", "watched", "domains")
-        print_table(headings, rows, empty="No webhook yet.")
-        # Print the warnings to standard error, because scripts read the standard output. `create`
-        # and `update` need not print warnings: the Hub's client does so itself.
+    rows = [
+        (
+            webhook.id,
+            webhook.status,
+            webhook.url or "(job)",
+            " ".join(map(str, webhook.watched)),
+            " ".join(webhook.domains),
+        )
+        for webhook in webhooks
+    ]
+    headings = ("id", "status", "url", "watched", "domains")
+    _print_list(list(map(_as_json, webhooks)), headings, rows, "No webhook yet.", as_json, quiet)
+    # Print the warnings to standard error, because scripts read the standard output. `create` and
+    # `update` need not print warnings: the Hub's client does so itself.
+    if not (as_json or quiet):
         for webhook in webhooks:
             for warning in webhook.warnings:
                 print(f"{webhook.id}: {warning}", file=sys.stderr)
@@ -123,13 +128,11 @@ def info(
     quiet: QuietOption = False,
 ) -> None:
     """Print one webhook as JSON."""
-    from receiver.webhooks import get_webhook
-
     webhook = get_webhook(webhook_id, **hub_access(endpoint))
     print(webhook.id if quiet else json.dumps(_as_json(webhook), indent=2))
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def create(
     watch: WatchOption = None,
     url: UrlOption = None,
@@ -143,8 +146,6 @@ def create(
     quiet: QuietOption = False,
 ) -> None:
     """Create a webhook that posts to --url or starts a copy of the job --job-id."""
-    from receiver.webhooks import create_webhook
-
     with _errors_name_options():
         webhook = create_webhook(
             url=url,
@@ -158,7 +159,7 @@ def create(
     _report("created", webhook, as_json, quiet)
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def update(
     webhook_id: WebhookArgument,
     watch: WatchOption = None,
@@ -173,8 +174,6 @@ def update(
     quiet: QuietOption = False,
 ) -> None:
     """Change a webhook. If you give no option for a property, this property stays as it is."""
-    from receiver.webhooks import update_webhook
-
     with _errors_name_options():
         webhook = update_webhook(
             webhook_id,
@@ -189,7 +188,7 @@ def update(
     _report("updated", webhook, as_json, quiet)
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def enable(
     webhook_id: WebhookArgument,
     endpoint: EndpointOption = None,
@@ -197,12 +196,10 @@ def enable(
     quiet: QuietOption = False,
 ) -> None:
     """Enable a webhook that is disabled, or that the hub has suspended after failures."""
-    from receiver.webhooks import enable_webhook
-
     _report("enabled", enable_webhook(webhook_id, **hub_access(endpoint)), as_json, quiet)
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def disable(
     webhook_id: WebhookArgument,
     endpoint: EndpointOption = None,
@@ -210,12 +207,10 @@ def disable(
     quiet: QuietOption = False,
 ) -> None:
     """Disable a webhook. The hub keeps it, but delivers nothing until you enable it."""
-    from receiver.webhooks import disable_webhook
-
     _report("disabled", disable_webhook(webhook_id, **hub_access(endpoint)), as_json, quiet)
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def delete(
     webhook_id: WebhookArgument,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
@@ -224,17 +219,12 @@ def delete(
     quiet: QuietOption = False,
 ) -> None:
     """Delete a webhook for good."""
-    from receiver.webhooks import delete_webhook
-
     if not yes and (as_json or quiet):
         raise PipelineError("--json and --quiet cannot ask for confirmation; add --yes to delete")
     if not yes:
         typer.confirm(f"Are you sure you want to delete webhook '{webhook_id}'?", abort=True)
     delete_webhook(webhook_id, **hub_access(endpoint))
-    if as_json:
-        print(json.dumps({"id": webhook_id}))
-    else:
-        print(webhook_id if quiet else f"Webhook {webhook_id} is deleted")
+    _print({"id": webhook_id}, f"Webhook {webhook_id} is deleted", as_json, quiet)
 
 
 @app.command()
@@ -258,28 +248,23 @@ def deliveries(
     path = "deliveries" if webhook_id is None else f"webhooks/{webhook_id}/deliveries"
     wanted = {"limit": str(limit)} | ({} if status is None else {"status": status})
     found = _call("GET", path, endpoint, wanted)
-    if as_json:
-        print(json.dumps(found))
-    elif quiet:
-        print("".join(f"{one['id']}\n" for one in found), end="")
-    else:
-        rows = [
-            (
-                one["id"],
-                one["status"],
-                f"{one['scope']} {one['action']} {one['repository']}",
-                str(one["attempt"]),
-                "" if one["milliseconds"] is None else f"{one['milliseconds']:.0f}",
-                _answer(one),
-            )
-            for one in found
-        ]
-        headings = ("delivery", "status", "event", "attempts", "ms", "answer")
-        empty = "No delivery." if status is None else f"No {status} delivery."
-        print_table(headings, rows, empty=empty)
+    rows = [
+        (
+            one["id"],
+            one["status"],
+            f"{one['scope']} {one['action']} {one['repository']}",
+            str(one["attempt"]),
+            "" if one["milliseconds"] is None else f"{one['milliseconds']:.0f}",
+            _answer(one),
+        )
+        for one in found
+    ]
+    headings = ("delivery", "status", "event", "attempts", "ms", "answer")
+    empty = "No delivery." if status is None else f"No {status} delivery."
+    _print_list(found, headings, rows, empty, as_json, quiet)
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def replay(
     delivery_id: Annotated[
         str, typer.Argument(help="The id of a delivery, from `webhooks deliveries`.")
@@ -308,15 +293,11 @@ def replay(
     """
     path = f"deliveries/{delivery_id}/replay"
     sent = _call("POST", path, endpoint, {"force": "1"} if force else {})["delivery"]
-    if as_json:
-        print(json.dumps(sent))
-    elif quiet:
-        print(sent["id"])
-    else:
-        print(f"Delivery {delivery_id} is sent again" + (f" as {sent['id']}" if force else ""))
+    text = f"Delivery {delivery_id} is sent again" + (f" as {sent['id']}" if force else "")
+    _print(sent, text, as_json, quiet)
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def test(
     webhook_id: WebhookArgument,
     endpoint: EndpointOption = None,
@@ -332,15 +313,26 @@ def test(
     while sent["last_attempt_at"] is None and time.monotonic() < deadline:
         time.sleep(0.05)
         sent = _call("GET", f"deliveries/{sent['id']}", endpoint)["delivery"]
-    if as_json:
-        print(json.dumps(sent))
-    elif quiet:
-        print(sent["id"])
-    else:
-        waiting = "no attempt has ended yet; the hub may be busy with other deliveries"
-        print(f"Webhook {webhook_id}: {_answer(sent) or waiting}")
+    waiting = "no attempt has ended yet; the hub may be busy with other deliveries"
+    _print(sent, f"Webhook {webhook_id}: {_answer(sent) or waiting}", as_json, quiet)
     if sent["status"] != "delivered":
         raise typer.Exit(1)
+
+
+def _print_list(
+    found: Sequence[Mapping[str, Any]],
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    empty: str,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    if as_json:
+        print(json.dumps(found))
+    elif quiet:
+        print("".join(f"{one['id']}\n" for one in found), end="")
+    else:
+        print_table(headings, rows, empty=empty)
 
 
 def _answer(delivery: dict[str, Any]) -> str:
@@ -362,9 +354,6 @@ def hub_access(endpoint: str | None) -> HubAccess:
     itself, for example in HF_TOKEN."""
     if endpoint is not None:
         return {"endpoint": endpoint, "token": None}
-    from pipeline.stack_record import running_settings
-    from pipeline.tokens import load_tokens
-
     home = project_home()
     token = load_tokens(home.tokens_file).hub
     return {"endpoint": running_settings(home).hub_url, "token": token}
@@ -376,16 +365,19 @@ def _call(
     endpoint: str | None,
     query: dict[str, str] | None = None,
 ) -> Any:
-    from receiver.webhooks import call_hub
-
     return call_hub(method, path, **hub_access(endpoint), query=query)
 
 
 def secrets_in(file: str, option: str) -> dict[str, str]:
-    """The variables in `file`, with their values. If a line has only the name of a variable, the
-    value comes from this shell. Raises PipelineError if the shell has no such variable. `option` is
-    the command's option that names the file; error messages show this option."""
-    return _with_values(_lines_of(file, option))
+    """The variables in `file`, with their values; `-` is standard input. If a line has only the
+    name of a variable, the value comes from this shell. Raises PipelineError if the shell has no
+    such variable. `option` is the command's option that names the file; error messages show it."""
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PipelineError(f"{option} {file} cannot be read: {error}") from None
+    named = dotenv_values(stream=io.StringIO(text), interpolate=False)
+    return {name: _of_shell(name) if value is None else value for name, value in named.items()}
 
 
 def _secrets(given: list[str] | None, file: str | None) -> dict[str, str] | None:
@@ -393,36 +385,19 @@ def _secrets(given: list[str] | None, file: str | None) -> dict[str, str] | None
     is given. If both set the same variable, `--secrets` wins."""
     if given is None and file is None:
         return None
-    named = {} if file is None else _lines_of(file)
+    found = {} if file is None else secrets_in(file, "--secrets-file")
     for text in given or ():
         name, equals, value = text.partition("=")
-        named[name] = value if equals else None
-    return _with_values(named)
-
-
-def _with_values(named: Mapping[str, str | None]) -> dict[str, str]:
-    found = {}
-    for name, given_value in named.items():
-        secret = os.environ.get(name) if given_value is None else given_value
-        if secret is None:
-            raise PipelineError(
-                f"the secret {name} has no value; export {name} in this shell, or write {name}=…"
-            )
-        found[name] = secret
+        found[name] = value if equals else _of_shell(name)
     return found
 
 
-def _lines_of(file: str, option: str = "--secrets-file") -> dict[str, str | None]:
-    """Reads the file (`-` is standard input); returns name → value. The value is None if the line
-    has only a name. `option` is the command's option that names the file; error messages show this
-    option."""
-    from dotenv import dotenv_values
-
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PipelineError(f"{option} {file} cannot be read: {error}") from None
-    return dotenv_values(stream=io.StringIO(text), interpolate=False)
+def _of_shell(name: str) -> str:
+    if (value := os.environ.get(name)) is None:
+        raise PipelineError(
+            f"the secret {name} has no value; export {name} in this shell, or write {name}=…"
+        )
+    return value
 
 
 @contextmanager
@@ -437,12 +412,13 @@ def _errors_name_options() -> Iterator[None]:
         raise PipelineError(words) from None
 
 
-def _as_json(webhook: "WebhookRecord") -> Mapping[str, Any]:
+def _as_json(webhook: WebhookRecord) -> Mapping[str, Any]:
     return webhook.model_dump(mode="json", exclude={"secret"})
 
 
-def _report(verb: str, webhook: "WebhookRecord", as_json: bool, quiet: bool) -> None:
-    if as_json:
-        print(json.dumps(_as_json(webhook)))
-    else:
-        print(webhook.id if quiet else f"Webhook {webhook.id} is {verb}")
+def _report(verb: str, webhook: WebhookRecord, as_json: bool, quiet: bool) -> None:
+    _print(_as_json(webhook), f"Webhook {webhook.id} is {verb}", as_json, quiet)
+
+
+def _print(found: Mapping[str, Any], text: str, as_json: bool, quiet: bool) -> None:
+    print(json.dumps(found) if as_json else found["id"] if quiet else text)

@@ -4,7 +4,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
-from pipeline.cli.demo_client import ask
+from pipeline.cli.demo import ask
 from pipeline.errors import PipelineError
 from tests.serving_fixtures import running
 
