@@ -17,15 +17,12 @@ any release, and it does not touch the hub's part of the state folder. The hub u
 
 import shutil
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from jobs.folder import SPEC
+from jobs.folder import SPEC, read_json
 from jobs.job import Job
-from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.paths import Home
 from pipeline.retrain.job_folder import SNAPSHOT
@@ -43,6 +40,26 @@ PURGED = (
 
 Key = tuple[str | None, str | None]
 """The name of a pipeline, and the id of one of its releases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedRelease:
+    """A release that was trained on one of the commits of the dataset, or from one of the commits
+    of the base model; or a copy of it (`replaced_folders`)."""
+
+    folder: Path
+    release_id: str
+    is_later: bool
+    """The release was not trained on the commits themselves: its training started from another such
+    release."""
+
+    @property
+    def is_copy(self) -> bool:
+        return self.folder.name != self.release_id
+
+    def __str__(self) -> str:
+        release = f"release {self.release_id} of {self.folder.parent.name}"
+        return f"{self.folder} (a copy of {release})" if self.is_copy else release
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +83,7 @@ class Traces:
     job_ids: tuple[str, ...] = ()
     """The jobs that were started for one of the commits, or that read rows of one of the commits.
     """
-    releases: dict[Path, str] = field(default_factory=dict)
-    """The releases that were trained on one of the commits of the dataset, or from one of the
-    commits of the base model; and their copies (`replaced_folders`). Folder → id of the release."""
-    later_releases: dict[Path, str] = field(default_factory=dict)
-    """The releases whose training started from a release in `releases`, or from another release in
-    `later_releases`; and their copies."""
+    releases: tuple[TracedRelease, ...] = ()
     unreadable: tuple[Path, ...] = ()
     """The releases and copies whose manifest cannot be read. So nobody knows on which commit they
     were trained, and they may have been trained on one of these commits."""
@@ -127,21 +139,23 @@ def find_traces(
     if type == "space":
         return Traces()
     is_dataset = type == "dataset"
-    folders = tuple(_job_folders(home, commits)) if is_dataset else ()
+    folders = _job_folders(home, commits) if is_dataset else []
     ids = {folder.name for folder in folders if "." not in folder.name}
     if is_dataset:
         ids |= {job.id for sha in commits for job in store.of_commit(sha)}
-    caches = tuple((_caches if is_dataset else _base_models)(home, names, commits))
+    caches = _caches(home, type, names, commits)
     stored, unreadable = _stored_releases(home)
     trained, later = _trained_on(stored, store.list(), type, commits)
-    keys = {path: _key(path, release) for path, release in stored.items()}
     return Traces(
-        caches=caches,
+        caches=tuple(caches),
         num_downloads=sum(_has_commit(each, commits) for each in caches),
-        job_folders=folders,
+        job_folders=tuple(folders),
         job_ids=tuple(sorted(ids)),
-        releases={path: stored[path].id for path, key in keys.items() if key in trained},
-        later_releases={path: stored[path].id for path, key in keys.items() if key in later},
+        releases=tuple(
+            TracedRelease(folder=path, release_id=release.id, is_later=key in later)
+            for path, release in stored.items()
+            if (key := _key(path, release)) in trained | later
+        ),
         unreadable=tuple(unreadable),
     )
 
@@ -162,68 +176,46 @@ def remove_traces(home: Home, traces: Traces, store: JobStore) -> None:
     store.replace_reasons(traces.job_ids, PURGED)
 
 
-def _caches(home: Home, names: Collection[str], commits: Collection[str]) -> Iterator[Path]:
-    known = {f"datasets--{name.replace('/', '--')}" for name in names}
+def _caches(home: Home, type: str, names: Collection[str], commits: Collection[str]) -> list[Path]:
+    if type == "model":
+        return _downloads(home.bases_dir / "hub", type, names, commits)
+    caches = []
     for folder in home.snapshots_dir.glob("*/"):
-        downloads = [
-            each
-            for each in folder.glob("datasets--*")
-            if each.name.lower() in known or _has_commit(each, commits)
-        ]
-        if downloads:
-            yield folder / FOLLOWED
-            yield from downloads
+        if downloads := _downloads(folder, type, names, commits):
+            caches += [folder / FOLLOWED, *downloads]
+    return caches
 
 
-def _base_models(home: Home, names: Collection[str], commits: Collection[str]) -> Iterator[Path]:
-    known = {f"models--{name.replace('/', '--')}" for name in names}
-    for download in (home.bases_dir / "hub").glob("models--*"):
-        if download.name.lower() in known or _has_commit(download, commits):
-            yield download
+def _downloads(
+    folder: Path, type: str, names: Collection[str], commits: Collection[str]
+) -> list[Path]:
+    known = {f"{type}s--{name.replace('/', '--')}" for name in names}
+    return [
+        each
+        for each in folder.glob(f"{type}s--*")
+        if each.name.lower() in known or _has_commit(each, commits)
+    ]
 
 
 def _has_commit(download: Path, commits: Collection[str]) -> bool:
     return any((download / "snapshots" / sha).exists() for sha in commits)
 
 
-def _job_folders(home: Home, commits: Collection[str]) -> Iterator[Path]:
-    for folder in sorted(home.jobs_dir.glob("j*/")):
-        if not _commits_of_job(folder).isdisjoint(commits):
-            yield folder
+def _job_folders(home: Home, commits: Collection[str]) -> list[Path]:
+    folders = sorted(home.jobs_dir.glob("j*/"))
+    return [each for each in folders if not _commits_of_job(each).isdisjoint(commits)]
 
 
-class _Revision(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    sha: str
-
-
-class _Snapshot(BaseModel):
-    """The fields of a `DatasetSnapshot` that this module needs. All other fields are ignored, so
-    that files of other versions of hotpush can be read too."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    revision: _Revision
-    base: _Revision | None = None
-
-
-def _commits_of_job(job_folder: Path) -> set[str | None]:
+def _commits_of_job(job_folder: Path) -> set[str]:
     """The commit for which the job of this folder was started, and the commits whose rows the job
     read. Empty if no file in the folder names a commit."""
-    shas: set[str | None] = set()
-    try:
-        spec = JobSpec.model_validate_json((job_folder / SPEC).read_bytes())
-        if spec.revisions is not None:
-            shas.add(spec.revisions.new_sha)
-    except (OSError, ValidationError):
-        pass  # not the folder of a job, or the job never started
-    try:
-        snapshot = _Snapshot.model_validate_json((job_folder / SNAPSHOT).read_bytes())
-        shas |= {snapshot.revision.sha, snapshot.base.sha if snapshot.base else None}
-    except (OSError, ValidationError):
-        pass  # the job read no rows
-    return shas
+    spec = read_json(job_folder / SPEC) or {}
+    snapshot = read_json(job_folder / SNAPSHOT) or {}
+    commits = [
+        (spec.get("revisions") or {}).get("new_sha"),
+        *((snapshot.get(key) or {}).get("sha") for key in ("revision", "base")),
+    ]
+    return {sha for sha in commits if sha is not None}
 
 
 def _trained_on(

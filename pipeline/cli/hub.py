@@ -6,7 +6,6 @@ import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -170,7 +169,7 @@ def purge(
     # repository does not have the commit: an interrupted purge may have left some of its files.
     _purge("POST", name, sha)
     is_found = planned["is_there"] or traces.job_folders or traces.num_downloads
-    if not is_found and not (releases and (traces.releases or traces.later_releases)):
+    if not is_found and not (releases and traces.releases):
         _print_what_stays(name, traces, releases)
         raise PipelineError(
             f"the {name} does not have the commit {sha}, and neither a job folder nor a download "
@@ -212,40 +211,33 @@ def _on_hub(
 
 def _removed(name: RepositoryName, planned: Any, traces: Traces, with_releases: bool) -> str:
     """A list of what the purge removes: for the question before it, and for the last line."""
-    parts = [
-        f"{len(planned['commits'])} commits"
-        if planned["is_there"]
-        else "no commits, because none is in the repository"
-    ]
+    parts = ["no commits, because none is in the repository"]
+    if planned["is_there"]:
+        parts = [f"{len(planned['commits'])} commits"]
     if name.type == "dataset":
-        parts += [
-            f"{len(traces.job_folders)} job folders",
-            "the copies of the dataset that jobs have downloaded",
-        ]
+        parts.append(f"{len(traces.job_folders)} job folders")
+        parts.append("the copies of the dataset that jobs have downloaded")
     else:
-        parts += [str(path) for path in traces.caches]
+        parts += map(str, traces.caches)
     if with_releases:
-        parts += [_shown(*each) for each in (traces.releases | traces.later_releases).items()]
+        parts += map(str, traces.releases)
     return "; ".join(parts)
 
 
-def _shown(path: Path, release_id: str) -> str:
-    release = f"release {release_id} of {path.parent.name}"
-    return release if path.name == release_id else f"{path} (a copy of {release})"
-
-
 def _remove_releases(traces: Traces) -> None:
-    found = traces.releases | traces.later_releases
-    for path, release_id in found.items():
-        if path.name == release_id:
-            check_removable(path.parent, release_id)
+    for each in traces.releases:
+        if not each.is_copy:
+            check_removable(each.folder.parent, each.release_id)
     # Remove the newest first. A later release is found by its parent, so if this command is
     # interrupted, the next one still finds all that remains.
-    for path in sorted(found, key=lambda path: release_number(found[path]), reverse=True):
-        if path.name == found[path]:
-            remove(path.parent, path.name)
+    newest_first = sorted(
+        traces.releases, key=lambda each: release_number(each.release_id), reverse=True
+    )
+    for each in newest_first:
+        if each.is_copy:
+            remove_replaced(each.folder)
         else:
-            remove_replaced(path)
+            remove(each.folder.parent, each.release_id)
 
 
 def _print_what_stays(name: RepositoryName, traces: Traces, with_releases: bool) -> None:
@@ -255,23 +247,17 @@ def _print_what_stays(name: RepositoryName, traces: Traces, with_releases: bool)
             f"{path} stays, because its manifest cannot be read. So nobody knows whether it was "
             f"{trained}. To remove it: rm -r {shlex.quote(str(path))}"
         )
-    if with_releases:
+    if with_releases or not traces.releases:
         return
-    for words, found in (
-        (f"was {trained}", traces.releases),
-        ("was trained from the weights of such a release", traces.later_releases),
-    ):
-        for path, release_id in found.items():
-            way = (
-                "" if path.name == release_id else f"; to remove it: rm -r {shlex.quote(str(path))}"
-            )
-            print(f"{_shown(path, release_id)} {words}{way}")
-    if traces.releases or traces.later_releases:
-        print(
-            "To remove such a release: pipeline releases rm ID. A served, pending or pinned "
-            "release cannot be removed. If the release is served, first train without the commit, "
-            "or run: pipeline releases rollback"
-        )
+    later = "trained from the weights of such a release"
+    for each in sorted(traces.releases, key=lambda each: each.is_later):
+        way = f"; to remove it: rm -r {shlex.quote(str(each.folder))}" if each.is_copy else ""
+        print(f"{each} was {later if each.is_later else trained}{way}")
+    print(
+        "To remove such a release: pipeline releases rm ID. A served, pending or pinned release "
+        "cannot be removed. If the release is served, first train without the commit, or run: "
+        "pipeline releases rollback"
+    )
 
 
 @tokens.command(cls=ChangesStack)
