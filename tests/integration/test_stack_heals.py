@@ -63,6 +63,11 @@ def child(home: Home, name: str) -> Child:
     return next(child for child in record.children if child.name == name)
 
 
+def has_answered(stack: Stack, name: str) -> bool:
+    watch = stack._running[name].watch
+    return watch is not None and watch._has_answered
+
+
 @pytest.mark.parametrize("name", ["hub", "runner"])
 def test_a_stopped_service_is_killed_and_started_again(name: str, home: Home) -> None:
     service = {"hub": hub_service(load_settings()), "runner": RUNNER}[name]
@@ -74,7 +79,7 @@ def test_a_stopped_service_is_killed_and_started_again(name: str, home: Home) ->
         log = make_long(home.log_file(name))
         events += stack.check_services()  # watches from now on
         assert has_been_rotated(log)
-        until(lambda: stack._watches[name]._has_answered)
+        until(lambda: has_answered(stack, name))
         os.kill(before.pid, signal.SIGSTOP)
 
         def is_said_to_be_silent() -> bool:
@@ -122,7 +127,7 @@ def test_a_service_that_cannot_be_started_is_tried_again_while_the_others_stay_u
 
         def check() -> bool:
             events.extend(stack.check_services())
-            return stack._restarts.get("hub", 0) >= 3
+            return stack._running["hub"].restarts >= 3
 
         until(check)
         assert [event for event in events if "could not be started: " in event] == events[1:]
