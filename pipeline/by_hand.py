@@ -18,7 +18,6 @@ from contextlib import contextmanager, nullcontext
 from jobs.attempt_tokens import attempt_token
 from jobs.job import Job
 from jobs.settings import JobsSettings
-from pipeline import settings_copy
 from pipeline.after_jobs import after_jobs
 from pipeline.job_store import check_schemas, open_job_store
 from pipeline.logs import log_to_stderr
@@ -26,7 +25,7 @@ from pipeline.newest_commit import head_finder
 from pipeline.paths import Home, settings_file
 from pipeline.retrain.own_token import OWN_TOKEN, token_of_shell
 from pipeline.services import RUNNER, Service, hub_service
-from pipeline.settings import Settings, load_settings
+from pipeline.settings import SETTINGS_COPY, Settings, load_settings
 from pipeline.stack import Stack
 from pipeline.stack_record import at_running_stack, read_stack
 from pipeline.tokens import Tokens, load_tokens
@@ -52,11 +51,11 @@ _KEPT_FROM_JOBS = (
     "WEBHOOK_SECRET",
     "PIPELINE_SECRET_KEY",
     "PIPELINE_SERVING__API_KEY",
-    settings_copy.VARIABLE,
+    SETTINGS_COPY,
 )
 """Environment variables of the runner that are not passed on to the jobs. `PIPELINE_SECRET_KEY`
 decrypts the secrets of all jobs and webhooks, and makes valid tokens for any job.
-`settings_copy.VARIABLE` makes a process read the stack's copy of the settings file; a job must not
+`SETTINGS_COPY` makes a process read the stack's copy of the settings file; a job must not
 get it, because a job may choose another settings file. Some jobs get the stack's `WEBHOOK_SECRET`
 from `_attempt_variables`."""
 

@@ -79,7 +79,7 @@ class Home:
     @property
     def settings_copy(self) -> Path:
         """While a stack is up, this file holds the settings file as it was when the stack was
-        started (`pipeline/settings_copy.py`)."""
+        started (`write_settings_copy`)."""
         return self.root / "settings.toml"
 
     @property

@@ -11,6 +11,7 @@ import json
 import os
 import tomllib
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Annotated, Any
 
 from pydantic import (
@@ -34,7 +35,7 @@ from jobs.settings import JobsSettings
 from pipeline.errors import PipelineError
 from pipeline.hub.settings import HubSettings, http_url
 from pipeline.logs import LogSettings
-from pipeline.paths import settings_file
+from pipeline.paths import Home, settings_file
 from pipeline.retrain.base_model import HUB_ID, PRESETS
 from pipeline.retrain.settings import (
     HUGGING_FACE,
@@ -44,7 +45,6 @@ from pipeline.retrain.settings import (
     TrainSettings,
     is_git_url,
 )
-from pipeline.settings_copy import copy_or_file
 from pipeline.settings_paths import absolute_path, with_absolute_paths
 from receiver.settings import ReceiverSettings
 from serving.settings import ServingSettings
@@ -52,6 +52,9 @@ from serving.settings import ServingSettings
 HANG_SECONDS = 60.0
 SECRET_KEYS = ("api_key", "database_url")
 """Keys whose value is not shown. A database URL may contain a password."""
+SETTINGS_COPY = "PIPELINE_SETTINGS_COPY"
+"""The services of a stack get the path of the copy (`write_settings_copy`) in this environment
+variable."""
 
 
 class PipelineSettings(BaseModel):
@@ -187,7 +190,11 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        file = copy_or_file(settings_file())
+        copy = Home.find().settings_copy
+        # A program that a service starts may inherit the variable. But if the program works with
+        # another state folder, the copy is not meant for it.
+        is_in_stack = os.environ.get(SETTINGS_COPY) == str(copy) and copy.exists()
+        file = copy if is_in_stack else settings_file()
         return (env_settings, TomlConfigSettingsSource(settings_cls, file))
 
     @field_validator("*")
@@ -273,6 +280,18 @@ class Settings(BaseSettings):
 
     def server_url(self, pipeline: PipelineSettings) -> str:
         return http_url(self.serving.host, self.server_port(pipeline))
+
+
+def write_settings_copy(home: Home) -> None:
+    """Copy the settings file into the state folder. The services of a stack read this copy. So a
+    service that is started again gets the settings that the stack was started with, even if the
+    settings file has changed. If there is no settings file, the copy is empty."""
+    file = settings_file()
+    # Only the owner may read a temporary file, and so the copy: settings may contain passwords.
+    with NamedTemporaryFile(dir=home.root, prefix=".settings-", delete=False) as draft:
+        draft.write(file.read_bytes() if file.exists() else b"")
+    # Replace the copy in one step, because a process of an earlier stack may read it now.
+    os.replace(draft.name, home.settings_copy)
 
 
 def no_settings_file() -> PipelineError:

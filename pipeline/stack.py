@@ -30,9 +30,12 @@ from pipeline.liveness import (
 from pipeline.log_files import rotate
 from pipeline.paths import Home, settings_file
 from pipeline.services import Service, check_port
-from pipeline.settings import HANG_SECONDS, settings_digest
-from pipeline.settings_copy import VARIABLE as SETTINGS_COPY
-from pipeline.settings_copy import write_copy
+from pipeline.settings import (
+    HANG_SECONDS,
+    SETTINGS_COPY,
+    settings_digest,
+    write_settings_copy,
+)
 from pipeline.stack_record import Child, StackRecord, last_record
 
 logger = logging.getLogger(__name__)
@@ -118,7 +121,7 @@ class Stack:
         self._lock = lock_stack(self._home)
         _end_orphans(self._home)
         try:
-            write_copy(settings_file(), self._home.settings_copy)
+            write_settings_copy(self._home)
             for service in self._services:
                 check_port(service)
             for service in self._services:

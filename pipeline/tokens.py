@@ -4,7 +4,9 @@ Only the owner of the file may read it."""
 import json
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from cryptography.fernet import Fernet
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -84,18 +86,13 @@ def _create(file: Path) -> None:
         webhook=secrets.token_urlsafe(32),
         key=Fernet.generate_key().decode(),
     )
-    draft = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as stream:
-        json.dump(tokens.model_dump(), stream, indent=2)
-        stream.flush()
-        os.fsync(stream.fileno())
-    try:
+    # Only the owner may read a temporary file.
+    with NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.") as draft:
+        json.dump(tokens.model_dump(), draft, indent=2)
+        draft.flush()
+        os.fsync(draft.fileno())
         # Use a link, because a rename would overwrite an existing file. If two processes create the
         # tokens at the same time, only the first link succeeds. Both processes then read the same
         # tokens.
-        os.link(draft, file)
-    except FileExistsError:
-        pass
-    finally:
-        draft.unlink()
+        with suppress(FileExistsError):
+            os.link(draft.name, file)
