@@ -21,13 +21,12 @@ from pipeline.hub.database import check_schema
 from pipeline.hub.errors import HubError
 from pipeline.job_store import jobs_schema
 from pipeline.journal import WAYS_ON, next_step
-from pipeline.other_hubs import check_other_hubs
 from pipeline.paths import settings_file
 from pipeline.probes import port_fault
 from pipeline.services import services_of
 from pipeline.settings import PipelineSettings
 from pipeline.stack_record import stale_settings, suspended_stack
-from pipeline.subscriptions import ROUTE, own_webhook_id, unwatched_datasets
+from pipeline.subscriptions import ROUTE, check_other_hubs, own_webhook_id, unwatched_datasets
 from pipeline.tokens import read_tokens
 from receiver.errors import NotAllowed, ReceiverError
 from receiver.webhooks import WebhookRecord

@@ -15,12 +15,12 @@ from pipeline.cli.webhooks import hub_access, secrets_in
 from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
 from pipeline.logs import log_to_stderr
-from pipeline.other_hubs import credentials_of_other_hubs
 from pipeline.paths import Home
 from pipeline.retrain.own_token import own_token
 from pipeline.retrain.settings import is_git_url
 from pipeline.rules import retrain_rules
 from pipeline.settings import load_settings
+from pipeline.subscriptions import credentials_of_other_hubs
 from pipeline.tokens import load_tokens, secret_in_shell
 from receiver.senders import PushSender
 from receiver.settings import ReceiverSettings

@@ -18,13 +18,12 @@ from pipeline.cli.project import ChangesStack, project_home
 from pipeline.errors import PipelineError
 from pipeline.job_store import check_schemas, open_job_store
 from pipeline.journal import Journal
-from pipeline.other_hubs import subscribe_at_other_hubs
 from pipeline.paths import Home
 from pipeline.services import services_of
 from pipeline.settings import Settings, load_settings
 from pipeline.stack import STOP_SECONDS, Stack, lock_stack
 from pipeline.stack_record import read_stack, suspended_stack
-from pipeline.subscriptions import subscribe
+from pipeline.subscriptions import subscribe, subscribe_at_other_hubs
 from pipeline.tokens import load_tokens
 
 app = typer.Typer()
