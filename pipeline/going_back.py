@@ -29,7 +29,7 @@ def record_going_back(pipeline_dir: Path, former: str | None, release: str) -> N
 def went_back(pipeline_dir: Path, served: str) -> dict[str, Any] | None:
     """The record, and the number of changed rows that the served release has not learned. None if
     nobody went back to the served release."""
-    record = read_json(pipeline_dir / FILE)
+    record: dict[str, Any] | None = read_json(pipeline_dir / FILE)
     if record is None or record["release"] != served:
         return None
     return record | {"changed_rows": _changed_rows(pipeline_dir, record["former"], served)}

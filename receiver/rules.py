@@ -1,6 +1,7 @@
 """Decides which pipelines an event retrains, and makes the spec of each job (`JobSpec`). This
 module reads and writes no files."""
 
+import itertools
 import re
 import sys
 from collections.abc import Sequence
@@ -105,14 +106,16 @@ def decide(payload: WebhookPayload, rules: Sequence[RetrainRule]) -> tuple[JobSp
         return "no ref changed"
 
     specs = []
-    reasons: list[str] = []
-    for rule in watching:
-        for update in updates:
-            reason = _why_not_retrained(update, rule)
-            if reason is not None:
-                reasons.append(reason)
-            else:
-                specs.append(_spec(rule, update))
+    reasons = []
+    for rule, update in itertools.product(watching, updates):
+        reason = _why_not_retrained(update, rule)
+        if reason is not None:
+            reasons.append(reason)
+        else:
+            revisions = RevisionRange(
+                repo=rule.dataset, ref=rule.ref, old_sha=update.oldSha, new_sha=update.newSha
+            )
+            specs.append(rule.job_spec(revisions))
     return tuple(specs) or "; ".join(dict.fromkeys(reasons))
 
 
@@ -178,13 +181,6 @@ def _why_not_retrained(update: UpdatedRef, rule: RetrainRule) -> str | None:
     if update.newSha == update.oldSha:
         return f"{name} did not change"
     return None
-
-
-def _spec(rule: RetrainRule, update: UpdatedRef) -> JobSpec:
-    assert update.newSha is not None
-    return rule.job_spec(
-        RevisionRange(repo=rule.dataset, ref=rule.ref, old_sha=update.oldSha, new_sha=update.newSha)
-    )
 
 
 def _bare_url(url: str) -> str:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from receiver import listen
 from receiver.errors import OpenToEveryone
-from receiver.guard import RequestGuard, guarded_route
+from receiver.guard import IdempotencyCache, RequestGuard, guarded_route
 from receiver.handlers import (
     REFUSALS,
     RegisteredWebhook,
@@ -30,7 +30,6 @@ from receiver.handlers import (
     refuse,
     refuse_unreadable,
 )
-from receiver.idempotency import IdempotencyCache
 from receiver.landing import greeting, landing_page
 from receiver.project import state_dir
 from receiver.settings import ReceiverSettings, is_space, settings_of_this_process
