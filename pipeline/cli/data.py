@@ -21,18 +21,17 @@ def data() -> None:
 @app.command()
 def check(
     folder: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Check the files in this folder. They need not be committed. Without FOLDER: in a "
-            "clone of the dataset, check the files of this clone; elsewhere, check the newest "
-            "commit of the pipeline's branch."
-        ),
+        Path | None, typer.Argument(help="The folder to check. Its files need not be committed.")
     ] = None,
     pipeline: PipelineOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Report which rows a job would train on if you pushed, and which rows are wrong. The exit code
-    is 1 if a row or a file is wrong, or if there are no rows."""
+    is 1 if a row or a file is wrong, or if there are no rows.
+
+    Without FOLDER: in a clone of the dataset, check the files of this clone; elsewhere, check the
+    newest commit of the pipeline's branch.
+    """
     settings = load_settings()
     chosen = pipeline_of(pipeline, folder, settings)
     report = check_data(folder, Home.find(), settings, chosen)

@@ -40,8 +40,7 @@ app = typer.Typer(
     invoke_without_command=True,
 )
 tokens = typer.Typer(
-    help="Manage the hub's tokens for other people and programs. Some tokens allow only reading, "
-    "and others allow reading and writing. A token is valid for all repositories, or for some.",
+    help="Manage the hub's tokens for other people and programs.",
     no_args_is_help=True,
 )
 app.add_typer(tokens, name="tokens")
@@ -122,10 +121,7 @@ def purge(
     releases: Annotated[
         bool,
         typer.Option(
-            "--releases",
-            help="Also remove every release that was trained on a removed commit (of a dataset) or "
-            "from it (of a base model), and every release whose training started from such a "
-            "release.",
+            "--releases", help="Also remove the releases that were trained on a removed commit."
         ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
@@ -139,8 +135,9 @@ def purge(
     jobs, because a reason may quote rows. For a model, it also removes the copy that jobs
     downloaded as their base model.
 
-    Without --releases, the command removes no release, but names the releases that --releases would
-    remove. If the command is interrupted, run it again. If the command finds nothing to remove, it
+    With --releases, the command also removes every release that was trained on a removed commit (of
+    a dataset) or from it (of a base model), and every release whose training started from such a
+    release. Without it, the command removes no release, but names these releases. If the command is interrupted, run it again. If the command finds nothing to remove, it
     fails.
     """
     owner, _, short = repository.partition("/")
@@ -269,14 +266,15 @@ def create(
     repository: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TYPE:OWNER/NAME",
-            help="Limit the token to this repository, such as dataset:local/facts. May be "
-            "repeated. Default: all repositories.",
+            metavar="TYPE:OWNER/NAME", help="Limit the token to this repository. May be repeated."
         ),
     ] = None,
 ) -> None:
     """Create a token and print it. The hub stores only the token's hash, so the token cannot be
     shown again.
+
+    The token is valid for all repositories, or for those that --repository names, such as
+    dataset:local/facts.
 
     You can run this command while the hub is up, and also while the hub is down.
     """

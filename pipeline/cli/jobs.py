@@ -145,18 +145,10 @@ def wait(
     job: JobArgument = None,
     latest: LatestOption = False,
     commit: Annotated[
-        str | None,
-        typer.Option(
-            help="Wait for the job of this pushed commit. Give the commit's id. In a clone of the "
-            "dataset, you can also use a name such as HEAD."
-        ),
+        str | None, typer.Option(help="Wait for the job of this pushed commit.")
     ] = None,
     pipeline: Annotated[
-        str | None,
-        typer.Option(
-            help="Only with --commit: the pipeline of the job. Needed if several pipelines have a "
-            "job for the commit."
-        ),
+        str | None, typer.Option(help="Only with --commit: the pipeline of the job.")
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Wait at most this many seconds.")] = None,
     as_json: JsonOption = False,
@@ -165,7 +157,8 @@ def wait(
     --timeout is over.
 
     Right after a push, use `--commit HEAD`: the push may not have its job yet, and `--latest` would
-    then wait for an earlier job.
+    then wait for an earlier job. `--commit` takes the commit's id or, in a clone of the dataset, a
+    name such as HEAD. If several pipelines have a job for the commit, add `--pipeline`.
     """
     home, deadline = project_home(), deadline_in(timeout)
     if commit is not None and (job is not None or latest):

@@ -11,8 +11,7 @@ from pipeline.stack_record import running_settings
 app = typer.Typer()
 
 NameArgument = Annotated[
-    str | None,
-    typer.Argument(help="The pipeline. Needed if there are several pipelines."),
+    str | None, typer.Argument(help="The pipeline, if several are configured.")
 ]
 
 

@@ -38,14 +38,10 @@ def receiver(
     host: HostOption = None,
     port: PortOption = None,
     tunnel: Annotated[
-        str | None,
-        typer.Option(
-            help="Open a tunnel: ssh://user@host[:port], or a command that prints a public URL."
-        ),
+        str | None, typer.Option(help="ssh://user@host[:port], or a command that prints a URL.")
     ] = None,
     public_url: Annotated[
-        str | None,
-        typer.Option(help="The URL at which senders reach the receiver, if you use no tunnel."),
+        str | None, typer.Option(help="The URL at which senders reach the receiver.")
     ] = None,
 ) -> None:
     if context.invoked_subcommand is not None:
@@ -86,24 +82,13 @@ def receiver(
 def deploy(
     space: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The Space.")],
     folder: Annotated[
-        Path | None,
-        typer.Argument(
-            help="The folder with your app.py. Default: an app.py that shows how to begin."
-        ),
+        Path | None, typer.Argument(help="The folder with your app.py. Default: an example.")
     ] = None,
     secret_file: Annotated[
-        str | None,
-        typer.Option(
-            help="A file with a line WEBHOOK_SECRET=VALUE. The file may also set other variables, "
-            "one on each line. With -, the lines are read from stdin."
-        ),
+        str | None, typer.Option(help="A file with a line WEBHOOK_SECRET=VALUE, or - for stdin.")
     ] = None,
     endpoint: Annotated[
-        str | None,
-        typer.Option(
-            help="The URL of another hub, such as https://huggingface.co. The other hub gets your "
-            "own token: HF_TOKEN, or the token of `hf auth login`. Default: the stack's own hub."
-        ),
+        str | None, typer.Option(help="Another hub, such as https://huggingface.co.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print what would be sent.")
@@ -114,8 +99,12 @@ def deploy(
 
     The Space gets the files of FOLDER, but no hidden files such as .env. If FOLDER has no README.md
     or no requirements.txt, this command makes the missing file. The Space also gets the secret
-    WEBHOOK_SECRET. The value of this secret is read from --secret-file. Without --secret-file, the
-    value is the webhook secret of the stack.
+    WEBHOOK_SECRET. The value of this secret is read from --secret-file, which may also set other
+    variables, one on each line. Without --secret-file, the value is the webhook secret of the
+    stack.
+
+    The hub is the stack's own, or that of --endpoint. Another hub gets your own token: HF_TOKEN, or
+    the token of `hf auth login`.
     """
     if space.count("/") != 1 or not all(space.split("/")):
         raise PipelineError(f"{space!r} is not the name of a Space: write OWNER/NAME")

@@ -168,18 +168,10 @@ def publish(
     folder: Annotated[Path, typer.Argument(help="A checkpoint folder, from any trainer.")],
     pipeline: PipelineOption = None,
     parent: Annotated[
-        str | None,
-        typer.Option(
-            help="The release from which the training of the checkpoint started. Default in a job: "
-            "the served release."
-        ),
+        str | None, typer.Option(help="The release from which the training started.")
     ] = None,
     revision: Annotated[
-        str | None,
-        typer.Option(
-            help="The dataset commit that the checkpoint was trained on. Default in a job: the "
-            "commit of the job."
-        ),
+        str | None, typer.Option(help="The dataset commit of the training.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -190,7 +182,8 @@ def publish(
     If the engine is `torch` (the settings say so, or `auto` chooses it on this machine), this
     command refuses a network that the engine cannot serve.
 
-    If a job runs this command, the manifest also names the job, its dataset and its commit.
+    If a job runs this command, the manifest also names the job, its dataset and its commit; the
+    default of --revision is then the job's commit, and that of --parent the served release.
     """
     context = job_context(os.environ)
     configured = _configured(pipeline or context.pipeline)
@@ -216,18 +209,10 @@ def promote(
     folder: Annotated[Path, typer.Argument(help="A checkpoint folder, from any trainer.")],
     pipeline: PipelineOption = None,
     parent: Annotated[
-        str | None,
-        typer.Option(
-            help="The release from which the training started. If another one is chosen by now, "
-            "the job ends as `superseded`."
-        ),
+        str | None, typer.Option(help="The release from which the training started.")
     ] = None,
     revision: Annotated[
-        str | None,
-        typer.Option(
-            help="The dataset commit that the checkpoint was trained on. Default in a job: the "
-            "commit of the job; otherwise the newest commit."
-        ),
+        str | None, typer.Option(help="The dataset commit of the training.")
     ] = None,
 ) -> None:
     """Judge a checkpoint folder by the rows of the dataset, make a release from it, and serve it.
@@ -236,6 +221,9 @@ def promote(
     judged, because the folder has no tokenizer or the rows have another format, the outcome says so
     and the release is served. This command is the last one of your own trainer: it writes the
     outcome of the job. Outside a job, it runs as a job.
+
+    The default of --revision is the job's commit; outside a job, it is the newest commit. If a
+    release other than --parent is chosen by now, the job ends as `superseded`.
     """
     folder, home = folder.absolute(), Home.find()
     context = job_context(os.environ)
@@ -299,10 +287,7 @@ def verify(
 @app.command(cls=ChangesStack)
 def prune(
     keep: Annotated[
-        int | None,
-        typer.Option(
-            help="Keep this many of the newest releases. Default: `keep` in the settings."
-        ),
+        int | None, typer.Option(help="How many to keep. Default: `keep` in the settings.")
     ] = None,
     pipeline: PipelineOption = None,
     as_json: JsonOption = False,

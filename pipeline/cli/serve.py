@@ -27,30 +27,27 @@ app = typer.Typer()
 @app.command()
 def serve(
     release: Annotated[
-        str | None,
-        typer.Argument(
-            help="A release id or a checkpoint folder. Without RELEASE, the server begins with the "
-            "release that was served last, and then swaps in the pending release (chosen, but not "
-            "served yet), if there is one."
-        ),
+        str | None, typer.Argument(help="A release id or a checkpoint folder.")
     ] = None,
     pipeline: PipelineOption = None,
     engine: Annotated[
         Literal["auto", "torch", "vllm", "sglang"] | None,
-        typer.Option(help="What computes the answers. Overrides `engine` in the settings."),
+        typer.Option(help="Overrides `engine` in the settings."),
     ] = None,
     upstream: Annotated[
         str | None, typer.Option(help="The URL of the SGLang server, for --engine sglang.")
     ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="A file with the API keys that are accepted, one per line.")
+        Path | None, typer.Option(help="A file with the accepted API keys, one per line.")
     ] = None,
     host: HostOption = None,
     port: PortOption = None,
 ) -> None:
     """Run the completion server, on port 8000 by default.
 
-    The server serves RELEASE until somebody swaps in another release.
+    The server serves RELEASE until somebody swaps in another release. Without RELEASE, it begins
+    with the release that was served last, and then swaps in the pending release (chosen, but not
+    served yet), if there is one.
     """
     from serving.app import create_app
     from serving.server import serve as serve_app

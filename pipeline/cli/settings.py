@@ -41,27 +41,14 @@ base_model = {base_model}
 def init(
     name: Annotated[
         str,
-        typer.Option(
-            help="The pipeline's name. A request to the completion server of the pipeline may give "
-            "this name as its `model`."
-        ),
+        typer.Option(help="The pipeline's name."),
     ],
-    dataset: Annotated[
-        str, typer.Option(help="The dataset to follow, as OWNER/NAME or a git URL.")
-    ],
+    dataset: Annotated[str, typer.Option(help="The dataset to follow: OWNER/NAME or a git URL.")],
     dataset_endpoint: Annotated[
-        str,
-        typer.Option(
-            help="The hub that has OWNER/NAME: `hub` for the hub of this stack, or the URL of "
-            "another hub."
-        ),
+        str, typer.Option(help="`hub` for the hub of this stack, or the URL of another.")
     ] = "hub",
     base_model: Annotated[
-        str,
-        typer.Option(
-            help="The model that training starts from: preset:tiny, a checkpoint folder, or the id "
-            "of a model on a hub (OWNER/NAME)."
-        ),
+        str, typer.Option(help="preset:tiny, a checkpoint folder, or OWNER/NAME.")
     ] = "preset:tiny",
     force: Annotated[bool, typer.Option(help="Overwrite the file if it exists.")] = False,
 ) -> None:

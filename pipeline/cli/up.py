@@ -36,16 +36,12 @@ REPORT_SECONDS = 5.0
 def up(
     detach: Annotated[
         bool,
-        typer.Option(
-            "--detach",
-            "-d",
-            help="Run the stack in the background, and return when the stack is up. To stop the "
-            "stack: pipeline down",
-        ),
+        typer.Option("--detach", "-d", help="Run in the background; return when the stack is up."),
     ] = False,
 ) -> None:
     """Start the stack: the hub, the receiver, the job runner, and one completion server for each
-    pipeline. Run until Ctrl-C. Until then, restart each service that ends or hangs."""
+    pipeline. Run until Ctrl-C. Until then, restart each service that ends or hangs. With --detach,
+    `pipeline down` stops the stack."""
     home = Home.find()
     settings = load_settings()
     settings.pipeline(settings.pipelines[0].name if settings.pipelines else None)

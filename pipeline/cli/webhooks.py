@@ -41,11 +41,7 @@ app = typer.Typer(help="Manage the webhooks of a hub.", no_args_is_help=True)
 
 WebhookArgument = Annotated[str, typer.Argument(help="The id of a webhook, from `webhooks ls`.")]
 EndpointOption = Annotated[
-    str | None,
-    typer.Option(
-        help="The URL of another hub, such as https://huggingface.co. Set HF_TOKEN to a token of "
-        "that other hub. Default: the stack's own hub."
-    ),
+    str | None, typer.Option(help="The URL of another hub, which gets the token in HF_TOKEN.")
 ]
 UrlOption = Annotated[str | None, typer.Option(help="The hub posts each event to this URL.")]
 WAIT_SECONDS = 30.0
@@ -60,36 +56,24 @@ WatchOption = Annotated[
     typer.Option(
         "--watch",
         metavar="TYPE:NAME",
-        help="What to watch. TYPE is model, dataset, space, org or user. May be repeated.",
+        help="TYPE is model, dataset, space, org or user. May be repeated.",
     ),
 ]
 DomainOption = Annotated[
-    list[str] | None,
-    typer.Option("--domain", help="Which events to deliver: repo or discussion. May be repeated."),
+    list[str] | None, typer.Option("--domain", help="repo or discussion. May be repeated.")
 ]
 SecretsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--secrets",
         metavar="NAME[=VALUE]",
-        help="An environment variable for the copies of the job; the hub stores it encrypted. "
-        "Without VALUE, the value comes from the variable NAME of this shell. May be repeated.",
+        help="A variable for the copies of the job. May be repeated.",
     ),
 ]
 SecretsFileOption = Annotated[
-    str | None,
-    typer.Option(
-        help="A file with environment variables for the copies of the job: NAME=VALUE on each "
-        "line, as for docker --env-file. With -, the lines are read from stdin."
-    ),
+    str | None, typer.Option(help="A file with such variables, one per line, or - for stdin.")
 ]
-SecretOption = Annotated[
-    str | None,
-    typer.Option(
-        help="A secret that the hub sends with each delivery. The secret proves to the receiver "
-        "that the delivery comes from the hub."
-    ),
-]
+SecretOption = Annotated[str | None, typer.Option(help="The secret that each delivery carries.")]
 
 
 @app.command()
@@ -145,7 +129,13 @@ def create(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Create a webhook that posts to --url or starts a copy of the job --job-id."""
+    """Create a webhook that posts to --url or starts a copy of the job --job-id.
+
+    The hub sends --secret with each delivery. This proves to the receiver that the delivery comes
+    from the hub. Each copy of the job gets --secrets and the lines of --secrets-file (as for docker
+    --env-file) as environment variables; the hub stores them encrypted. Without a VALUE, the value
+    comes from the variable NAME of this shell.
+    """
     with _errors_name_options():
         webhook = create_webhook(
             url=url,
@@ -234,9 +224,7 @@ def deliveries(
     ] = None,
     status: Annotated[
         Literal["pending", "delivered", "dead"] | None,
-        typer.Option(
-            help="List only deliveries with this status. `dead`: the hub has given up sending."
-        ),
+        typer.Option(help="Only with this status; `dead` is given up."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many deliveries to list.")] = 20,
     endpoint: EndpointOption = None,
@@ -266,15 +254,9 @@ def deliveries(
 
 @app.command(cls=ChangesStack)
 def replay(
-    delivery_id: Annotated[
-        str, typer.Argument(help="The id of a delivery, from `webhooks deliveries`.")
-    ],
+    delivery_id: Annotated[str, typer.Argument(help="The id of a delivery.")],
     force: Annotated[
-        bool,
-        typer.Option(
-            "--force",
-            help="Send the delivery under a new id, so that the receiver handles it again.",
-        ),
+        bool, typer.Option("--force", help="Send it under a new id, so that it is handled again.")
     ] = False,
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
