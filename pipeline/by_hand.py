@@ -17,7 +17,6 @@ from contextlib import contextmanager, nullcontext
 
 from jobs.attempt_tokens import attempt_token
 from jobs.job import Job
-from jobs.settings import JobsSettings
 from pipeline.after_jobs import after_jobs
 from pipeline.job_store import check_schemas, open_job_store
 from pipeline.logs import log_to_stderr
@@ -118,10 +117,11 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
         open_job_store(settings, home) as store,
         after_jobs(settings, home, serves_metrics=not (with_hub or until_idle)),
     ):
+        preload = PRELOAD if settings.jobs.preload is None else settings.jobs.preload
         runner = Runner(
             store,
             home.jobs_dir,
-            _with_preload(settings.jobs),
+            settings.jobs.model_copy(update={"preload": preload}),
             {
                 **{name: each for name, each in os.environ.items() if name not in _KEPT_FROM_JOBS},
                 **_user_token_variable(tokens),
@@ -196,12 +196,6 @@ def _user_token_variable(tokens: Tokens) -> dict[str, str]:
     """Passes the user's own token on to the jobs, which need it for other hubs."""
     token = token_of_shell(os.environ, tokens.hub)
     return {} if token is None else {OWN_TOKEN: token}
-
-
-def _with_preload(settings: JobsSettings) -> JobsSettings:
-    if settings.preload is not None:
-        return settings
-    return settings.model_copy(update={"preload": PRELOAD})
 
 
 def _wait_until_idle(home: Home, settings: Settings) -> None:

@@ -137,8 +137,8 @@ def purge(
 
     With --releases, the command also removes every release that was trained on a removed commit (of
     a dataset) or from it (of a base model), and every release whose training started from such a
-    release. Without it, the command removes no release, but names these releases. If the command is interrupted, run it again. If the command finds nothing to remove, it
-    fails.
+    release. Without it, the command removes no release, but names these releases. If the command is
+    interrupted, run it again. If the command finds nothing to remove, it fails.
     """
     owner, _, short = repository.partition("/")
     name = repository_name(type, owner, short)

@@ -61,8 +61,9 @@ def run(
     the retraining ends as `unchanged`, without training. With --mode, --set or --force, it always
     trains: --mode full trains the base model on every row, and --mode delta the served release on
     the changed rows; --set changes a setting, as in --set train.max_tokens=500000; --force makes
-    and serves a new release even if the gate refuses the new rows or the new weights. If a job of the pipeline is running, the retraining waits until that job has ended. The
-    retraining is never merged with the job of a push.
+    and serves a new release even if the gate refuses the new rows or the new weights. If a job of
+    the pipeline is running, the retraining waits until that job has ended. The retraining is never
+    merged with the job of a push.
 
     If no stack is up, `jobs run` starts a hub and a runner for the job. The exit code says how a
     retraining ended: 0 promoted, published or unchanged; 1 failed; 3 rejected by the gate;
