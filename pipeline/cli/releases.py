@@ -20,7 +20,7 @@ from pipeline.cli.project import ChangesStack
 from pipeline.cli.tables import print_table
 from pipeline.errors import PipelineError
 from pipeline.going_back import record_going_back
-from pipeline.lineage import job_context, lineage
+from pipeline.lineage import lineage_of_job, pipeline_of_job, spec_of_job
 from pipeline.paths import Home
 from pipeline.probes import server_state
 from pipeline.retrain.__main__ import main
@@ -126,7 +126,7 @@ def swap(
     release: ReleaseArgument, pipeline: PipelineOption = None, as_json: JsonOption = False
 ) -> None:
     """Serve this release. If no server is up, the next server that starts will serve it."""
-    name = pipeline or job_context(os.environ).pipeline
+    name = pipeline or pipeline_of_job(os.environ)
     _swap_in(_configured(name), _load(name, release).id, as_json=as_json)
 
 
@@ -185,16 +185,16 @@ def publish(
     If a job runs this command, the manifest also names the job, its dataset and its commit; the
     default of --revision is then the job's commit, and that of --parent the served release.
     """
-    context = job_context(os.environ)
-    configured = _configured(pipeline or context.pipeline)
-    context = context.for_ref(branch_ref(configured))
+    name = pipeline or pipeline_of_job(os.environ)
+    configured = _configured(name)
     target = Home.find().releases_dir / configured.name
+    origin = lineage_of_job(os.environ, branch_ref(configured))
     if parent is not None:
-        _load(pipeline or context.pipeline, parent)
-    served = served_release(target)
-    origin = lineage(
-        context, parent=parent, served=served.name if served else None, revision=revision
-    )
+        _load(name, parent)
+    elif origin.job_id is not None:
+        parent = served_release_id(target)
+    revision = revision or origin.dataset_revision
+    origin = origin.model_copy(update={"parent": parent, "dataset_revision": revision})
     if choose_engine(load_settings().serving.engine).name == "torch" and find_spec("torch"):
         from serving.engines.torch_engine.staging import check_servable
 
@@ -226,8 +226,7 @@ def promote(
     release other than --parent is chosen by now, the job ends as `superseded`.
     """
     folder, home = folder.absolute(), Home.find()
-    context = job_context(os.environ)
-    if context.job_id is None:
+    if spec_of_job(os.environ) is None:
         settings = running_settings(home)
         command = [sys.executable, "-m", "pipeline", "releases", "promote", str(folder)]
         command += ["--parent", parent] if parent is not None else []
@@ -240,9 +239,10 @@ def promote(
             ),
         )
         return
-    rule = retrain_rule(load_settings(), home, _configured(pipeline or context.pipeline))
-    context = context.for_ref(rule.ref)
-    sha = revision or context.revision
+    configured = _configured(pipeline or pipeline_of_job(os.environ))
+    rule = retrain_rule(load_settings(), home, configured)
+    origin = lineage_of_job(os.environ, rule.ref)
+    sha = revision or origin.dataset_revision
     records = Path(os.environ["JOB_DIR"]) / "promotion"
     # The trainer may have promoted another folder before.
     shutil.rmtree(records, ignore_errors=True)
@@ -254,7 +254,7 @@ def promote(
         None
         if sha is None
         else RevisionRange(
-            repo=rule.dataset, ref=rule.ref, new_sha=sha, delivery_ids=context.delivery_ids
+            repo=rule.dataset, ref=rule.ref, new_sha=sha, delivery_ids=origin.delivery_ids
         ),
         trained=folder,
         trained_from=parent,
