@@ -33,9 +33,9 @@ from pipeline.retrain.report import DataReport, report_on
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import DataSettings, is_git_url
 from pipeline.retrain.snapshot import DatasetHub, DatasetSource
-from pipeline.rules import branch_ref
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens
+from receiver.rules import full_ref
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -157,7 +157,7 @@ def _files(
         )
     with tempfile.TemporaryDirectory() as temporary:
         source = _source(home, settings, pipeline, Path(temporary))
-        revision = source.download(source.head(branch_ref(pipeline)))
+        revision = source.download(source.head(full_ref(pipeline.ref)))
         yield revision.folder, (*revision.files, *revision.others), ()
 
 

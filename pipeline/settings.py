@@ -148,15 +148,10 @@ class PipelineSettings(BaseModel):
         folder = self.base_folder()
         if folder is None or (folder / "config.json").is_file():
             return None
+        what = "no checkpoint: it has no config.json" if folder.is_dir() else "not there"
         return (
-            f"base_model of {self.name}: {folder} is "
-            + (
-                "not a checkpoint, because it has no config.json"
-                if folder.is_dir()
-                else "not there"
-            )
-            + f"; set base_model in {settings_file()} to a checkpoint folder, a hub id "
-            + f"(OWNER/NAME) or {', '.join(PRESETS)}"
+            f"base_model of {self.name}: {folder} is {what}; set base_model in {settings_file()} "
+            f"to a checkpoint folder, a hub id (OWNER/NAME) or {', '.join(PRESETS)}"
         )
 
 
@@ -341,18 +336,15 @@ def load_settings() -> Settings:
 def _not_json_text(error: SettingsError) -> str:
     """The message about an environment variable that sets a list or a table, but is not JSON."""
     value = getattr(error.__cause__, "doc", None)
-    names = [name for name, text in os.environ.items() if text == value and _sets_key(name)]
+    names = [
+        name
+        for name, text in os.environ.items()
+        if text == value and name.upper().startswith("PIPELINE_")
+    ]
     return (
         f"{', '.join(sorted(names)) or 'an environment variable PIPELINE_…'}: write a list or a "
         "table as JSON; to set one key of a table, write for example PIPELINE_HUB__PORT=9000"
     )
-
-
-def _sets_key(variable: str) -> bool:
-    """Whether the environment variable sets a key of the settings. For example, `PIPELINE_HOME`
-    does not."""
-    prefix, _, rest = variable.upper().partition("_")
-    return prefix == "PIPELINE" and rest.partition("__")[0].lower() in Settings.model_fields
 
 
 def _environment_variable(location: tuple[int | str, ...]) -> str | None:
@@ -372,7 +364,8 @@ def fault_text(location: tuple[int | str, ...], kind: str, message: str, given: 
     table = f"[{'.'.join(tables)}]" if tables else "the top level"
     place = " ".join([table, *numbered])
     if kind != "extra_forbidden":
-        got = f", got {given!r}" if _is_shown(key, given) else ""
+        is_shown = isinstance(given, str | int | float) and key not in SECRET_KEYS
+        got = f", got {given!r}" if is_shown else ""
         return f"{key!r} in {place}: {value_fault_text(key, kind, message)}{got}"
     known = list(_fields_at(tables))
     close = difflib.get_close_matches(key, known, n=1)
@@ -398,10 +391,6 @@ def value_fault_text(key: str, kind: str, message: str) -> str:
         return _HOW_TO_WRITE[key]
     words = message.removeprefix("Value error, ")
     return words[0].lower() + words[1:]
-
-
-def _is_shown(key: str, given: Any) -> bool:
-    return isinstance(given, str | int | float) and key not in SECRET_KEYS
 
 
 def _fields_at(tables: list[str]) -> dict[str, Any]:

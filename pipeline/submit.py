@@ -1,5 +1,6 @@
-"""Submits a job that a person asks for. The job either retrains the model on a commit, or runs a
-command."""
+"""Makes jobs from the settings of a pipeline: the rules (`RetrainRule`) by which the receiver makes
+a job from a push, and the jobs that a person asks for. Such a job either retrains the model on a
+commit, or runs a command."""
 
 from typing import Any
 
@@ -7,16 +8,74 @@ from pydantic import ValidationError
 
 from jobs.errors import HeadAway, NoHead
 from jobs.job import Job
-from jobs.spec import JobSpec, RevisionRange
+from jobs.spec import JobSpec, Resources, RevisionRange
 from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.newest_commit import Dataset
 from pipeline.paths import Home
-from pipeline.retrain.settings import SkipIf
-from pipeline.rules import branch_ref, retrain_rule
+from pipeline.retrain.settings import RetrainSettings, SkipIf
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens
 from receiver.payload import WebhookPayload
+from receiver.rules import RetrainRule, full_ref
+
+
+def retrain_rules(settings: Settings, home: Home) -> tuple[RetrainRule, ...]:
+    return tuple(retrain_rule(settings, home, pipeline) for pipeline in settings.pipelines)
+
+
+def retrain_rule(
+    settings: Settings,
+    home: Home,
+    pipeline: PipelineSettings,
+    *,
+    force_reason: str | None = None,
+    skip_if: SkipIf = "no_row_changed",
+) -> RetrainRule:
+    """The rule of one pipeline. If the settings change later, this rule does not change.
+
+    Pass `force_reason` and `skip_if` only for a job that a person submits by hand.
+    `RetrainSettings` (`pipeline/retrain/settings.py`) explains both arguments.
+    """
+    ref, other_hub = full_ref(pipeline.ref), settings.other_hub(pipeline)
+    retrain = RetrainSettings(
+        pipeline=pipeline.name,
+        dataset=pipeline.dataset,
+        dataset_endpoint=other_hub or "hub",
+        ref=ref,
+        base_model=str(pipeline.base_folder() or pipeline.base_model),
+        base_model_endpoint=pipeline.base_model_endpoint,
+        releases_dir=home.releases_dir,
+        bases_dir=home.bases_dir,
+        keep=pipeline.keep,
+        data=pipeline.data,
+        train=pipeline.train,
+        gate=pipeline.gate,
+        force_reason=force_reason,
+        skip_if=skip_if,
+    )
+    trainer = {} if pipeline.command is None else {"command": pipeline.command}
+    return RetrainRule(
+        **trainer,
+        pipeline=pipeline.name,
+        dataset=pipeline.dataset,
+        endpoint=other_hub,
+        ref=ref,
+        debounce_seconds=pipeline.debounce_seconds,
+        max_wait_seconds=pipeline.max_wait_seconds,
+        settings=retrain.model_dump(mode="json"),
+        env={
+            "PIPELINE_NAME": pipeline.name,
+            "PIPELINE_SERVER_URL": settings.server_url(pipeline),
+            # The hub that has the dataset. The user's own trainer cannot use HF_ENDPOINT for this:
+            # HF_ENDPOINT is always the stack's own hub. If the dataset is on the stack's own hub,
+            # the runner sets the variable, because only the runner knows the hub's present port.
+            **({"DATASET_ENDPOINT": other_hub} if other_hub is not None else {}),
+        },
+        resources=Resources(
+            num_threads=settings.jobs.num_threads, timeout_seconds=settings.jobs.timeout_seconds
+        ),
+    )
 
 
 def submit_retraining(
@@ -92,7 +151,7 @@ def submit_command(
         env = retrain_rule(settings, home, pipeline).env
         if payload is None:
             dataset = _dataset_of(hub_url, home, settings, pipeline)
-            ref = branch_ref(pipeline)
+            ref = full_ref(pipeline.ref)
             try:
                 sha = dataset.head(ref) if revision is None else dataset.commit(revision)
             except (NoHead, HeadAway):

@@ -1,14 +1,12 @@
 """Makes hubs tell the stack's receiver about pushes to the datasets that pipelines follow. The
 stack's own hub gets one webhook, and each other hub (for example huggingface.co) one of its own."""
 
-import ipaddress
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import urlsplit
 
 from jobs.folder import read_json, write_atomically
 from pipeline.facts import Facts, Finding, ok, wrong
@@ -27,6 +25,7 @@ from receiver.webhooks import (
     list_webhooks,
     update_webhook,
 )
+from serving.http.cross_site import host_name, is_loopback_name
 
 ROUTE = "/webhooks/retrain"
 """The receiver's route for pushes. The receivers of other stacks have the same route, and such a
@@ -269,12 +268,4 @@ def _receiver_seen_from(hub: str, settings: Settings, home: Home) -> str | None:
         # the file exists when the stack is up.
         urls = read_json(remembered_urls(home.root, receiver.port))
         return urls[0] + ROUTE if urls else None
-    return settings.receiver_url + ROUTE if _is_on_this_machine(hub) else None
-
-
-def _is_on_this_machine(hub: str) -> bool:
-    name = urlsplit(hub).hostname or ""
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"
+    return settings.receiver_url + ROUTE if is_loopback_name(host_name(hub)) else None

@@ -19,7 +19,8 @@ _GIT_URL = re.compile(r"(?:\w+://)?(?:[^/@]*@)?([^/:]+)(?::\d+(?=/))?[/:]+(\S+)"
 _SHA = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 
-def _full_ref(ref: str) -> str:
+def full_ref(ref: str) -> str:
+    """Of a branch or any ref: its full name, such as `refs/heads/main`."""
     return ref if ref.startswith("refs/") else f"refs/heads/{ref}"
 
 
@@ -35,7 +36,7 @@ class RetrainRule(BaseModel):
     endpoint: str | None = None
     """The URL of the hub that has the dataset. None for a dataset on the stack's own hub (the hub
     that `pipeline up` starts), or if `dataset` is a git URL."""
-    ref: Annotated[str, Field(min_length=1), AfterValidator(_full_ref)] = DEFAULT_BRANCH
+    ref: Annotated[str, Field(min_length=1), AfterValidator(full_ref)] = DEFAULT_BRANCH
     """The ref that the pipeline follows: the name of a branch, or the full name of any ref, such as
     `refs/heads/main`."""
     debounce_seconds: Annotated[float, Field(ge=0)] = 1.0

@@ -18,8 +18,8 @@ from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
 from pipeline.retrain.own_token import own_token
 from pipeline.retrain.settings import is_git_url
-from pipeline.rules import retrain_rules
 from pipeline.settings import load_settings
+from pipeline.submit import retrain_rules
 from pipeline.subscriptions import credentials_of_other_hubs
 from pipeline.tokens import load_tokens, secret_in_shell
 from receiver.senders import PushSender

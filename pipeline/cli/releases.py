@@ -26,11 +26,11 @@ from pipeline.probes import server_state
 from pipeline.retrain.__main__ import main
 from pipeline.retrain.job import RetrainJob
 from pipeline.retrain.settings import RetrainSettings
-from pipeline.rules import branch_ref, retrain_rule
 from pipeline.settings import PipelineSettings, load_settings
 from pipeline.stack_record import running_settings
-from pipeline.submit import submit_retraining
+from pipeline.submit import retrain_rule, submit_retraining
 from pipeline.tokens import load_tokens
+from receiver.rules import full_ref
 from serving.engine_choice import choose_engine
 from serving.errors import ReleaseError, SwapAnswerError
 from serving.swap_schemas import SwapResult, request_swap
@@ -188,7 +188,7 @@ def publish(
     name = pipeline or pipeline_of_job(os.environ)
     configured = _configured(name)
     target = Home.find().releases_dir / configured.name
-    origin = lineage_of_job(os.environ, branch_ref(configured))
+    origin = lineage_of_job(os.environ, full_ref(configured.ref))
     if parent is not None:
         _load(name, parent)
     elif origin.job_id is not None:
