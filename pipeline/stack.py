@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import filelock
 
@@ -41,7 +40,7 @@ from pipeline.stack_record import Child, StackRecord, last_record
 logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 10.0
-"""While `start` waits for a service, it calls `on_wait` each time this many seconds have passed."""
+"""While `start` waits for a service, it says so each time this many seconds have passed."""
 FILES_SECONDS = 5.0
 """The seconds between two checks of the stack's files. Each check limits the sizes of the logs, and
 writes `stack.json` again if it is lost or damaged."""
@@ -101,16 +100,11 @@ class Stack:
         self._is_ready = False
         self._lock: filelock.BaseFileLock | None = None
 
-    def start(
-        self,
-        on_ready: Callable[[Service], None] = lambda service: None,
-        on_wait: Callable[[Service, float], None] = lambda service, seconds: None,
-    ) -> None:
+    def start(self, say: Callable[[str], None] = lambda line: None) -> None:
         """Start every service, and return when all services answer.
 
-        This method waits for the services in their order, and calls `on_ready` for each service
-        that has answered. While it waits for a service, it calls `on_wait` from time to time with
-        the service and the seconds since the service was started.
+        This method waits for the services in their order, and calls `say` with a line of text for
+        each service that has answered, and from time to time while it waits for one.
 
         Raises PipelineError if another stack uses the state folder, if a port cannot be used, or if
         a child ends, answers that it must be restarted, or does not answer in time. Raises OSError
@@ -127,8 +121,8 @@ class Stack:
             for service in self._services:
                 self._spawn(service)
             for child in self._running.values():
-                self._wait_until_ready(child, on_wait)
-                on_ready(child.service)
+                self._wait_until_ready(child, say)
+                say(f"{child.service.name:10} {child.service.url or 'ready'}")
         except BaseException:
             self.stop()
             raise
@@ -285,29 +279,27 @@ class Stack:
         )
         self._record_change()
 
-    def _wait_until_ready(self, child: _Running, on_wait: Callable[[Service, float], None]) -> None:
+    def _wait_until_ready(self, child: _Running, say: Callable[[str], None]) -> None:
         service, log = child.service, self._home.log_file(child.service.name)
         next_report_at = child.started_at + PROGRESS_SECONDS
         while (answer := child.probe(PROBE_INTERVAL_SECONDS)) != "works":
             waited = time.monotonic() - child.started_at
             if answer == "dead":
-                raise PipelineError(
-                    f"{service.name} answered while starting that it must be restarted; its log: "
-                    f"{log}"
-                )
+                fault = "answered while starting that it must be restarted"
+                raise PipelineError(f"{service.name} {fault}; its log: {log}")
             if child.process.poll() is not None:
+                tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
                 raise PipelineError(
-                    f"{service.name} {child.describe_end()} while starting:\n{_tail(log)}"
+                    f"{service.name} {child.describe_end()} while starting:\n{tail}"
                 )
             if waited > service.start_seconds:
                 where = "" if service.url is None else f" on {service.url}"
-                raise PipelineError(
-                    f"{service.name} did not answer{where} within {service.start_seconds:g} s; "
-                    f"its log: {log}"
-                )
+                fault = f"did not answer{where} within {service.start_seconds:g} s"
+                raise PipelineError(f"{service.name} {fault}; its log: {log}")
             if time.monotonic() >= next_report_at:
                 next_report_at += PROGRESS_SECONDS
-                on_wait(service, waited)
+                limit = f"{waited:.0f} s of at most {service.start_seconds:.0f} s"
+                say(f"{service.name:10} is starting: {limit} (log: {log})")
             time.sleep(0.02)
 
     def _record_change(self) -> None:
@@ -356,10 +348,6 @@ def _describe_exit(code: int) -> str:
         return signal.Signals(-code).name
     except ValueError:  # most real-time signals have no name
         return f"signal {-code}"
-
-
-def _tail(log: Path, num_lines: int = 15) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
 
 
 def _end_orphans(home: Home) -> None:

@@ -59,13 +59,7 @@ def up(
     say = partial(print, flush=True)
     stack = Stack(home, services, hang_seconds=settings.stack.hang_seconds)
     try:
-        stack.start(
-            on_ready=lambda service: say(f"{service.name:10} {service.url or 'ready'}"),
-            on_wait=lambda service, seconds: say(
-                f"{service.name:10} is starting: {seconds:.0f} s of at most "
-                f"{service.start_seconds:.0f} s (log: {home.log_file(service.name)})"
-            ),
-        )
+        stack.start(say)
         subscribe(settings, home, tokens)
         for line in subscribe_at_other_hubs(settings, home, tokens):
             say(f"another hub: {line}")
