@@ -13,11 +13,6 @@ from pipeline.settings import load_settings
 app = typer.Typer(help="Check the rows of a dataset before a push.", no_args_is_help=True)
 
 
-@app.callback()
-def data() -> None:
-    """Check the rows of a dataset before a push."""
-
-
 @app.command()
 def check(
     folder: Annotated[

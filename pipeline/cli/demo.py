@@ -20,10 +20,10 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import httpx
 import typer
@@ -44,7 +44,6 @@ app = typer.Typer()
 NAME = "facts"
 DATASET = "demo/facts"
 PIPELINE = (sys.executable, "-m", "pipeline")
-MAX_TOKENS = 12
 PAUSE_SECONDS = 0.05
 """The pause between two requests. Without the pause, the server would use a whole core for this
 client, and the training would be slower."""
@@ -105,92 +104,55 @@ def demo(
 class Reply:
     text: str
     release: str
-    first_token_at: float
-    """When the first token arrived (Unix time)."""
+    at: float
+    """When it arrived (Unix time)."""
 
 
-def ask(server_url: str, name: str, prompt: str) -> Reply:
-    """Request one completion as a stream, at temperature 0. `name` is the pipeline's name.
-
-    Raises httpx.HTTPError. Raises PipelineError if the server breaks the answer off, or if the
-    answer does not come from exactly one release.
-    """
-    body = {
-        "model": name,
-        "prompt": prompt,
-        "max_tokens": MAX_TOKENS,
-        "temperature": 0,
-        "stop": "\n",
-        "stream": True,
-    }
-    text: list[str] = []
-    fingerprints: set[str] = set()
-    first_token_at = 0.0
-    with httpx.stream(
-        "POST", f"{server_url}/v1/completions", json=body, timeout=60, trust_env=False, verify=False
-    ) as response:
-        if response.is_error:
-            response.read()
-            response.raise_for_status()
-        for line in response.iter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            if "error" in chunk:
-                raise PipelineError(f"the server broke the answer off: {chunk['error']}")
-            first_token_at = first_token_at or time.time()
-            fingerprints.add(chunk["system_fingerprint"])
-            text.extend(choice["text"] for choice in chunk["choices"])
-    if len(fingerprints) != 1:
-        raise PipelineError(f"one answer came from {len(fingerprints)} releases: {fingerprints}")
-    return Reply(text="".join(text), release=fingerprints.pop(), first_token_at=first_token_at)
+def _ask(server_url: str, prompt: str) -> Reply:
+    """Request one completion, at temperature 0. Raises httpx.HTTPError."""
+    body = {"model": NAME, "prompt": prompt, "max_tokens": 12, "temperature": 0, "stop": "\n"}
+    url = f"{server_url}/v1/completions"
+    response = httpx.post(url, json=body, timeout=60, trust_env=False, verify=False)
+    answer = response.raise_for_status().json()
+    text, release = answer["choices"][0]["text"], answer["system_fingerprint"]
+    return Reply(text=text, release=release, at=time.time())
 
 
-class _Client:
-    """Sends the prompts again and again, in its own thread, until the `with` block ends."""
+@contextlib.contextmanager
+def _asking(
+    server_url: str, prompts: Sequence[str], replies: list[Reply], failures: list[str]
+) -> Iterator[None]:
+    """Send the prompts again and again, in a thread of its own, until the `with` block ends."""
+    stop = threading.Event()
 
-    def __init__(self, server_url: str, name: str, prompts: Sequence[str]) -> None:
-        self._server_url, self._name, self._prompts = server_url, name, prompts
-        self._replies: list[Reply] = []
-        self._failures: list[str] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._send, name="demo-client")
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def wait_for(self, release: str) -> float:
-        """Wait for an answer from this release; returns when its first token arrived (Unix time).
-        Raises PipelineError if no such answer comes within WAIT_SECONDS."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        while time.monotonic() < deadline:
-            for reply in self._replies:
-                if reply.release == release:
-                    return reply.first_token_at
-            time.sleep(PAUSE_SECONDS)
-        raise PipelineError(f"no answer came from {release} within {WAIT_SECONDS:g} s")
-
-    def summary(self) -> dict[str, Any]:
-        return {
-            "sent": len(self._replies) + len(self._failures),
-            "failed": len(self._failures),
-            "by_release": dict(Counter(reply.release for reply in self._replies)),
-            "failures": self._failures[:5],
-        }
-
-    def _send(self) -> None:
-        for prompt in itertools.cycle(self._prompts):
+    def send() -> None:
+        for prompt in itertools.cycle(prompts):
             try:
-                self._replies.append(ask(self._server_url, self._name, prompt))
-            except (httpx.HTTPError, PipelineError, ValueError, KeyError) as error:
-                self._failures.append(f"{type(error).__name__}: {error}")
-            if self._stop.wait(PAUSE_SECONDS):
+                replies.append(_ask(server_url, prompt))
+            except (httpx.HTTPError, ValueError, KeyError) as error:
+                failures.append(f"{type(error).__name__}: {error}")
+            if stop.wait(PAUSE_SECONDS):
                 return
+
+    thread = threading.Thread(target=send, name="demo-client")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _wait_for(release: str, replies: Sequence[Reply]) -> float:
+    """Wait for an answer from this release; returns when it arrived (Unix time). Raises
+    PipelineError if no such answer comes within WAIT_SECONDS."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < deadline:
+        for reply in list(replies):
+            if reply.release == release:
+                return reply.at
+        time.sleep(PAUSE_SECONDS)
+    raise PipelineError(f"no answer came from {release} within {WAIT_SECONDS:g} s")
 
 
 class _Demo:
@@ -215,17 +177,19 @@ class _Demo:
         _run("git", "clone", "--quiet", self._remote, str(self._checkout), env=self._git_env)
         self._git("checkout", "--quiet", "-B", "main")
         _, first = self._push("What is known so far", first_commit())
-        before = [ask(self._server_url, NAME, prompt) for prompt in prompts]
+        before = [_ask(self._server_url, prompt) for prompt in prompts]
         for (prompt, expected, _), reply in zip(QUESTIONS, before, strict=True):
             self._show(prompt, expected, reply)
 
         self.say(
             "\nA second commit changes and adds facts. Meanwhile, a client keeps sending requests"
         )
-        with _Client(self._server_url, NAME, prompts) as client:
+        replies: list[Reply] = []
+        failures: list[str] = []
+        with _asking(self._server_url, prompts, replies, failures):
             release, second = self._push("Some facts changed, some are new", second_commit())
-            second["first new token"] = client.wait_for(release)
-        after = [ask(self._server_url, NAME, prompt) for prompt in prompts]
+            second["first new answer"] = _wait_for(release, replies)
+        after = [_ask(self._server_url, prompt) for prompt in prompts]
         for (prompt, _, expected), reply in zip(QUESTIONS, after, strict=True):
             self._show(prompt, expected, reply)
 
@@ -238,7 +202,12 @@ class _Demo:
             }
             for (prompt, expected, changed), old, new in zip(QUESTIONS, before, after, strict=True)
         ]
-        requests = client.summary()
+        requests = {
+            "sent": len(replies) + len(failures),
+            "failed": len(failures),
+            "by_release": dict(Counter(reply.release for reply in replies)),
+            "failures": failures[:5],
+        }
         report = {
             "ok": all(answer["ok"] for answer in answers) and not requests["failed"],
             "answers": answers,

@@ -22,17 +22,9 @@ from pipeline.settings import load_settings
 
 JobArgument = Annotated[str | None, typer.Argument(help="A job's id, as `jobs ls` shows it.")]
 LatestOption = Annotated[bool, typer.Option("--latest", help="Use the newest job.")]
-EXIT_CODES = {
-    "promoted": 0,
-    "published": 0,
-    "unchanged": 0,
-    "failed": 1,
-    "rejected": 3,
-    "superseded": 4,
-    "cancelled": 5,
-}
-"""Outcome of a job → exit code of `jobs run` and `jobs wait`. The exit code is
-also 1 if `jobs run` or `jobs wait` itself fails. It is 2 if the command line is wrong, and 124 if
+EXIT_CODES = {"failed": 1, "rejected": 3, "superseded": 4, "cancelled": 5}
+"""Outcome of a job → exit code of `jobs run` and `jobs wait`; 0 for all other outcomes. The exit
+code is also 1 if `jobs run` or `jobs wait` itself fails. It is 2 if the command line is wrong, and 124 if
 the time of `jobs wait --timeout` is over. If a plain command (a job of no pipeline) failed,
 `exit_code` returns the command's own exit code instead."""
 
@@ -113,10 +105,6 @@ def timed_out(what: str) -> typer.Exit:
     return typer.Exit(124)
 
 
-def deadline_in(seconds: float | None) -> float | None:
-    return None if seconds is None else time.monotonic() + seconds
-
-
 def report_end(job: Job, as_json: bool) -> None:
     """Print how the job ended. If the exit code for its outcome is not 0, raise a `typer.Exit` with
     this code.
@@ -143,4 +131,4 @@ def exit_code(job: Job) -> int:
     code = job.outcome.exit_code
     if job.spec.pipeline is None and code and job.outcome.result == "failed":
         return code if code > 0 else 128 - code
-    return EXIT_CODES[job.outcome.result]
+    return EXIT_CODES.get(job.outcome.result, 0)

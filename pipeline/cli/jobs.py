@@ -20,7 +20,6 @@ from pipeline.cli.job_access import (
     LatestOption,
     as_record,
     counts_text,
-    deadline_in,
     find_job,
     follow_to_end,
     no_job_yet,
@@ -160,7 +159,8 @@ def wait(
     then wait for an earlier job. `--commit` takes the commit's id or, in a clone of the dataset, a
     name such as HEAD. If several pipelines have a job for the commit, add `--pipeline`.
     """
-    home, deadline = project_home(), deadline_in(timeout)
+    home = project_home()
+    deadline = None if timeout is None else time.monotonic() + timeout
     if commit is not None and (job is not None or latest):
         raise PipelineError("--commit cannot be combined with a job id or --latest; give only one")
     if pipeline is not None and commit is None:

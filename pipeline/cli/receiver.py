@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, get_args
@@ -129,12 +130,8 @@ def deploy(
         return
     verb = "would be" if dry_run else "is"
     print(f"{deployed.url} {verb} at {deployed.commit or 'a new commit'} with these files:")
-    folders = [file for file in deployed.files if "/" in file]
-    for file in (each for each in deployed.files if "/" not in each):
-        print(f"  {file}")
-    if folders:
-        top = sorted({each.partition("/")[0] for each in folders})
-        print(f"  and {len(folders)} files in {', '.join(top)}")
+    for name, count in Counter(file.partition("/")[0] for file in deployed.files).items():
+        print(f"  {name}" + (f" ({count} files)" if count > 1 else ""))
     print(f"The secret {space_deploy.SECRET} {verb} set.")
     if endpoint is None:
         print("The stack's own hub does not run the apps of Spaces.")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 import typer
 from dotenv import dotenv_values
@@ -325,12 +325,7 @@ def _answer(delivery: dict[str, Any]) -> str:
     return f"{delivery['response_status']} {delivery['response_head'] or ''}".strip()
 
 
-class HubAccess(TypedDict):
-    endpoint: str
-    token: str | None
-
-
-def hub_access(endpoint: str | None) -> HubAccess:
+def hub_access(endpoint: str | None) -> dict[str, Any]:
     """The address of a hub, and the token for this hub. If `endpoint` is None, the hub is the
     stack's own hub. For another hub, the token is None. The client library then looks for a token
     itself, for example in HF_TOKEN."""
