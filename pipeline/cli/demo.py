@@ -30,8 +30,7 @@ import typer
 
 from pipeline.cli.demo_facts import QUESTIONS, first_commit, second_commit
 from pipeline.cli.env import environment
-from pipeline.cli.options import JsonOption
-from pipeline.cli.tables import print_table
+from pipeline.cli.terminal import JsonOption, print_table
 from pipeline.cli.up import up
 from pipeline.errors import PipelineError
 from pipeline.paths import Home

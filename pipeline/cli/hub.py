@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from pipeline.cli.options import HostOption, JsonOption, PortOption, without_none
 from pipeline.cli.project import ChangesStack, project_home
-from pipeline.cli.tables import print_table
+from pipeline.cli.terminal import HostOption, JsonOption, PortOption, print_table, without_none
 from pipeline.cli.webhooks import hub_access
 from pipeline.errors import PipelineError
 from pipeline.hub.database import Database

@@ -24,8 +24,8 @@ JobArgument = Annotated[str | None, typer.Argument(help="A job's id, as `jobs ls
 LatestOption = Annotated[bool, typer.Option("--latest", help="Use the newest job.")]
 EXIT_CODES = {"failed": 1, "rejected": 3, "superseded": 4, "cancelled": 5}
 """Outcome of a job → exit code of `jobs run` and `jobs wait`; 0 for all other outcomes. The exit
-code is also 1 if `jobs run` or `jobs wait` itself fails. It is 2 if the command line is wrong, and 124 if
-the time of `jobs wait --timeout` is over. If a plain command (a job of no pipeline) failed,
+code is also 1 if `jobs run` or `jobs wait` itself fails. It is 2 if the command line is wrong, and
+124 if the time of `jobs wait --timeout` is over. If a plain command (a job of no pipeline) failed,
 `exit_code` returns the command's own exit code instead."""
 
 

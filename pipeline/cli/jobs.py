@@ -30,9 +30,8 @@ from pipeline.cli.job_access import (
     timed_out,
 )
 from pipeline.cli.jobs_run import run
-from pipeline.cli.options import JsonOption, PipelineOption
 from pipeline.cli.project import ChangesStack, project_home
-from pipeline.cli.tables import print_table
+from pipeline.cli.terminal import JsonOption, PipelineOption, print_table
 from pipeline.errors import PipelineError
 from pipeline.journal import subject
 from pipeline.newest_commit import dataset_of_job

@@ -13,7 +13,7 @@ from jobs.job import Job
 from jobs.store import JobStore
 from pipeline.by_hand import with_runner
 from pipeline.cli.job_access import follow_to_end, open_store, report_end
-from pipeline.cli.options import JsonOption, PipelineOption
+from pipeline.cli.terminal import JsonOption, PipelineOption
 from pipeline.errors import PipelineError
 from pipeline.overrides import override
 from pipeline.paths import Home

@@ -10,8 +10,8 @@ from typing import Annotated, get_args
 import typer
 
 from pipeline import space_deploy
-from pipeline.cli.options import HostOption, JsonOption, PortOption, without_none
 from pipeline.cli.project import ChangesStack
+from pipeline.cli.terminal import HostOption, JsonOption, PortOption, without_none
 from pipeline.cli.webhooks import hub_access, secrets_in
 from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store

@@ -15,9 +15,8 @@ import typer
 from jobs.counts import Counts
 from jobs.spec import RevisionRange
 from pipeline.cli.jobs_run import run_to_end
-from pipeline.cli.options import JsonOption, PipelineOption
 from pipeline.cli.project import ChangesStack
-from pipeline.cli.tables import print_table
+from pipeline.cli.terminal import JsonOption, PipelineOption, print_table
 from pipeline.errors import PipelineError
 from pipeline.going_back import record_going_back
 from pipeline.lineage import lineage_of_job, pipeline_of_job, spec_of_job

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from jobs.folder import COMPUTING
-from pipeline.cli.options import HostOption, PipelineOption, PortOption, without_none
+from pipeline.cli.terminal import HostOption, PipelineOption, PortOption, without_none
 from pipeline.errors import PipelineError
 from pipeline.gateway import create_app as create_gateway
 from pipeline.job_store import is_token_of_running_job

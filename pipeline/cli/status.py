@@ -10,9 +10,8 @@ from typing import Any
 
 import typer
 
-from pipeline.cli.options import JsonOption
 from pipeline.cli.project import project_home
-from pipeline.cli.tables import print_table
+from pipeline.cli.terminal import JsonOption, print_table
 from pipeline.doctor import check_services, check_webhooks, examine, faults
 from pipeline.facts import Facts, state_of
 from pipeline.paths import Home

@@ -19,9 +19,8 @@ from typing import Annotated, Any, Literal
 import typer
 from dotenv import dotenv_values
 
-from pipeline.cli.options import JsonOption, QuietOption
 from pipeline.cli.project import ChangesStack, project_home
-from pipeline.cli.tables import print_table
+from pipeline.cli.terminal import JsonOption, QuietOption, print_table
 from pipeline.errors import PipelineError
 from pipeline.stack_record import running_settings
 from pipeline.tokens import load_tokens
