@@ -138,23 +138,23 @@ class PublicUrl:
 
     def _keep_open(self, tunnel: Tunnel) -> None:
         pause = 1.0
-        while not self._is_closing.is_set():
+        while True:
             began = time.monotonic()
             try:
                 self._run(tunnel)
             except (OSError, RuntimeError) as error:  # the latter: no thread could be started
                 self._last_output = str(error)
             self._has_begun.set()
-            if self.url is None:
+            if self.url is None or self._is_closing.is_set():
                 return
             if time.monotonic() - began > LONGEST_PAUSE_SECONDS:
                 pause = 1.0
-            if not self._is_closing.is_set():
-                _logger.warning(
-                    "The tunnel has ended, and is opened again in %.0f s. Its last output: %s",
-                    *(pause, self._last_output),
-                )
-            self._is_closing.wait(pause)
+            _logger.warning(
+                "The tunnel has ended, and is opened again in %.0f s. Its last output: %s",
+                *(pause, self._last_output),
+            )
+            if self._is_closing.wait(pause):
+                return
             pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
 
     def _run(self, tunnel: Tunnel) -> None:
@@ -223,10 +223,8 @@ def tunnel_to_open(share: bool | str, settings: ReceiverSettings) -> str | None:
     if share and settings.tunnel is None and settings.public_url is None:
         raise TunnelFailed(
             "share=True needs a tunnel: pass share='ssh://user@host[:port]' or a command that"
-            " prints a public URL (share='cloudflared tunnel --url http://{address}'), or set"
-            " `tunnel` in the receiver's settings (`pipeline receiver --tunnel`). If senders can"
-            " already reach this server without a tunnel, set `public_url` in the receiver's"
-            " settings instead (`pipeline receiver --public-url`)."
+            " prints a public URL, or set `tunnel` (`pipeline receiver --tunnel`). If senders can"
+            " reach this server without one, set `public_url` (`pipeline receiver --public-url`)."
         )
     return settings.tunnel if share else None
 

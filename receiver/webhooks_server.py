@@ -95,6 +95,9 @@ class WebhooksServer:
         self.app = FastAPI(title="Webhooks", redoc_url=None, lifespan=self.lifespan)
         """The ASGI application. If another application mounts this one, the other application must
         enter `lifespan`."""
+        self.fastapi_app = self.app
+        """The name that `huggingface_hub` uses. A script may add routes to the application before
+        or after `launch`."""
         self.app.add_middleware(_Entrance, refusal=self._refusal)
         self.app.exception_handler(RequestValidationError)(refuse_unreadable)
         self.app.exception_handler(HTTPException)(refuse)
@@ -244,12 +247,6 @@ class WebhooksServer:
             self._close_public_url()
             self._host = None
         return url
-
-    @property
-    def fastapi_app(self) -> FastAPI:
-        """The same as `app`, under the name that `huggingface_hub` uses. A script may add routes to
-        the application before or after `launch`."""
-        return self.app
 
     @property
     def webhook_secret(self) -> str | Sequence[str] | None:

@@ -77,13 +77,13 @@ def demo(
         if not Home.find().log_file("hub").exists():
             shutil.rmtree(folder)
         raise
-    is_complete = False
     try:
         report = demonstration.run()
-        is_complete = True
-    finally:
-        if not (keep and is_complete):
-            _run(*PIPELINE, "down")
+    except BaseException:
+        _run(*PIPELINE, "down")
+        raise
+    if not keep:
+        _run(*PIPELINE, "down")
     report["seconds"]["total"] = round(time.time() - began, 2)
     if as_json:
         print(json.dumps(report))
@@ -278,8 +278,7 @@ def _run(*command: str, cwd: Path | None = None, env: Mapping[str, str] | None =
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr or done.stdout).strip().removeprefix("pipeline: ")
-        is_pipeline = command[:3] == PIPELINE
-        shown = ["pipeline", *command[3:]] if is_pipeline else command
+        shown = ["pipeline", *command[3:]] if command[:3] == PIPELINE else command
         raise PipelineError(f"`{shlex.join(shown)}` failed: {reason}")
     return done.stdout
 

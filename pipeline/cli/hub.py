@@ -38,10 +38,7 @@ app = typer.Typer(
     help="Run the hub, which has the git repositories and the webhooks. Its default port is 8070.",
     invoke_without_command=True,
 )
-tokens = typer.Typer(
-    help="Manage the hub's tokens for other people and programs.",
-    no_args_is_help=True,
-)
+tokens = typer.Typer(help="Manage tokens for other people and programs.", no_args_is_help=True)
 app.add_typer(tokens, name="tokens")
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The name of the token.")]
@@ -102,10 +99,7 @@ def gc() -> None:
 
     home = project_home()
     removed = _on_hub(collect, "POST", "gc")
-    print(
-        f"removed {removed['released']:,} commits that nothing needs, and all git objects to which "
-        "only these commits led"
-    )
+    print(f"removed {removed['released']:,} commits that nothing needs, and their git objects")
     if large_bytes := removed["large_bytes"]:
         print(f"removed {large_bytes / 1e6:,.1f} MB of large files that no commit names")
 

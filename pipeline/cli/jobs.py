@@ -163,10 +163,7 @@ def wait(
     if commit is not None and (job is not None or latest):
         raise PipelineError("--commit cannot be combined with a job id or --latest; give only one")
     if pipeline is not None and commit is None:
-        raise PipelineError(
-            f"--pipeline {pipeline} works only with --commit; to wait for one of its jobs, give "
-            "the job's id; to list its jobs: pipeline jobs ls"
-        )
+        raise PipelineError(f"--pipeline {pipeline} works only with --commit; give the job's id")
     with reading_store(home) as store:
         if commit is None:
             store, found = find_job(store, job, latest)
@@ -229,17 +226,12 @@ def commit_id(name: str) -> str:
     HEAD. A full id is returned without a check. For any other name, git looks for the commit in the
     clone that contains the working folder.
 
-    Raises PipelineError if git is not installed or finds no such commit.
+    Raises PipelineError if git finds no such commit.
     """
     if re.fullmatch(r"[0-9a-f]{40}([0-9a-f]{24})?", name):
         return name
     ask = ["git", "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}"]
-    try:
-        found = subprocess.run(ask, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise PipelineError(
-            f"--commit {name}: git is not installed; give the commit's full id"
-        ) from None
+    found = subprocess.run(ask, capture_output=True, text=True, check=False)
     if found.returncode != 0:
         raise PipelineError(
             f"--commit {name}: git finds no such commit from this folder; change to a clone of the "

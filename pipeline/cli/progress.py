@@ -60,11 +60,7 @@ def follow_stages(
 
 
 def follow_output(
-    store: JobStore,
-    job_id: str,
-    home: Home,
-    output: BinaryIO | None,
-    deadline: float | None = None,
+    store: JobStore, job_id: str, home: Home, output: BinaryIO | None, deadline: float | None = None
 ) -> Job:
     """Copy the job's output to `output` until the job has ended, or until `deadline` (monotonic
     clock; None for no limit). If `output` is None, only wait.
@@ -89,11 +85,7 @@ def follow_output(
 
 
 def _watch(
-    store: JobStore,
-    job_id: str,
-    home: Home,
-    show: Callable[[Job], None],
-    deadline: float | None,
+    store: JobStore, job_id: str, home: Home, show: Callable[[Job], None], deadline: float | None
 ) -> Job:
     last_seen = time.monotonic()
     while True:

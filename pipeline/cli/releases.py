@@ -103,11 +103,7 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
 
 @app.command()
 def show(
-    release: ReleaseArgument,
-    pipeline: PipelineOption = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Do not print the line of counts.")
-    ] = False,
+    release: ReleaseArgument, pipeline: PipelineOption = None, as_json: JsonOption = False
 ) -> None:
     """Print a release's manifest (release.json) as JSON, without the list of tensors and without
     the probe (the texts with which a server checks the release). To standard error, also print its

@@ -24,8 +24,8 @@ def without_none(**options: Any) -> dict[str, Any]:
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str) -> None:
-    """Print the rows, or `empty` if there are none. Line breaks in a cell become spaces. Each column
-    is as wide as its widest cell, so that no id is shortened."""
+    """Print the rows, or `empty` if there are none. Line breaks in a cell become spaces. Each
+    column is as wide as its widest cell, so that no id is shortened."""
     if not rows:
         print(empty)
         return

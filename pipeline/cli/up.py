@@ -19,6 +19,7 @@ from pipeline.errors import PipelineError
 from pipeline.job_store import check_schemas, open_job_store
 from pipeline.journal import Journal
 from pipeline.paths import Home
+from pipeline.retrain.settings import is_git_url
 from pipeline.services import services_of
 from pipeline.settings import Settings, load_settings
 from pipeline.stack import STOP_SECONDS, Stack, lock_stack
@@ -63,7 +64,7 @@ def up(
         subscribe(settings, home, tokens)
         for line in subscribe_at_other_hubs(settings, home, tokens):
             say(f"another hub: {line}")
-        for line in _where_to_push(settings, home):
+        for line in _where_to_push(settings):
             say(line)
         stack.mark_ready()  # from here on, `up --detach` prints no further line
         journal = Journal(open_job_store(settings, home))
@@ -116,15 +117,13 @@ def down() -> None:
     print("stopped " + ", ".join(child.name for child in reversed(record.children)))
 
 
-def _where_to_push(settings: Settings, home: Home) -> Iterator[str]:
+def _where_to_push(settings: Settings) -> Iterator[str]:
     for pipeline in settings.pipelines:
-        if not settings.is_on_own_hub(pipeline):
-            hub = settings.other_hub(pipeline)
-            where = pipeline.dataset if hub is None else f"{hub}/datasets/{pipeline.dataset}"
-            yield f"{pipeline.name}: push to {where}"
-            continue
-        remote = f"{settings.hub_url}/datasets/{pipeline.dataset}"
-        yield f'{pipeline.name}: push to {remote} (after: eval "$(pipeline env)")'
+        hub = settings.other_hub(pipeline) or settings.hub_url
+        is_git = is_git_url(pipeline.dataset)
+        where = pipeline.dataset if is_git else f"{hub}/datasets/{pipeline.dataset}"
+        note = ' (after: eval "$(pipeline env)")' if settings.is_on_own_hub(pipeline) else ""
+        yield f"{pipeline.name}: push to {where}{note}"
 
 
 def _detach(home: Home) -> None:

@@ -105,12 +105,10 @@ def ls(
 def info(
     webhook_id: WebhookArgument,
     endpoint: EndpointOption = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="No effect: the output is always JSON.")
-    ] = False,
+    as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Print one webhook as JSON."""
+    """Print one webhook, always as JSON."""
     webhook = get_webhook(webhook_id, **hub_access(endpoint))
     print(webhook.id if quiet else json.dumps(_as_json(webhook), indent=2))
 
