@@ -46,12 +46,8 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
                 metrics.serve(settings.jobs.metrics_port)
             except OSError as error:
                 # Continue, because jobs can run without metrics.
-                logger.warning(
-                    "metrics cannot use port %d (%s): free the port, or set another metrics_port "
-                    "under [jobs]",
-                    settings.jobs.metrics_port,
-                    error.strerror,
-                )
+                said = "metrics cannot use port %d (%s); set another metrics_port under [jobs]"
+                logger.warning(said, settings.jobs.metrics_port, error.strerror)
         outcomes = Outcomes(
             store,
             (

@@ -151,10 +151,7 @@ def _files(
         yield folder, [path for path in paths if path not in links], links
         return
     if pipeline is None:
-        raise PipelineError(
-            "no pipeline is configured here, so there is no dataset to look at; name a folder: "
-            "pipeline data check FOLDER"
-        )
+        raise PipelineError("no pipeline is configured here; name a folder to check")
     with tempfile.TemporaryDirectory() as temporary:
         source = _source(home, settings, pipeline, Path(temporary))
         revision = source.download(source.head(full_ref(pipeline.ref)))
@@ -190,8 +187,8 @@ def _address(home: Home, pipeline: PipelineSettings) -> str:
     repository = Repositories(home.hub_dir).folder(name)
     if not repository.is_dir():
         raise PipelineError(
-            f"there is no dataset {pipeline.dataset} in {home.hub_dir}; start the stack once with "
-            "`pipeline up`, or name a folder: pipeline data check FOLDER"
+            f"there is no dataset {pipeline.dataset} in {home.hub_dir}; name a folder to check, or "
+            "start the stack once: pipeline up"
         )
     return str(repository)
 

@@ -25,8 +25,7 @@ def spec_of_job(environment: Mapping[str, str]) -> JobSpec | None:
         return JobSpec.model_validate_json(file.read_bytes())
     except (OSError, ValidationError):
         raise PipelineError(
-            f"JOB_DIR is set, but {file} is not the spec of a job; if you run this command "
-            "outside a job, unset JOB_ID and JOB_DIR"
+            f"{file} is not the spec of a job; outside a job, unset JOB_ID and JOB_DIR"
         ) from None
 
 

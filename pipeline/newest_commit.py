@@ -76,10 +76,7 @@ class Dataset:
         check. Raises HeadAway, or NoHead if there is no such commit."""
         if is_git_url(self.name):
             return revision
-        missing = (
-            f"has no commit {revision!r}; push this commit, or leave --revision out to train on "
-            "the newest one"
-        )
+        missing = f"has no commit {revision!r}; push this commit, or leave --revision out"
         return self._commit(revision, missing)
 
     def _commit(self, revision: str, if_missing: str) -> str:

@@ -52,10 +52,7 @@ def services_of(settings: Settings) -> tuple[Service, ...]:
     """
     for table, port in (("serving", settings.serving.port), ("receiver", settings.receiver.port)):
         if port == 0:
-            raise PipelineError(
-                f"port = 0 under [{table}]: the services of a stack find each other by their "
-                "ports; set a port from 1 to 65535"
-            )
+            raise PipelineError(f"port = 0 under [{table}]: the services need a port; set one")
     servers = []
     for pipeline in settings.pipelines:
         name = "serve" if len(settings.pipelines) == 1 else f"serve-{pipeline.name}"

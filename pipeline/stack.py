@@ -335,8 +335,7 @@ def lock_stack(home: Home) -> filelock.BaseFileLock:
         lock.acquire(timeout=0)
     except filelock.Timeout:
         raise PipelineError(
-            f"a stack is already up in {home.root}; `pipeline status` shows it, and "
-            "`pipeline down` stops it"
+            f"a stack is already up in {home.root}; to stop it: pipeline down"
         ) from None
     return lock
 

@@ -48,23 +48,20 @@ def read_tokens(file: Path) -> Tokens:
         tokens = Tokens.model_validate_json(file.read_bytes())
     except FileNotFoundError:
         raise PipelineError(
-            f"{file} does not exist; restore it from a backup, or restart the stack to get new "
-            "tokens: pipeline down, then pipeline up"
+            f"{file} does not exist; restore a backup, or get new ones: pipeline down; pipeline up"
         ) from None
     except ValidationError as error:
         fields = ", ".join(str(problem["loc"][0]) for problem in error.errors() if problem["loc"])
         raise PipelineError(
-            f"{file} is not a token file (wrong: {fields or 'not a JSON object'}); restore it from "
-            "a backup, or delete it to get new tokens; without the old key, the secrets in the "
-            "databases are lost"
+            f"{file} is not a token file (wrong: {fields or 'not a JSON object'}); restore a "
+            "backup, or delete it to get new tokens, which loses the secrets in the databases"
         ) from None
     if key := os.environ.get("PIPELINE_SECRET_KEY"):
         try:
             Fernet(key)
         except ValueError:
             raise PipelineError(
-                "PIPELINE_SECRET_KEY is not a Fernet key; set it to 32 random bytes in URL-safe "
-                "base64"
+                "PIPELINE_SECRET_KEY is not a Fernet key: 32 random bytes in URL-safe base64"
             ) from None
         return tokens.model_copy(update={"key": key})
     return tokens

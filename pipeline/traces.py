@@ -32,10 +32,7 @@ from serving.weights.release import Release
 from serving.weights.release_removal import replaced_folders, sweep_locked
 from serving.weights.release_store import list_releases, load_release, release_ids, release_lock
 
-PURGED = (
-    "The reason for this job's outcome was removed when the commit was purged, because the reason "
-    "could quote rows of the commit."
-)
+PURGED = "Removed when the commit was purged, because the reason could quote rows of the commit."
 
 
 Key = tuple[str | None, str | None]
