@@ -21,8 +21,8 @@ from pipeline.hub.database import check_schema
 from pipeline.hub.errors import HubError
 from pipeline.job_store import jobs_schema
 from pipeline.journal import WAYS_ON, next_step
+from pipeline.liveness import port_fault
 from pipeline.paths import settings_file
-from pipeline.probes import port_fault
 from pipeline.services import services_of
 from pipeline.settings import PipelineSettings
 from pipeline.stack_record import stale_settings, suspended_stack

@@ -13,9 +13,9 @@ from pipeline.errors import PipelineError
 from pipeline.going_back import went_back
 from pipeline.job_store import reading_jobs
 from pipeline.journal import advice_after_refusal, describe
+from pipeline.liveness import health, server_state
 from pipeline.newest_commit import newest_commit
 from pipeline.paths import Home
-from pipeline.probes import health, server_state
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.stack_record import Child, StackRecord, read_stack
 from pipeline.tokens import Tokens, read_tokens

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import httpx
 
 from pipeline.errors import PipelineError
-from pipeline.probes import port_fault
+from pipeline.liveness import port_fault
 from pipeline.settings import Settings
 
 START_SECONDS = 60.0

@@ -9,10 +9,11 @@ import difflib
 import hashlib
 import json
 import os
+import shlex
 import tomllib
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -45,9 +46,10 @@ from pipeline.retrain.settings import (
     TrainSettings,
     is_git_url,
 )
-from pipeline.settings_paths import absolute_path, with_absolute_paths
 from receiver.settings import ReceiverSettings
 from serving.settings import ServingSettings
+
+Table = TypeVar("Table", bound=BaseModel)
 
 HANG_SECONDS = 60.0
 SECRET_KEYS = ("api_key", "database_url")
@@ -275,6 +277,47 @@ class Settings(BaseSettings):
 
     def server_url(self, pipeline: PipelineSettings) -> str:
         return http_url(self.serving.host, self.server_port(pipeline))
+
+
+def with_absolute_paths(table: Table, folder: Path) -> Table:
+    """The table of the settings, and the tables in it, with absolute paths. A relative path starts
+    at `folder`. Raises ValueError if the home folder in a path is not known."""
+    changed: dict[str, Any] = {}
+    for key in table.model_fields_set:
+        try:
+            changed[key] = _with_absolute_path(key, getattr(table, key), folder)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
+    return table.model_copy(update=changed)
+
+
+def _with_absolute_path(key: str, value: Any, folder: Path) -> Any:
+    match key, value:
+        case _, BaseModel():
+            return with_absolute_paths(value, folder)
+        case _, Path():
+            return absolute_path(value, folder)
+        # If a program has no `/`, the system looks for it on PATH.
+        case "command" | "on_outcome", (program, *arguments) if "/" in program:
+            return (str(absolute_path(Path(program), folder)), *arguments)
+        case "tunnel", str() if not value.startswith("ssh://"):
+            program, *arguments = shlex.split(value) or [""]
+            if "/" in program:
+                return shlex.join([str(absolute_path(Path(program), folder)), *arguments])
+        # Only the disk shows whether `owner/name` is a relative path or an id on a hub. So
+        # `PipelineSettings.base_folder` makes relative paths absolute, when they are needed.
+        case "base_model", str() if value.startswith("~"):
+            return str(absolute_path(Path(value), folder))
+        case "database_url", str() if "://" not in value:
+            return str(absolute_path(Path(value), folder))
+    return value
+
+
+def absolute_path(path: Path, folder: Path) -> Path:
+    try:
+        return folder / path.expanduser()
+    except RuntimeError:
+        raise ValueError(f"the home folder in {path} is not known; write the whole path") from None
 
 
 def write_settings_copy(home: Home) -> None:

@@ -26,7 +26,7 @@ from pipeline.liveness import (
     file_probe,
     http_probe,
 )
-from pipeline.log_files import rotate
+from pipeline.logs import rotate
 from pipeline.paths import Home, settings_file
 from pipeline.services import Service, check_port
 from pipeline.settings import (

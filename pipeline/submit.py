@@ -2,9 +2,11 @@
 a job from a push, and the jobs that a person asks for. Such a job either retrains the model on a
 commit, or runs a command."""
 
+import tomllib
+from collections.abc import Sequence
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from jobs.errors import HeadAway, NoHead
 from jobs.job import Job
@@ -14,7 +16,7 @@ from pipeline.errors import PipelineError
 from pipeline.newest_commit import Dataset
 from pipeline.paths import Home
 from pipeline.retrain.settings import RetrainSettings, SkipIf
-from pipeline.settings import PipelineSettings, Settings
+from pipeline.settings import PipelineSettings, Settings, fault_text
 from pipeline.tokens import load_tokens
 from receiver.payload import WebhookPayload
 from receiver.rules import RetrainRule, full_ref
@@ -181,3 +183,46 @@ def _dataset_of(
 ) -> Dataset:
     token = load_tokens(home.tokens_file).hub
     return Dataset.of(pipeline.dataset, settings.other_hub(pipeline), hub_url, token)
+
+
+def override(pipeline: PipelineSettings, assignments: Sequence[str]) -> PipelineSettings:
+    """The pipeline's settings, changed for one run by these assignments, such as
+    `train.max_tokens=500000`.
+
+    An assignment `TABLE.KEY=VALUE` sets one key in one table of the pipeline's settings. The value
+    is written as in TOML, except that a text needs no quotes. Raises PipelineError with a message
+    that names the wrong key.
+    """
+    values = pipeline.model_dump(exclude_unset=True)
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        table, dot, key = path.strip().partition(".")
+        if not equals or not dot or not key:
+            raise PipelineError(
+                f"--set {assignment} is not TABLE.KEY=VALUE, as in --set train.max_tokens=500000"
+            )
+        if table not in _tables():
+            raise PipelineError(
+                f"--set {assignment}: unknown table {table!r}; known: {', '.join(_tables())}"
+            )
+        values.setdefault(table, {})[key] = _value(text.strip())
+    try:
+        return PipelineSettings.model_validate(values)
+    except ValidationError as error:
+        faults = (
+            fault_text(("pipelines", *fault["loc"]), fault["type"], fault["msg"], fault["input"])
+            for fault in error.errors()
+        )
+        raise PipelineError(f"--set: {'; '.join(faults)}") from None
+
+
+def _tables() -> list[str]:
+    fields = PipelineSettings.model_fields.items()
+    return [name for name, field in fields if isinstance(field.default, BaseModel)]
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

@@ -15,11 +15,10 @@ from pipeline.by_hand import with_runner
 from pipeline.cli.job_access import follow_to_end, open_store, report_end
 from pipeline.cli.terminal import JsonOption, PipelineOption
 from pipeline.errors import PipelineError
-from pipeline.overrides import override
 from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.stack_record import running_settings, stale_settings
-from pipeline.submit import submit_command, submit_retraining
+from pipeline.submit import override, submit_command, submit_retraining
 
 
 def run(

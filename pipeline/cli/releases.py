@@ -20,8 +20,8 @@ from pipeline.cli.terminal import JsonOption, PipelineOption, print_table
 from pipeline.errors import PipelineError
 from pipeline.going_back import record_going_back
 from pipeline.lineage import lineage_of_job, pipeline_of_job, spec_of_job
+from pipeline.liveness import server_state
 from pipeline.paths import Home
-from pipeline.probes import server_state
 from pipeline.retrain.__main__ import main
 from pipeline.retrain.job import RetrainJob
 from pipeline.retrain.settings import RetrainSettings

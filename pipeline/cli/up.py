@@ -135,7 +135,7 @@ def _detach(home: Home) -> None:
     lock = lock_stack(home)
     log.write_bytes(b"")
     lock.release()
-    # Open the log for appending, as `pipeline/log_files.py` requires.
+    # Open the log for appending, as `rotate` requires.
     with log.open("ab") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "pipeline", "up"],

@@ -15,7 +15,7 @@ import pytest
 from jobs.process import IS_LINUX
 from pipeline.errors import PipelineError
 from pipeline.liveness import Answer, ChildWatch
-from pipeline.log_files import MAX_BYTES
+from pipeline.logs import MAX_BYTES
 from pipeline.paths import Home, settings_file
 from pipeline.services import RUNNER, hub_service, services_of
 from pipeline.settings import load_settings
