@@ -1,12 +1,14 @@
 """What is known of a stack and of its state folder. `pipeline status` shows these facts, and
 `pipeline doctor` judges them. Asking for facts changes nothing."""
 
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from jobs.errors import HeadAway, NoHead
 from jobs.job import Job
 from jobs.process import is_alive
 from pipeline.errors import PipelineError
@@ -14,7 +16,7 @@ from pipeline.going_back import went_back
 from pipeline.job_store import reading_jobs
 from pipeline.journal import advice_after_refusal, describe
 from pipeline.liveness import health, server_state
-from pipeline.newest_commit import newest_commit
+from pipeline.newest_commit import Dataset
 from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.stack_record import Child, StackRecord, read_stack
@@ -112,10 +114,14 @@ class Facts:
             return {} if store is None else store.paused()
 
     def newest_commit(self, pipeline: PipelineSettings) -> str | None:
-        """None if no stack is up, or if the dataset is not on the stack's own hub."""
-        if self.answering_hub is None or not self.settings.is_on_own_hub(pipeline):
+        """None if no stack is up, if the dataset is not on the stack's own hub, or if the branch
+        has no commit."""
+        tokens, url = self.answering_hub, self.settings.hub_url
+        if tokens is None or not self.settings.is_on_own_hub(pipeline):
             return None
-        return newest_commit(self.home, self.settings, pipeline)
+        with suppress(HeadAway, NoHead):
+            return Dataset.of(pipeline.dataset, None, url, tokens.hub).head(pipeline.ref)
+        return None
 
     def releases_dir(self, pipeline: PipelineSettings) -> Path:
         return self.home.releases_dir / pipeline.name

@@ -14,16 +14,13 @@ import httpx
 from jobs.errors import HeadAway, NoHead
 from jobs.job import FindHead, Head, Job
 from jobs.spec import RevisionRange
-from pipeline.errors import PipelineError
-from pipeline.paths import Home
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.git_snapshot import GitDataset
 from pipeline.retrain.hub_away import OVERLOADED
 from pipeline.retrain.own_token import own_token
 from pipeline.retrain.settings import is_git_url
 from pipeline.retrain.snapshot import DatasetHub
-from pipeline.settings import PipelineSettings, Settings
-from pipeline.tokens import Tokens, read_tokens
+from pipeline.tokens import Tokens
 from receiver.rules import DEFAULT_BRANCH
 
 logger = logging.getLogger(__name__)
@@ -170,14 +167,3 @@ def head_finder(hub_url: str, tokens: Tokens) -> FindHead:
         return Head(sha=sha, payload=dataset.push_payload(revisions, job.payload, webhook))
 
     return find_head
-
-
-def newest_commit(home: Home, settings: Settings, pipeline: PipelineSettings) -> str | None:
-    """The newest commit of the branch that the pipeline follows, on the stack's own hub. None if
-    the branch has no commit, if the stack's tokens cannot be read, or if the hub does not answer.
-    """
-    try:
-        token = read_tokens(home.tokens_file).hub
-        return Dataset.of(pipeline.dataset, None, settings.hub_url, token).head(pipeline.ref)
-    except (PipelineError, HeadAway, NoHead):
-        return None
