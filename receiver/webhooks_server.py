@@ -59,9 +59,8 @@ class WebhooksServer:
             replaces an old one. Default: the environment variable `WEBHOOK_SECRET`. If a handler
             has no secret, and other machines could reach the server, `launch` raises
             `OpenToEveryone`.
-        settings: Where to listen, and the limits. Default: `settings_of_the_environment()`. In a
-            Space of the Hugging Face Hub, each of the settings `host`, `port` and `public_url` that
-            is not set gets the value of the Space.
+        settings: Where to listen, and the limits. `settings_of_this_process` says what is taken
+            from the environment, for example in a Space of the Hugging Face Hub.
         hubs: The hubs whose webhooks the server updates. When its public URL changes, the server
             finds the webhooks that post to the old URL, and changes their URL to the new one.
         state_dir: The folder in which the server remembers its public URLs. Default: the state
