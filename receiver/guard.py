@@ -84,39 +84,31 @@ class RequestGuard:
         """The answer to the sender. It is the handler's answer to this delivery or, for a repeated
         delivery, the answer that `cache` has kept. The guard itself answers if the request is
         refused, or if the event is ignored or is only a test."""
-        with self.bodies.body() as count:
-            return await self._check_and_call(request, call_handler, count)
-
-    async def _check_and_call(
-        self,
-        request: Request,
-        call_handler: CallHandler,
-        count: Callable[[int], None],
-    ) -> Response:
         sent_id = sent_delivery_id(request.headers)
-        try:
-            # Check the headers before the body is read, so that a stranger cannot fill the memory
-            # with bodies.
-            check_body = self.proof.check_headers(request.headers, request.query_params)
-            async with asyncio.timeout(self.body_timeout_seconds):
-                body = await self._read(request, count)
-            check_body(body)
-            event = read_event(self.proof.scheme, request.headers, body)
-        except ReceiverError as refusal:
-            return JSONResponse({"error": str(refusal)}, status_code=refusal.status_code)
-        except TimeoutError:
-            return JSONResponse({"error": "The body did not arrive in time."}, status_code=408)
-        except ClientDisconnect:
-            return Response(status_code=400)
-        if isinstance(event, NotAPush):
-            return JSONResponse(event.answer)
+        with self.bodies.body() as count:
+            try:
+                # Check the headers before the body is read, so that a stranger cannot fill the
+                # memory with bodies.
+                check_body = self.proof.check_headers(request.headers, request.query_params)
+                async with asyncio.timeout(self.body_timeout_seconds):
+                    body = await self._read(request, count)
+                check_body(body)
+                event = read_event(self.proof.scheme, request.headers, body)
+            except ReceiverError as refusal:
+                return JSONResponse({"error": str(refusal)}, status_code=refusal.status_code)
+            except TimeoutError:
+                return JSONResponse({"error": "The body did not arrive in time."}, status_code=408)
+            except ClientDisconnect:
+                return Response(status_code=400)
+            if isinstance(event, NotAPush):
+                return JSONResponse(event.answer)
 
-        request.state.delivery_id = sent_id or hashlib.sha256(body).hexdigest()
-        HANDLED.set((self.path, request.state.delivery_id))
-        proven = _with_body(request, event)
-        if sent_id is None or self.cache is None:
-            return await call_handler(proven)
-        return await self.cache.once((self.path, sent_id), lambda: call_handler(proven))
+            request.state.delivery_id = sent_id or hashlib.sha256(body).hexdigest()
+            HANDLED.set((self.path, request.state.delivery_id))
+            proven = _with_body(request, event)
+            if sent_id is None or self.cache is None:
+                return await call_handler(proven)
+            return await self.cache.once((self.path, sent_id), lambda: call_handler(proven))
 
     async def _read(self, request: Request, count: Callable[[int], None]) -> bytes:
         announced = request.headers.get("content-length", "")
