@@ -26,7 +26,7 @@ from pipeline.paths import settings_file
 from pipeline.services import services_of
 from pipeline.settings import PipelineSettings
 from pipeline.stack_record import stale_settings, suspended_stack
-from pipeline.subscriptions import ROUTE, check_other_hubs, own_webhook_id, unwatched_datasets
+from pipeline.subscriptions import ROUTE, check_other_hubs, own_webhook, unwatched_datasets
 from pipeline.tokens import read_tokens
 from receiver.errors import NotAllowed, ReceiverError
 from receiver.webhooks import WebhookRecord
@@ -208,7 +208,6 @@ def check_webhooks(facts: Facts) -> Iterator[Finding]:
     except ReceiverError as error:
         yield wrong("webhook", f"the hub does not list its webhooks: {error}", RESTART)
         return
-    own = own_webhook_id({each.id: each.url for each in webhooks}, facts.settings, facts.home)
     for webhook in webhooks:
         for warning in webhook.warnings:
             step = f"change what it watches: pipeline webhooks update {webhook.id} --watch …"
@@ -218,7 +217,7 @@ def check_webhooks(facts: Facts) -> Iterator[Finding]:
             waits = f"its deliveries to {webhook.url or 'its job'} failed again and again, and wait"
             yield wrong("webhook", f"{webhook.id} is suspended: {waits}", step)
     if facts.answering_hub is not None:
-        ours = next((webhook for webhook in webhooks if webhook.id == own), None)
+        ours = own_webhook(webhooks, facts.settings, facts.home)
         yield from _check_own_webhook(facts, ours)
 
 

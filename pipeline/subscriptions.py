@@ -2,7 +2,7 @@
 stack's own hub gets one webhook, and each other hub (for example huggingface.co) one of its own."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -34,21 +34,16 @@ _CHECK = "another hub"
 _RESTART = "pipeline down, then pipeline up"
 
 
-def own_webhook_id(
-    webhooks: Mapping[str, str | None], settings: Settings, home: Home
-) -> str | None:
-    """The id of the stack's own webhook, if it is among `webhooks` (the id of each webhook → the
-    URL to which it posts). None if it is not.
-
-    `subscribe` records the id. An older version has recorded no id, so if none of the webhooks has
-    the recorded id, the stack's own webhook is the one that posts to the stack's receiver.
-    """
-    with suppress(FileNotFoundError):
-        recorded = home.own_webhook_file.read_text(errors="replace")
-        if recorded in webhooks:
-            return recorded
+def own_webhook(
+    webhooks: Iterable[WebhookRecord], settings: Settings, home: Home
+) -> WebhookRecord | None:
+    """The stack's own webhook, if it is among `webhooks`. `subscribe` records its id. If none has
+    the recorded id, the stack's own webhook is the one that posts to the stack's receiver."""
+    by_id = {each.id: each for each in webhooks}
+    with suppress(FileNotFoundError, KeyError):
+        return by_id[home.own_webhook_file.read_text(errors="replace")]
     url = settings.receiver_url + ROUTE
-    return next((id for id, posts_to in webhooks.items() if posts_to == url), None)
+    return next((each for each in by_id.values() if each.url == url), None)
 
 
 def subscribe(settings: Settings, home: Home, tokens: Tokens) -> None:
@@ -67,9 +62,8 @@ def subscribe(settings: Settings, home: Home, tokens: Tokens) -> None:
         _create(dataset, settings, tokens)
 
     hub = HubCredentials(endpoint=settings.hub_url, token=tokens.hub)
-    webhooks = {each.id: each for each in list_webhooks(endpoint=hub.endpoint, token=hub.token)}
-    own_id = own_webhook_id({id: each.url for id, each in webhooks.items()}, settings, home)
-    ours = None if own_id is None else webhooks[own_id]
+    webhooks = list_webhooks(endpoint=hub.endpoint, token=hub.token)
+    ours = own_webhook(webhooks, settings, home)
     if not datasets:
         if ours is not None:
             delete_webhook(ours.id, endpoint=hub.endpoint, token=hub.token)
