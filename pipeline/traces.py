@@ -102,22 +102,19 @@ def needed_commits(home: Home, store: JobStore) -> set[str]:
     return {sha for sha in needed if sha is not None}
 
 
-def jobs_in_the_way(
-    store: JobStore, type: str, names: Collection[str], commits: Collection[str]
-) -> list[Job]:
+def jobs_in_the_way(store: JobStore, type: str, name: str, commits: Collection[str]) -> list[Job]:
     """The jobs that prevent a purge of a repository of this type: every running job that reads the
     dataset or starts from the base model, and every pending or running job for one of the commits.
 
-    `names` are the present name and the former names of the repository, in lower case: a job that
-    was started before the repository was moved has a former name.
+    `name` is the name of the repository, in lower case.
     """
 
     def is_in_the_way(job: Job) -> bool:
         if type == "model":
             base_model, _, _ = str(job.spec.settings.get("base_model")).partition("@")
-            return job.state == "RUNNING" and base_model.lower() in names
+            return job.state == "RUNNING" and base_model.lower() == name
         return (revisions := job.spec.revisions) is not None and (
-            (job.state == "RUNNING" and revisions.repo.lower() in names)
+            (job.state == "RUNNING" and revisions.repo.lower() == name)
             or revisions.new_sha in commits
         )
 
@@ -126,12 +123,12 @@ def jobs_in_the_way(
 
 
 def find_traces(
-    home: Home, store: JobStore, type: str, names: Collection[str], commits: Collection[str]
+    home: Home, store: JobStore, type: str, name: str, commits: Collection[str]
 ) -> Traces:
     """What these commits of a repository of this type have left in the state folder. Changes
     nothing.
 
-    `names` are the present name and the former names of the repository: `owner/name` in lower case.
+    `name` is the name of the repository: `owner/name` in lower case.
     """
     if type == "space":
         return Traces()
@@ -140,7 +137,7 @@ def find_traces(
     ids = {folder.name for folder in folders if "." not in folder.name}
     if is_dataset:
         ids |= {job.id for sha in commits for job in store.of_commit(sha)}
-    caches = _caches(home, type, names, commits)
+    caches = _caches(home, type, name, commits)
     stored, unreadable = _stored_releases(home)
     trained, later = _trained_on(stored, store.list(), type, commits)
     return Traces(
@@ -173,24 +170,22 @@ def remove_traces(home: Home, traces: Traces, store: JobStore) -> None:
     store.replace_reasons(traces.job_ids, PURGED)
 
 
-def _caches(home: Home, type: str, names: Collection[str], commits: Collection[str]) -> list[Path]:
+def _caches(home: Home, type: str, name: str, commits: Collection[str]) -> list[Path]:
     if type == "model":
-        return _downloads(home.bases_dir / "hub", type, names, commits)
+        return _downloads(home.bases_dir / "hub", type, name, commits)
     caches = []
     for folder in home.snapshots_dir.glob("*/"):
-        if downloads := _downloads(folder, type, names, commits):
+        if downloads := _downloads(folder, type, name, commits):
             caches += [folder / FOLLOWED, *downloads]
     return caches
 
 
-def _downloads(
-    folder: Path, type: str, names: Collection[str], commits: Collection[str]
-) -> list[Path]:
-    known = {f"{type}s--{name.replace('/', '--')}" for name in names}
+def _downloads(folder: Path, type: str, name: str, commits: Collection[str]) -> list[Path]:
+    known = f"{type}s--{name.replace('/', '--')}"
     return [
         each
         for each in folder.glob(f"{type}s--*")
-        if each.name.lower() in known or _has_commit(each, commits)
+        if each.name.lower() == known or _has_commit(each, commits)
     ]
 
 

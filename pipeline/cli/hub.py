@@ -19,7 +19,7 @@ from pipeline.hub.discussions.store import open_refs
 from pipeline.hub.errors import HubInUse
 from pipeline.hub.repositories.garbage import collect_garbage
 from pipeline.hub.repositories.names import RepositoryName, repository_name
-from pipeline.hub.repositories.purge import plan_purge
+from pipeline.hub.repositories.purge import Purge, plan_purge
 from pipeline.hub.repositories.purge import purge as purge_repository
 from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.state_folder import stopped_hub
@@ -137,14 +137,14 @@ def purge(
     name = repository_name(type, owner, short)
     home, settings = project_home(), load_settings()
     planned = _purge("GET", name, sha)
-    names, commits = planned["names"], planned["commits"]
+    commits = planned["commits"]
     with open_job_store(settings, home) as store:
-        if waiting := jobs_in_the_way(store, type, names, commits):
+        if waiting := jobs_in_the_way(store, type, name.id.lower(), commits):
             raise PipelineError(
                 f"{', '.join(f'{job.id} ({job.state})' for job in waiting)} may still read these "
                 "commits; wait until these jobs have ended, or: pipeline jobs cancel ID"
             )
-        traces = find_traces(home, store, type, names, commits)
+        traces = find_traces(home, store, type, name.id.lower(), commits)
         removed = _removed(name, planned, traces, releases)
         if not yes:
             question = f"A purge of {sha} removes for good: {removed}. Purge the {name}?"
@@ -171,15 +171,14 @@ def purge(
 
 
 def _purge(method: Literal["GET", "POST"], name: RepositoryName, sha: str) -> Any:
-    """Returns what a purge of this commit removes from the repository, and the `names` of the
-    repository. With the `method` POST, also carries out the purge; with GET, removes nothing."""
+    """Returns what a purge of this commit removes from the repository. With the `method` POST, also
+    carries out the purge; with GET, removes nothing."""
 
-    def act(database: Database, repositories: Repositories) -> dict[str, Any]:
+    def act(database: Database, repositories: Repositories) -> Purge:
         with database.read() as connection:
             found = repositories.find(connection, name)
             refs = open_refs(connection, found)
-        done = (plan_purge if method == "GET" else purge_repository)(found, sha, refs)
-        return {**done, "names": [found.name.id.lower()]}
+        return (plan_purge if method == "GET" else purge_repository)(found, sha, refs)
 
     return _on_hub(act, method, f"purge/{name.type}s/{name.id}/{sha}")
 
