@@ -112,6 +112,6 @@ def check_port(service: Service) -> None:
     program uses this port."""
     if service.url is not None and (fault := port_fault(service.url)) is not None:
         raise PipelineError(
-            f"port {service.port} for the {_describe(service)} cannot be used ({fault}); free the "
-            f"port, or set another one: {service.port_setting}"
+            f"port {service.port} for the {_describe(service)} cannot be used ({fault}); set "
+            f"another port for the {_describe(service)}: {service.port_setting}"
         )
