@@ -151,7 +151,9 @@ def _files(
         yield folder, [path for path in paths if path not in links], links
         return
     if pipeline is None:
-        raise PipelineError("no pipeline is configured here; name a folder to check")
+        raise PipelineError(
+            "no pipeline is configured here; name a folder: pipeline data check FOLDER"
+        )
     with tempfile.TemporaryDirectory() as temporary:
         source = _source(home, settings, pipeline, Path(temporary))
         revision = source.download(source.head(full_ref(pipeline.ref)))

@@ -140,16 +140,17 @@ def find_traces(
     caches = _caches(home, type, name, commits)
     stored, unreadable = _stored_releases(home)
     trained, later = _trained_on(stored, store.list(), type, commits)
+    releases = [
+        TracedRelease(folder=path, release_id=release.id, is_later=key in later)
+        for path, release in stored.items()
+        if (key := _key(path, release)) in trained | later
+    ]
     return Traces(
         caches=tuple(caches),
         num_downloads=sum(_has_commit(each, commits) for each in caches),
         job_folders=tuple(folders),
         job_ids=tuple(sorted(ids)),
-        releases=tuple(
-            TracedRelease(folder=path, release_id=release.id, is_later=key in later)
-            for path, release in stored.items()
-            if (key := _key(path, release)) in trained | later
-        ),
+        releases=tuple(sorted(releases, key=lambda each: each.is_later)),
         unreadable=tuple(unreadable),
     )
 

@@ -239,7 +239,7 @@ def _print_what_stays(name: RepositoryName, traces: Traces, with_releases: bool)
     if with_releases or not traces.releases:
         return
     later = "trained from the weights of such a release"
-    for each in sorted(traces.releases, key=lambda each: each.is_later):
+    for each in traces.releases:
         way = f"; to remove it: rm -r {shlex.quote(str(each.folder))}" if each.is_copy else ""
         print(f"{each} was {later if each.is_later else trained}{way}")
     print(
