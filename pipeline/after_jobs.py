@@ -8,26 +8,25 @@ deletes very old jobs from the job store.
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
-from jobs.errors import StoreError
+from jobs.errors import JobError, StoreError
 from jobs.job import Job
 from jobs.store import JobStore
 from pipeline import on_outcome, retention
 from pipeline.hub.errors import HubError
 from pipeline.job_store import open_job_store
-from pipeline.outcomes import Outcomes
 from pipeline.paths import Home
 from pipeline.runner_metrics import RunnerMetrics
 from pipeline.settings import Settings
-from serving.errors import ReleaseError
-from serving.weights.release_store import load_release, release_ids
 
 logger = logging.getLogger(__name__)
 
 PRUNE_SECONDS = 3600.0
+POLL_SECONDS = 0.2
+RETRY_SECONDS = 5.0
+"""After an error of the store, `Outcomes.follow` waits this long before it tries again."""
 
 
 @contextmanager
@@ -47,17 +46,13 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
                 metrics.serve(settings.jobs.metrics_port)
             except OSError as error:
                 # Continue, because jobs can run without metrics.
-                logger.warning(
-                    "metrics cannot use port %d (%s): free the port, or set another metrics_port "
-                    "under [jobs]",
-                    settings.jobs.metrics_port,
-                    error.strerror,
-                )
+                said = "metrics cannot use port %d (%s); set another metrics_port under [jobs]"
+                logger.warning(said, settings.jobs.metrics_port, error.strerror)
         outcomes = Outcomes(
             store,
             (
                 metrics.count,
-                lambda job: _remove_unneeded_files(home, job),
+                lambda job: retention.remove_unneeded_files(job, home.jobs_dir / job.id),
                 lambda job: _notify(settings, home, job),
             ),
         )
@@ -77,10 +72,6 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
                 thread.join()
 
 
-def _remove_unneeded_files(home: Home, job: Job) -> None:
-    retention.remove_unneeded_files(job, home.jobs_dir / job.id)
-
-
 def _notify(settings: Settings, home: Home, job: Job) -> None:
     for pipeline in settings.pipelines:
         if pipeline.name == job.spec.pipeline:
@@ -90,45 +81,65 @@ def _notify(settings: Settings, home: Home, job: Job) -> None:
 def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threading.Event) -> None:
     while True:
         try:
-            prune(settings, home, store)
-        except (StoreError, HubError, OSError) as error:
-            logger.error("old jobs cannot be removed now; trying again in an hour: %s", error)
-        except Exception:
+            retention.prune(settings, home, store)
+        except Exception as error:
             # If the thread ended here, no old job would be removed until the next start.
-            logger.exception("old jobs cannot be removed; trying again in an hour")
+            logger.error(
+                "old jobs cannot be removed now; trying again in an hour: %s",
+                error,
+                exc_info=not isinstance(error, StoreError | HubError | OSError),
+            )
         if stop.wait(PRUNE_SECONDS):
             return
 
 
-def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
-    """Remove the folders of old jobs, and delete very old jobs from the job store. But if a release
-    that a job made still exists, this job and its folder stay. Returns the names of the removed
-    folders.
+class Outcomes:
+    """Calls every handler for each job that ends. The job store records which outcomes were
+    handled. Every outcome is handled at least once. If the process is killed, an outcome may be
+    handled twice."""
 
-    Raises OSError if the manifest of a release cannot be read. The job that made the release is
-    then not known, so nothing is removed. Also raises OSError if a folder cannot be removed,
-    HubError if the hub's webhooks cannot be read, and StoreError.
-    """
-    kept = {
-        job_id
-        for folder in home.releases_dir.glob("*/")
-        for release_id in release_ids(folder)
-        if (job_id := _job_of(folder / release_id)) is not None
-    }
-    removed = retention.prune_job_folders(
-        store, home.jobs_dir, keep_days=settings.jobs.keep_days, kept=kept
-    )
-    retention.forget_jobs(store, settings, home, kept=kept)
-    return removed
+    def __init__(self, store: JobStore, handlers: Sequence[Callable[[Job], None]]) -> None:
+        self._store = store
+        self._handlers = handlers
 
+    def poll(self) -> int:
+        """Handle each ended job that was not handled yet; returns the number of these jobs.
 
-def _job_of(release: Path) -> str | None:
-    """The id of the job that made the release. None if no job made the release, or if its manifest
-    is damaged or gone. Raises OSError if the manifest cannot be read."""
-    try:
-        return load_release(release).lineage.job_id
-    except ReleaseError as error:
-        if isinstance(error.__cause__, OSError):
-            raise error.__cause__ from None
-        logger.warning("the job of a damaged release is not known: %s", error)
-        return None
+        If a handler raises an exception, this method logs the exception. The outcome counts as
+        handled, so the handler is not called again. Raises StoreError.
+        """
+        jobs = self._store.unhandled()
+        for job in jobs:
+            for handler in self._handlers:
+                try:
+                    handler(job)
+                except Exception:
+                    logger.exception(
+                        "a handler failed for the outcome of %s", job.id, extra={"job_id": job.id}
+                    )
+            self._store.handled(job.id)
+        return len(jobs)
+
+    def follow(self, stop: threading.Event) -> None:
+        """Call `poll` whenever the store has changed. If `poll` fails, log the error, and call
+        `poll` again later. When `stop` is set, call `poll` one last time and return."""
+        is_due = False
+        while True:
+            is_last = stop.wait(POLL_SECONDS)
+            try:
+                # The store reports each change only once. Remember the change until `poll` has
+                # succeeded.
+                is_due = is_due or is_last or self._store.changed()
+                if is_due:
+                    self.poll()
+                    is_due = False
+            except Exception as error:
+                # If the thread ended here, nobody would handle the later outcomes.
+                logger.error(
+                    "outcomes cannot be handled now; trying again: %s",
+                    error,
+                    exc_info=not isinstance(error, JobError),
+                )
+                stop.wait(RETRY_SECONDS)
+            if is_last:
+                return

@@ -17,8 +17,6 @@ from contextlib import contextmanager, nullcontext
 
 from jobs.attempt_tokens import attempt_token
 from jobs.job import Job
-from jobs.settings import JobsSettings
-from pipeline import settings_copy
 from pipeline.after_jobs import after_jobs
 from pipeline.job_store import check_schemas, open_job_store
 from pipeline.logs import log_to_stderr
@@ -26,7 +24,7 @@ from pipeline.newest_commit import head_finder
 from pipeline.paths import Home, settings_file
 from pipeline.retrain.own_token import OWN_TOKEN, token_of_shell
 from pipeline.services import RUNNER, Service, hub_service
-from pipeline.settings import Settings, load_settings
+from pipeline.settings import SETTINGS_COPY, Settings, load_settings
 from pipeline.stack import Stack
 from pipeline.stack_record import at_running_stack, read_stack
 from pipeline.tokens import Tokens, load_tokens
@@ -52,11 +50,11 @@ _KEPT_FROM_JOBS = (
     "WEBHOOK_SECRET",
     "PIPELINE_SECRET_KEY",
     "PIPELINE_SERVING__API_KEY",
-    settings_copy.VARIABLE,
+    SETTINGS_COPY,
 )
 """Environment variables of the runner that are not passed on to the jobs. `PIPELINE_SECRET_KEY`
 decrypts the secrets of all jobs and webhooks, and makes valid tokens for any job.
-`settings_copy.VARIABLE` makes a process read the stack's copy of the settings file; a job must not
+`SETTINGS_COPY` makes a process read the stack's copy of the settings file; a job must not
 get it, because a job may choose another settings file. Some jobs get the stack's `WEBHOOK_SECRET`
 from `_attempt_variables`."""
 
@@ -119,10 +117,11 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
         open_job_store(settings, home) as store,
         after_jobs(settings, home, serves_metrics=not (with_hub or until_idle)),
     ):
+        preload = PRELOAD if settings.jobs.preload is None else settings.jobs.preload
         runner = Runner(
             store,
             home.jobs_dir,
-            _with_preload(settings.jobs),
+            settings.jobs.model_copy(update={"preload": preload}),
             {
                 **{name: each for name, each in os.environ.items() if name not in _KEPT_FROM_JOBS},
                 **_user_token_variable(tokens),
@@ -197,12 +196,6 @@ def _user_token_variable(tokens: Tokens) -> dict[str, str]:
     """Passes the user's own token on to the jobs, which need it for other hubs."""
     token = token_of_shell(os.environ, tokens.hub)
     return {} if token is None else {OWN_TOKEN: token}
-
-
-def _with_preload(settings: JobsSettings) -> JobsSettings:
-    if settings.preload is not None:
-        return settings
-    return settings.model_copy(update={"preload": PRELOAD})
 
 
 def _wait_until_idle(home: Home, settings: Settings) -> None:

@@ -33,9 +33,9 @@ from pipeline.retrain.report import DataReport, report_on
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import DataSettings, is_git_url
 from pipeline.retrain.snapshot import DatasetHub, DatasetSource
-from pipeline.rules import branch_ref
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens
+from receiver.rules import full_ref
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -152,12 +152,11 @@ def _files(
         return
     if pipeline is None:
         raise PipelineError(
-            "no pipeline is configured here, so there is no dataset to look at; name a folder: "
-            "pipeline data check FOLDER"
+            "no pipeline is configured here; name a folder: pipeline data check FOLDER"
         )
     with tempfile.TemporaryDirectory() as temporary:
         source = _source(home, settings, pipeline, Path(temporary))
-        revision = source.download(source.head(branch_ref(pipeline)))
+        revision = source.download(source.head(full_ref(pipeline.ref)))
         yield revision.folder, (*revision.files, *revision.others), ()
 
 
@@ -190,8 +189,8 @@ def _address(home: Home, pipeline: PipelineSettings) -> str:
     repository = Repositories(home.hub_dir).folder(name)
     if not repository.is_dir():
         raise PipelineError(
-            f"there is no dataset {pipeline.dataset} in {home.hub_dir}; start the stack once with "
-            "`pipeline up`, or name a folder: pipeline data check FOLDER"
+            f"there is no dataset {pipeline.dataset} in {home.hub_dir}; name a folder to check, or "
+            "start the stack once: pipeline up"
         )
     return str(repository)
 

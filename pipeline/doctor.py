@@ -21,13 +21,12 @@ from pipeline.hub.database import check_schema
 from pipeline.hub.errors import HubError
 from pipeline.job_store import jobs_schema
 from pipeline.journal import WAYS_ON, next_step
-from pipeline.other_hubs import check_other_hubs
+from pipeline.liveness import port_fault
 from pipeline.paths import settings_file
-from pipeline.probes import port_fault
 from pipeline.services import services_of
 from pipeline.settings import PipelineSettings
 from pipeline.stack_record import stale_settings, suspended_stack
-from pipeline.subscriptions import ROUTE, own_webhook_id, unwatched_datasets
+from pipeline.subscriptions import ROUTE, check_other_hubs, own_webhook, unwatched_datasets
 from pipeline.tokens import read_tokens
 from receiver.errors import NotAllowed, ReceiverError
 from receiver.webhooks import WebhookRecord
@@ -139,33 +138,25 @@ def _check_command(pipeline: PipelineSettings) -> Iterator[Finding]:
     program = pipeline.command[0]
     if shutil.which(program) is None:
         what = "is not an executable program" if "/" in program else "is not a program on PATH"
-        yield wrong(
-            "trainer",
-            f"{pipeline.name}: {program} {what}, so every job fails",
-            f"correct `command` under [[pipelines]] in {settings_file()}, or install the program",
-        )
+        step = f"correct `command` under [[pipelines]] in {settings_file()}, or install the program"
+        yield wrong("trainer", f"{pipeline.name}: {program} {what}, so every job fails", step)
 
 
 def _check_training(pipeline: PipelineSettings) -> Iterator[Finding]:
     if (missing := pipeline.missing_base()) is not None:
         yield wrong("base model", missing, READ_IT)
     if absent := [name for name in NEEDED_TO_TRAIN if find_spec(name) is None]:
-        yield wrong(
-            "trainer",
-            f"{pipeline.name}: {', '.join(absent)} not installed, which the built-in training "
-            "needs",
-            f"{INSTALL_TORCH}; or set `command` under [[pipelines]]",
-        )
+        missing = f"{pipeline.name}: {', '.join(absent)} not installed, which the training needs"
+        yield wrong("trainer", missing, f"{INSTALL_TORCH}; or set `command` under [[pipelines]]")
 
 
 def check_services(facts: Facts) -> Iterator[Finding]:
     record, home = facts.stack, facts.home
     if record is None:
         if home.stack_file.exists():
+            killed = "the stack was killed, and the services that it started may still run"
             yield wrong(
-                "stack",
-                "the stack was killed, and the services that it started may still run",
-                "start the stack again: pipeline up (this first ends the services that still run)",
+                "stack", killed, "pipeline up (this first ends the services that still run)"
             )
         else:
             yield ok("stack", "no stack is up")
@@ -181,8 +172,7 @@ def check_services(facts: Facts) -> Iterator[Finding]:
         elif state == "hung":
             silent = "it does not answer; if it stays silent, the stack kills and restarts it"
             yield wrong(child.name, silent, log)
-        else:
-            assert child.process is not None
+        elif child.process is not None:
             yield ok(child.name, f"up, process {child.process.pid}")
 
 
@@ -200,11 +190,8 @@ def check_ports(facts: Facts) -> Iterator[Finding]:
         ports.append(("runner's metrics", f"http://127.0.0.1:{port}", "metrics_port under [jobs]"))
     for name, url, setting in ports:
         if port_fault(url) is not None:
-            yield wrong(
-                "ports",
-                f"port {httpx.URL(url).port} of the {name} is in use, although no stack is up",
-                f"stop the program that uses the port, or set another one: {setting}",
-            )
+            used = f"port {httpx.URL(url).port} of the {name} is in use, although no stack is up"
+            yield wrong("ports", used, f"stop the program that uses it, or set another: {setting}")
 
 
 def check_webhooks(facts: Facts) -> Iterator[Finding]:
@@ -215,57 +202,44 @@ def check_webhooks(facts: Facts) -> Iterator[Finding]:
     try:
         webhooks = facts.webhooks
     except NotAllowed:
-        yield wrong(
-            "webhook",
-            "the hub does not accept the token in tokens.json, because this file was replaced "
-            "after the stack was started",
-            RESTART,
-        )
+        replaced = "tokens.json was replaced after the stack was started, so the hub refuses it"
+        yield wrong("webhook", replaced, RESTART)
         return
     except ReceiverError as error:
         yield wrong("webhook", f"the hub does not list its webhooks: {error}", RESTART)
         return
-    own = own_webhook_id({each.id: each.url for each in webhooks}, facts.settings, facts.home)
     for webhook in webhooks:
         for warning in webhook.warnings:
-            yield wrong(
-                "webhook",
-                f"{webhook.id}: {warning}",
-                "change what this webhook watches: pipeline webhooks update "
-                f"{webhook.id} --watch …",
-            )
+            step = f"change what it watches: pipeline webhooks update {webhook.id} --watch …"
+            yield wrong("webhook", f"{webhook.id}: {warning}", step)
         if webhook.status == "suspended":
-            yield wrong(
-                "webhook",
-                f"{webhook.id} is suspended, because its deliveries to {webhook.url or 'its job'} "
-                "failed again and again, so they wait",
-                "see why: pipeline webhooks deliveries; to send them: pipeline webhooks enable "
-                f"{webhook.id}",
-            )
+            step = f"pipeline webhooks deliveries says why; pipeline webhooks enable {webhook.id}"
+            waits = f"its deliveries to {webhook.url or 'its job'} failed again and again, and wait"
+            yield wrong("webhook", f"{webhook.id} is suspended: {waits}", step)
     if facts.answering_hub is not None:
-        ours = next((webhook for webhook in webhooks if webhook.id == own), None)
+        ours = own_webhook(webhooks, facts.settings, facts.home)
         yield from _check_own_webhook(facts, ours)
 
 
 def _check_own_webhook(facts: Facts, ours: WebhookRecord | None) -> Iterator[Finding]:
-    url = facts.settings.receiver_url + ROUTE
+    url, step = facts.settings.receiver_url + ROUTE, RESTART
     datasets = facts.settings.datasets_on_hub
     if not datasets:
         return  # then `up` creates no webhook
     if ours is None:
-        yield wrong("webhook", f"the hub has no webhook for {url}", RESTART)
+        fault = f"the hub has no webhook for {url}"
     elif ours.url != url:
         target = ours.url or "its job"
-        moves = f"{ours.id} delivers to {target}, but the receiver is at {url}"
-        yield wrong("webhook", moves, RESTART)
+        fault = f"{ours.id} delivers to {target}, but the receiver is at {url}"
     elif ours.status == "disabled":
-        stopped = f"{ours.id}, which delivers to {url}, is disabled, so pushes start no jobs"
-        yield wrong("webhook", stopped, f"pipeline webhooks enable {ours.id}")
+        fault = f"{ours.id}, which delivers to {url}, is disabled, so pushes start no jobs"
+        step = f"pipeline webhooks enable {ours.id}"
     elif missing := set(unwatched_datasets(datasets, ours.watched)):
-        unwatched = f"{ours.id} does not watch {', '.join(sorted(missing))}"
-        yield wrong("webhook", unwatched, RESTART)
+        fault = f"{ours.id} does not watch {', '.join(sorted(missing))}"
     else:
         yield ok("webhook", f"{ours.id} delivers to {url}")
+        return
+    yield wrong("webhook", fault, step)
 
 
 def check_deliveries(facts: Facts) -> Iterator[Finding]:
@@ -283,12 +257,8 @@ def check_deliveries(facts: Facts) -> Iterator[Finding]:
         yield wrong("deliveries", f"{database}: {error}", "restore it from a backup")
         return
     if dead := counts.get("dead", 0):
-        yield wrong(
-            "deliveries",
-            f"{dead} were given up, because every attempt failed",
-            "to see why: pipeline webhooks deliveries; to send a delivery again: pipeline webhooks "
-            "replay",
-        )
+        step = "pipeline webhooks deliveries says why; pipeline webhooks replay sends one again"
+        yield wrong("deliveries", f"{dead} were given up, because every attempt failed", step)
     else:
         yield ok("deliveries", f"{counts.get('pending', 0)} pending, none given up")
 
@@ -308,10 +278,9 @@ def check_last_jobs(facts: Facts) -> Iterator[Finding]:
         else:
             is_rejected = last.outcome.result == "rejected"
             step = WAYS_ON if is_rejected else "push again, or: pipeline jobs run"
+            ended = f"{name}: {last.id} {last.outcome.result}: {last.outcome.reason}"
             yield wrong(
-                "jobs",
-                f"{name}: {last.id} {last.outcome.result}: {last.outcome.reason}",
-                f"pipeline jobs logs {last.id}; then {next_step(jobs, step)}",
+                "jobs", ended, f"pipeline jobs logs {last.id}; then {next_step(jobs, step)}"
             )
 
 
@@ -344,11 +313,8 @@ def _check_release(folder: Path) -> Iterator[Finding]:
     try:
         reasons = verify_release(folder)
     except OSError as error:  # a temporary error
-        yield wrong(
-            "releases",
-            f"{folder.name} was not checked: {error}",
-            "remove the cause, then repeat: pipeline doctor",
-        )
+        unread = f"{folder.name} was not checked: {error}"
+        yield wrong("releases", unread, "remove the cause, then repeat: pipeline doctor")
         return
     if reasons:
         yield wrong(

@@ -1,22 +1,23 @@
 """What is known of a stack and of its state folder. `pipeline status` shows these facts, and
 `pipeline doctor` judges them. Asking for facts changes nothing."""
 
-from dataclasses import asdict, dataclass
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from jobs.errors import HeadAway, NoHead
 from jobs.job import Job
 from jobs.process import is_alive
 from pipeline.errors import PipelineError
 from pipeline.going_back import went_back
 from pipeline.job_store import reading_jobs
 from pipeline.journal import advice_after_refusal, describe
-from pipeline.newest_commit import newest_commit
+from pipeline.liveness import health, server_state
+from pipeline.newest_commit import Dataset
 from pipeline.paths import Home
-from pipeline.probes import health, server_state
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.stack_record import Child, StackRecord, read_stack
 from pipeline.tokens import Tokens, read_tokens
@@ -58,24 +59,6 @@ def ok(check: str, message: str) -> Finding:
 
 def wrong(check: str, message: str, next_step: str) -> Finding:
     return Finding(check=check, level="wrong", message=message, next_step=next_step)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    """The release that a server reports as served. If no server reports one, the release that was
-    served last."""
-
-    release: str
-    is_live: bool
-    """Whether a server reports it."""
-    dataset_revision: str | None
-    stands_in_for: str | None
-    """The damaged release that this one replaces."""
-    reason: str | None
-    """Why the damaged release could not be served, as the server says."""
-    unreadable: str | None
-    """Why the manifest of the release cannot be read."""
-    url: str
 
 
 class Facts:
@@ -131,41 +114,45 @@ class Facts:
             return {} if store is None else store.paused()
 
     def newest_commit(self, pipeline: PipelineSettings) -> str | None:
-        """None if no stack is up, or if the dataset is not on the stack's own hub."""
-        if self.answering_hub is None or not self.settings.is_on_own_hub(pipeline):
+        """None if no stack is up, if the dataset is not on the stack's own hub, or if the branch
+        has no commit."""
+        tokens, url = self.answering_hub, self.settings.hub_url
+        if tokens is None or not self.settings.is_on_own_hub(pipeline):
             return None
-        return newest_commit(self.home, self.settings, pipeline)
+        with suppress(HeadAway, NoHead):
+            return Dataset.of(pipeline.dataset, None, url, tokens.hub).head(pipeline.ref)
+        return None
 
     def releases_dir(self, pipeline: PipelineSettings) -> Path:
         return self.home.releases_dir / pipeline.name
 
-    def served(self, pipeline: PipelineSettings) -> Served | None:
-        """None if no release was served yet."""
+    def served(self, pipeline: PipelineSettings) -> dict[str, Any] | None:
+        """The release that the server reports as served. If no server reports one, the release that
+        was served last. None if no release was served yet."""
         folder, url = self.releases_dir(pipeline), self.settings.server_url(pipeline)
         answer = server_state(url)
-        release, revision, unreadable = answer.get("release"), answer.get("dataset_revision"), None
-        is_live, stands_in_for = release is not None, answer.get("stands_in_for")
-        if not is_live:
-            try:
-                last = served_release(folder)
-                if last is None:
-                    return None
-                release = last.name
-                # Only if no server answers. A server that serves no release serves no substitute.
-                if not answer:
-                    stands_in_for = stood_in_for(folder)
-                revision = load_release(last).lineage.dataset_revision
-            except ReleaseError as error:
-                release, unreadable = release or "current", str(error)
-        return Served(
-            release=str(release),
-            is_live=is_live,
-            dataset_revision=revision,
-            stands_in_for=stands_in_for,
-            reason=answer.get("reason"),
-            unreadable=unreadable,
-            url=url,
-        )
+        served: dict[str, Any] = {
+            "release": answer.get("release"),
+            "is_live": answer.get("release") is not None,
+            "dataset_revision": answer.get("dataset_revision"),
+            "stands_in_for": answer.get("stands_in_for"),
+            "reason": answer.get("reason"),  # why this damaged release could not be served
+            "unreadable": None,  # why the manifest of the release cannot be read
+            "url": url,
+        }
+        if served["is_live"]:
+            return served
+        try:
+            if (last := served_release(folder)) is None:
+                return None
+            served["release"] = last.name
+            # Only if no server answers. A server that serves no release serves no substitute.
+            if not answer:
+                served["stands_in_for"] = stood_in_for(folder)
+            served["dataset_revision"] = load_release(last).lineage.dataset_revision
+        except ReleaseError as error:
+            served |= {"release": served["release"] or "current", "unreadable": str(error)}
+        return served
 
     def of_pipeline(self, pipeline: PipelineSettings, now: float) -> dict[str, Any]:
         """What `pipeline status --json` says of a pipeline."""
@@ -182,13 +169,13 @@ class Facts:
                 job.outcome is not None
                 and job.outcome.result == "unchanged"
                 and job.outcome.stage != "claim"
-                and job.outcome.served_release in (None, served and served.release)
+                and job.outcome.served_release in (None, served and served["release"])
                 and job.spec.revisions is not None
                 and job.spec.revisions.new_sha == head
                 for job in jobs
             ),
-            "served": None if served is None else asdict(served),
-            "went_back": served and went_back(self.releases_dir(pipeline), served.release),
+            "served": served,
+            "went_back": served and went_back(self.releases_dir(pipeline), served["release"]),
             "pending_release": pending_release(self.releases_dir(pipeline)),
             "queue_age_seconds": max(
                 (round(now - job.created_at, 1) for job in jobs if not job.has_ended),

@@ -177,12 +177,8 @@ class _Gateway:
         for answer in answers:
             if answer is not None and answer.status_code in (401, 403):
                 refusal = answer.json()["error"]
-                raise RequestError(
-                    answer.status_code,
-                    refusal["message"],
-                    type=refusal["type"],
-                    code=refusal["code"],
-                )
+                kind = {"type": refusal["type"], "code": refusal["code"]}
+                raise RequestError(answer.status_code, refusal["message"], **kind)
         return dict(zip(self._servers, answers, strict=True))
 
 

@@ -2,30 +2,18 @@
 status` can say who did, and what the next push will do."""
 
 import getpass
+import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from jobs.counts import Counts
-from jobs.folder import write_atomically
+from jobs.folder import read_json, write_atomically
 from serving.errors import ReleaseError
 from serving.weights.release_store import load_release, release_number
 
 FILE = "went-back.json"
-
-
-class WentBack(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    former: str
-    """The newer release, which was served before."""
-    release: str
-    by: str
-    at: float
-    """Unix time."""
 
 
 def record_going_back(pipeline_dir: Path, former: str | None, release: str) -> None:
@@ -34,25 +22,22 @@ def record_going_back(pipeline_dir: Path, former: str | None, release: str) -> N
         return
     job = os.environ.get("JOB_ID")
     by = _user() if job is None else f"job {job}"
-    record = WentBack(former=former, release=release, by=by, at=time.time())
-    write_atomically(pipeline_dir / FILE, record.model_dump_json())
+    record = {"former": former, "release": release, "by": by, "at": time.time()}
+    write_atomically(pipeline_dir / FILE, json.dumps(record))
 
 
 def went_back(pipeline_dir: Path, served: str) -> dict[str, Any] | None:
     """The record, and the number of changed rows that the served release has not learned. None if
     nobody went back to the served release."""
-    try:
-        record = WentBack.model_validate_json((pipeline_dir / FILE).read_bytes())
-    except (FileNotFoundError, ValidationError):
+    record: dict[str, Any] | None = read_json(pipeline_dir / FILE)
+    if record is None or record["release"] != served:
         return None
-    if record.release != served:
-        return None
-    return record.model_dump() | {"changed_rows": _changed_rows(pipeline_dir, record)}
+    return record | {"changed_rows": _changed_rows(pipeline_dir, record["former"], served)}
 
 
-def _changed_rows(pipeline_dir: Path, record: WentBack) -> int:
-    total, release = 0, record.former
-    while release_number(release) > release_number(record.release):
+def _changed_rows(pipeline_dir: Path, former: str, served: str) -> int:
+    total, release = 0, former
+    while release_number(release) > release_number(served):
         try:
             found = load_release(pipeline_dir / release)
         except ReleaseError:

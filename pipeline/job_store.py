@@ -2,7 +2,8 @@
 use the job store."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 from jobs.attempt_tokens import PREFIX, job_of_token
 from jobs.schema import check_schema as check_jobs_schema
@@ -28,15 +29,15 @@ def open_job_store(settings: Settings, home: Home) -> JobStore:
 def reading_jobs(settings: Settings, home: Home) -> Iterator[JobStore | None]:
     """Open the same store as `open_job_store`, but only for reading: nothing is created or
     upgraded. Yields None if the store does not exist yet. Raises StoreError."""
-    if settings.jobs.database_url is None and not home.jobs_database.exists():
-        yield None
-        return
-    store = JobStore.open_to_read(settings.jobs.database_url or home.jobs_database)
-    if store is None:
-        yield None
-        return
-    with store:
+    place = _existing(settings, home)
+    store = None if place is None else JobStore.open_to_read(place)
+    with nullcontext() if store is None else store:
         yield store
+
+
+def _existing(settings: Settings, home: Home) -> str | Path | None:
+    file = home.jobs_database if home.jobs_database.exists() else None
+    return settings.jobs.database_url or file
 
 
 def is_token_of_running_job(
@@ -55,9 +56,9 @@ def jobs_schema(settings: Settings, home: Home) -> str | None:
 
     Raises StoreError.
     """
-    if settings.jobs.database_url is None and not home.jobs_database.exists():
+    if (place := _existing(settings, home)) is None:
         return None
-    engine = connect(settings.jobs.database_url or home.jobs_database, only_reads=True)
+    engine = connect(place, only_reads=True)
     try:
         return check_jobs_schema(engine)
     finally:

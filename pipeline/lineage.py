@@ -1,109 +1,71 @@
-"""Finds the lineage of a release that `pipeline releases publish` makes. The lineage names the
-parent release, the dataset commit and the job from which the release comes. A person can run this
-command, and a job can run it too, for example if the job runs the user's own trainer (the setting
-`command`)."""
+"""Finds the job of which this process is a part, for the commands with which the user's own trainer
+(the setting `command`) publishes its release: the release names the job and its commit."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from jobs.folder import SPEC
-from jobs.spec import JobSpec
+from jobs.spec import JobSpec, RevisionRange
 from pipeline.errors import PipelineError
-from receiver.payload import UpdatedRef, WebhookPayload
+from receiver.payload import WebhookPayload
+from receiver.rules import DEFAULT_BRANCH
 from serving.weights.release import Lineage
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobContext:
-    """The job, the pipeline and the commit for which this process publishes a release. All fields
-    have their defaults if this process is not part of a job."""
-
-    job_id: str | None = None
-    pipeline: str | None = None
-    """Also None if the job is a command that was submitted without a pipeline."""
-    dataset: str | None = None
-    ref: str | None = None
-    revision: str | None = None
-    delivery_ids: tuple[str, ...] = ()
-    updated_refs: tuple[UpdatedRef, ...] = ()
-    """The refs that were moved by the push in the job's payload. Empty if the job's spec (the file
-    `spec.json` in the job's folder) names a commit, because the lineage then uses this commit."""
-
-    def for_ref(self, ref: str) -> "JobContext":
-        """A copy of this context with the given `ref` (such as `refs/heads/main`), and with the
-        commit to which the push moved `ref`. If the push did not move `ref`, the copy has the first
-        ref that the push moved, and the new commit of this ref. If the push deleted the ref, the
-        copy keeps `revision`. If `updated_refs` is empty, returns this context unchanged."""
-        if not self.updated_refs:
-            return self
-        first = self.updated_refs[0]
-        update = next((each for each in self.updated_refs if each.ref == ref), first)
-        return replace(self, ref=update.ref, revision=update.newSha or self.revision)
-
-
-def job_context(environment: Mapping[str, str]) -> JobContext:
-    """The context of the job that has these environment variables.
-
-    The commit comes from the job's spec. But if a person submitted the job as a command, the spec
-    names no commit. Then the commit comes from the job's payload. Raises PipelineError if `JOB_DIR`
-    contains no readable spec.
-    """
+def spec_of_job(environment: Mapping[str, str]) -> JobSpec | None:
+    """The spec of the job that has these environment variables; None outside a job. Raises
+    PipelineError if `JOB_DIR` contains no readable spec."""
     if "JOB_ID" not in environment or "JOB_DIR" not in environment:
-        return JobContext()
+        return None
     file = Path(environment["JOB_DIR"]) / SPEC
     try:
-        spec = JobSpec.model_validate_json(file.read_bytes())
+        return JobSpec.model_validate_json(file.read_bytes())
     except (OSError, ValidationError):
         raise PipelineError(
-            f"JOB_DIR is set, but {file} is not the spec of a job; if you run this command "
-            "outside a job, unset JOB_ID and JOB_DIR"
+            f"{file} is not the spec of a job; outside a job, unset JOB_ID and JOB_DIR"
         ) from None
-    context = JobContext(
-        job_id=environment["JOB_ID"],
-        pipeline=spec.pipeline or environment.get("PIPELINE_NAME"),
-    )
-    if spec.revisions is not None:
-        return replace(
-            context,
-            dataset=spec.revisions.repo,
-            ref=spec.revisions.ref,
-            revision=spec.revisions.new_sha,
-            delivery_ids=spec.revisions.delivery_ids,
-        )
-    payload = _payload(environment)
-    if payload is None or payload.repo.type != "dataset":
-        return context
-    context = replace(context, dataset=payload.repo.name, revision=payload.repo.headSha)
-    return replace(context, updated_refs=payload.updatedRefs or ())
 
 
-def lineage(
-    context: JobContext, *, parent: str | None, served: str | None, revision: str | None
-) -> Lineage:
-    """The lineage of a release that is published now.
+def pipeline_of_job(environment: Mapping[str, str]) -> str | None:
+    """Also None if the job is a command that was submitted without a pipeline."""
+    spec = spec_of_job(environment)
+    return None if spec is None else spec.pipeline or environment.get("PIPELINE_NAME")
 
-    `parent` and `revision` are options of `pipeline releases publish`; each is None if the caller
-    of this command left the option out. `served` is the id of the served release, or None if no
-    release is served. In a job, `served` replaces a missing `parent`, and the job's commit replaces
-    a missing `revision`.
+
+def lineage_of_job(environment: Mapping[str, str], ref: str) -> Lineage:
+    """The job and the commit for which it runs; all fields are None or empty outside a job.
+
+    The commit comes from the job's spec. But if a person submitted the job as a command, the spec
+    names no commit. Then it is the commit to which the push in the job's payload moved `ref` or, if
+    it did not move `ref`, the first ref that it moved.
     """
+    spec = spec_of_job(environment)
+    if spec is None:
+        return Lineage()
+    commit = spec.revisions or _pushed_commit(environment, ref)
+    if commit is None:
+        return Lineage(job_id=environment["JOB_ID"])
     return Lineage(
-        parent=parent or (served if context.job_id is not None else None),
-        dataset=context.dataset,
-        dataset_ref=context.ref,
-        dataset_revision=revision or context.revision,
-        job_id=context.job_id,
-        delivery_ids=context.delivery_ids,
+        job_id=environment["JOB_ID"],
+        dataset=commit.repo,
+        dataset_ref=commit.ref,
+        dataset_revision=commit.new_sha,
+        delivery_ids=commit.delivery_ids,
     )
 
 
-def _payload(environment: Mapping[str, str]) -> WebhookPayload | None:
+def _pushed_commit(environment: Mapping[str, str], ref: str) -> RevisionRange | None:
     try:
         text = Path(environment["WEBHOOK_PAYLOAD_FILE"]).read_text()
-        return WebhookPayload.model_validate(json.loads(text))
+        payload = WebhookPayload.model_validate(json.loads(text))
     except (KeyError, OSError, ValueError):
         return None
+    if payload.repo.type != "dataset":
+        return None
+    moved = {update.ref: update.newSha for update in payload.updatedRefs or ()}
+    found = ref if ref in moved else next(iter(moved), DEFAULT_BRANCH)
+    sha = moved.get(found) or payload.repo.headSha
+    return RevisionRange(repo=payload.repo.name, ref=found, new_sha=sha)

@@ -1,14 +1,15 @@
-"""Finds out whether a child process of the stack (a service that `pipeline up` started) works or
-hangs. For each child, a thread asks again and again whether the child works. Each of these
-questions is called a probe."""
+"""Finds out whether a service answers, and whether a child process of the stack (a service that
+`pipeline up` started) works or hangs. For each child, a thread asks again and again whether the
+child works. Each of these questions is called a probe."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pipeline.probes import liveness
+import httpx
 
 Answer = Literal["works", "silent", "dead", "unknown"]
 """What a probe found out. `works`: the child answered. `silent`: the child gave no answer. `dead`:
@@ -85,7 +86,7 @@ def http_probe(url: str) -> LivenessProbe:
     and any other status means `works`."""
 
     def probe(seconds: float) -> Answer:
-        response = liveness(url, seconds)
+        response = _get(f"{url}/live", seconds)
         if response is None:
             return "silent"
         return "dead" if response.status_code == 503 else "works"
@@ -123,3 +124,46 @@ def file_probe(file: Path) -> LivenessProbe:
         return "silent"
 
     return probe
+
+
+def port_fault(url: str) -> str | None:
+    """Why no service can listen on the host and port of `url`; None if a service can listen
+    there."""
+    address = httpx.URL(url)
+    with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, address.port or 80))
+        except OSError as error:
+            return error.strerror or str(error)
+    return None
+
+
+def server_state(url: str) -> dict[str, Any]:
+    """The answer of the completion server at `url` to `GET /health`. Empty if nothing answers, or
+    if the answer is not a JSON object. If another program listens there and answers with a JSON
+    object, returns this object."""
+    response = health(url)
+    try:
+        answer = None if response is None else response.json()
+    except ValueError:  # another program listens on the port
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def health(url: str) -> httpx.Response | None:
+    """The service's answer to `GET /health`, whatever its status; None if no answer comes in 5 s.
+
+    The status does not matter here: a completion server that serves no release answers 503,
+    although the service is up.
+    """
+    return _get(f"{url}/health", 5)
+
+
+def _get(url: str, seconds: float) -> httpx.Response | None:
+    try:
+        # These URLs are plain HTTP. `verify=False` saves time: otherwise httpx would load all
+        # certificate authorities for each request.
+        return httpx.get(url, timeout=seconds, trust_env=False, verify=False)
+    except httpx.HTTPError:
+        return None

@@ -10,30 +10,17 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
-from pydantic import ValidationError
 
 from jobs.errors import HeadAway, NoHead
 from jobs.job import FindHead, Head, Job
 from jobs.spec import RevisionRange
-from pipeline.errors import PipelineError
-from pipeline.paths import Home
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.git_snapshot import GitDataset
 from pipeline.retrain.hub_away import OVERLOADED
 from pipeline.retrain.own_token import own_token
 from pipeline.retrain.settings import is_git_url
 from pipeline.retrain.snapshot import DatasetHub
-from pipeline.settings import PipelineSettings, Settings
-from pipeline.tokens import Tokens, read_tokens
-from receiver.payload import (
-    Event,
-    ObjectId,
-    Repo,
-    UpdatedRef,
-    Url,
-    WebhookPayload,
-    WebhookReference,
-)
+from pipeline.tokens import Tokens
 from receiver.rules import DEFAULT_BRANCH
 
 logger = logging.getLogger(__name__)
@@ -86,10 +73,7 @@ class Dataset:
         check. Raises HeadAway, or NoHead if there is no such commit."""
         if is_git_url(self.name):
             return revision
-        missing = (
-            f"has no commit {revision!r}; push this commit, or leave --revision out to train on "
-            "the newest one"
-        )
+        missing = f"has no commit {revision!r}; push this commit, or leave --revision out"
         return self._commit(revision, missing)
 
     def _commit(self, revision: str, if_missing: str) -> str:
@@ -134,35 +118,29 @@ class Dataset:
         """The payload that the hub would send for a push of `revisions`. What does not depend on
         the commit comes from the payload that a hub has `delivered`; without one, the payload names
         `webhook` as its webhook."""
-        sha = revisions.new_sha
-        try:
-            told = WebhookPayload.model_validate(delivered)
-            repo, reference = told.repo, told.webhook
-        except ValidationError:
-            is_git = is_git_url(self.name)
-            place = f"datasets/{self.name}"
-            repo = Repo(
-                type="dataset",
-                name=self.name,
-                id=self.name,
-                private=True,
-                owner=ObjectId(id=self.name if is_git else self.name.partition("/")[0]),
-                url=Url(
-                    web=self.name if is_git else f"{self.hub_url}/{place}",
-                    api=None if is_git else f"{self.hub_url}/api/{place}",
-                ),
-                headSha=sha,
-            )
-            reference = WebhookReference(id=webhook, version=3)
+        delivered = delivered or {}
+        place = f"datasets/{self.name}"
+        repo = delivered.get("repo") or {
+            "type": "dataset",
+            "name": self.name,
+            "id": self.name,
+            "private": True,
+            "owner": {"id": self.name if is_git_url(self.name) else self.name.partition("/")[0]},
+            "url": {"web": self.name}
+            if is_git_url(self.name)
+            else {"web": f"{self.hub_url}/{place}", "api": f"{self.hub_url}/api/{place}"},
+            "headSha": revisions.new_sha,
+        }
         if revisions.ref == DEFAULT_BRANCH:
-            repo = repo.model_copy(update={"headSha": sha})
-        payload = WebhookPayload(
-            event=Event(action="update", scope="repo.content"),
-            repo=repo,
-            webhook=reference,
-            updatedRefs=(UpdatedRef(ref=revisions.ref, oldSha=revisions.old_sha, newSha=sha),),
-        )
-        return payload.model_dump(mode="json", exclude_none=True)
+            repo = repo | {"headSha": revisions.new_sha}
+        shas = {"oldSha": revisions.old_sha, "newSha": revisions.new_sha}
+        moved = {"ref": revisions.ref} | {key: sha for key, sha in shas.items() if sha is not None}
+        return {
+            "event": {"action": "update", "scope": "repo.content"},
+            "repo": repo,
+            "webhook": delivered.get("webhook") or {"id": webhook, "version": 3},
+            "updatedRefs": [moved],
+        }
 
 
 def dataset_of_job(job: Job, hub_url: str, tokens: Tokens) -> Dataset:
@@ -189,14 +167,3 @@ def head_finder(hub_url: str, tokens: Tokens) -> FindHead:
         return Head(sha=sha, payload=dataset.push_payload(revisions, job.payload, webhook))
 
     return find_head
-
-
-def newest_commit(home: Home, settings: Settings, pipeline: PipelineSettings) -> str | None:
-    """The newest commit of the branch that the pipeline follows, on the stack's own hub. None if
-    the branch has no commit, if the stack's tokens cannot be read, or if the hub does not answer.
-    """
-    try:
-        token = read_tokens(home.tokens_file).hub
-        return Dataset.of(pipeline.dataset, None, settings.hub_url, token).head(pipeline.ref)
-    except (PipelineError, HeadAway, NoHead):
-        return None

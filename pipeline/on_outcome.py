@@ -13,8 +13,7 @@ from pathlib import Path
 import httpx
 
 from jobs.job import Job
-from pipeline import settings_copy
-from pipeline.settings import PipelineSettings
+from pipeline.settings import SETTINGS_COPY, PipelineSettings
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +39,7 @@ def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
             _post(pipeline.on_outcome, body, job.id)
         else:
             _run(pipeline.on_outcome, body, job, job_dir)
-    except (
-        httpx.HTTPError,
-        httpx.InvalidURL,
-        OSError,
-        ValueError,
-        subprocess.SubprocessError,
-    ) as error:
+    except Exception as error:
         logger.warning(
             "on_outcome of %s failed for %s: %s", pipeline.name, job.id, error, extra=ids
         )
@@ -74,7 +67,7 @@ def _run(command: Sequence[str], body: str, job: Job, job_dir: Path) -> None:
     assert job.outcome is not None
     # Leave out the variable that names the stack's copy of the settings file. Otherwise a
     # `pipeline` command in the user's command would read the copy instead of the settings file.
-    of_runner = {name: each for name, each in os.environ.items() if name != settings_copy.VARIABLE}
+    of_runner = {name: each for name, each in os.environ.items() if name != SETTINGS_COPY}
     done = subprocess.run(
         command,
         input=body.encode(),

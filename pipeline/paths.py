@@ -1,7 +1,6 @@
 """Names every path in the state folder. This module creates no file and no folder."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from receiver.project import SETTINGS_FILE, project_folder, state_dir
@@ -14,84 +13,48 @@ def settings_file() -> Path:
     return Path(named).absolute() if named is not None else project_folder() / SETTINGS_FILE
 
 
-@dataclass(frozen=True)
 class Home:
     """The state folder: `$PIPELINE_HOME`, or the `.pipeline` of the project."""
 
-    root: Path
-
-    @classmethod
-    def find(cls) -> "Home":
-        return cls(state_dir())
-
-    @property
-    def hub_dir(self) -> Path:
-        return self.root / "hub"
-
-    @property
-    def jobs_dir(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.hub_dir = root / "hub"
+        self.jobs_dir = root / "jobs"
         """Holds one folder per job."""
-        return self.root / "jobs"
-
-    @property
-    def jobs_database(self) -> Path:
+        self.jobs_database = root / "jobs" / "jobs.sqlite"
         """The database of the job store, unless `database_url` under `[jobs]` names another
         database. The job store also records deliveries, so that one transaction stores a delivery
         and the job that the delivery starts."""
-        return self.root / "jobs" / "jobs.sqlite"
-
-    @property
-    def releases_dir(self) -> Path:
+        self.releases_dir = root / "releases"
         """Holds one folder per pipeline. Each of these folders holds one folder per release."""
-        return self.root / "releases"
-
-    @property
-    def bases_dir(self) -> Path:
+        self.bases_dir = root / "bases"
         """Holds the base models. A preset (a small model that hotpush itself makes) is created once
         for each pipeline, in a folder with the pipeline's name. A model from a hub is downloaded
         once for all pipelines, into the folder `hub`. The folder `answers` holds the answers that
         the base models gave to everyday prompts. Retrainings use these answers to keep the model
         from drifting away from its base model."""
-        return self.root / "bases"
-
-    @property
-    def snapshots_dir(self) -> Path:
+        self.snapshots_dir = root / "snapshots"
         """Holds one folder per pipeline, with the dataset revisions that the pipeline's jobs have
         downloaded."""
-        return self.root / "snapshots"
-
-    @property
-    def tokens_file(self) -> Path:
+        self.tokens_file = root / "tokens.json"
         """Holds the secrets that the services share (`pipeline/tokens.py`)."""
-        return self.root / "tokens.json"
-
-    @property
-    def own_webhook_file(self) -> Path:
+        self.own_webhook_file = root / "own-webhook"
         """Holds the id of the stack's own webhook on the stack's own hub
         (`pipeline/subscriptions.py`)."""
-        return self.root / "own-webhook"
-
-    @property
-    def stack_file(self) -> Path:
+        self.stack_file = root / "stack.json"
         """While a stack is up, this file holds the process ids and addresses of its services."""
-        return self.root / "stack.json"
-
-    @property
-    def settings_copy(self) -> Path:
+        self.settings_copy = root / "settings.toml"
         """While a stack is up, this file holds the settings file as it was when the stack was
-        started (`pipeline/settings_copy.py`)."""
-        return self.root / "settings.toml"
-
-    @property
-    def runner_alive(self) -> Path:
+        started (`write_settings_copy`)."""
+        self.runner_alive = root / "runner.alive"
         """The runner touches this file several times a second while it works."""
-        return self.root / "runner.alive"
-
-    @property
-    def stack_lock(self) -> Path:
+        self.stack_lock = root / "stack.lock"
         """A running stack holds a lock on this file, so that no second stack uses the state
         folder."""
-        return self.root / "stack.lock"
+
+    @classmethod
+    def find(cls) -> "Home":
+        return cls(state_dir())
 
     def log_file(self, service: str) -> Path:
         return self.root / "logs" / f"{service}.log"

@@ -7,7 +7,6 @@ import json
 import logging
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
@@ -23,13 +22,13 @@ from pipeline.paths import Home
 from pipeline.pointers import Pointer, may_be_pointer
 from pipeline.retrain.base_model import CHAT_TEMPLATE, PRESETS
 from pipeline.retrain.chat import render
-from pipeline.retrain.data_files import CARD, DataFiles, is_needed, sort_files, why_no_data
+from pipeline.retrain.data_files import CARD, is_needed, sort_files, why_no_data
 from pipeline.retrain.dataset import read_dataset
 from pipeline.retrain.errors import DataError
 from pipeline.retrain.report import grouped
 from pipeline.retrain.rows import Row
-from pipeline.rules import branch_ref
 from pipeline.settings import PipelineSettings
+from receiver.rules import full_ref
 from serving.chat_template import ChatTemplate
 
 logger = logging.getLogger(__name__)
@@ -57,13 +56,10 @@ class PushRemarks:
     def __init__(self, pipelines: Sequence[PipelineSettings], home: Home) -> None:
         self._home = home
         # Each pipeline with the ref of the branch that it follows.
-        self._pipelines = [(one, branch_ref(one)) for one in pipelines]
+        self._pipelines = [(one, full_ref(one.ref)) for one in pipelines]
 
     def __call__(
-        self,
-        repository: Repository,
-        bases: Mapping[str, str],
-        changes: Sequence[RefChange],
+        self, repository: Repository, bases: Mapping[str, str], changes: Sequence[RefChange]
     ) -> list[str]:
         """The remarks on a push that made these changes, one line each. Empty if there is nothing
         to remark, or if the push could not be checked.
@@ -77,19 +73,12 @@ class PushRemarks:
             # Only log the error, whatever it is. If this method raised it, the client would be told
             # that the hub refused the push, although the push is already stored.
             is_expected = isinstance(error, PipelineError | OSError | ValueError)
-            logger.warning(
-                "a push to %s was not checked: %s",
-                repository.name,
-                error,
-                exc_info=not is_expected,
-            )
+            said = "a push to %s was not checked: %s"
+            logger.warning(said, repository.name, error, exc_info=not is_expected)
             return []
 
     def _lines(
-        self,
-        repository: Repository,
-        bases: Mapping[str, str],
-        changes: Sequence[RefChange],
+        self, repository: Repository, bases: Mapping[str, str], changes: Sequence[RefChange]
     ) -> Iterator[str]:
         if repository.name.type != "dataset":
             return
@@ -108,8 +97,7 @@ class PushRemarks:
             is_pushed_branch = change.ref.startswith("refs/heads/")
             if is_pushed_branch and not pipelines:
                 name = branch.removeprefix("refs/heads/")
-                refs = {ref.removeprefix("refs/heads/") for _, ref in followers}
-                followed = ", ".join(sorted(refs))
+                followed = ", ".join(sorted({one.ref for one, _ in followers}))
                 yield f"No pipeline follows the branch {name!r}; pipelines follow {followed}."
             if not pipelines:
                 continue
@@ -145,15 +133,15 @@ def _ignored_data_files(
     files. `Dataset.push_to_hub` writes such a README."""
     assert change.new_sha is not None
     changed = {file.path for file in changed_files(repository, change.old_sha, change.new_sha)}
-    new = _Listing.of(repository, change.new_sha)
+    paths, card = _paths_and_card(repository, change.new_sha)
     old = None
     if change.old_sha is not None and CARD in changed:
-        old = _Listing.of(repository, change.old_sha)
+        old = _paths_and_card(repository, change.old_sha)
     for pipeline in pipelines:
-        now = new.data_files(pipeline)
+        now = sort_files(paths, pipeline.data, card)
         left_out = {path for path in changed if path in now.ignored and why_no_data(path) is None}
         if old is not None:
-            before = old.data_files(pipeline)
+            before = sort_files(old[0], pipeline.data, old[1])
             left_out |= set(now.ignored) & set(chain.from_iterable(before.splits.values()))
         if left_out:
             named = sorted(left_out)
@@ -165,23 +153,13 @@ def _ignored_data_files(
             )
 
 
-@dataclass(frozen=True)
-class _Listing:
+def _paths_and_card(repository: Repository, commit: str) -> tuple[Sequence[str], str]:
     """The paths of all files of a commit, and the text of its README."""
-
-    paths: Sequence[str]
-    card: str
-
-    @classmethod
-    def of(cls, repository: Repository, commit: str) -> "_Listing":
-        card = "".join(
-            read_file(repository, entry).decode(errors="replace")
-            for entry in find_paths(repository, commit, [CARD])
-        )
-        return cls(list_paths(repository, commit), card)
-
-    def data_files(self, pipeline: PipelineSettings) -> DataFiles:
-        return sort_files(self.paths, pipeline.data, self.card)
+    card = "".join(
+        read_file(repository, entry).decode(errors="replace")
+        for entry in find_paths(repository, commit, [CARD])
+    )
+    return list_paths(repository, commit), card
 
 
 def _refused(rows: Iterable[Row], pipeline: PipelineSettings, home: Home) -> Iterator[DataError]:

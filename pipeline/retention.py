@@ -15,10 +15,11 @@ from pipeline.hub.webhooks.store import jobs_of_webhooks
 from pipeline.paths import Home
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
 from pipeline.settings import Settings
+from serving.errors import ReleaseError
 from serving.weights.atomic_file import is_replacement
+from serving.weights.release_store import load_release, release_ids
 
 logger = logging.getLogger(__name__)
-
 
 KEEP_JOBS_DAYS = 90.0
 KEEP_JOBS = 1000
@@ -27,6 +28,38 @@ of the newest plain commands (jobs of no pipeline) stay too."""
 RETRAINING = "pipeline.retrain"
 """The Python module that the command of the built-in retraining runs. Only jobs with this command
 have checkpoints that `remove_unneeded_files` may remove."""
+
+
+def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
+    """Remove the folders of old jobs, and delete very old jobs from the job store. But if a release
+    that a job made still exists, this job and its folder stay. Returns the names of the removed
+    folders.
+
+    Raises OSError if the manifest of a release cannot be read. The job that made the release is
+    then not known, so nothing is removed. Also raises OSError if a folder cannot be removed,
+    HubError if the hub's webhooks cannot be read, and StoreError.
+    """
+    kept = {
+        job_id
+        for folder in home.releases_dir.glob("*/")
+        for release_id in release_ids(folder)
+        if (job_id := _job_of(folder / release_id)) is not None
+    }
+    removed = prune_job_folders(store, home.jobs_dir, keep_days=settings.jobs.keep_days, kept=kept)
+    forget_jobs(store, settings, home, kept=kept)
+    return removed
+
+
+def _job_of(release: Path) -> str | None:
+    """The id of the job that made the release. None if no job made the release, or if its manifest
+    is damaged or gone. Raises OSError if the manifest cannot be read."""
+    try:
+        return load_release(release).lineage.job_id
+    except ReleaseError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        logger.warning("the job of a damaged release is not known: %s", error)
+        return None
 
 
 def remove_unneeded_files(job: Job, job_dir: Path) -> None:

@@ -38,8 +38,7 @@ class RunnerMetrics:
         )
         self._commit_to_serving = Histogram(
             "pipeline_commit_to_serving_seconds",
-            "Seconds from the arrival of a job's first commit until the job's release was served. "
-            "Jobs that were submitted by hand do not count",
+            "Seconds from the arrival of a job's first commit until its release was served",
             ["pipeline"],
             buckets=_SECONDS,
             registry=self.registry,

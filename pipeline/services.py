@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import httpx
 
 from pipeline.errors import PipelineError
-from pipeline.probes import port_fault
+from pipeline.liveness import port_fault
 from pipeline.settings import Settings
 
 START_SECONDS = 60.0
@@ -52,49 +52,39 @@ def services_of(settings: Settings) -> tuple[Service, ...]:
     """
     for table, port in (("serving", settings.serving.port), ("receiver", settings.receiver.port)):
         if port == 0:
-            raise PipelineError(
-                f"port = 0 under [{table}]: the services of a stack find each other by their "
-                "ports; set a port from 1 to 65535"
-            )
-    servers = tuple(
-        Service(
-            name="serve" if len(settings.pipelines) == 1 else f"serve-{pipeline.name}",
+            raise PipelineError(f"port = 0 under [{table}]: the services need a port; set one")
+    servers = []
+    for pipeline in settings.pipelines:
+        name = "serve" if len(settings.pipelines) == 1 else f"serve-{pipeline.name}"
+        server = replace(
+            _service(name, settings.server_url(pipeline), "serving"),
             arguments=("serve", "--pipeline", pipeline.name),
-            url=settings.server_url(pipeline),
             pipeline=pipeline.name,
-            port_setting=_port_setting("serving")
-            if pipeline.port is None
-            else f"`port` of {pipeline.name} under [[pipelines]]",
             start_seconds=START_SECONDS + settings.serving.start_seconds,
         )
-        for pipeline in settings.pipelines
-    )
-    gateway = Service(
-        name="gateway",
-        arguments=("gateway",),
-        url=settings.gateway_url,
-        port_setting=_port_setting("serving"),
-    )
+        if pipeline.port is not None:
+            setting = f"`port` of {pipeline.name} under [[pipelines]]"
+            server = replace(server, port_setting=setting)
+        servers.append(server)
+    gateway_url = settings.gateway_url
     services = (
         hub_service(settings),
         *servers,
-        *((gateway,) if gateway.url else ()),
+        *([_service("gateway", gateway_url, "serving")] if gateway_url else []),
         replace(RUNNER, metrics_port=settings.jobs.metrics_port or None),
-        Service(
-            name="receiver",
-            arguments=("receiver",),
-            url=settings.receiver_url,
-            port_setting=_port_setting("receiver"),
-        ),
+        _service("receiver", settings.receiver_url, "receiver"),
     )
     _check_ports_differ(services, settings.jobs.metrics_port)
     return services
 
 
 def hub_service(settings: Settings) -> Service:
-    return Service(
-        name="hub", arguments=("hub",), url=settings.hub_url, port_setting=_port_setting("hub")
-    )
+    return _service("hub", settings.hub_url, "hub")
+
+
+def _service(name: str, url: str, table: str) -> Service:
+    setting = f"PIPELINE_{table.upper()}__PORT=…, or `port` under [{table}]"
+    return Service(name=name, arguments=(name,), url=url, port_setting=setting)
 
 
 RUNNER = Service(name="runner", arguments=("jobs", "runner"))
@@ -108,8 +98,7 @@ def _check_ports_differ(services: Sequence[Service], metrics_port: int) -> None:
         if service.port in users:
             raise PipelineError(
                 f"port {service.port} is set for both {users[service.port]} and the "
-                f"{_describe(service)}; change one of the two, for example with "
-                f"{service.port_setting}"
+                f"{_describe(service)}; change one of the two: {service.port_setting}"
             )
         users[service.port] = f"the {_describe(service)}"
 
@@ -118,16 +107,11 @@ def _describe(service: Service) -> str:
     return "completion server" if service.arguments[0] == "serve" else service.name
 
 
-def _port_setting(table: str) -> str:
-    return f"PIPELINE_{table.upper()}__PORT=…, or `port` under [{table}]"
-
-
 def check_port(service: Service) -> None:
     """Raise PipelineError if the service cannot listen on its port, for example because another
     program uses this port."""
     if service.url is not None and (fault := port_fault(service.url)) is not None:
         raise PipelineError(
-            f"port {service.port} for the {_describe(service)} cannot be used ({fault}); "
-            f"free the port, or set another port for the {_describe(service)}: "
-            f"{service.port_setting}"
+            f"port {service.port} for the {_describe(service)} cannot be used ({fault}); set "
+            f"another port for the {_describe(service)}: {service.port_setting}"
         )

@@ -9,9 +9,11 @@ import difflib
 import hashlib
 import json
 import os
+import shlex
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from tempfile import NamedTemporaryFile
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -34,7 +36,7 @@ from jobs.settings import JobsSettings
 from pipeline.errors import PipelineError
 from pipeline.hub.settings import HubSettings, http_url
 from pipeline.logs import LogSettings
-from pipeline.paths import settings_file
+from pipeline.paths import Home, settings_file
 from pipeline.retrain.base_model import HUB_ID, PRESETS
 from pipeline.retrain.settings import (
     HUGGING_FACE,
@@ -44,14 +46,17 @@ from pipeline.retrain.settings import (
     TrainSettings,
     is_git_url,
 )
-from pipeline.settings_copy import copy_or_file
-from pipeline.settings_paths import absolute_path, with_absolute_paths
 from receiver.settings import ReceiverSettings
 from serving.settings import ServingSettings
+
+Table = TypeVar("Table", bound=BaseModel)
 
 HANG_SECONDS = 60.0
 SECRET_KEYS = ("api_key", "database_url")
 """Keys whose value is not shown. A database URL may contain a password."""
+SETTINGS_COPY = "PIPELINE_SETTINGS_COPY"
+"""The services of a stack get the path of the copy (`write_settings_copy`) in this environment
+variable."""
 
 
 class PipelineSettings(BaseModel):
@@ -145,15 +150,10 @@ class PipelineSettings(BaseModel):
         folder = self.base_folder()
         if folder is None or (folder / "config.json").is_file():
             return None
+        what = "no checkpoint: it has no config.json" if folder.is_dir() else "not there"
         return (
-            f"base_model of {self.name}: {folder} is "
-            + (
-                "not a checkpoint, because it has no config.json"
-                if folder.is_dir()
-                else "not there"
-            )
-            + f"; set base_model in {settings_file()} to a checkpoint folder, a hub id "
-            + f"(OWNER/NAME) or {', '.join(PRESETS)}"
+            f"base_model of {self.name}: {folder} is {what}; set base_model in {settings_file()} "
+            f"to a checkpoint folder, a hub id (OWNER/NAME) or {', '.join(PRESETS)}"
         )
 
 
@@ -187,7 +187,11 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        file = copy_or_file(settings_file())
+        copy = Home.find().settings_copy
+        # A program that a service starts may inherit the variable. But if the program works with
+        # another state folder, the copy is not meant for it.
+        is_in_stack = os.environ.get(SETTINGS_COPY) == str(copy) and copy.exists()
+        file = copy if is_in_stack else settings_file()
         return (env_settings, TomlConfigSettingsSource(settings_cls, file))
 
     @field_validator("*")
@@ -275,6 +279,59 @@ class Settings(BaseSettings):
         return http_url(self.serving.host, self.server_port(pipeline))
 
 
+def with_absolute_paths(table: Table, folder: Path) -> Table:
+    """The table of the settings, and the tables in it, with absolute paths. A relative path starts
+    at `folder`. Raises ValueError if the home folder in a path is not known."""
+    changed: dict[str, Any] = {}
+    for key in table.model_fields_set:
+        try:
+            changed[key] = _with_absolute_path(key, getattr(table, key), folder)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
+    return table.model_copy(update=changed)
+
+
+def _with_absolute_path(key: str, value: Any, folder: Path) -> Any:
+    match key, value:
+        case _, BaseModel():
+            return with_absolute_paths(value, folder)
+        case _, Path():
+            return absolute_path(value, folder)
+        # If a program has no `/`, the system looks for it on PATH.
+        case "command" | "on_outcome", (program, *arguments) if "/" in program:
+            return (str(absolute_path(Path(program), folder)), *arguments)
+        case "tunnel", str() if not value.startswith("ssh://"):
+            program, *arguments = shlex.split(value) or [""]
+            if "/" in program:
+                return shlex.join([str(absolute_path(Path(program), folder)), *arguments])
+        # Only the disk shows whether `owner/name` is a relative path or an id on a hub. So
+        # `PipelineSettings.base_folder` makes relative paths absolute, when they are needed.
+        case "base_model", str() if value.startswith("~"):
+            return str(absolute_path(Path(value), folder))
+        case "database_url", str() if "://" not in value:
+            return str(absolute_path(Path(value), folder))
+    return value
+
+
+def absolute_path(path: Path, folder: Path) -> Path:
+    try:
+        return folder / path.expanduser()
+    except RuntimeError:
+        raise ValueError(f"the home folder in {path} is not known; write the whole path") from None
+
+
+def write_settings_copy(home: Home) -> None:
+    """Copy the settings file into the state folder. The services of a stack read this copy. So a
+    service that is started again gets the settings that the stack was started with, even if the
+    settings file has changed. If there is no settings file, the copy is empty."""
+    file = settings_file()
+    # Only the owner may read a temporary file, and so the copy: settings may contain passwords.
+    with NamedTemporaryFile(dir=home.root, prefix=".settings-", delete=False) as draft:
+        draft.write(file.read_bytes() if file.exists() else b"")
+    # Replace the copy in one step, because a process of an earlier stack may read it now.
+    os.replace(draft.name, home.settings_copy)
+
+
 def no_settings_file() -> PipelineError:
     file = settings_file()
     return PipelineError(
@@ -322,18 +379,15 @@ def load_settings() -> Settings:
 def _not_json_text(error: SettingsError) -> str:
     """The message about an environment variable that sets a list or a table, but is not JSON."""
     value = getattr(error.__cause__, "doc", None)
-    names = [name for name, text in os.environ.items() if text == value and _sets_key(name)]
+    names = [
+        name
+        for name, text in os.environ.items()
+        if text == value and name.upper().startswith("PIPELINE_")
+    ]
     return (
         f"{', '.join(sorted(names)) or 'an environment variable PIPELINE_…'}: write a list or a "
         "table as JSON; to set one key of a table, write for example PIPELINE_HUB__PORT=9000"
     )
-
-
-def _sets_key(variable: str) -> bool:
-    """Whether the environment variable sets a key of the settings. For example, `PIPELINE_HOME`
-    does not."""
-    prefix, _, rest = variable.upper().partition("_")
-    return prefix == "PIPELINE" and rest.partition("__")[0].lower() in Settings.model_fields
 
 
 def _environment_variable(location: tuple[int | str, ...]) -> str | None:
@@ -353,7 +407,8 @@ def fault_text(location: tuple[int | str, ...], kind: str, message: str, given: 
     table = f"[{'.'.join(tables)}]" if tables else "the top level"
     place = " ".join([table, *numbered])
     if kind != "extra_forbidden":
-        got = f", got {given!r}" if _is_shown(key, given) else ""
+        is_shown = isinstance(given, str | int | float) and key not in SECRET_KEYS
+        got = f", got {given!r}" if is_shown else ""
         return f"{key!r} in {place}: {value_fault_text(key, kind, message)}{got}"
     known = list(_fields_at(tables))
     close = difflib.get_close_matches(key, known, n=1)
@@ -379,10 +434,6 @@ def value_fault_text(key: str, kind: str, message: str) -> str:
         return _HOW_TO_WRITE[key]
     words = message.removeprefix("Value error, ")
     return words[0].lower() + words[1:]
-
-
-def _is_shown(key: str, given: Any) -> bool:
-    return isinstance(given, str | int | float) and key not in SECRET_KEYS
 
 
 def _fields_at(tables: list[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Each child runs its own `pipeline` command, so that a person can also start any 
 """
 
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -12,12 +13,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import filelock
 
 from jobs.folder import write_atomically
-from jobs.process import identify
+from jobs.process import ProcessIdentity, identify, is_alive
 from pipeline.errors import PipelineError
 from pipeline.liveness import (
     PROBE_INTERVAL_SECONDS,
@@ -26,19 +26,21 @@ from pipeline.liveness import (
     file_probe,
     http_probe,
 )
-from pipeline.log_files import rotate
-from pipeline.orphans import STOP_SECONDS, end_orphans, end_with_parent
+from pipeline.logs import rotate
 from pipeline.paths import Home, settings_file
 from pipeline.services import Service, check_port
-from pipeline.settings import HANG_SECONDS, settings_digest
-from pipeline.settings_copy import VARIABLE as SETTINGS_COPY
-from pipeline.settings_copy import write_copy
+from pipeline.settings import (
+    HANG_SECONDS,
+    SETTINGS_COPY,
+    settings_digest,
+    write_settings_copy,
+)
 from pipeline.stack_record import Child, StackRecord, last_record
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 10.0
-"""While `start` waits for a service, it calls `on_wait` each time this many seconds have passed."""
+"""While `start` waits for a service, it says so each time this many seconds have passed."""
 FILES_SECONDS = 5.0
 """The seconds between two checks of the stack's files. Each check limits the sizes of the logs, and
 writes `stack.json` again if it is lost or damaged."""
@@ -49,6 +51,33 @@ and again would otherwise keep the machine busy."""
 STEADY_SECONDS = 60.0
 """After a child has run for this long, its restarts are counted from zero again. So the next wait
 is the shortest one."""
+STOP_SECONDS = 15.0
+"""A service that does not end within this many seconds after SIGTERM gets SIGKILL."""
+
+
+class _Running:
+    """A child of the stack: a service and its present process."""
+
+    def __init__(self, service: Service, process: subprocess.Popen[bytes]) -> None:
+        self.service = service
+        self.process = process
+        self.record = Child(name=service.name, process=None)
+        self.started_at = 0.0
+        self.probe: LivenessProbe = lambda seconds: "unknown"
+        self.watch: ChildWatch | None = None
+        self.kill_reason: str | None = None
+        """Why the stack has killed the process. None again when the process has ended."""
+        self.restarts = 0
+        """The number of restarts since the child last ran for STEADY_SECONDS. The wait before the
+        next restart depends on this number."""
+        self.restart_at: float | None = None
+        """When the child is started again; None while its process runs."""
+
+    def describe_end(self) -> str:
+        reason, self.kill_reason = self.kill_reason, None
+        if reason is not None:
+            return f"was killed because {reason}"
+        return f"ended with {_describe_exit(self.process.returncode)}"
 
 
 class Stack:
@@ -59,21 +88,10 @@ class Stack:
         self, home: Home, services: Sequence[Service], *, hang_seconds: float = HANG_SECONDS
     ) -> None:
         self._home = home
-        self._hang_seconds = hang_seconds
-        self._probes: dict[str, LivenessProbe] = {}
-        self._watches: dict[str, ChildWatch] = {}
-        self._check_files_at = 0.0
-        self._kill_reasons: dict[str, str] = {}
-        """Child → why this stack has killed the child. The entry is removed when the process of the
-        child has ended."""
         self._services = services
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._started_at: dict[str, float] = {}
-        self._restarts: dict[str, int] = {}
-        """Child → number of restarts since the child last ran for STEADY_SECONDS. The wait before
-        the next restart depends on this number."""
-        self._restart_at: dict[str, float] = {}
-        self._children: dict[str, Child] = {}
+        self._hang_seconds = hang_seconds
+        self._running: dict[str, _Running] = {}
+        self._check_files_at = 0.0
         self._stack_started_at = time.time()
         self._settings_digest = settings_digest()
         self._has_started = False
@@ -82,16 +100,11 @@ class Stack:
         self._is_ready = False
         self._lock: filelock.BaseFileLock | None = None
 
-    def start(
-        self,
-        on_ready: Callable[[Service], None] = lambda service: None,
-        on_wait: Callable[[Service, float], None] = lambda service, seconds: None,
-    ) -> None:
+    def start(self, say: Callable[[str], None] = lambda line: None) -> None:
         """Start every service, and return when all services answer.
 
-        This method waits for the services in their order, and calls `on_ready` for each service
-        that has answered. While it waits for a service, it calls `on_wait` from time to time with
-        the service and the seconds since the service was started.
+        This method waits for the services in their order, and calls `say` with a line of text for
+        each service that has answered, and from time to time while it waits for one.
 
         Raises PipelineError if another stack uses the state folder, if a port cannot be used, or if
         a child ends, answers that it must be restarted, or does not answer in time. Raises OSError
@@ -100,16 +113,16 @@ class Stack:
         """
         self._home.root.mkdir(parents=True, exist_ok=True)
         self._lock = lock_stack(self._home)
-        end_orphans(self._home)
+        _end_orphans(self._home)
         try:
-            write_copy(settings_file(), self._home.settings_copy)
+            write_settings_copy(self._home)
             for service in self._services:
                 check_port(service)
             for service in self._services:
                 self._spawn(service)
-            for service in self._services:
-                self._wait_until_ready(service, on_wait)
-                on_ready(service)
+            for child in self._running.values():
+                self._wait_until_ready(child, say)
+                say(f"{child.service.name:10} {child.service.url or 'ready'}")
         except BaseException:
             self.stop()
             raise
@@ -132,13 +145,13 @@ class Stack:
         reason is not the same as at the last try.
         """
         events = []
-        for service in self._services:
-            if self._processes[service.name].poll() is None:
-                events += self._check_child(service)
-            elif service.name not in self._restart_at:
-                events.append(self._plan_restart(service, self._describe_end(service.name)))
-            elif time.monotonic() >= self._restart_at[service.name]:
-                events += self._restart(service)
+        for child in self._running.values():
+            if child.process.poll() is None:
+                events += self._check_child(child)
+            elif child.restart_at is None:
+                events.append(self._plan_restart(child, child.describe_end()))
+            elif time.monotonic() >= child.restart_at:
+                events += self._restart(child)
         if time.monotonic() >= self._check_files_at:
             self._check_files_at = time.monotonic() + FILES_SECONDS
             for name in ("up", *(service.name for service in self._services)):
@@ -150,66 +163,61 @@ class Stack:
                     self._write_record()
         return events
 
-    def _check_child(self, service: Service) -> list[str]:
-        name = service.name
-        if name in self._kill_reasons:
+    def _check_child(self, child: _Running) -> list[str]:
+        if child.kill_reason is not None:
             return []  # already killed, but not yet ended
-        if time.monotonic() - self._started_at[name] > STEADY_SECONDS:
-            self._restarts[name] = 0
-        watch = self._watches.get(name)
-        if watch is None:
+        if time.monotonic() - child.started_at > STEADY_SECONDS:
+            child.restarts = 0
+        if child.watch is None:
             try:
-                watch = self._watches[name] = ChildWatch(
-                    self._probes[name],
-                    start_seconds=service.start_seconds,
+                child.watch = ChildWatch(
+                    child.probe,
+                    start_seconds=child.service.start_seconds,
                     hang_seconds=self._hang_seconds,
                 )
             except RuntimeError:  # no thread can be started now; the next call tries again
                 return []
-        if watch.has_stopped_answering != self._children[name].is_silent:
-            self._change(name, is_silent=watch.has_stopped_answering)
-        if (kill_reason := watch.kill_reason) is None:
+        if child.watch.has_stopped_answering != child.record.is_silent:
+            self._change(child, is_silent=child.watch.has_stopped_answering)
+        if child.watch.kill_reason is None:
             return []
-        self._kill_reasons[name] = kill_reason
+        child.kill_reason = child.watch.kill_reason
         # Send SIGKILL, because a process that is stopped (SIGSTOP) would not react to SIGTERM.
-        self._processes[name].kill()
-        return [f"killing {name}, because {kill_reason} (log: {self._home.log_file(name)})"]
+        child.process.kill()
+        return [f"killing {child.service.name}, because {child.kill_reason} {self._log(child)}"]
 
-    def _plan_restart(self, service: Service, end: str) -> str:
-        name = service.name
-        if (watch := self._watches.pop(name, None)) is not None:
-            watch.stop()
-        wait = RESTART_SECONDS[min(self._restarts.get(name, 0), len(RESTART_SECONDS) - 1)]
-        self._restart_at[name] = time.monotonic() + wait
-        self._change(name, process=None, started_at=None, is_silent=False, last_end=end)
-        return f"{name} {end}; starting it again in {wait:g} s (log: {self._home.log_file(name)})"
+    def _plan_restart(self, child: _Running, end: str) -> str:
+        if child.watch is not None:
+            child.watch.stop()
+            child.watch = None
+        wait = RESTART_SECONDS[min(child.restarts, len(RESTART_SECONDS) - 1)]
+        child.restart_at = time.monotonic() + wait
+        self._change(child, process=None, started_at=None, is_silent=False, last_end=end)
+        return f"{child.service.name} {end}; starting it again in {wait:g} s {self._log(child)}"
 
-    def _describe_end(self, name: str) -> str:
-        if (kill_reason := self._kill_reasons.pop(name, None)) is not None:
-            return f"was killed because {kill_reason}"
-        return f"ended with {_describe_exit(self._processes[name].returncode)}"
+    def _log(self, child: _Running) -> str:
+        return f"(log: {self._home.log_file(child.service.name)})"
 
-    def _restart(self, service: Service) -> list[str]:
-        name = service.name
-        self._restarts[name] = self._restarts.get(name, 0) + 1
+    def _restart(self, child: _Running) -> list[str]:
+        child.restarts += 1
         try:
-            self._spawn(service)
+            self._spawn(child.service)
         except OSError as error:
             # The child could not be started, for example because too many files are open. Raise no
             # error, because the other services must stay up. The error may also come after the
             # process was started. So end this process: the record may not name it, and then nobody
             # could end it later.
-            self._processes[name].kill()
-            self._processes[name].wait()
+            child.process.kill()
+            child.process.wait()
             end = f"could not be started: {error}"
-            is_repeated = end == self._children[name].last_end
-            event = self._plan_restart(service, end)
+            is_repeated = end == child.record.last_end
+            event = self._plan_restart(child, end)
             return [] if is_repeated else [event]
-        del self._restart_at[name]
-        return [f"{name} is up again"]
+        child.restart_at = None
+        return [f"{child.service.name} is up again"]
 
-    def _change(self, name: str, **changes: object) -> None:
-        self._children[name] = self._children[name].model_copy(update=changes)
+    def _change(self, child: _Running, **changes: object) -> None:
+        child.record = child.record.model_copy(update=changes)
         self._record_change()
 
     def stop(self) -> None:
@@ -221,31 +229,26 @@ class Stack:
         """
         if self._lock is None:
             return
-        for watch in self._watches.values():
-            watch.stop()
-        for service in reversed(self._services):
-            process = self._processes.get(service.name)
-            if process is None or process.poll() is not None:
-                continue
-            process.terminate()
+        for child in reversed(self._running.values()):
+            if child.watch is not None:
+                child.watch.stop()
+            child.process.terminate()
             try:
-                process.wait(STOP_SECONDS)
+                child.process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                child.process.kill()
+                child.process.wait()
         self._home.settings_copy.unlink(missing_ok=True)
         self._home.stack_file.unlink(missing_ok=True)
         self._lock.release()
         self._lock = None
 
     def _spawn(self, service: Service) -> None:
-        self._probes[service.name] = (
-            http_probe(service.url) if service.url else file_probe(self._home.runner_alive)
-        )
+        probe = http_probe(service.url) if service.url else file_probe(self._home.runner_alive)
         log = self._home.log_file(service.name)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as stream:
-            self._processes[service.name] = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "pipeline", *service.arguments],
                 env={
                     **os.environ,
@@ -259,49 +262,44 @@ class Stack:
                 # Give each child its own session, so that Ctrl-C reaches only this process. This
                 # process then stops the children in the right order.
                 start_new_session=True,
-                preexec_fn=end_with_parent(os.getpid()) if sys.platform == "linux" else None,
+                preexec_fn=_end_with_parent(os.getpid()) if sys.platform == "linux" else None,
             )
-        self._started_at[service.name] = time.monotonic()
-        earlier = self._children.get(service.name)
-        self._children[service.name] = Child(
+        is_restart = service.name in self._running
+        child = self._running.setdefault(service.name, _Running(service, process))
+        child.process, child.probe, child.started_at = process, probe, time.monotonic()
+        child.record = Child(
             name=service.name,
-            process=identify(self._processes[service.name].pid),
+            process=identify(process.pid),
             url=service.url,
             pipeline=service.pipeline,
             metrics_port=service.metrics_port,
             started_at=time.time(),
-            num_restarts=0 if earlier is None else earlier.num_restarts + 1,
-            last_end=None if earlier is None else earlier.last_end,
+            num_restarts=child.record.num_restarts + is_restart,
+            last_end=child.record.last_end,
         )
         self._record_change()
 
-    def _wait_until_ready(
-        self, service: Service, on_wait: Callable[[Service, float], None]
-    ) -> None:
-        process = self._processes[service.name]
-        began = self._started_at[service.name]
-        next_report_at = began + PROGRESS_SECONDS
-        while (answer := self._probes[service.name](PROBE_INTERVAL_SECONDS)) != "works":
+    def _wait_until_ready(self, child: _Running, say: Callable[[str], None]) -> None:
+        service, log = child.service, self._home.log_file(child.service.name)
+        next_report_at = child.started_at + PROGRESS_SECONDS
+        while (answer := child.probe(PROBE_INTERVAL_SECONDS)) != "works":
+            waited = time.monotonic() - child.started_at
             if answer == "dead":
+                fault = "answered while starting that it must be restarted"
+                raise PipelineError(f"{service.name} {fault}; its log: {log}")
+            if child.process.poll() is not None:
+                tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
                 raise PipelineError(
-                    f"{service.name} answered while starting that it must be restarted; its log: "
-                    f"{self._home.log_file(service.name)}"
+                    f"{service.name} {child.describe_end()} while starting:\n{tail}"
                 )
-            if process.poll() is not None:
-                raise PipelineError(
-                    f"{service.name} ended with {_describe_exit(process.returncode)} while "
-                    f"starting:\n{_tail(self._home.log_file(service.name))}"
-                )
-            waited = time.monotonic() - began
             if waited > service.start_seconds:
                 where = "" if service.url is None else f" on {service.url}"
-                raise PipelineError(
-                    f"{service.name} did not answer{where} within {service.start_seconds:g} s; "
-                    f"its log: {self._home.log_file(service.name)}"
-                )
+                fault = f"did not answer{where} within {service.start_seconds:g} s"
+                raise PipelineError(f"{service.name} {fault}; its log: {log}")
             if time.monotonic() >= next_report_at:
                 next_report_at += PROGRESS_SECONDS
-                on_wait(service, waited)
+                limit = f"{waited:.0f} s of at most {service.start_seconds:.0f} s"
+                say(f"{service.name:10} is starting: {limit} (log: {log})")
             time.sleep(0.02)
 
     def _record_change(self) -> None:
@@ -326,7 +324,7 @@ class Stack:
             started_at=self._stack_started_at,
             is_ready=self._is_ready,
             settings_digest=self._settings_digest,
-            children=tuple(self._children.values()),
+            children=tuple(child.record for child in self._running.values()),
         )
 
 
@@ -337,8 +335,7 @@ def lock_stack(home: Home) -> filelock.BaseFileLock:
         lock.acquire(timeout=0)
     except filelock.Timeout:
         raise PipelineError(
-            f"a stack is already up in {home.root}; `pipeline status` shows it, and "
-            "`pipeline down` stops it"
+            f"a stack is already up in {home.root}; to stop it: pipeline down"
         ) from None
     return lock
 
@@ -352,5 +349,37 @@ def _describe_exit(code: int) -> str:
         return f"signal {-code}"
 
 
-def _tail(log: Path, num_lines: int = 15) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
+def _end_orphans(home: Home) -> None:
+    """End the children that a killed stack has left running, and remove the record of this stack.
+
+    The caller must hold the lock of the state folder. Without the lock, another stack may be
+    running, and this function would end the children of that stack.
+    """
+    record = last_record(home)
+    for child in reversed(record.children if record else ()):
+        if child.process is not None:
+            _end(child.process)
+    home.stack_file.unlink(missing_ok=True)
+
+
+def _end(process: ProcessIdentity) -> None:
+    deadline = time.monotonic() + STOP_SECONDS
+    while is_alive(process):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _end_with_parent(parent: int) -> Callable[[], None]:
+    """Returns a function for `preexec_fn` of `subprocess.Popen` (Linux only). The new child calls
+    the returned function before it runs its program. The returned function asks the kernel to send
+    SIGTERM to the child when the child's parent ends, or when the thread that called `Popen` ends.
+    Without this signal, the child would run on after the end of its parent, and the child's port
+    would stay in use."""
+
+    def end_with_parent() -> None:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # the parent ended before the call above
+            os._exit(1)
+
+    return end_with_parent

@@ -2,6 +2,8 @@
 starts) records its processes and their addresses in this file, so that other commands can find the
 processes."""
 
+from collections import defaultdict
+
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -105,31 +107,26 @@ def running_settings(home: Home) -> Settings:
 def at_running_stack(settings: Settings, home: Home) -> Settings:
     """`settings` with the addresses of the running stack; unchanged if no stack runs."""
     record = read_stack(home)
-    children = record.children if record is not None else ()
-    changes: dict[str, object] = {}
-    served = {}
-    serving: dict[str, object] = {}
-    for child in children:
+    changes = defaultdict[str, dict[str, object]](dict)
+    ports: dict[str, int] = {}
+    for child in record.children if record is not None else ():
         if child.metrics_port is not None:
-            changes["jobs"] = settings.jobs.model_copy(update={"metrics_port": child.metrics_port})
+            changes["jobs"]["metrics_port"] = child.metrics_port
         if child.url is None:
             continue
         url = httpx.URL(child.url)
-        address = {"host": url.host, "port": url.port or 80}
-        if child.name == "hub":
-            changes["hub"] = settings.hub.model_copy(update=address)
-        elif child.name == "receiver":
-            changes["receiver"] = settings.receiver.model_copy(update=address)
-        elif child.name == "gateway":
-            serving |= address
-        elif child.pipeline is not None:
-            served[child.pipeline] = address["port"]
-            serving["host"] = url.host
-    changes["serving"] = settings.serving.model_copy(update=serving)
-    changes["pipelines"] = tuple(
-        pipeline.model_copy(update={"port": served[pipeline.name]})
-        if pipeline.name in served
-        else pipeline
+        host, port = url.host, url.port or 80
+        if child.pipeline is not None:
+            ports[child.pipeline] = port
+            changes["serving"]["host"] = host
+        else:
+            table = "serving" if child.name == "gateway" else child.name
+            changes[table] |= {"host": host, "port": port}
+    tables: dict[str, object] = {
+        name: getattr(settings, name).model_copy(update=update) for name, update in changes.items()
+    }
+    tables["pipelines"] = tuple(
+        pipeline.model_copy(update={"port": ports.get(pipeline.name, pipeline.port)})
         for pipeline in settings.pipelines
     )
-    return settings.model_copy(update=changes)
+    return settings.model_copy(update=tables)

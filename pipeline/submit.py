@@ -1,22 +1,83 @@
-"""Submits a job that a person asks for. The job either retrains the model on a commit, or runs a
-command."""
+"""Makes jobs from the settings of a pipeline: the rules (`RetrainRule`) by which the receiver makes
+a job from a push, and the jobs that a person asks for. Such a job either retrains the model on a
+commit, or runs a command."""
 
+import tomllib
+from collections.abc import Sequence
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from jobs.errors import HeadAway, NoHead
 from jobs.job import Job
-from jobs.spec import JobSpec, RevisionRange
+from jobs.spec import JobSpec, Resources, RevisionRange
 from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.newest_commit import Dataset
 from pipeline.paths import Home
-from pipeline.retrain.settings import SkipIf
-from pipeline.rules import branch_ref, retrain_rule
-from pipeline.settings import PipelineSettings, Settings
+from pipeline.retrain.settings import RetrainSettings, SkipIf
+from pipeline.settings import PipelineSettings, Settings, fault_text
 from pipeline.tokens import load_tokens
 from receiver.payload import WebhookPayload
+from receiver.rules import RetrainRule, full_ref
+
+
+def retrain_rules(settings: Settings, home: Home) -> tuple[RetrainRule, ...]:
+    return tuple(retrain_rule(settings, home, pipeline) for pipeline in settings.pipelines)
+
+
+def retrain_rule(
+    settings: Settings,
+    home: Home,
+    pipeline: PipelineSettings,
+    *,
+    force_reason: str | None = None,
+    skip_if: SkipIf = "no_row_changed",
+) -> RetrainRule:
+    """The rule of one pipeline. If the settings change later, this rule does not change.
+
+    Pass `force_reason` and `skip_if` only for a job that a person submits by hand.
+    `RetrainSettings` (`pipeline/retrain/settings.py`) explains both arguments.
+    """
+    ref, other_hub = full_ref(pipeline.ref), settings.other_hub(pipeline)
+    retrain = RetrainSettings(
+        pipeline=pipeline.name,
+        dataset=pipeline.dataset,
+        dataset_endpoint=other_hub or "hub",
+        ref=ref,
+        base_model=str(pipeline.base_folder() or pipeline.base_model),
+        base_model_endpoint=pipeline.base_model_endpoint,
+        releases_dir=home.releases_dir,
+        bases_dir=home.bases_dir,
+        keep=pipeline.keep,
+        data=pipeline.data,
+        train=pipeline.train,
+        gate=pipeline.gate,
+        force_reason=force_reason,
+        skip_if=skip_if,
+    )
+    trainer = {} if pipeline.command is None else {"command": pipeline.command}
+    return RetrainRule(
+        **trainer,
+        pipeline=pipeline.name,
+        dataset=pipeline.dataset,
+        endpoint=other_hub,
+        ref=ref,
+        debounce_seconds=pipeline.debounce_seconds,
+        max_wait_seconds=pipeline.max_wait_seconds,
+        settings=retrain.model_dump(mode="json"),
+        env={
+            "PIPELINE_NAME": pipeline.name,
+            "PIPELINE_SERVER_URL": settings.server_url(pipeline),
+            # The hub that has the dataset. The user's own trainer cannot use HF_ENDPOINT for this:
+            # HF_ENDPOINT is always the stack's own hub. If the dataset is on the stack's own hub,
+            # the runner sets the variable, because only the runner knows the hub's present port.
+            **({"DATASET_ENDPOINT": other_hub} if other_hub is not None else {}),
+        },
+        resources=Resources(
+            num_threads=settings.jobs.num_threads, timeout_seconds=settings.jobs.timeout_seconds
+        ),
+    )
 
 
 def submit_retraining(
@@ -92,7 +153,7 @@ def submit_command(
         env = retrain_rule(settings, home, pipeline).env
         if payload is None:
             dataset = _dataset_of(hub_url, home, settings, pipeline)
-            ref = branch_ref(pipeline)
+            ref = full_ref(pipeline.ref)
             try:
                 sha = dataset.head(ref) if revision is None else dataset.commit(revision)
             except (NoHead, HeadAway):
@@ -122,3 +183,46 @@ def _dataset_of(
 ) -> Dataset:
     token = load_tokens(home.tokens_file).hub
     return Dataset.of(pipeline.dataset, settings.other_hub(pipeline), hub_url, token)
+
+
+def override(pipeline: PipelineSettings, assignments: Sequence[str]) -> PipelineSettings:
+    """The pipeline's settings, changed for one run by these assignments, such as
+    `train.max_tokens=500000`.
+
+    An assignment `TABLE.KEY=VALUE` sets one key in one table of the pipeline's settings. The value
+    is written as in TOML, except that a text needs no quotes. Raises PipelineError with a message
+    that names the wrong key.
+    """
+    values = pipeline.model_dump(exclude_unset=True)
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        table, dot, key = path.strip().partition(".")
+        if not equals or not dot or not key:
+            raise PipelineError(
+                f"--set {assignment} is not TABLE.KEY=VALUE, as in --set train.max_tokens=500000"
+            )
+        if table not in _tables():
+            raise PipelineError(
+                f"--set {assignment}: unknown table {table!r}; known: {', '.join(_tables())}"
+            )
+        values.setdefault(table, {})[key] = _value(text.strip())
+    try:
+        return PipelineSettings.model_validate(values)
+    except ValidationError as error:
+        faults = (
+            fault_text(("pipelines", *fault["loc"]), fault["type"], fault["msg"], fault["input"])
+            for fault in error.errors()
+        )
+        raise PipelineError(f"--set: {'; '.join(faults)}") from None
+
+
+def _tables() -> list[str]:
+    fields = PipelineSettings.model_fields.items()
+    return [name for name, field in fields if isinstance(field.default, BaseModel)]
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

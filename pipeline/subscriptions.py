@@ -1,43 +1,49 @@
-"""Makes the stack's own hub deliver events to the stack's receiver. For this, the hub gets one
-webhook. The webhook watches every dataset on this hub that a pipeline follows."""
+"""Makes hubs tell the stack's receiver about pushes to the datasets that pipelines follow. The
+stack's own hub gets one webhook, and each other hub (for example huggingface.co) one of its own."""
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Any
 
-from jobs.folder import write_atomically
+from jobs.folder import read_json, write_atomically
+from pipeline.facts import Facts, Finding, ok, wrong
 from pipeline.paths import Home
+from pipeline.retrain.own_token import own_token
 from pipeline.settings import Settings
-from pipeline.tokens import Tokens
+from pipeline.tokens import Tokens, secret_in_shell
+from receiver.errors import ReceiverError
+from receiver.tunnel import HubCredentials, remembered_urls
 from receiver.webhooks import (
     WatchedItem,
+    WebhookRecord,
     create_webhook,
     delete_webhook,
     enable_webhook,
     list_webhooks,
     update_webhook,
 )
+from serving.http.cross_site import host_name, is_loopback_name
 
 ROUTE = "/webhooks/retrain"
 """The receiver's route for pushes. The receivers of other stacks have the same route, and such a
 stack may have a webhook on this hub. So this path does not make a webhook the stack's own."""
+_CHECK = "another hub"
+_RESTART = "pipeline down, then pipeline up"
 
 
-def own_webhook_id(
-    webhooks: Mapping[str, str | None], settings: Settings, home: Home
-) -> str | None:
-    """The id of the stack's own webhook, if it is among `webhooks` (the id of each webhook → the
-    URL to which it posts). None if it is not.
-
-    `subscribe` records the id. An older version has recorded no id, so if none of the webhooks has
-    the recorded id, the stack's own webhook is the one that posts to the stack's receiver.
-    """
-    with suppress(FileNotFoundError):
-        recorded = home.own_webhook_file.read_text(errors="replace")
-        if recorded in webhooks:
-            return recorded
+def own_webhook(
+    webhooks: Iterable[WebhookRecord], settings: Settings, home: Home
+) -> WebhookRecord | None:
+    """The stack's own webhook, if it is among `webhooks`. `subscribe` records its id. If none has
+    the recorded id, the stack's own webhook is the one that posts to the stack's receiver."""
+    by_id = {each.id: each for each in webhooks}
+    with suppress(FileNotFoundError, KeyError):
+        return by_id[home.own_webhook_file.read_text(errors="replace")]
     url = settings.receiver_url + ROUTE
-    return next((id for id, posts_to in webhooks.items() if posts_to == url), None)
+    return next((each for each in by_id.values() if each.url == url), None)
 
 
 def subscribe(settings: Settings, home: Home, tokens: Tokens) -> None:
@@ -55,38 +61,37 @@ def subscribe(settings: Settings, home: Home, tokens: Tokens) -> None:
     for dataset in datasets:
         _create(dataset, settings, tokens)
 
-    url = settings.receiver_url + ROUTE
-    watched = tuple(WatchedItem(type="dataset", name=dataset) for dataset in datasets)
-    webhooks = {
-        each.id: each for each in list_webhooks(endpoint=settings.hub_url, token=tokens.hub)
-    }
-    own_id = own_webhook_id({id: each.url for id, each in webhooks.items()}, settings, home)
-    ours = None if own_id is None else webhooks[own_id]
-    if not watched:
+    hub = HubCredentials(endpoint=settings.hub_url, token=tokens.hub)
+    webhooks = list_webhooks(endpoint=hub.endpoint, token=hub.token)
+    ours = own_webhook(webhooks, settings, home)
+    if not datasets:
         if ours is not None:
-            delete_webhook(ours.id, endpoint=settings.hub_url, token=tokens.hub)
-    elif ours is None:
-        created = create_webhook(
-            url=url,
-            watched=watched,
-            domains=["repo"],
-            secret=tokens.webhook,
-            endpoint=settings.hub_url,
-            token=tokens.hub,
-        )
-        write_atomically(home.own_webhook_file, created.id, durable=True)
-    else:
-        write_atomically(home.own_webhook_file, ours.id, durable=True)
-        update_webhook(
-            ours.id,
-            url=url,
-            watched=watched,
-            secret=tokens.webhook,
-            endpoint=settings.hub_url,
-            token=tokens.hub,
-        )
-        if ours.status != "disabled":
-            enable_webhook(ours.id, endpoint=settings.hub_url, token=tokens.hub)
+            delete_webhook(ours.id, endpoint=hub.endpoint, token=hub.token)
+        return
+    watched = [WatchedItem(type="dataset", name=dataset) for dataset in datasets]
+    id = _create_or_correct(hub, ours, settings.receiver_url + ROUTE, watched, tokens.webhook)
+    write_atomically(home.own_webhook_file, id, durable=True)
+    if ours is not None and ours.status != "disabled":
+        enable_webhook(ours.id, endpoint=hub.endpoint, token=hub.token)
+
+
+def _create_or_correct(
+    hub: HubCredentials,
+    ours: WebhookRecord | None,
+    url: str | None,
+    watched: list[WatchedItem],
+    secret: str,
+) -> str:
+    """Returns the id of the webhook."""
+    wanted: dict[str, Any] = {
+        "url": url,
+        "watched": watched,
+        "domains": ["repo"],
+        "secret": secret,
+        "endpoint": hub.endpoint,
+        "token": hub.token,
+    }
+    return (create_webhook(**wanted) if ours is None else update_webhook(ours.id, **wanted)).id
 
 
 def unwatched_datasets(datasets: Iterable[str], watched: Iterable[WatchedItem]) -> tuple[str, ...]:
@@ -113,3 +118,148 @@ def _create(dataset: str, settings: Settings, tokens: Tokens) -> None:
     )
     if answer.status_code != HTTPStatus.CONFLICT:
         hf_raise_for_status(answer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OtherHub:
+    url: str
+    datasets: list[str]
+    """The datasets on this hub that pipelines follow."""
+    token: str | None = field(repr=False)
+    """The user's own token, which is the same for all hubs."""
+    post_to: str | None
+    """The URL at which this hub can reach the receiver's route. None if there is no such URL."""
+
+    def webhook(self) -> WebhookRecord | None:
+        """The webhook on this hub that posts to the receiver; None if there is none. Raises
+        ReceiverError."""
+        found = list_webhooks(endpoint=self.url, token=self.token)
+        return next((each for each in found if each.url == self.post_to), None)
+
+    def hindrance(self) -> Finding | None:
+        """Why this hub cannot report pushes before the user has changed something."""
+        names = ", ".join(self.datasets)
+        if self.post_to is None:
+            return wrong(
+                _CHECK,
+                f"{self.url} cannot reach this receiver to report pushes to {names}",
+                "set `tunnel` or `public_url` under [receiver], then pipeline down and pipeline up;"
+                " until then, train by hand: pipeline jobs run",
+            )
+        if self.token is None:
+            return wrong(
+                _CHECK,
+                f"there is no token for {self.url}, which has {names}",
+                "run `hf auth login`, or set HF_TOKEN to a token that may manage webhooks there, "
+                f"then {_RESTART}",
+            )
+        return None
+
+
+def credentials_of_other_hubs(
+    settings: Settings, home: Home, tokens: Tokens
+) -> list[HubCredentials]:
+    """The other hubs, with the user's own token. When the receiver's public URL changes, the
+    receiver uses the token to correct the URL in its webhook on the hub. Empty if the user has no
+    token."""
+    found = _other_hubs(settings, home, tokens)
+    return [HubCredentials(endpoint=each.url, token=each.token) for each in found if each.token]
+
+
+def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> Iterator[str]:
+    """Create the webhooks on the other hubs, or correct the webhooks that exist. Yields one line of
+    text for each hub. The line says what the hub does now, or what the user must do. If a hub
+    cannot be reached, this function raises no error, because the stack can also run without this
+    hub."""
+    for hub in _other_hubs(settings, home, tokens):
+        names = ", ".join(hub.datasets)
+        if (hindrance := hub.hindrance()) is not None:
+            yield f"{hindrance.message}; {hindrance.next_step}"
+            continue
+        try:
+            webhook_id = _subscribe(hub, tokens.webhook)
+        except ReceiverError as error:
+            watch = " ".join(f"--watch dataset:{name}" for name in hub.datasets)
+            yield (
+                f"could not create or correct the webhook at {hub.url} for {names}: {error} To "
+                f"create the webhook by hand: HF_TOKEN=… pipeline webhooks create --endpoint "
+                f"{hub.url} --url {hub.post_to} {watch} --domain repo --secret "
+                f"{secret_in_shell(home.tokens_file)}"
+            )
+        else:
+            yield f"{hub.url} reports pushes to {names}: {webhook_id} posts to {hub.post_to}"
+
+
+def check_other_hubs(facts: Facts) -> Iterator[Finding]:
+    """For `pipeline doctor`: checks whether the webhooks on the other hubs exist and are enabled.
+    Yields nothing if no stack is up, if no pipeline follows a dataset on another hub, or if the
+    stack's tokens cannot be read."""
+    if facts.stack is None or facts.tokens is None:
+        return
+    for hub in _other_hubs(facts.settings, facts.home, facts.tokens):
+        if (hindrance := hub.hindrance()) is not None:
+            yield hindrance
+            continue
+        try:
+            ours = hub.webhook()
+        except ReceiverError as error:
+            yield wrong(_CHECK, f"{hub.url} does not list its webhooks: {error}", _RESTART)
+            continue
+        if (
+            ours is None
+            or "repo" not in ours.domains
+            or unwatched_datasets(hub.datasets, ours.watched)
+        ):
+            names = ", ".join(hub.datasets)
+            yield wrong(_CHECK, f"no webhook at {hub.url} reports pushes to {names}", _RESTART)
+        elif ours.status != "enabled":
+            yield wrong(
+                _CHECK,
+                f"{ours.id} at {hub.url} is {ours.status}",
+                f"pipeline webhooks enable {ours.id} --endpoint {hub.url}",
+            )
+        else:
+            yield ok(_CHECK, f"{ours.id} at {hub.url} posts to {ours.url}")
+
+
+def _other_hubs(settings: Settings, home: Home, tokens: Tokens) -> list[_OtherHub]:
+    followed: dict[str, list[str]] = {}
+    for pipeline in settings.pipelines:
+        hub = settings.other_hub(pipeline)
+        if hub is not None and pipeline.dataset not in followed.setdefault(hub, []):
+            followed[hub].append(pipeline.dataset)
+    token = own_token(os.environ, tokens.hub)
+    return [
+        _OtherHub(
+            url=hub,
+            datasets=datasets,
+            token=token,
+            post_to=_receiver_seen_from(hub, settings, home),
+        )
+        for hub, datasets in followed.items()
+    ]
+
+
+def _subscribe(hub: _OtherHub, secret: str) -> str:
+    """Create or correct the webhook; returns its id. This webhook keeps what it watches, because
+    the user may have added something. The user's other webhooks do not change."""
+    ours = hub.webhook()
+    kept = () if ours is None else ours.watched
+    missing = unwatched_datasets(hub.datasets, kept)
+    watched = [*kept, *(WatchedItem(type="dataset", name=name) for name in missing)]
+    credentials = HubCredentials(endpoint=hub.url, token=hub.token)
+    return _create_or_correct(credentials, ours, hub.post_to, watched, secret)
+
+
+def _receiver_seen_from(hub: str, settings: Settings, home: Home) -> str | None:
+    """The URL at which this hub can reach the receiver's route. None if there is no such URL, or if
+    the receiver's tunnel has no URL yet."""
+    receiver = settings.receiver
+    if receiver.public_url is not None:
+        return receiver.public_url.rstrip("/") + ROUTE
+    if receiver.tunnel is not None:
+        # The receiver writes the URL of its tunnel to this file before it answers any request, so
+        # the file exists when the stack is up.
+        urls = read_json(remembered_urls(home.root, receiver.port))
+        return urls[0] + ROUTE if urls else None
+    return settings.receiver_url + ROUTE if is_loopback_name(host_name(hub)) else None

@@ -4,7 +4,9 @@ Only the owner of the file may read it."""
 import json
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from cryptography.fernet import Fernet
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -46,23 +48,20 @@ def read_tokens(file: Path) -> Tokens:
         tokens = Tokens.model_validate_json(file.read_bytes())
     except FileNotFoundError:
         raise PipelineError(
-            f"{file} does not exist; restore it from a backup, or restart the stack to get new "
-            "tokens: pipeline down, then pipeline up"
+            f"{file} does not exist; restore it, or get a new one: pipeline down; pipeline up"
         ) from None
     except ValidationError as error:
         fields = ", ".join(str(problem["loc"][0]) for problem in error.errors() if problem["loc"])
         raise PipelineError(
-            f"{file} is not a token file (wrong: {fields or 'not a JSON object'}); restore it from "
-            "a backup, or delete it to get new tokens; without the old key, the secrets in the "
-            "databases are lost"
+            f"{file} is not a token file (wrong: {fields or 'not a JSON object'}); restore a "
+            "backup, or delete it to get new tokens, which loses the secrets in the databases"
         ) from None
     if key := os.environ.get("PIPELINE_SECRET_KEY"):
         try:
             Fernet(key)
         except ValueError:
             raise PipelineError(
-                "PIPELINE_SECRET_KEY is not a Fernet key; set it to 32 random bytes in URL-safe "
-                "base64"
+                "PIPELINE_SECRET_KEY is not a Fernet key: 32 random bytes in URL-safe base64"
             ) from None
         return tokens.model_copy(update={"key": key})
     return tokens
@@ -84,18 +83,13 @@ def _create(file: Path) -> None:
         webhook=secrets.token_urlsafe(32),
         key=Fernet.generate_key().decode(),
     )
-    draft = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as stream:
-        json.dump(tokens.model_dump(), stream, indent=2)
-        stream.flush()
-        os.fsync(stream.fileno())
-    try:
+    # Only the owner may read a temporary file.
+    with NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.") as draft:
+        json.dump(tokens.model_dump(), draft, indent=2)
+        draft.flush()
+        os.fsync(draft.fileno())
         # Use a link, because a rename would overwrite an existing file. If two processes create the
         # tokens at the same time, only the first link succeeds. Both processes then read the same
         # tokens.
-        os.link(draft, file)
-    except FileExistsError:
-        pass
-    finally:
-        draft.unlink()
+        with suppress(FileExistsError):
+            os.link(draft.name, file)

@@ -17,15 +17,12 @@ any release, and it does not touch the hub's part of the state folder. The hub u
 
 import shutil
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from jobs.folder import SPEC
+from jobs.folder import SPEC, read_json
 from jobs.job import Job
-from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.paths import Home
 from pipeline.retrain.job_folder import SNAPSHOT
@@ -34,14 +31,25 @@ from serving.weights.release import Release
 from serving.weights.release_removal import sweep_locked
 from serving.weights.release_store import list_releases, load_release, release_ids, release_lock
 
-PURGED = (
-    "The reason for this job's outcome was removed when the commit was purged, because the reason "
-    "could quote rows of the commit."
-)
+PURGED = "Removed when the commit was purged, because the reason could quote rows of the commit."
 
 
 Key = tuple[str | None, str | None]
 """The name of a pipeline, and the id of one of its releases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedRelease:
+    """A release that was trained on one of the commits of the dataset, or from one of the commits
+    of the base model."""
+
+    folder: Path
+    is_later: bool
+    """The release was not trained on the commits themselves: its training started from another such
+    release."""
+
+    def __str__(self) -> str:
+        return f"release {self.folder.name} of {self.folder.parent.name}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +69,7 @@ class Traces:
     job_ids: tuple[str, ...] = ()
     """The jobs that were started for one of the commits, or that read rows of one of the commits.
     """
-    releases: dict[Path, str] = field(default_factory=dict)
-    """The releases that were trained on one of the commits of the dataset, or from one of the
-    commits of the base model. Folder → id of the release."""
-    later_releases: dict[Path, str] = field(default_factory=dict)
-    """The releases whose training started from a release in `releases`, or from another release in
-    `later_releases`."""
+    releases: tuple[TracedRelease, ...] = ()
     unreadable: tuple[Path, ...] = ()
     """The releases whose manifest cannot be read. So nobody knows on which commit they were
     trained, and they may have been trained on one of these commits."""
@@ -88,22 +91,19 @@ def needed_commits(home: Home, store: JobStore) -> set[str]:
     return {sha for sha in needed if sha is not None}
 
 
-def jobs_in_the_way(
-    store: JobStore, type: str, names: Collection[str], commits: Collection[str]
-) -> list[Job]:
+def jobs_in_the_way(store: JobStore, type: str, name: str, commits: Collection[str]) -> list[Job]:
     """The jobs that prevent a purge of a repository of this type: every running job that reads the
     dataset or starts from the base model, and every pending or running job for one of the commits.
 
-    `names` are the present name and the former names of the repository, in lower case: a job that
-    was started before the repository was moved has a former name.
+    `name` is the name of the repository, in lower case.
     """
 
     def is_in_the_way(job: Job) -> bool:
         if type == "model":
             base_model, _, _ = str(job.spec.settings.get("base_model")).partition("@")
-            return job.state == "RUNNING" and base_model.lower() in names
+            return job.state == "RUNNING" and base_model.lower() == name
         return (revisions := job.spec.revisions) is not None and (
-            (job.state == "RUNNING" and revisions.repo.lower() in names)
+            (job.state == "RUNNING" and revisions.repo.lower() == name)
             or revisions.new_sha in commits
         )
 
@@ -112,31 +112,34 @@ def jobs_in_the_way(
 
 
 def find_traces(
-    home: Home, store: JobStore, type: str, names: Collection[str], commits: Collection[str]
+    home: Home, store: JobStore, type: str, name: str, commits: Collection[str]
 ) -> Traces:
     """What these commits of a repository of this type have left in the state folder. Changes
     nothing.
 
-    `names` are the present name and the former names of the repository: `owner/name` in lower case.
+    `name` is the name of the repository: `owner/name` in lower case.
     """
     if type == "space":
         return Traces()
     is_dataset = type == "dataset"
-    folders = tuple(_job_folders(home, commits)) if is_dataset else ()
+    folders = _job_folders(home, commits) if is_dataset else []
     ids = {folder.name for folder in folders if "." not in folder.name}
     if is_dataset:
         ids |= {job.id for sha in commits for job in store.of_commit(sha)}
-    caches = tuple((_caches if is_dataset else _base_models)(home, names, commits))
+    caches = _caches(home, type, name, commits)
     stored, unreadable = _stored_releases(home)
     trained, later = _trained_on(stored, store.list(), type, commits)
-    keys = {path: _key(path, release) for path, release in stored.items()}
+    releases = [
+        TracedRelease(folder=path, is_later=key in later)
+        for path, release in stored.items()
+        if (key := _key(path, release)) in trained | later
+    ]
     return Traces(
-        caches=caches,
+        caches=tuple(caches),
         num_downloads=sum(_has_commit(each, commits) for each in caches),
-        job_folders=folders,
+        job_folders=tuple(folders),
         job_ids=tuple(sorted(ids)),
-        releases={path: stored[path].id for path, key in keys.items() if key in trained},
-        later_releases={path: stored[path].id for path, key in keys.items() if key in later},
+        releases=tuple(sorted(releases, key=lambda each: each.is_later)),
         unreadable=tuple(unreadable),
     )
 
@@ -157,63 +160,43 @@ def remove_traces(home: Home, traces: Traces, store: JobStore) -> None:
     store.replace_reasons(traces.job_ids, PURGED)
 
 
-def _caches(home: Home, names: Collection[str], commits: Collection[str]) -> Iterator[Path]:
-    known = {f"datasets--{name.replace('/', '--')}" for name in names}
+def _caches(home: Home, type: str, name: str, commits: Collection[str]) -> list[Path]:
+    if type == "model":
+        return _downloads(home.bases_dir / "hub", type, name, commits)
+    caches = []
     for folder in home.snapshots_dir.glob("*/"):
-        for download in folder.glob("datasets--*"):
-            if download.name.lower() in known or _has_commit(download, commits):
-                yield download
+        caches += _downloads(folder, type, name, commits)
+    return caches
 
 
-def _base_models(home: Home, names: Collection[str], commits: Collection[str]) -> Iterator[Path]:
-    known = {f"models--{name.replace('/', '--')}" for name in names}
-    for download in (home.bases_dir / "hub").glob("models--*"):
-        if download.name.lower() in known or _has_commit(download, commits):
-            yield download
+def _downloads(folder: Path, type: str, name: str, commits: Collection[str]) -> list[Path]:
+    known = f"{type}s--{name.replace('/', '--')}"
+    return [
+        each
+        for each in folder.glob(f"{type}s--*")
+        if each.name.lower() == known or _has_commit(each, commits)
+    ]
 
 
 def _has_commit(download: Path, commits: Collection[str]) -> bool:
     return any((download / "snapshots" / sha).exists() for sha in commits)
 
 
-def _job_folders(home: Home, commits: Collection[str]) -> Iterator[Path]:
-    for folder in sorted(home.jobs_dir.glob("j*/")):
-        if not _commits_of_job(folder).isdisjoint(commits):
-            yield folder
+def _job_folders(home: Home, commits: Collection[str]) -> list[Path]:
+    folders = sorted(home.jobs_dir.glob("j*/"))
+    return [each for each in folders if not _commits_of_job(each).isdisjoint(commits)]
 
 
-class _Revision(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    sha: str
-
-
-class _Snapshot(BaseModel):
-    """The fields of a `DatasetSnapshot` that this module needs. All other fields are ignored, so
-    that files of other versions of hotpush can be read too."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    revision: _Revision
-    base: _Revision | None = None
-
-
-def _commits_of_job(job_folder: Path) -> set[str | None]:
+def _commits_of_job(job_folder: Path) -> set[str]:
     """The commit for which the job of this folder was started, and the commits whose rows the job
     read. Empty if no file in the folder names a commit."""
-    shas: set[str | None] = set()
-    try:
-        spec = JobSpec.model_validate_json((job_folder / SPEC).read_bytes())
-        if spec.revisions is not None:
-            shas.add(spec.revisions.new_sha)
-    except (OSError, ValidationError):
-        pass  # not the folder of a job, or the job never started
-    try:
-        snapshot = _Snapshot.model_validate_json((job_folder / SNAPSHOT).read_bytes())
-        shas |= {snapshot.revision.sha, snapshot.base.sha if snapshot.base else None}
-    except (OSError, ValidationError):
-        pass  # the job read no rows
-    return shas
+    spec = read_json(job_folder / SPEC) or {}
+    snapshot = read_json(job_folder / SNAPSHOT) or {}
+    commits = [
+        (spec.get("revisions") or {}).get("new_sha"),
+        *((snapshot.get(key) or {}).get("sha") for key in ("revision", "base")),
+    ]
+    return {sha for sha in commits if sha is not None}
 
 
 def _trained_on(

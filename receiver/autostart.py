@@ -32,7 +32,7 @@ def at_end_of_script(start: Callable[[], object]) -> Callable[[], None]:
     be arranged.
     """
     if is_interactive():
-        return _do_nothing
+        return lambda: None
     if sys.version_info >= (3, 12):
         return _on_return_of_main(start)
     return _before_exit_handlers(start)
@@ -43,16 +43,13 @@ def is_interactive() -> bool:
     return not hasattr(sys.modules["__main__"], "__file__")
 
 
-def _do_nothing() -> None: ...
-
-
 if sys.version_info >= (3, 12):
 
     def _on_return_of_main(start: Callable[[], object]) -> Callable[[], None]:
         monitoring = sys.monitoring
         code = _main_code()
         if code is None:
-            return _do_nothing
+            return lambda: None
         # sys.monitoring has the tool ids 0 to 5. All ids except 3 and 4 are reserved for debuggers,
         # coverage tools, profilers and optimizers.
         tool = next((id for id in (3, 4) if monitoring.get_tool(id) is None), None)

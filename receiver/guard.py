@@ -3,7 +3,7 @@ signature and the event. Only requests that pass all checks reach the handler.""
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 
 from receiver.errors import BodyTooLarge, ReceiverError
-from receiver.idempotency import IdempotencyCache
 from receiver.launching import HANDLED
 from receiver.senders import NotAPush, read_event
 from receiver.verify import Proof
@@ -23,6 +22,45 @@ from serving.http.bodies import BodiesInFlight
 _ID_HEADERS = ("webhook-id", "idempotency-key", "x-gitea-delivery", "x-github-delivery")
 
 CallHandler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class IdempotencyCache:
+    """Remembers the responses to the latest deliveries. If a delivery is repeated, the sender gets
+    the remembered response, and the handler is not called again.
+
+    Holds at most `capacity` responses, and drops the oldest responses first. They are only in
+    memory. After a restart of the process, a repeated delivery is handled again.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._responses: dict[Hashable, asyncio.Future[Response | None]] = {}
+
+    async def once(self, key: Hashable, call: Callable[[], Awaitable[Response]]) -> Response:
+        """The cached response for `key`. If there is none, run `call` and cache its response.
+
+        If an earlier call of `once` with the same key still runs, wait for its response. Streamed
+        responses are not cached. Responses with a status of 300 or more are not cached either: the
+        delivery failed, so `call` must run again when the sender repeats the delivery.
+        """
+        while (known := self._responses.get(key)) is not None:
+            if (cached := await asyncio.shield(known)) is not None:
+                return cached
+        pending = self._responses[key] = asyncio.get_running_loop().create_future()
+        cached = None
+        try:
+            response = await call()
+            if response.status_code < 300 and hasattr(response, "body"):
+                # The background tasks of the response are left out: they run only once.
+                cached = Response(response.body, response.status_code)
+                cached.raw_headers = response.raw_headers
+            return response
+        finally:
+            pending.set_result(cached)
+            if cached is None:
+                self._responses.pop(key, None)
+            while len(self._responses) > self._capacity:
+                del self._responses[next(iter(self._responses))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,39 +84,31 @@ class RequestGuard:
         """The answer to the sender. It is the handler's answer to this delivery or, for a repeated
         delivery, the answer that `cache` has kept. The guard itself answers if the request is
         refused, or if the event is ignored or is only a test."""
-        with self.bodies.body() as count:
-            return await self._check_and_call(request, call_handler, count)
-
-    async def _check_and_call(
-        self,
-        request: Request,
-        call_handler: CallHandler,
-        count: Callable[[int], None],
-    ) -> Response:
         sent_id = sent_delivery_id(request.headers)
-        try:
-            # Check the headers before the body is read, so that a stranger cannot fill the memory
-            # with bodies.
-            check_body = self.proof.check_headers(request.headers, request.query_params)
-            async with asyncio.timeout(self.body_timeout_seconds):
-                body = await self._read(request, count)
-            check_body(body)
-            event = read_event(self.proof.scheme, request.headers, body)
-        except ReceiverError as refusal:
-            return JSONResponse({"error": str(refusal)}, status_code=refusal.status_code)
-        except TimeoutError:
-            return JSONResponse({"error": "The body did not arrive in time."}, status_code=408)
-        except ClientDisconnect:
-            return Response(status_code=400)
-        if isinstance(event, NotAPush):
-            return JSONResponse(event.answer)
+        with self.bodies.body() as count:
+            try:
+                # Check the headers before the body is read, so that a stranger cannot fill the
+                # memory with bodies.
+                check_body = self.proof.check_headers(request.headers, request.query_params)
+                async with asyncio.timeout(self.body_timeout_seconds):
+                    body = await self._read(request, count)
+                check_body(body)
+                event = read_event(self.proof.scheme, request.headers, body)
+            except ReceiverError as refusal:
+                return JSONResponse({"error": str(refusal)}, status_code=refusal.status_code)
+            except TimeoutError:
+                return JSONResponse({"error": "The body did not arrive in time."}, status_code=408)
+            except ClientDisconnect:
+                return Response(status_code=400)
+            if isinstance(event, NotAPush):
+                return JSONResponse(event.answer)
 
-        request.state.delivery_id = sent_id or hashlib.sha256(body).hexdigest()
-        HANDLED.set((self.path, request.state.delivery_id))
-        proven = _with_body(request, event)
-        if sent_id is None or self.cache is None:
-            return await call_handler(proven)
-        return await self.cache.once((self.path, sent_id), lambda: call_handler(proven))
+            request.state.delivery_id = sent_id or hashlib.sha256(body).hexdigest()
+            HANDLED.set((self.path, request.state.delivery_id))
+            proven = _with_body(request, event)
+            if sent_id is None or self.cache is None:
+                return await call_handler(proven)
+            return await self.cache.once((self.path, sent_id), lambda: call_handler(proven))
 
     async def _read(self, request: Request, count: Callable[[int], None]) -> bytes:
         announced = request.headers.get("content-length", "")

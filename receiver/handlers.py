@@ -16,10 +16,7 @@ from receiver.verify import Proof
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     401: {"description": "The secret or the signature is missing."},
-    403: {
-        "description": "The secret or the signature is wrong. Or the handler has no secret, and the"
-        " request comes from a page of another site or names another host."
-    },
+    403: {"description": "The secret or the signature is wrong, or another site has asked."},
     408: {"description": "The body did not arrive in time."},
     413: {"description": "The body is too large."},
     422: {"description": "The body is not an event that the handler takes."},

@@ -4,7 +4,6 @@ event was ignored."""
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,15 +38,7 @@ def retrain_handler(
     does not matter in which order deliveries arrive, or whether some are lost. If a sender repeats
     a delivery, the answer names the job that is recorded for it. But if this job failed or was
     cancelled, the delivery is handled like a new one.
-
-    Raises:
-        ValueError: Two rules name the same pipeline.
     """
-    for pipeline, count in Counter(rule.pipeline for rule in rules).items():
-        if count > 1:
-            raise ValueError(
-                f"{count} rules name the pipeline {pipeline!r}, but a pipeline has only one rule"
-            )
     arrived: list[tuple[_Event, asyncio.Future[Answer]]] = []
     writing = anyio.Lock()
 

@@ -1,6 +1,7 @@
 """Decides which pipelines an event retrains, and makes the spec of each job (`JobSpec`). This
 module reads and writes no files."""
 
+import itertools
 import re
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ _GIT_URL = re.compile(r"(?:\w+://)?(?:[^/@]*@)?([^/:]+)(?::\d+(?=/))?[/:]+(\S+)"
 _SHA = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 
-def _full_ref(ref: str) -> str:
+def full_ref(ref: str) -> str:
+    """Of a branch or any ref: its full name, such as `refs/heads/main`."""
     return ref if ref.startswith("refs/") else f"refs/heads/{ref}"
 
 
@@ -34,7 +36,7 @@ class RetrainRule(BaseModel):
     endpoint: str | None = None
     """The URL of the hub that has the dataset. None for a dataset on the stack's own hub (the hub
     that `pipeline up` starts), or if `dataset` is a git URL."""
-    ref: Annotated[str, Field(min_length=1), AfterValidator(_full_ref)] = DEFAULT_BRANCH
+    ref: Annotated[str, Field(min_length=1), AfterValidator(full_ref)] = DEFAULT_BRANCH
     """The ref that the pipeline follows: the name of a branch, or the full name of any ref, such as
     `refs/heads/main`."""
     debounce_seconds: Annotated[float, Field(ge=0)] = 1.0
@@ -105,14 +107,16 @@ def decide(payload: WebhookPayload, rules: Sequence[RetrainRule]) -> tuple[JobSp
         return "no ref changed"
 
     specs = []
-    reasons: list[str] = []
-    for rule in watching:
-        for update in updates:
-            reason = _why_not_retrained(update, rule)
-            if reason is not None:
-                reasons.append(reason)
-            else:
-                specs.append(_spec(rule, update))
+    reasons = []
+    for rule, update in itertools.product(watching, updates):
+        reason = _why_not_retrained(update, rule)
+        if reason is not None:
+            reasons.append(reason)
+        else:
+            revisions = RevisionRange(
+                repo=rule.dataset, ref=rule.ref, old_sha=update.oldSha, new_sha=update.newSha
+            )
+            specs.append(rule.job_spec(revisions))
     return tuple(specs) or "; ".join(dict.fromkeys(reasons))
 
 
@@ -178,13 +182,6 @@ def _why_not_retrained(update: UpdatedRef, rule: RetrainRule) -> str | None:
     if update.newSha == update.oldSha:
         return f"{name} did not change"
     return None
-
-
-def _spec(rule: RetrainRule, update: UpdatedRef) -> JobSpec:
-    assert update.newSha is not None
-    return rule.job_spec(
-        RevisionRange(repo=rule.dataset, ref=rule.ref, old_sha=update.oldSha, new_sha=update.newSha)
-    )
 
 
 def _bare_url(url: str) -> str:

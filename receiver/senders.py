@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote_to_bytes
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AliasPath, BaseModel, Field, ValidationError, field_validator
 
 from receiver.errors import NotAnEvent
 from receiver.payload import (
@@ -78,12 +78,8 @@ def _without_form(headers: Mapping[str, str], body: bytes) -> bytes:
     return unquote_to_bytes(value.replace(b"+", b" "))
 
 
-class _Scope(BaseModel):
-    scope: str
-
-
 class _Scoped(BaseModel):
-    event: _Scope
+    scope: str = Field(validation_alias=AliasPath("event", "scope"))
 
 
 def _is_ping(body: bytes) -> bool:
@@ -91,7 +87,7 @@ def _is_ping(body: bytes) -> bool:
     if PING.encode() not in body:
         return False
     try:
-        return _Scoped.model_validate_json(body).event.scope == PING
+        return _Scoped.model_validate_json(body).scope == PING
     except ValidationError:
         return False  # the body is malformed; the handler's route will refuse it
 
@@ -108,40 +104,36 @@ _EVENT_HEADERS: dict[PushSender, tuple[str, tuple[str, ...]]] = {
 
 
 class _Push(BaseModel):
-    """The fields that all senders send."""
+    """What a push event says, whoever sends it."""
 
     ref: str
     before: str
     after: str
+    id: int
+    name: str
+    web_url: str
+    git_url: str
+    default_branch: str | None = None
+    is_private: bool
 
     def to_payload(self, sender: PushSender) -> WebhookPayload:
-        raise NotImplementedError
-
-    def _payload(self, repo: Repo, sender: PushSender, branch: str | None) -> WebhookPayload:
         update = UpdatedRef(
             ref=self.ref, oldSha=_sha_or_none(self.before), newSha=_sha_or_none(self.after)
         )
-        head = update.newSha if self.ref == f"refs/heads/{branch}" else None
         return WebhookPayload(
             event=Event(action="update", scope="repo.content"),
-            repo=repo.model_copy(update={"headSha": head}),
+            repo=Repo(
+                type="dataset",
+                name=self.name,
+                id=f"{sender}:{self.id}",
+                private=self.is_private,
+                owner=ObjectId(id=self.name.rpartition("/")[0]),
+                url=Url(web=self.web_url, api=self.git_url),
+                headSha=update.newSha if self.ref == f"refs/heads/{self.default_branch}" else None,
+            ),
             webhook=WebhookReference(id=sender, version=3),
             updatedRefs=(update,),
         )
-
-
-class _Owner(BaseModel):
-    login: str
-
-
-class _Repository(BaseModel):
-    id: int
-    full_name: str
-    private: bool
-    html_url: str
-    clone_url: str
-    default_branch: str
-    owner: _Owner
 
 
 class _GitHubPush(_Push):
@@ -150,27 +142,12 @@ class _GitHubPush(_Push):
     https://docs.github.com/webhooks/webhook-events-and-payloads#push
     """
 
-    repository: _Repository
-
-    def to_payload(self, sender: PushSender) -> WebhookPayload:
-        repository = self.repository
-        repo = Repo(
-            type="dataset",
-            name=repository.full_name,
-            id=f"{sender}:{repository.id}",
-            private=repository.private,
-            owner=ObjectId(id=repository.owner.login),
-            url=Url(web=repository.html_url, api=repository.clone_url),
-        )
-        return self._payload(repo, sender, repository.default_branch)
-
-
-class _Project(BaseModel):
-    path_with_namespace: str
-    visibility_level: int
-    web_url: str
-    git_http_url: str
-    default_branch: str | None = None
+    id: int = Field(validation_alias=AliasPath("repository", "id"))
+    name: str = Field(validation_alias=AliasPath("repository", "full_name"))
+    web_url: str = Field(validation_alias=AliasPath("repository", "html_url"))
+    git_url: str = Field(validation_alias=AliasPath("repository", "clone_url"))
+    default_branch: str = Field(validation_alias=AliasPath("repository", "default_branch"))
+    is_private: bool = Field(validation_alias=AliasPath("repository", "private"))
 
 
 class _GitLabPush(_Push):
@@ -179,20 +156,19 @@ class _GitLabPush(_Push):
     https://docs.gitlab.com/user/project/integrations/webhook_events/#push-events
     """
 
-    project_id: int
-    project: _Project
+    id: int = Field(validation_alias="project_id")
+    name: str = Field(validation_alias=AliasPath("project", "path_with_namespace"))
+    web_url: str = Field(validation_alias=AliasPath("project", "web_url"))
+    git_url: str = Field(validation_alias=AliasPath("project", "git_http_url"))
+    default_branch: str | None = Field(
+        None, validation_alias=AliasPath("project", "default_branch")
+    )
+    is_private: bool = Field(validation_alias=AliasPath("project", "visibility_level"))
 
-    def to_payload(self, sender: PushSender) -> WebhookPayload:
-        project = self.project
-        repo = Repo(
-            type="dataset",
-            name=project.path_with_namespace,
-            id=f"{sender}:{self.project_id}",
-            private=project.visibility_level < 20,  # 20 means public
-            owner=ObjectId(id=project.path_with_namespace.rpartition("/")[0]),
-            url=Url(web=project.web_url, api=project.git_http_url),
-        )
-        return self._payload(repo, sender, project.default_branch)
+    @field_validator("is_private", mode="before")
+    @classmethod
+    def _is_private(cls, visibility_level: object) -> bool:
+        return visibility_level != 20  # which means public
 
 
 def _sha_or_none(sha: str) -> str | None:

@@ -6,6 +6,7 @@ A script that needs its own server uses `WebhooksServer` instead.
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 
@@ -80,15 +81,12 @@ def webhook_endpoint(
     return register
 
 
-_server: WebhooksServer | None = None
 _autostart_canceller: Callable[[], None] | None = None
 
 
+@cache
 def _shared_server() -> WebhooksServer:
-    global _server
-    if _server is None:
-        _server = WebhooksServer()
-    return _server
+    return WebhooksServer()
 
 
 def _is_of_the_script(handler: Callable[..., Any]) -> bool:

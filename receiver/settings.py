@@ -60,42 +60,31 @@ class ReceiverSettings(BaseModel):
     store recognises repeated deliveries."""
 
 
-def settings_of_the_environment() -> ReceiverSettings:
-    """The settings for a script that passes no settings. If the environment variables
-    `GRADIO_SERVER_NAME` and `GRADIO_SERVER_PORT` are set, they give the host and the port. All
-    other settings have their defaults. The receivers of `huggingface_hub` read the same variables.
-
-    Raises `AddressUnavailable` if the port is not a number from 0 to 65535.
-    """
-    variables = {"host": "GRADIO_SERVER_NAME", "port": "GRADIO_SERVER_PORT"}
-    given = {key: os.environ[name] for key, name in variables.items() if os.environ.get(name)}
-    try:
-        return ReceiverSettings.model_validate(given)
-    except ValidationError:
-        raise AddressUnavailable(
-            f"GRADIO_SERVER_PORT={given['port']} is not a port from 0 to 65535."
-        ) from None
-
-
 def is_space() -> bool:
     """Whether this process runs in a Space."""
     return bool(os.environ.get("SPACE_ID"))
 
 
 def settings_of_this_process(given: ReceiverSettings | None) -> ReceiverSettings:
-    """Returns the settings `given`. If `given` is None, returns the settings of the environment. In
-    a Space, `host`, `port` and `public_url` get the values that the Space needs, unless they are
-    set. Raises `AddressUnavailable` if an environment variable is not a valid port or host name."""
-    settings = given or settings_of_the_environment()
-    if not is_space():
-        return settings
-    update: dict[str, object] = {}
-    if "host" not in settings.model_fields_set:
-        update["host"] = os.environ.get("GRADIO_SERVER_NAME") or "0.0.0.0"
-    if "port" not in settings.model_fields_set:
-        update["port"] = settings_of_the_environment().port
-    if settings.public_url is None and (host := os.environ.get("SPACE_HOST")):
-        if not re.fullmatch(r"[A-Za-z0-9.-]+(:\d+)?", host):
-            raise AddressUnavailable(f"SPACE_HOST={host!r} is not a host name.")
-        update["public_url"] = f"https://{host}"
-    return settings.model_copy(update=update)
+    """The settings `given`. What they do not set is found in the environment: in a Space, `host`,
+    `port` and `public_url`; and if nothing is given, `host` and `port`, in the variables that the
+    receivers of `huggingface_hub` read too (`GRADIO_SERVER_NAME` and `GRADIO_SERVER_PORT`). Raises
+    `AddressUnavailable` if a variable is not a valid port or host name."""
+    found: dict[str, object] = {}
+    if is_space():
+        found["host"] = "0.0.0.0"
+        if host := os.environ.get("SPACE_HOST"):
+            if not re.fullmatch(r"[A-Za-z0-9.-]+(:\d+)?", host):
+                raise AddressUnavailable(f"SPACE_HOST={host!r} is not a host name.")
+            found["public_url"] = f"https://{host}"
+    if given is None or is_space():
+        names = {"host": "GRADIO_SERVER_NAME", "port": "GRADIO_SERVER_PORT"}
+        found |= {key: os.environ[name] for key, name in names.items() if os.environ.get(name)}
+    if given is not None:
+        found |= given.model_dump(exclude_unset=True)
+    try:
+        return ReceiverSettings.model_validate(found)
+    except ValidationError:
+        raise AddressUnavailable(
+            f"GRADIO_SERVER_PORT={found['port']} is not a port from 0 to 65535."
+        ) from None

@@ -122,7 +122,6 @@ class PublicUrl:
                     f"The tunnel cannot be opened: its command printed no public URL. Its last"
                     f" output: {self._last_output}"
                 )
-        self._start(self._keep_webhooks_moved)
 
     def close(self) -> None:
         """End the tunnel. May be called more than once."""
@@ -139,23 +138,23 @@ class PublicUrl:
 
     def _keep_open(self, tunnel: Tunnel) -> None:
         pause = 1.0
-        while not self._is_closing.is_set():
+        while True:
             began = time.monotonic()
             try:
                 self._run(tunnel)
             except (OSError, RuntimeError) as error:  # the latter: no thread could be started
                 self._last_output = str(error)
             self._has_begun.set()
-            if self.url is None:
+            if self.url is None or self._is_closing.is_set():
                 return
             if time.monotonic() - began > LONGEST_PAUSE_SECONDS:
                 pause = 1.0
-            if not self._is_closing.is_set():
-                _logger.warning(
-                    "The tunnel has ended, and is opened again in %.0f s. Its last output: %s",
-                    *(pause, self._last_output),
-                )
-            self._is_closing.wait(pause)
+            _logger.warning(
+                "The tunnel has ended, and is opened again in %.0f s. Its last output: %s",
+                *(pause, self._last_output),
+            )
+            if self._is_closing.wait(pause):
+                return
             pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
 
     def _run(self, tunnel: Tunnel) -> None:
@@ -205,18 +204,14 @@ class PublicUrl:
             _logger.warning("The public URL is %s", url)
         self.url, self.ends_at = url, ends_at
         self._has_begun.set()
+        self._start(self._move_webhooks, url)
 
-    def _keep_webhooks_moved(self) -> None:
-        moved_to, pause = None, 1.0
-        while not self._is_closing.is_set():
-            url = self.url
-            if url == moved_to:
-                pause = 1.0
-            elif move_webhooks(self._remembered, self._hubs):
-                moved_to, pause = url, 1.0
-            else:
-                pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
-            self._is_closing.wait(pause)
+    def _move_webhooks(self, url: str) -> None:
+        pause = 1.0
+        while self.url == url and not move_webhooks(self._remembered, self._hubs):
+            if self._is_closing.wait(pause):
+                return
+            pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
 
 
 def tunnel_to_open(share: bool | str, settings: ReceiverSettings) -> str | None:
@@ -228,10 +223,8 @@ def tunnel_to_open(share: bool | str, settings: ReceiverSettings) -> str | None:
     if share and settings.tunnel is None and settings.public_url is None:
         raise TunnelFailed(
             "share=True needs a tunnel: pass share='ssh://user@host[:port]' or a command that"
-            " prints a public URL (share='cloudflared tunnel --url http://{address}'), or set"
-            " `tunnel` in the receiver's settings (`pipeline receiver --tunnel`). If senders can"
-            " already reach this server without a tunnel, set `public_url` in the receiver's"
-            " settings instead (`pipeline receiver --public-url`)."
+            " prints a public URL, or set `tunnel` (`pipeline receiver --tunnel`). If senders can"
+            " reach this server without one, set `public_url` (`pipeline receiver --public-url`)."
         )
     return settings.tunnel if share else None
 
@@ -271,7 +264,7 @@ def tunnel_of(text: str, address: str, url_pattern: str) -> Tunnel:
 def _through_ssh(text: str, address: str) -> Tunnel:
     try:
         parts = urlsplit(text)
-        host, port = parts.hostname, parts.port
+        host, _ = parts.hostname, parts.port
     except ValueError as error:
         raise TunnelFailed(f"The tunnel {text!r} is not an address: {error}.") from error
     if not host or parts.password or parts.path.strip("/") or parts.query:
@@ -279,18 +272,14 @@ def _through_ssh(text: str, address: str) -> Tunnel:
             f"The tunnel {text!r} is not of the form ssh://user@host[:port]. Put keys and other"
             " options into ~/.ssh/config."
         )
-    options = ["BatchMode=yes", "ControlPath=none", "ConnectTimeout=10"]
-    options += ["ExitOnForwardFailure=yes", "ServerAliveInterval=5", "ServerAliveCountMax=3"]
-    arguments = ["ssh", "-v", "-N", "-T"]
-    for option in options:
-        arguments += ["-o", option]
-    if port is not None:
-        arguments += ["-p", str(port)]
-    # With port 0, the ssh server chooses the public port, and ssh prints this port.
-    arguments += ["-R", f"*:0:{address}", "--"]
-    arguments.append(host if parts.username is None else f"{parts.username}@{host}")
     return Tunnel(
-        arguments=arguments,
+        arguments=[
+            *("ssh", "-v", "-N", "-T", "-oBatchMode=yes", "-oControlPath=none"),
+            *("-oConnectTimeout=10", "-oExitOnForwardFailure=yes"),
+            *("-oServerAliveInterval=5", "-oServerAliveCountMax=3"),
+            # With port 0, the ssh server chooses the public port, and ssh prints this port.
+            *("-R", f"*:0:{address}", "--", text.rstrip("/")),
+        ],
         pattern=r"Allocated port (\d+) for remote forward",
         beginning=f"http://[{host}]:" if ":" in host else f"http://{host}:",
     )

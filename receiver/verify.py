@@ -11,6 +11,7 @@ import hashlib
 import hmac
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
@@ -100,16 +101,20 @@ def _check_standard(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyC
     return check
 
 
-def _check_github(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
-    """The header is `sha256=` and the hex digest of an HMAC-SHA256 of the body. See
-    https://docs.github.com/webhooks/using-webhooks/validating-webhook-deliveries."""
-    return _hmac_check(_required(headers, "x-hub-signature-256"), "sha256=", secrets)
-
-
-def _check_gitea(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
-    """The header is the hex digest of an HMAC-SHA256 of the body. See
+def _check_hmac(
+    header: str, prefix: str, secrets: Sequence[str], headers: Mapping[str, str]
+) -> BodyCheck:
+    """The header is `prefix` and the hex digest of an HMAC-SHA256 of the body. See
+    https://docs.github.com/webhooks/using-webhooks/validating-webhook-deliveries and
     https://docs.gitea.com/usage/webhooks."""
-    return _hmac_check(_required(headers, "x-gitea-signature"), "", secrets)
+    given = _required(headers, header)
+
+    def check(body: bytes) -> None:
+        digests = [hmac.new(secret.encode(), body, hashlib.sha256) for secret in secrets]
+        if not _matches_any(given, [prefix + digest.hexdigest() for digest in digests]):
+            raise ProofWrong("Invalid webhook signature.")
+
+    return check
 
 
 def _check_gitlab(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
@@ -133,8 +138,8 @@ def _check_gitlab(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyChe
 _CHECKS: dict[ProofScheme, Callable[[Sequence[str], Mapping[str, str]], BodyCheck]] = {
     "secret": _check_secret,
     "standard-webhooks": _check_standard,
-    "github": _check_github,
-    "gitea": _check_gitea,
+    "github": partial(_check_hmac, "x-hub-signature-256", "sha256="),
+    "gitea": partial(_check_hmac, "x-gitea-signature", ""),
     "gitlab": _check_gitlab,
 }
 
@@ -156,15 +161,6 @@ def _matches_any(given: str, expected: Sequence[str]) -> bool:
         for candidate in expected
     ]
     return any(matches)
-
-
-def _hmac_check(given: str, prefix: str, secrets: Sequence[str]) -> BodyCheck:
-    def check(body: bytes) -> None:
-        digests = [hmac.new(secret.encode(), body, hashlib.sha256) for secret in secrets]
-        if not _matches_any(given, [prefix + digest.hexdigest() for digest in digests]):
-            raise ProofWrong("Invalid webhook signature.")
-
-    return check
 
 
 def is_signing_secret(secret: str) -> bool:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from receiver import listen
 from receiver.errors import OpenToEveryone
-from receiver.guard import RequestGuard, guarded_route
+from receiver.guard import IdempotencyCache, RequestGuard, guarded_route
 from receiver.handlers import (
     REFUSALS,
     RegisteredWebhook,
@@ -30,7 +30,6 @@ from receiver.handlers import (
     refuse,
     refuse_unreadable,
 )
-from receiver.idempotency import IdempotencyCache
 from receiver.landing import greeting, landing_page
 from receiver.project import state_dir
 from receiver.settings import ReceiverSettings, is_space, settings_of_this_process
@@ -60,9 +59,8 @@ class WebhooksServer:
             replaces an old one. Default: the environment variable `WEBHOOK_SECRET`. If a handler
             has no secret, and other machines could reach the server, `launch` raises
             `OpenToEveryone`.
-        settings: Where to listen, and the limits. Default: `settings_of_the_environment()`. In a
-            Space of the Hugging Face Hub, each of the settings `host`, `port` and `public_url` that
-            is not set gets the value of the Space.
+        settings: Where to listen, and the limits. `settings_of_this_process` says what is taken
+            from the environment, for example in a Space of the Hugging Face Hub.
         hubs: The hubs whose webhooks the server updates. When its public URL changes, the server
             finds the webhooks that post to the old URL, and changes their URL to the new one.
         state_dir: The folder in which the server remembers its public URLs. Default: the state
@@ -96,6 +94,9 @@ class WebhooksServer:
         self.app = FastAPI(title="Webhooks", redoc_url=None, lifespan=self.lifespan)
         """The ASGI application. If another application mounts this one, the other application must
         enter `lifespan`."""
+        self.fastapi_app = self.app
+        """The name that `huggingface_hub` uses. A script may add routes to the application before
+        or after `launch`."""
         self.app.add_middleware(_Entrance, refusal=self._refusal)
         self.app.exception_handler(RequestValidationError)(refuse_unreadable)
         self.app.exception_handler(HTTPException)(refuse)
@@ -245,12 +246,6 @@ class WebhooksServer:
             self._close_public_url()
             self._host = None
         return url
-
-    @property
-    def fastapi_app(self) -> FastAPI:
-        """The same as `app`, under the name that `huggingface_hub` uses. A script may add routes to
-        the application before or after `launch`."""
-        return self.app
 
     @property
     def webhook_secret(self) -> str | Sequence[str] | None:

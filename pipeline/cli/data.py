@@ -5,35 +5,28 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.options import JsonOption, PipelineOption
+from pipeline.cli.terminal import JsonOption, PipelineOption
+from pipeline.data_check import check_data, pipeline_of
 from pipeline.paths import Home
+from pipeline.settings import load_settings
 
 app = typer.Typer(help="Check the rows of a dataset before a push.", no_args_is_help=True)
-
-
-@app.callback()
-def data() -> None:
-    """Check the rows of a dataset before a push."""
 
 
 @app.command()
 def check(
     folder: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Check the files in this folder. They need not be committed. Without FOLDER: in a "
-            "clone of the dataset, check the files of this clone; elsewhere, check the newest "
-            "commit of the pipeline's branch."
-        ),
+        Path | None, typer.Argument(help="The folder to check. Its files need not be committed.")
     ] = None,
     pipeline: PipelineOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Report which rows a job would train on if you pushed, and which rows are wrong. The exit code
-    is 1 if a row or a file is wrong, or if there are no rows."""
-    from pipeline.data_check import check_data, pipeline_of
-    from pipeline.settings import load_settings
+    is 1 if a row or a file is wrong, or if there are no rows.
 
+    Without FOLDER: in a clone of the dataset, check the files of this clone; elsewhere, check the
+    newest commit of the pipeline's branch.
+    """
     settings = load_settings()
     chosen = pipeline_of(pipeline, folder, settings)
     report = check_data(folder, Home.find(), settings, chosen)

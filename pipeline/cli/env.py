@@ -2,9 +2,16 @@
 
 import shlex
 
+import typer
+
 from pipeline.paths import Home, settings_file
 from pipeline.retrain.own_token import TOKEN_OF_ENV
+from pipeline.settings import no_settings_file
+from pipeline.stack_record import running_settings
+from pipeline.tokens import load_tokens
 from receiver.project import PROJECT_OF_SHELL, project_folder
+
+app = typer.Typer()
 
 
 def environment(hub_url: str, hub_token: str) -> dict[str, str]:
@@ -35,13 +42,10 @@ def environment(hub_url: str, hub_token: str) -> dict[str, str]:
     }
 
 
+@app.command()
 def env() -> None:
     """Print shell commands that make git and the Hugging Face clients use the hub. To run these
     commands: eval "$(pipeline env)"."""
-    from pipeline.settings import no_settings_file
-    from pipeline.stack_record import running_settings
-    from pipeline.tokens import load_tokens
-
     home = Home.find()
     # `load_tokens` creates a missing token file. So if PIPELINE_HOME or PIPELINE_SETTINGS is wrong,
     # fail here. Otherwise this command would create and print tokens that belong to no stack.

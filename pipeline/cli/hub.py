@@ -5,32 +5,40 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import typer
 
-from pipeline.cli import services
-from pipeline.cli.project import project_home
-from pipeline.cli.services import HostOption, PortOption
-from pipeline.cli.tables import print_table
+from pipeline.cli.project import ChangesStack, project_home
+from pipeline.cli.terminal import HostOption, JsonOption, PortOption, print_table, without_none
 from pipeline.cli.webhooks import hub_access
 from pipeline.errors import PipelineError
-
-if TYPE_CHECKING:
-    from pipeline.hub.database import Database
-    from pipeline.hub.repositories.names import RepositoryName
-    from pipeline.hub.repositories.store import Repositories
-    from pipeline.traces import Traces
+from pipeline.hub.database import Database
+from pipeline.hub.discussions import open_refs
+from pipeline.hub.errors import HubInUse
+from pipeline.hub.repositories.garbage import collect_garbage
+from pipeline.hub.repositories.names import RepositoryName, repository_name
+from pipeline.hub.repositories.purge import Purge, plan_purge
+from pipeline.hub.repositories.purge import purge as purge_repository
+from pipeline.hub.repositories.store import Repositories
+from pipeline.hub.state_folder import stopped_hub
+from pipeline.hub.tokens import check_name, create_token, list_tokens, revoke_token
+from pipeline.job_store import open_job_store
+from pipeline.logs import log_to_stderr
+from pipeline.paths import Home
+from pipeline.settings import load_settings
+from pipeline.tokens import load_tokens
+from pipeline.traces import Traces, find_traces, jobs_in_the_way, needed_commits, remove_traces
+from receiver.webhooks import call_hub
+from serving.weights.release_removal import check_removable, remove
+from serving.weights.release_store import release_number
 
 app = typer.Typer(
     help="Run the hub, which has the git repositories and the webhooks. Its default port is 8070.",
     invoke_without_command=True,
 )
-tokens = typer.Typer(
-    help="Manage the hub's tokens for other people and programs. Some tokens allow only reading, "
-    "and others allow reading and writing. A token is valid for all repositories, or for some.",
-    no_args_is_help=True,
-)
+tokens = typer.Typer(help="Manage tokens for other people and programs.", no_args_is_help=True)
 app.add_typer(tokens, name="tokens")
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The name of the token.")]
@@ -38,11 +46,32 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The name of t
 
 @app.callback()
 def hub(context: typer.Context, host: HostOption = None, port: PortOption = None) -> None:
-    if context.invoked_subcommand is None:
-        services.hub(host, port)
+    if context.invoked_subcommand is not None:
+        return
+    from pipeline.hub.app import create_app
+    from pipeline.hub.server import serve
+    from pipeline.push_remarks import PushRemarks
+
+    home, settings = Home.find(), load_settings()
+    log_to_stderr(settings.logs, "hub")
+    hub_settings = settings.hub.model_copy(update=without_none(host=host, port=port))
+    tokens = load_tokens(home.tokens_file)
+    with open_job_store(settings, home) as store:
+        app = create_app(
+            hub_settings,
+            home.hub_dir,
+            token=tokens.hub,
+            secret_key=tokens.key.encode(),
+            jobs_store=store,
+            needed_commits=partial(needed_commits, home, store),
+            remarks_on=PushRemarks(
+                [each for each in settings.pipelines if settings.is_on_own_hub(each)], home
+            ),
+        )
+        serve(app, hub_settings)
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def gc() -> None:
     """Remove each commit that nothing needs, and each large file that no commit names.
 
@@ -54,12 +83,8 @@ def gc() -> None:
     You can run this command while the hub is up, and also while the hub is down. A push to a
     repository waits while this command works on the repository.
     """
-    from pipeline.hub.repositories.garbage import collect_garbage
-    from pipeline.job_store import open_job_store
-    from pipeline.settings import load_settings
-    from pipeline.traces import needed_commits
 
-    def collect(database: "Database", repositories: "Repositories") -> dict[str, int]:
+    def collect(database: Database, repositories: Repositories) -> dict[str, int]:
         with open_job_store(load_settings(), home) as store:
             with database.read() as connection:
                 present = [one for one in repositories.all(connection) if one.folder.exists()]
@@ -74,15 +99,12 @@ def gc() -> None:
 
     home = project_home()
     removed = _on_hub(collect, "POST", "gc")
-    print(
-        f"removed {removed['released']:,} commits that nothing needs, and all git objects to which "
-        "only these commits led"
-    )
+    print(f"removed {removed['released']:,} commits that nothing needs, and their git objects")
     if large_bytes := removed["large_bytes"]:
         print(f"removed {large_bytes / 1e6:,.1f} MB of large files that no commit names")
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def purge(
     repository: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository.")],
     sha: Annotated[str, typer.Argument(help="The commit: all 40 characters of its sha.")],
@@ -92,10 +114,7 @@ def purge(
     releases: Annotated[
         bool,
         typer.Option(
-            "--releases",
-            help="Also remove every release that was trained on a removed commit (of a dataset) or "
-            "from it (of a base model), and every release whose training started from such a "
-            "release.",
+            "--releases", help="Also remove the releases that were trained on a removed commit."
         ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
@@ -109,27 +128,23 @@ def purge(
     jobs, because a reason may quote rows. For a model, it also removes the copy that jobs
     downloaded as their base model.
 
-    Without --releases, the command removes no release, but names the releases that --releases would
-    remove. If the command is interrupted, run it again. If the command finds nothing to remove, it
-    fails.
+    With --releases, the command also removes every release that was trained on a removed commit (of
+    a dataset) or from it (of a base model), and every release whose training started from such a
+    release. Without it, the command removes no release, but names these releases. If the command is
+    interrupted, run it again. If the command finds nothing to remove, it fails.
     """
-    from pipeline.hub.repositories.names import repository_name
-    from pipeline.job_store import open_job_store
-    from pipeline.settings import load_settings
-    from pipeline.traces import find_traces, jobs_in_the_way, remove_traces
-
     owner, _, short = repository.partition("/")
     name = repository_name(type, owner, short)
     home, settings = project_home(), load_settings()
     planned = _purge("GET", name, sha)
-    names, commits = planned["names"], planned["commits"]
+    commits = planned["commits"]
     with open_job_store(settings, home) as store:
-        if waiting := jobs_in_the_way(store, type, names, commits):
+        if waiting := jobs_in_the_way(store, type, name.id.lower(), commits):
             raise PipelineError(
                 f"{', '.join(f'{job.id} ({job.state})' for job in waiting)} may still read these "
                 "commits; wait until these jobs have ended, or: pipeline jobs cancel ID"
             )
-        traces = find_traces(home, store, type, names, commits)
+        traces = find_traces(home, store, type, name.id.lower(), commits)
         removed = _removed(name, planned, traces, releases)
         if not yes:
             question = f"A purge of {sha} removes for good: {removed}. Purge the {name}?"
@@ -144,7 +159,7 @@ def purge(
     # repository does not have the commit: an interrupted purge may have left some of its files.
     _purge("POST", name, sha)
     is_found = planned["is_there"] or traces.job_folders or traces.num_downloads
-    if not is_found and not (releases and (traces.releases or traces.later_releases)):
+    if not is_found and not (releases and traces.releases):
         _print_what_stays(name, traces, releases)
         raise PipelineError(
             f"the {name} does not have the commit {sha}, and neither a job folder nor a download "
@@ -155,34 +170,27 @@ def purge(
     _print_what_stays(name, traces, releases)
 
 
-def _purge(method: Literal["GET", "POST"], name: "RepositoryName", sha: str) -> Any:
-    """Returns what a purge of this commit removes from the repository, and the `names` of the
-    repository. With the `method` POST, also carries out the purge; with GET, removes nothing."""
-    from pipeline.hub.discussions import open_refs
-    from pipeline.hub.repositories.purge import plan_purge, purge
+def _purge(method: Literal["GET", "POST"], name: RepositoryName, sha: str) -> Any:
+    """Returns what a purge of this commit removes from the repository. With the `method` POST, also
+    carries out the purge; with GET, removes nothing."""
 
-    def act(database: "Database", repositories: "Repositories") -> dict[str, Any]:
+    def act(database: Database, repositories: Repositories) -> Purge:
         with database.read() as connection:
             found = repositories.find(connection, name)
             refs = open_refs(connection, found)
-        done = (plan_purge if method == "GET" else purge)(found, sha, refs)
-        return {**done, "names": [found.name.id.lower()]}
+        return (plan_purge if method == "GET" else purge_repository)(found, sha, refs)
 
     return _on_hub(act, method, f"purge/{name.type}s/{name.id}/{sha}")
 
 
 def _on_hub(
-    act: "Callable[[Database, Repositories], Any]",
+    act: Callable[[Database, Repositories], Any],
     method: Literal["GET", "POST", "DELETE"],
     path: str,
     query: dict[str, str] | None = None,
 ) -> Any:
     """If no hub runs, calls `act` in this process, and returns its result. If a hub runs, sends a
     request to this hub (`receiver.webhooks.call_hub`), and returns the JSON of the answer."""
-    from pipeline.hub.errors import HubInUse
-    from pipeline.hub.state_folder import stopped_hub
-    from receiver.webhooks import call_hub
-
     try:
         with stopped_hub(project_home().hub_dir) as (database, repositories):
             return act(database, repositories)
@@ -190,33 +198,23 @@ def _on_hub(
         return call_hub(method, path, **hub_access(None), query=query)
 
 
-def _removed(name: "RepositoryName", planned: Any, traces: "Traces", with_releases: bool) -> str:
+def _removed(name: RepositoryName, planned: Any, traces: Traces, with_releases: bool) -> str:
     """A list of what the purge removes: for the question before it, and for the last line."""
-    parts = [
-        f"{len(planned['commits'])} commits"
-        if planned["is_there"]
-        else "no commits, because none is in the repository"
-    ]
+    parts = ["no commits, because none is in the repository"]
+    if planned["is_there"]:
+        parts = [f"{len(planned['commits'])} commits"]
     if name.type == "dataset":
-        parts += [
-            f"{len(traces.job_folders)} job folders",
-            "the copies of the dataset that jobs have downloaded",
-        ]
+        parts.append(f"{len(traces.job_folders)} job folders")
+        parts.append("the copies of the dataset that jobs have downloaded")
     else:
-        parts += [str(path) for path in traces.caches]
+        parts += map(str, traces.caches)
     if with_releases:
-        parts += [
-            f"release {path.name} of {path.parent.name}"
-            for path in (*traces.releases, *traces.later_releases)
-        ]
+        parts += map(str, traces.releases)
     return "; ".join(parts)
 
 
-def _remove_releases(traces: "Traces") -> None:
-    from serving.weights.release_removal import check_removable, remove
-    from serving.weights.release_store import release_number
-
-    found = (*traces.releases, *traces.later_releases)
+def _remove_releases(traces: Traces) -> None:
+    found = [each.folder for each in traces.releases]
     for path in found:
         check_removable(path.parent, path.name)
     # Remove the newest first. A later release is found by its parent, so if this command is
@@ -225,30 +223,26 @@ def _remove_releases(traces: "Traces") -> None:
         remove(path.parent, path.name)
 
 
-def _print_what_stays(name: "RepositoryName", traces: "Traces", with_releases: bool) -> None:
+def _print_what_stays(name: RepositoryName, traces: Traces, with_releases: bool) -> None:
     trained = f"trained {'from' if name.type == 'model' else 'on'} a removed commit"
     for path in traces.unreadable:
         print(
             f"{path} stays, because its manifest cannot be read. So nobody knows whether it was "
             f"{trained}. To remove it: rm -r {shlex.quote(str(path))}"
         )
-    if with_releases:
+    if with_releases or not traces.releases:
         return
-    for words, found in (
-        (f"was {trained}", traces.releases),
-        ("was trained from the weights of such a release", traces.later_releases),
-    ):
-        for path in found:
-            print(f"release {path.name} of {path.parent.name} {words}")
-    if traces.releases or traces.later_releases:
-        print(
-            "To remove such a release: pipeline releases rm ID. A served, pending or pinned "
-            "release cannot be removed. If the release is served, first train without the commit, "
-            "or run: pipeline releases rollback"
-        )
+    later = "trained from the weights of such a release"
+    for each in traces.releases:
+        print(f"{each} was {later if each.is_later else trained}")
+    print(
+        "To remove such a release: pipeline releases rm ID. A served, pending or pinned release "
+        "cannot be removed. If the release is served, first train without the commit, or run: "
+        "pipeline releases rollback"
+    )
 
 
-@tokens.command()
+@tokens.command(cls=ChangesStack)
 def create(
     name: NameArgument,
     role: Annotated[
@@ -257,19 +251,18 @@ def create(
     repository: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TYPE:OWNER/NAME",
-            help="Limit the token to this repository, such as dataset:local/facts. May be "
-            "repeated. Default: all repositories.",
+            metavar="TYPE:OWNER/NAME", help="Limit the token to this repository. May be repeated."
         ),
     ] = None,
 ) -> None:
     """Create a token and print it. The hub stores only the token's hash, so the token cannot be
     shown again.
 
+    The token is valid for all repositories, or for those that --repository names, such as
+    dataset:local/facts.
+
     You can run this command while the hub is up, and also while the hub is down.
     """
-    from pipeline.hub.tokens import check_name, create_token
-
     check_name(name)
     reaches = repository or []
     query = {"role": role} | ({"repositories": ",".join(reaches)} if reaches else {})
@@ -284,12 +277,8 @@ def create(
 
 
 @tokens.command(name="ls")
-def list_(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def list_(as_json: JsonOption = False) -> None:
     """List the tokens: their names, what they may do, and when they were last used."""
-    from pipeline.hub.tokens import list_tokens
-
     found = _on_hub(list_tokens, "GET", "tokens")
     if as_json:
         print(json.dumps(found, indent=2))
@@ -308,11 +297,9 @@ def list_(
     print_table(headings, rows, empty="No token yet; create one: pipeline hub tokens create NAME")
 
 
-@tokens.command()
+@tokens.command(cls=ChangesStack)
 def revoke(name: NameArgument) -> None:
     """Revoke a token. The hub refuses every later request that has this token."""
-    from pipeline.hub.tokens import check_name, revoke_token
-
     check_name(name)
     _on_hub(lambda database, _: revoke_token(database, name), "DELETE", f"tokens/{name}")
     print(f"revoked {name}")

@@ -7,16 +7,19 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from jobs.job import Job
+from jobs.logs import follow_log, read_log
+from jobs.store import JobStore
+from pipeline.by_hand import run_jobs
 from pipeline.cli.job_access import (
     JobArgument,
     LatestOption,
     as_record,
     counts_text,
-    deadline_in,
     find_job,
     follow_to_end,
     no_job_yet,
@@ -27,15 +30,14 @@ from pipeline.cli.job_access import (
     timed_out,
 )
 from pipeline.cli.jobs_run import run
-from pipeline.cli.options import JsonOption, PipelineOption
-from pipeline.cli.project import project_home
-from pipeline.cli.tables import print_table
+from pipeline.cli.project import ChangesStack, project_home
+from pipeline.cli.terminal import JsonOption, PipelineOption, print_table
 from pipeline.errors import PipelineError
+from pipeline.journal import subject
+from pipeline.newest_commit import dataset_of_job
 from pipeline.paths import Home
-
-if TYPE_CHECKING:
-    from jobs.job import Job
-    from jobs.store import JobStore
+from pipeline.stack_record import running_settings
+from pipeline.tokens import load_tokens
 
 app = typer.Typer(help="Run, list, follow, cancel and wait for jobs.", no_args_is_help=True)
 
@@ -46,7 +48,7 @@ POLL_SECONDS = 0.1
 NUM_WATCHED = 20
 """`jobs wait --commit` looks at this many of the newest jobs for one that took over."""
 
-app.command()(run)
+app.command(cls=ChangesStack)(run)
 
 
 @app.command()
@@ -61,8 +63,6 @@ def ls(
     if as_json:
         print(json.dumps([as_record(job) for job in jobs]))
         return
-    from pipeline.journal import subject
-
     print_table(
         ("job", "state", "outcome", "release", "about", "seconds", "counts"),
         [
@@ -108,8 +108,6 @@ def logs(
     ] = False,
 ) -> None:
     """Print a job's log."""
-    from jobs.logs import follow_log, read_log
-
     home = project_home()
     with reading_store(home) as store:
         store, found = find_job(store, job, latest)
@@ -124,7 +122,7 @@ def logs(
                 offset += len(text)
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def cancel(
     job: JobArgument = None, latest: LatestOption = False, as_json: JsonOption = False
 ) -> None:
@@ -145,18 +143,10 @@ def wait(
     job: JobArgument = None,
     latest: LatestOption = False,
     commit: Annotated[
-        str | None,
-        typer.Option(
-            help="Wait for the job of this pushed commit. Give the commit's id. In a clone of the "
-            "dataset, you can also use a name such as HEAD."
-        ),
+        str | None, typer.Option(help="Wait for the job of this pushed commit.")
     ] = None,
     pipeline: Annotated[
-        str | None,
-        typer.Option(
-            help="Only with --commit: the pipeline of the job. Needed if several pipelines have a "
-            "job for the commit."
-        ),
+        str | None, typer.Option(help="Only with --commit: the pipeline of the job.")
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Wait at most this many seconds.")] = None,
     as_json: JsonOption = False,
@@ -165,16 +155,15 @@ def wait(
     --timeout is over.
 
     Right after a push, use `--commit HEAD`: the push may not have its job yet, and `--latest` would
-    then wait for an earlier job.
+    then wait for an earlier job. `--commit` takes the commit's id or, in a clone of the dataset, a
+    name such as HEAD. If several pipelines have a job for the commit, add `--pipeline`.
     """
-    home, deadline = project_home(), deadline_in(timeout)
+    home = project_home()
+    deadline = None if timeout is None else time.monotonic() + timeout
     if commit is not None and (job is not None or latest):
         raise PipelineError("--commit cannot be combined with a job id or --latest; give only one")
     if pipeline is not None and commit is None:
-        raise PipelineError(
-            f"--pipeline {pipeline} works only with --commit; to wait for one of its jobs, give "
-            "the job's id; to list its jobs: pipeline jobs ls"
-        )
+        raise PipelineError(f"--pipeline {pipeline} works only with --commit; give the job's id")
     with reading_store(home) as store:
         if commit is None:
             store, found = find_job(store, job, latest)
@@ -193,46 +182,11 @@ def runner(
     with_hub: Annotated[bool, typer.Option(help="Also run a hub.")] = False,
 ) -> None:
     """Run the jobs of this state folder. `pipeline up` starts this command."""
-    from pipeline.by_hand import run_jobs
-
     run_jobs(Home.find(), until_idle=until_idle, with_hub=with_hub)
 
 
-NameArgument = Annotated[
-    str | None,
-    typer.Argument(help="The pipeline. Needed if there are several pipelines."),
-]
-
-
-def pause(name: NameArgument = None) -> None:
-    """Start no job for pushes until `pipeline resume`. Pushes still arrive, and wait as one job. A
-    job that runs goes on, and `pipeline jobs run` works as usual."""
-    pipeline = _pipeline_name(name)
-    with open_store(project_home()) as store:
-        is_new = store.pause(pipeline)
-    state = "is paused" if is_new else "was paused already"
-    print(f"{pipeline} {state}; to go on: pipeline resume {pipeline}")
-
-
-def resume(name: NameArgument = None) -> None:
-    """End a pause. If a push has arrived meanwhile, its job starts, and trains on the newest
-    commit."""
-    pipeline = _pipeline_name(name)
-    with open_store(project_home()) as store:
-        was_paused = store.resume(pipeline)
-    print(f"{pipeline} {'goes on' if was_paused else 'was not paused'}")
-
-
-def _pipeline_name(name: str | None) -> str:
-    from pipeline.stack_record import running_settings
-
-    return running_settings(project_home()).pipeline(name).name
-
-
-def _facts(job: "Job", home: Home) -> Iterator[tuple[str, str]]:
+def _facts(job: Job, home: Home) -> Iterator[tuple[str, str]]:
     """The names and values that `inspect` prints."""
-    from pipeline.journal import subject
-
     outcome, revisions = job.outcome, job.spec.revisions
     yield "job", job.id
     yield "state", job.state
@@ -272,17 +226,12 @@ def commit_id(name: str) -> str:
     HEAD. A full id is returned without a check. For any other name, git looks for the commit in the
     clone that contains the working folder.
 
-    Raises PipelineError if git is not installed or finds no such commit.
+    Raises PipelineError if git finds no such commit.
     """
     if re.fullmatch(r"[0-9a-f]{40}([0-9a-f]{24})?", name):
         return name
     ask = ["git", "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}"]
-    try:
-        found = subprocess.run(ask, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise PipelineError(
-            f"--commit {name}: git is not installed; give the commit's full id"
-        ) from None
+    found = subprocess.run(ask, capture_output=True, text=True, check=False)
     if found.returncode != 0:
         raise PipelineError(
             f"--commit {name}: git finds no such commit from this folder; change to a clone of the "
@@ -292,14 +241,14 @@ def commit_id(name: str) -> str:
 
 
 def _follow_commit(
-    store: "JobStore",
+    store: JobStore,
     sha: str,
     pipeline: str | None,
     home: Home,
     *,
     quiet: bool,
     deadline: float | None,
-) -> "Job":
+) -> Job:
     """Show the job of the commit until the job has ended; returns the ended job. If this job failed
     and the pipeline has a later job for pushes, show the later job in the same way, and return it:
     it has trained on the head of the branch, so it covers the commit."""
@@ -317,8 +266,8 @@ def _follow_commit(
 
 
 def _arrived(
-    store: "JobStore", sha: str, pipeline: str | None, home: Home, deadline: float | None
-) -> "Job":
+    store: JobStore, sha: str, pipeline: str | None, home: Home, deadline: float | None
+) -> Job:
     give_up = time.monotonic() + ARRIVAL_SECONDS
     asked: dict[str, bool] = {}
     while (job := _job_of_commit(store, sha, pipeline, home, asked)) is None:
@@ -335,8 +284,8 @@ def _arrived(
 
 
 def _job_of_commit(
-    store: "JobStore", sha: str, pipeline: str | None, home: Home, asked: dict[str, bool]
-) -> "Job | None":
+    store: JobStore, sha: str, pipeline: str | None, home: Home, asked: dict[str, bool]
+) -> Job | None:
     """The newest job to which a delivery of the commit has led, or which has trained on the commit.
     If there is none, the newest job that has trained on a later commit of the same history."""
     jobs = [job for job in store.of_commit(sha) if pipeline in (None, job.spec.pipeline)]
@@ -352,13 +301,9 @@ def _job_of_commit(
     return jobs[0] if jobs else None
 
 
-def _contains(home: Home, sha: str, job: "Job", asked: dict[str, bool]) -> bool:
+def _contains(home: Home, sha: str, job: Job, asked: dict[str, bool]) -> bool:
     """Whether the job has trained on the commit or on a later one. `asked` has the answers so far:
     head → whether its history contains the commit."""
-    from pipeline.newest_commit import dataset_of_job
-    from pipeline.stack_record import running_settings
-    from pipeline.tokens import load_tokens
-
     head = None if job.spec.revisions is None else job.spec.revisions.new_sha
     if head is None or job.spec.pipeline is None:
         return False

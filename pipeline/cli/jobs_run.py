@@ -3,72 +3,50 @@
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
+from jobs.job import Job
+from jobs.store import JobStore
+from pipeline.by_hand import with_runner
 from pipeline.cli.job_access import follow_to_end, open_store, report_end
-from pipeline.cli.options import JsonOption, PipelineOption
+from pipeline.cli.terminal import JsonOption, PipelineOption
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from jobs.job import Job
-    from jobs.store import JobStore
-    from pipeline.settings import PipelineSettings, Settings
+from pipeline.settings import PipelineSettings, Settings
+from pipeline.stack_record import running_settings, stale_settings
+from pipeline.submit import override, submit_command, submit_retraining
 
 
 def run(
     command: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="A command after `--`. It runs as a job, with the environment variables of a job."
-        ),
+        list[str] | None, typer.Argument(help="After `--`: a command to run as a job.")
     ] = None,
     pipeline: PipelineOption = None,
     revision: Annotated[
-        str | None,
-        typer.Option(
-            help="A commit of the dataset. Default: the commit that --payload names. If there is "
-            "no --payload, the default is the newest commit of the pipeline's branch."
-        ),
+        str | None, typer.Option(help="A commit. Default: that of --payload, else the newest.")
     ] = None,
     mode: Annotated[
         Literal["full", "delta"] | None,
-        typer.Option(
-            help="Train in this mode, even if no row has changed: `full` trains the base model on "
-            "every row, `delta` trains the served release on the changed rows."
-        ),
+        typer.Option(help="Train in this mode, even if no row has changed."),
     ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set",
-            metavar="TABLE.KEY=VALUE",
-            help="A setting for this run only, as in train.max_tokens=500000. May be repeated.",
+            "--set", metavar="TABLE.KEY=VALUE", help="A setting for this run only. May be repeated."
         ),
     ] = None,
     payload: Annotated[
-        Path | None,
-        typer.Option(help="A file with a webhook's payload, as JSON. The job gets this payload."),
+        Path | None, typer.Option(help="A file with the payload of the job, as JSON.")
     ] = None,
     force: Annotated[
-        bool,
-        typer.Option(
-            "--force",
-            help="Make and serve a new release even if the gate refuses. The gate checks the new "
-            "rows and the new weights. Needs --reason.",
-        ),
+        bool, typer.Option("--force", help="Go past the gate. Needs --reason.")
     ] = False,
     reason: Annotated[
-        str | None,
-        typer.Option(
-            help="Why you use --force. If the gate refuses, the outcome and `releases show` show "
-            "this reason."
-        ),
+        str | None, typer.Option(help="Why you use --force. The outcome shows it.")
     ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Print the job's id and return at once.")
@@ -76,22 +54,21 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Run a retraining job now. If the command line ends with `--` and a command, run this command
-    as a job instead.
+    as a job instead, with the environment variables of a job.
 
     If the rows, the base model and the training settings are the same as for the served release,
     the retraining ends as `unchanged`, without training. With --mode, --set or --force, it always
-    trains. If a job of the pipeline is running, the retraining waits until that job has ended. The
-    retraining is never merged with the job of a push.
+    trains: --mode full trains the base model on every row, and --mode delta the served release on
+    the changed rows; --set changes a setting, as in --set train.max_tokens=500000; --force makes
+    and serves a new release even if the gate refuses the new rows or the new weights. If a job of
+    the pipeline is running, the retraining waits until that job has ended. The retraining is never
+    merged with the job of a push.
 
     If no stack is up, `jobs run` starts a hub and a runner for the job. The exit code says how a
     retraining ended: 0 promoted, published or unchanged; 1 failed; 3 rejected by the gate;
     4 superseded by a swap to another release; 5 cancelled. If you gave a command, `jobs run` prints
     the command's output and exits with the command's exit code.
     """
-    from pipeline.overrides import override
-    from pipeline.stack_record import running_settings
-    from pipeline.submit import submit_command, submit_retraining
-
     home = Home.find()
     loaded = running_settings(home)
     changes = [f"train.mode={mode}"] if mode is not None else []
@@ -115,7 +92,7 @@ def run(
     else:
         chosen = override(loaded.pipeline(pipeline), changes)
 
-    def submit(store: "JobStore", hub_url: str) -> "Job":
+    def submit(store: JobStore, hub_url: str) -> Job:
         if command:
             return submit_command(
                 store,
@@ -144,17 +121,14 @@ def run(
 
 def run_to_end(
     home: Home,
-    settings: "Settings",
-    submit: "Callable[[JobStore, str], Job]",
+    settings: Settings,
+    submit: Callable[[JobStore, str], Job],
     *,
     detach: bool = False,
     as_json: bool = False,
 ) -> None:
     """Submit a job, and show it until it has ended. `submit` gets the job store and the hub's
     URL."""
-    from pipeline.by_hand import with_runner
-    from pipeline.stack_record import stale_settings
-
     if (changed := stale_settings(home)) is not None:
         print(f"pipeline: {changed}", file=sys.stderr)
     with with_runner(home, settings, detach=detach) as hub_url, open_store(home) as store:
@@ -167,8 +141,8 @@ def run_to_end(
 
 
 def _pipeline_of_command(
-    settings: "Settings", name: str | None, revision: str | None
-) -> "PipelineSettings | None":
+    settings: Settings, name: str | None, revision: str | None
+) -> PipelineSettings | None:
     """The pipeline whose environment variables the command gets. None if the command gets the
     variables of no pipeline.
 

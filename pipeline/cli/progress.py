@@ -1,16 +1,14 @@
-"""Shows the output or the stages of one job until the job has ended. On a terminal, each stage is
-a progress bar. Elsewhere (in a file, for example), each stage is a line of text, and a long stage
-also has lines that say how far the stage is."""
+"""Shows the output or the stages of one job until the job has ended. Each stage that has ended is a
+line of text. On a terminal, a last line says how far the present stage is. Elsewhere (in a file,
+for example), a long stage has such a line from time to time."""
 
-import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from typing import Any, BinaryIO
+from collections.abc import Callable
+from typing import BinaryIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.status import Status
 from rich.text import Text
 
 from jobs.folder import is_of_another_job
@@ -28,8 +26,8 @@ NO_RUNNER_SECONDS = 15.0
 than the seconds that a runner takes to start: `jobs run --detach` returns before its runner is up,
 and the user may call `jobs wait` right after that."""
 LINE_SECONDS = 15.0
-"""Without progress bars, a long stage repeatedly prints a line that says how far the stage is. At
-least this many seconds lie between two of these lines."""
+"""Not on a terminal: at least this many seconds lie between two lines that say how far a stage
+is."""
 
 
 def follow_stages(
@@ -43,8 +41,8 @@ def follow_stages(
     """
     metrics_file = home.jobs_dir / job_id / "metrics.jsonl"
     offset = 0
-    with _progress(console) as progress:
-        stages = _StageDisplay(console, progress)
+    with console.status("") as status:
+        stages = _StageDisplay(console, status)
 
         def show(job: Job) -> None:
             nonlocal offset
@@ -56,17 +54,13 @@ def follow_stages(
                 stages.follow_metric(metric)
             if job.ended_at is not None:
                 stages.end(job.ended_at)
-            stages.print_how_far()
+            stages.show_how_far()
 
         return _watch(store, job_id, home, show, deadline)
 
 
 def follow_output(
-    store: JobStore,
-    job_id: str,
-    home: Home,
-    output: BinaryIO | None,
-    deadline: float | None = None,
+    store: JobStore, job_id: str, home: Home, output: BinaryIO | None, deadline: float | None = None
 ) -> Job:
     """Copy the job's output to `output` until the job has ended, or until `deadline` (monotonic
     clock; None for no limit). If `output` is None, only wait.
@@ -91,11 +85,7 @@ def follow_output(
 
 
 def _watch(
-    store: JobStore,
-    job_id: str,
-    home: Home,
-    show: Callable[[Job], None],
-    deadline: float | None,
+    store: JobStore, job_id: str, home: Home, show: Callable[[Job], None], deadline: float | None
 ) -> Job:
     last_seen = time.monotonic()
     while True:
@@ -115,34 +105,14 @@ def _watch(
         time.sleep(POLL_SECONDS)
 
 
-@contextlib.contextmanager
-def _progress(console: Console) -> Iterator[Progress | None]:
-    """The progress bars; None if the console cannot show them."""
-    if not console.is_terminal or console.quiet:
-        yield None
-        return
-    columns = (TextColumn("{task.description:>10}"), BarColumn(bar_width=32), _StageTime())
-    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
-        yield progress
-
-
-class _StageTime(ProgressColumn):
-    """The duration of a stage, computed from the times that the job recorded. The library `rich`
-    has a column for durations too. But that column would count from the moment when the bar
-    appears, and the stage may have started earlier."""
-
-    def render(self, task: Task) -> Text:
-        until = task.fields["ended"] or time.time()
-        return Text(str(timedelta(seconds=int(until - task.fields["began"]))))
-
-
 class _StageDisplay:
     """Shows what the job does now: `waiting` until the job starts, then `running` until the job's
     metrics file names the first stage, and from then on the name of the stage."""
 
-    def __init__(self, console: Console, progress: Progress | None) -> None:
+    def __init__(self, console: Console, status: Status) -> None:
         self._console = console
-        self._progress = progress
+        self._status = status
+        """The last line on a terminal."""
         self._name: str | None = None
         self._is_over = False
         self._began = 0.0
@@ -152,63 +122,56 @@ class _StageDisplay:
         self._first: dict[str, tuple[float, int]] = {}
         """Event → the time of its first metric in this stage, and how much was done then."""
         self._seen_at = self._printed_at = 0.0
-        self._bar: TaskID | None = None
 
     def follow_state(self, job: Job) -> None:
         if self._name is None:
             self._begin("waiting", job.created_at, job.id)
         if job.waits_for is not None and self._how_far != (note := f"waits: {job.waits_for}"):
             self._how_far = note
-            self._update(note=f"{job.id} {note}")
-            if self._progress is None:
-                self._print_line(time.time(), note)
+            if not self._console.is_terminal:
+                self._print(time.time(), note)
         if self._name == "waiting" and job.started_at is not None:
             self.end(job.started_at)
             self._begin("running", job.started_at)
 
     def follow_metric(self, metric: Metric) -> None:
         if metric.stage != self._name or (self._is_over and metric.event == "start"):
-            if self._name == "running":
-                self._remove_bar()
+            if self._name == "running":  # the stages replace it
+                self._is_over = True
             self.end(metric.time)
             self._begin(metric.stage, metric.time)
         if metric.event == "step" and metric.loss is not None:
             self._note = f"loss {metric.loss:.3f}"
             self._how_far = f"step {metric.step} of at most {metric.steps}, {self._note}"
-            self._update(total=metric.steps, completed=metric.step or 0, note=self._note)
         elif metric.event in ("measured", "answered") and metric.rows is not None:
             done = metric.measured or 0
             left = self._time_left(metric.event, metric.time, done, metric.rows)
             self._how_far = f"{done} of {metric.rows} rows{left}"
             if metric.event == "answered":
                 self._how_far = f"the base model answers: {done} of {metric.rows} prompts{left}"
-            self._update(total=metric.rows, completed=done, note=left.removeprefix(", "))
             if done == 0:
                 self._printed_at = 0.0  # tell at once what takes long
         elif metric.event == "end":
             self.end(metric.time)
         self._seen_at = metric.time
 
-    def print_how_far(self) -> None:
-        """Print how far the stage is, if a line is due. If several metrics were read together,
-        first pass all of them to `follow_metric`, and then call this once. Otherwise a user who
-        begins to follow a stage late would get many lines at once: one for every 15 s of the
-        stage."""
-        is_due = self._seen_at - self._printed_at >= LINE_SECONDS
-        if self._progress is None and not self._is_over and self._how_far and is_due:
-            self._print_line(self._seen_at, self._how_far)
+    def show_how_far(self) -> None:
+        """Say how far the stage is; not on a terminal, only if a line is due. If several metrics
+        were read together, first pass all of them to `follow_metric`, and then call this once.
+        Otherwise a user who begins to follow a stage late would get many lines at once."""
+        if self._is_over:
+            return
+        if self._console.is_terminal:
+            self._status.update(Text(self._line(time.time(), self._how_far or self._note)))
+        elif self._how_far and self._seen_at - self._printed_at >= LINE_SECONDS:
+            self._print(self._seen_at, self._how_far)
             self._printed_at = self._seen_at
 
     def end(self, at: float) -> None:
         """Show the end of the stage. Does nothing if the stage has already ended."""
-        if self._is_over:
-            return
-        self._is_over = True
-        if self._progress is None:
-            self._print_line(at, self._note)
-        elif self._bar is not None:
-            self._update(total=1, completed=1, ended=at, note=self._note)
-            self._progress.stop_task(self._bar)
+        if not self._is_over:
+            self._is_over = True
+            self._print(at, self._note)
 
     def _time_left(self, event: str, now: float, done: int, rows: int) -> str:
         """An estimate from the speed since the first event of this kind; empty before there is a
@@ -220,22 +183,12 @@ class _StageDisplay:
         about = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
         return f", about {about} left"
 
-    def _update(self, **changes: Any) -> None:
-        if self._progress is not None and self._bar is not None:
-            self._progress.update(self._bar, **changes)
+    def _line(self, at: float, text: str) -> str:
+        return f"{self._name:>10}  {at - self._began:8.1f} s  {text}".rstrip()
 
-    def _print_line(self, at: float, text: str) -> None:
-        line = f"{self._name:>10}  {at - self._began:8.1f} s  {text}".rstrip()
-        self._console.print(line, soft_wrap=True)
+    def _print(self, at: float, text: str) -> None:
+        self._console.print(self._line(at, text), soft_wrap=True)
 
     def _begin(self, name: str, at: float, note: str = "") -> None:
         self._name, self._began, self._note, self._is_over = name, at, note, False
         self._how_far, self._printed_at, self._first = "", at, {}
-        if self._progress is not None:
-            self._bar = self._progress.add_task(name, total=None, note=note, began=at, ended=None)
-
-    def _remove_bar(self) -> None:
-        """Remove the bar `running`, because the bars of the stages replace it."""
-        self._is_over = True
-        if self._progress is not None and self._bar is not None:
-            self._progress.remove_task(self._bar)

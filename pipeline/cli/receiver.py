@@ -2,18 +2,30 @@
 
 import json
 import os
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
-from pipeline.cli import services
-from pipeline.cli.options import JsonOption
-from pipeline.cli.services import HostOption, PortOption
+from pipeline import space_deploy
+from pipeline.cli.project import ChangesStack
+from pipeline.cli.terminal import HostOption, JsonOption, PortOption, without_none
 from pipeline.cli.webhooks import hub_access, secrets_in
 from pipeline.errors import PipelineError
+from pipeline.job_store import open_job_store
+from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
+from pipeline.retrain.own_token import own_token
+from pipeline.retrain.settings import is_git_url
+from pipeline.settings import load_settings
+from pipeline.submit import retrain_rules
+from pipeline.subscriptions import credentials_of_other_hubs
+from pipeline.tokens import load_tokens, secret_in_shell
+from receiver.senders import PushSender
+from receiver.settings import ReceiverSettings
+from receiver.tunnel import HubCredentials
 
 app = typer.Typer(
     help="Run the webhook receiver, which starts retraining jobs. Its default port is 7860.",
@@ -27,42 +39,57 @@ def receiver(
     host: HostOption = None,
     port: PortOption = None,
     tunnel: Annotated[
-        str | None,
-        typer.Option(
-            help="Open a tunnel: ssh://user@host[:port], or a command that prints a public URL."
-        ),
+        str | None, typer.Option(help="ssh://user@host[:port], or a command that prints a URL.")
     ] = None,
     public_url: Annotated[
-        str | None,
-        typer.Option(help="The URL at which senders reach the receiver, if you use no tunnel."),
+        str | None, typer.Option(help="The URL at which senders reach the receiver.")
     ] = None,
 ) -> None:
-    if context.invoked_subcommand is None:
-        services.receiver(host, port, tunnel, public_url)
+    if context.invoked_subcommand is not None:
+        return
+    from receiver.monitoring import add_live_route, measure
+    from receiver.retrain import retrain_handler
+    from receiver.server import WebhooksServer
+
+    home, settings = Home.find(), load_settings()
+    log_to_stderr(settings.logs, "receiver")
+    tokens = load_tokens(home.tokens_file)
+    receiver_settings = {
+        **settings.receiver.model_dump(exclude_unset=True),
+        **without_none(tunnel=tunnel, public_url=public_url),
+    }
+    with open_job_store(settings, home) as store:
+        server = WebhooksServer(
+            webhook_secret=tokens.webhook,
+            settings=ReceiverSettings.model_validate(receiver_settings),
+            hubs=[
+                HubCredentials(endpoint=settings.hub_url, token=tokens.hub),
+                *credentials_of_other_hubs(settings, home, tokens),
+            ],
+            state_dir=home.root,
+            secret_in_shell=secret_in_shell(home.tokens_file),
+        )
+        measure(server)
+        add_live_route(server.app, store)
+        retrain = retrain_handler(store, retrain_rules(settings, home))
+        server.add_webhook("/retrain", knows_repeats=True)(retrain)
+        if any(is_git_url(pipeline.dataset) for pipeline in settings.pipelines):
+            for sender in get_args(PushSender):
+                server.add_webhook(f"/retrain/{sender}", proof=sender, knows_repeats=True)(retrain)
+        server.launch(server_name=host, server_port=port, share=server.settings.tunnel is not None)
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def deploy(
     space: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The Space.")],
     folder: Annotated[
-        Path | None,
-        typer.Argument(
-            help="The folder with your app.py. Default: an app.py that shows how to begin."
-        ),
+        Path | None, typer.Argument(help="The folder with your app.py. Default: an example.")
     ] = None,
     secret_file: Annotated[
-        str | None,
-        typer.Option(
-            help="A file with a line WEBHOOK_SECRET=VALUE. The file may also set other variables, "
-            "one on each line. With -, the lines are read from stdin."
-        ),
+        str | None, typer.Option(help="A file with a line WEBHOOK_SECRET=VALUE, or - for stdin.")
     ] = None,
     endpoint: Annotated[
-        str | None,
-        typer.Option(
-            help="The URL of another hub, such as https://huggingface.co. The other hub gets your "
-            "own token: HF_TOKEN, or the token of `hf auth login`. Default: the stack's own hub."
-        ),
+        str | None, typer.Option(help="Another hub, such as https://huggingface.co.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print what would be sent.")
@@ -73,12 +100,13 @@ def deploy(
 
     The Space gets the files of FOLDER, but no hidden files such as .env. If FOLDER has no README.md
     or no requirements.txt, this command makes the missing file. The Space also gets the secret
-    WEBHOOK_SECRET. The value of this secret is read from --secret-file. Without --secret-file, the
-    value is the webhook secret of the stack.
-    """
-    from pipeline import space_deploy
-    from pipeline.tokens import load_tokens, secret_in_shell
+    WEBHOOK_SECRET. The value of this secret is read from --secret-file, which may also set other
+    variables, one on each line. Without --secret-file, the value is the webhook secret of the
+    stack.
 
+    The hub is the stack's own, or that of --endpoint. Another hub gets your own token: HF_TOKEN, or
+    the token of `hf auth login`.
+    """
     if space.count("/") != 1 or not all(space.split("/")):
         raise PipelineError(f"{space!r} is not the name of a Space: write OWNER/NAME")
     tokens_file = Home.find().tokens_file
@@ -91,21 +119,19 @@ def deploy(
             raise PipelineError(f"{secret_file} has no line {space_deploy.SECRET}=VALUE")
         secret = found[space_deploy.SECRET]
         shown = '"$WEBHOOK_SECRET"'
-    access = _access(endpoint)
-    deployed = space_deploy.deploy(
-        space, folder, secret, endpoint=access[0], token=access[1], dry_run=dry_run
-    )
+    if endpoint is None:
+        access = hub_access(None)
+    else:
+        token = own_token(os.environ, load_tokens(tokens_file).hub)
+        access = {"endpoint": endpoint.rstrip("/"), "token": token}
+    deployed = space_deploy.deploy(space, folder, secret, **access, dry_run=dry_run)
     if as_json:
         print(json.dumps(asdict(deployed)))
         return
     verb = "would be" if dry_run else "is"
     print(f"{deployed.url} {verb} at {deployed.commit or 'a new commit'} with these files:")
-    folders = [file for file in deployed.files if "/" in file]
-    for file in (each for each in deployed.files if "/" not in each):
-        print(f"  {file}")
-    if folders:
-        top = sorted({each.partition("/")[0] for each in folders})
-        print(f"  and {len(folders)} files in {', '.join(top)}")
+    for name, count in Counter(file.partition("/")[0] for file in deployed.files).items():
+        print(f"  {name}" + (f" ({count} files)" if count > 1 else ""))
     print(f"The secret {space_deploy.SECRET} {verb} set.")
     if endpoint is None:
         print("The stack's own hub does not run the apps of Spaces.")
@@ -116,16 +142,3 @@ def deploy(
         f"  pipeline webhooks create --endpoint {endpoint} --url {url} "
         f"--watch dataset:OWNER/NAME --domain repo --secret {shown}"
     )
-
-
-def _access(endpoint: str | None) -> tuple[str, str | None]:
-    """The URL of the hub, and the token for this hub. If `endpoint` names another hub, the token is
-    the user's own token, or None if the user has no token."""
-    from pipeline.retrain.own_token import own_token
-    from pipeline.tokens import load_tokens
-
-    if endpoint is None:
-        access = hub_access(None)
-        return access["endpoint"], access["token"]
-    stack_token = load_tokens(Home.find().tokens_file).hub
-    return endpoint.rstrip("/"), own_token(os.environ, stack_token)

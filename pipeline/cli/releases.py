@@ -7,20 +7,48 @@ import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import httpx
 import typer
 
 from jobs.counts import Counts
-from pipeline.cli.options import JsonOption, PipelineOption
-from pipeline.cli.swap import swap_in
-from pipeline.cli.tables import print_table
+from jobs.spec import RevisionRange
+from pipeline.cli.jobs_run import run_to_end
+from pipeline.cli.project import ChangesStack
+from pipeline.cli.terminal import JsonOption, PipelineOption, print_table
 from pipeline.errors import PipelineError
+from pipeline.going_back import record_going_back
+from pipeline.lineage import lineage_of_job, pipeline_of_job, spec_of_job
+from pipeline.liveness import server_state
 from pipeline.paths import Home
-
-if TYPE_CHECKING:
-    from pipeline.settings import PipelineSettings
-    from serving.weights.release import Release
+from pipeline.retrain.__main__ import main
+from pipeline.retrain.job import RetrainJob
+from pipeline.retrain.settings import RetrainSettings
+from pipeline.settings import PipelineSettings, load_settings
+from pipeline.stack_record import running_settings
+from pipeline.submit import retrain_rule, submit_retraining
+from pipeline.tokens import load_tokens
+from receiver.rules import full_ref
+from serving.engine_choice import choose_engine
+from serving.errors import ReleaseError, SwapAnswerError
+from serving.swap_schemas import SwapResult, request_swap
+from serving.weights import release_removal
+from serving.weights.publish import publish_folder
+from serving.weights.release import Release
+from serving.weights.release_store import (
+    clear_pending,
+    list_releases,
+    live_releases,
+    load_release,
+    pending_release,
+    release_ids,
+    release_number,
+    served_release,
+    served_release_id,
+    set_pending,
+)
+from serving.weights.verify import verify_release
 
 app = typer.Typer(help="Manage releases, and choose which one is served.", no_args_is_help=True)
 
@@ -35,12 +63,9 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     The column `rows` shows how many changed rows the model has learned, and how many unchanged rows
     it still knows.
     """
-    from serving.weights.release_removal import pinned_releases
-    from serving.weights.release_store import list_releases, pending_release, served_release
-
     folder = _folder(pipeline)
     served, pending = served_release(folder), pending_release(folder)
-    pinned = pinned_releases(folder)
+    pinned = release_removal.pinned_releases(folder)
     rows = [
         {
             "id": release.id,
@@ -78,11 +103,7 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
 
 @app.command()
 def show(
-    release: ReleaseArgument,
-    pipeline: PipelineOption = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Do not print the line of counts.")
-    ] = False,
+    release: ReleaseArgument, pipeline: PipelineOption = None, as_json: JsonOption = False
 ) -> None:
     """Print a release's manifest (release.json) as JSON, without the list of tensors and without
     the probe (the texts with which a server checks the release). To standard error, also print its
@@ -95,18 +116,16 @@ def show(
     print(found.model_dump_json(indent=2, exclude={"tensors", "probe"}))
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def swap(
     release: ReleaseArgument, pipeline: PipelineOption = None, as_json: JsonOption = False
 ) -> None:
     """Serve this release. If no server is up, the next server that starts will serve it."""
-    from pipeline.lineage import job_context
-
-    name = pipeline or job_context(os.environ).pipeline
-    swap_in(_configured(name), _load(name, release).id, as_json=as_json)
+    name = pipeline or pipeline_of_job(os.environ)
+    _swap_in(_configured(name), _load(name, release).id, as_json=as_json)
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     """Serve an older release again.
 
@@ -115,15 +134,6 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
     the parent of the served release (the release from which the training of the served release
     started). Its third choice is the newest of the older releases.
     """
-    from serving.errors import ReleaseError
-    from serving.weights.release_store import (
-        list_releases,
-        live_releases,
-        load_release,
-        release_number,
-        served_release,
-    )
-
     folder = _folder(pipeline)
     served = served_release(folder)
     if served is None:
@@ -145,26 +155,18 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
     # undo the first rollback, but goes further back.
     choices = (*reversed(live_releases(folder)), parent, older[-1])
     chosen = next(choice for choice in choices if choice in older)
-    swap_in(_configured(pipeline), chosen, as_json=as_json)
+    _swap_in(_configured(pipeline), chosen, as_json=as_json)
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def publish(
     folder: Annotated[Path, typer.Argument(help="A checkpoint folder, from any trainer.")],
     pipeline: PipelineOption = None,
     parent: Annotated[
-        str | None,
-        typer.Option(
-            help="The release from which the training of the checkpoint started. Default in a job: "
-            "the served release."
-        ),
+        str | None, typer.Option(help="The release from which the training started.")
     ] = None,
     revision: Annotated[
-        str | None,
-        typer.Option(
-            help="The dataset commit that the checkpoint was trained on. Default in a job: the "
-            "commit of the job."
-        ),
+        str | None, typer.Option(help="The dataset commit of the training.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -175,25 +177,19 @@ def publish(
     If the engine is `torch` (the settings say so, or `auto` chooses it on this machine), this
     command refuses a network that the engine cannot serve.
 
-    If a job runs this command, the manifest also names the job, its dataset and its commit.
+    If a job runs this command, the manifest also names the job, its dataset and its commit; the
+    default of --revision is then the job's commit, and that of --parent the served release.
     """
-    from pipeline.lineage import job_context, lineage
-    from pipeline.rules import branch_ref
-    from pipeline.settings import load_settings
-    from serving.engine_choice import choose_engine
-    from serving.weights.publish import publish_folder
-    from serving.weights.release_store import served_release
-
-    context = job_context(os.environ)
-    configured = _configured(pipeline or context.pipeline)
-    context = context.for_ref(branch_ref(configured))
+    name = pipeline or pipeline_of_job(os.environ)
+    configured = _configured(name)
     target = Home.find().releases_dir / configured.name
+    origin = lineage_of_job(os.environ, full_ref(configured.ref))
     if parent is not None:
-        _load(pipeline or context.pipeline, parent)
-    served = served_release(target)
-    origin = lineage(
-        context, parent=parent, served=served.name if served else None, revision=revision
-    )
+        _load(name, parent)
+    elif origin.job_id is not None:
+        parent = served_release_id(target)
+    revision = revision or origin.dataset_revision
+    origin = origin.model_copy(update={"parent": parent, "dataset_revision": revision})
     if choose_engine(load_settings().serving.engine).name == "torch" and find_spec("torch"):
         from serving.engines.torch_engine.staging import check_servable
 
@@ -203,23 +199,15 @@ def publish(
     print(json.dumps({"id": release.id, "path": path}) if as_json else f"{release.id}  {path}")
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def promote(
     folder: Annotated[Path, typer.Argument(help="A checkpoint folder, from any trainer.")],
     pipeline: PipelineOption = None,
     parent: Annotated[
-        str | None,
-        typer.Option(
-            help="The release from which the training started. If another one is chosen by now, "
-            "the job ends as `superseded`."
-        ),
+        str | None, typer.Option(help="The release from which the training started.")
     ] = None,
     revision: Annotated[
-        str | None,
-        typer.Option(
-            help="The dataset commit that the checkpoint was trained on. Default in a job: the "
-            "commit of the job; otherwise the newest commit."
-        ),
+        str | None, typer.Option(help="The dataset commit of the training.")
     ] = None,
 ) -> None:
     """Judge a checkpoint folder by the rows of the dataset, make a release from it, and serve it.
@@ -228,21 +216,12 @@ def promote(
     judged, because the folder has no tokenizer or the rows have another format, the outcome says so
     and the release is served. This command is the last one of your own trainer: it writes the
     outcome of the job. Outside a job, it runs as a job.
-    """
-    from jobs.spec import RevisionRange
-    from pipeline.cli.jobs_run import run_to_end
-    from pipeline.lineage import job_context
-    from pipeline.retrain.__main__ import main
-    from pipeline.retrain.job import RetrainJob
-    from pipeline.retrain.settings import RetrainSettings
-    from pipeline.rules import retrain_rule
-    from pipeline.settings import load_settings
-    from pipeline.stack_record import running_settings
-    from pipeline.submit import submit_retraining
 
+    The default of --revision is the job's commit; outside a job, it is the newest commit. If a
+    release other than --parent is chosen by now, the job ends as `superseded`.
+    """
     folder, home = folder.absolute(), Home.find()
-    context = job_context(os.environ)
-    if context.job_id is None:
+    if spec_of_job(os.environ) is None:
         settings = running_settings(home)
         command = [sys.executable, "-m", "pipeline", "releases", "promote", str(folder)]
         command += ["--parent", parent] if parent is not None else []
@@ -255,9 +234,10 @@ def promote(
             ),
         )
         return
-    rule = retrain_rule(load_settings(), home, _configured(pipeline or context.pipeline))
-    context = context.for_ref(rule.ref)
-    sha = revision or context.revision
+    configured = _configured(pipeline or pipeline_of_job(os.environ))
+    rule = retrain_rule(load_settings(), home, configured)
+    origin = lineage_of_job(os.environ, rule.ref)
+    sha = revision or origin.dataset_revision
     records = Path(os.environ["JOB_DIR"]) / "promotion"
     # The trainer may have promoted another folder before.
     shutil.rmtree(records, ignore_errors=True)
@@ -269,7 +249,7 @@ def promote(
         None
         if sha is None
         else RevisionRange(
-            repo=rule.dataset, ref=rule.ref, new_sha=sha, delivery_ids=context.delivery_ids
+            repo=rule.dataset, ref=rule.ref, new_sha=sha, delivery_ids=origin.delivery_ids
         ),
         trained=folder,
         trained_from=parent,
@@ -287,9 +267,6 @@ def verify(
 ) -> None:
     """Check every file of a release against the digests in its manifest. The exit code is 1 if a
     release is damaged."""
-    from serving.weights.release_store import release_ids
-    from serving.weights.verify import verify_release
-
     folder = _folder(pipeline)
     faults = {}
     for release_id in [release] if release else release_ids(folder):
@@ -302,38 +279,27 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def prune(
     keep: Annotated[
-        int | None,
-        typer.Option(
-            help="Keep this many of the newest releases. Default: `keep` in the settings."
-        ),
+        int | None, typer.Option(help="How many to keep. Default: `keep` in the settings.")
     ] = None,
     pipeline: PipelineOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Remove old releases. The served, the pending and the pinned releases always stay."""
-    from pipeline.settings import load_settings
-    from serving.weights.release_removal import prune as prune_releases
-
     num_kept = keep if keep is not None else load_settings().pipeline(pipeline).keep
-    removed = prune_releases(_folder(pipeline), num_kept)
+    removed = release_removal.prune(_folder(pipeline), num_kept)
     if as_json:
         print(json.dumps({"removed": removed}))
     else:
         print("removed " + (", ".join(removed) or "nothing"))
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def rm(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
     """Remove a release, damaged or not. You cannot remove a release while it is served, pending
     (chosen, but not served yet) or pinned (kept by `releases pin`)."""
-    from pipeline.probes import server_state
-    from pipeline.stack_record import running_settings
-    from serving.weights.release_removal import remove
-    from serving.weights.release_store import release_number
-
     home = Home.find()
     settings = running_settings(home)
     chosen = settings.pipeline(pipeline)
@@ -343,26 +309,76 @@ def rm(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
             f"{release} is not removed, because it is served; serve another release first: "
             "pipeline releases rollback"
         )
-    remove(home.releases_dir / chosen.name, release)
+    release_removal.remove(home.releases_dir / chosen.name, release)
     print(f"removed {release}")
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def pin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
     """Pin a release: until you unpin it, neither `prune` nor `rm` nor a job removes it."""
-    from serving.weights.release_removal import pin as pin_release
-
-    pin_release(_folder(pipeline), release)
+    release_removal.pin(_folder(pipeline), release)
     print(f"{release} is kept until it is unpinned")
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def unpin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
     """Unpin a release. It can then be removed like any other release."""
-    from serving.weights.release_removal import unpin as unpin_release
-
-    unpin_release(_folder(pipeline), release)
+    release_removal.unpin(_folder(pipeline), release)
     print(f"{release} is no longer pinned, so it can be removed like any other release")
+
+
+def _swap_in(pipeline: PipelineSettings, release: str, *, as_json: bool) -> None:
+    """Make the server serve the release, and print the result. If no server is up, the next server
+    that starts will serve the release.
+
+    If the swap fails, the server answers with the reason, and this function raises a `typer.Exit`
+    with exit code 1. Raises PipelineError if the server gives no answer. Also raises PipelineError
+    if the answer is not the result of a swap: the answer then does not come from the server of this
+    state folder.
+    """
+    home = Home.find()
+    settings = running_settings(home)
+    url = settings.server_url(settings.pipeline(pipeline.name))
+    folder = home.releases_dir / pipeline.name
+    former = served_release_id(folder)
+    # Mark the release as pending before the request. If the request finds no server, a server may
+    # start right after the request. The new server then finds the mark and serves the release.
+    earlier = set_pending(folder, release)
+    try:
+        result = request_swap(url, release, admin_token=load_tokens(home.tokens_file).admin)
+    except httpx.ConnectError:
+        record_going_back(folder, former, release)
+        if as_json:
+            print(json.dumps({"result": "pending", "release": release}))
+        else:
+            print(f"no server is up on {url}; the next server that starts will serve {release}")
+        return
+    except httpx.TransportError as error:
+        raise PipelineError(
+            f"{url} gave no answer ({error!r}); the server will serve {release} at its next start"
+        ) from None
+    except SwapAnswerError as error:
+        clear_pending(folder, release, earlier=earlier)
+        raise PipelineError(
+            f"the server on {url} is not the server of this state folder: {error}"
+        ) from None
+    # Clear the mark even if the swap failed. Otherwise the server would swap to this release when
+    # it is restarted, perhaps days later.
+    clear_pending(folder, release)
+    if result.result == "live":
+        record_going_back(folder, former, release)
+    print(result.model_dump_json() if as_json else _in_words(result))
+    if result.result != "live":
+        raise typer.Exit(1)
+
+
+def _in_words(result: SwapResult) -> str:
+    if result.result != "live":
+        return f"{result.result} in {result.phase}: {'; '.join(result.reasons)}"
+    if result.previous == result.release:
+        return f"{result.release} is already served"
+    instead = "" if result.previous is None else f", instead of {result.previous}"
+    return f"{result.release} is served{instead} ({sum(result.seconds.values()):.2f} s)"
 
 
 def _rows(evaluation: Any) -> str:
@@ -372,9 +388,7 @@ def _rows(evaluation: Any) -> str:
     return (str(Counts.model_validate(counts)) if counts else "") or "-"
 
 
-def _configured(pipeline: str | None) -> "PipelineSettings":
-    from pipeline.settings import load_settings
-
+def _configured(pipeline: str | None) -> PipelineSettings:
     return load_settings().pipeline(pipeline)
 
 
@@ -382,8 +396,7 @@ def _folder(pipeline: str | None) -> Path:
     return Home.find().releases_dir / _configured(pipeline).name
 
 
-def _load(pipeline: str | None, release_id: str) -> "Release":
-    from serving.weights.release_store import load_release, release_number
+def _load(pipeline: str | None, release_id: str) -> Release:
 
     release_number(release_id)
     folder = _folder(pipeline) / release_id

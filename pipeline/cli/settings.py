@@ -1,29 +1,93 @@
-"""`pipeline settings`: prints every key of the settings."""
+"""`pipeline init`: writes a short `pipeline.toml`. `pipeline settings`: prints every key."""
 
 import json
 import textwrap
 from collections.abc import Iterator
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from pathlib import Path, PurePath
+from typing import Annotated, Any
 
-from pydantic import BaseModel
+import typer
+from pydantic import BaseModel, ValidationError
 
-if TYPE_CHECKING:
-    from pipeline.settings import Settings
+from pipeline.errors import PipelineError
+from pipeline.settings import (
+    SECRET_KEYS,
+    PipelineSettings,
+    Settings,
+    load_settings,
+    value_fault_text,
+)
+from receiver.project import SETTINGS_FILE
+
+app = typer.Typer()
+
+TEXT = """\
+# The settings of this stack. `pipeline settings` prints every key, its value and what it means.
+# After a change: pipeline down && pipeline up --detach
+# An environment variable overrides a key: PIPELINE_HUB__PORT=9000 means `port = 9000` under [hub].
+
+[[pipelines]]
+# A request to the server may give this name as its `model`.
+name = {name}
+# Each push to this dataset trains the model on the new rows.
+dataset = {dataset}{endpoint}
+# Training starts from these weights: preset:tiny (small, and untrained), a checkpoint folder, or
+# the id of a model on a hub, such as "HuggingFaceTB/SmolLM2-135M-Instruct".
+base_model = {base_model}
+"""
 
 
+@app.command()
+def init(
+    name: Annotated[
+        str,
+        typer.Option(help="The pipeline's name."),
+    ],
+    dataset: Annotated[str, typer.Option(help="The dataset to follow: OWNER/NAME or a git URL.")],
+    dataset_endpoint: Annotated[
+        str, typer.Option(help="`hub` for the hub of this stack, or the URL of another.")
+    ] = "hub",
+    base_model: Annotated[
+        str, typer.Option(help="preset:tiny, a checkpoint folder, or OWNER/NAME.")
+    ] = "preset:tiny",
+    force: Annotated[bool, typer.Option(help="Overwrite the file if it exists.")] = False,
+) -> None:
+    """Write pipeline.toml into the working folder. `pipeline settings` prints the keys that it does
+    not have."""
+    file = Path(SETTINGS_FILE).absolute()
+    if file.exists() and not force:
+        raise PipelineError(f"{file} already exists; edit it, or overwrite it with --force")
+    try:
+        PipelineSettings(
+            name=name, dataset=dataset, dataset_endpoint=dataset_endpoint, base_model=base_model
+        )
+    except ValidationError as error:
+        problem = error.errors()[0]
+        option = str(problem["loc"][0]).replace("_", "-")
+        words = value_fault_text(str(problem["loc"][0]), problem["type"], problem["msg"])
+        raise PipelineError(f"--{option} {problem['input']!r}: {words}") from None
+    file.write_text(
+        TEXT.format(
+            name=json.dumps(name),
+            dataset=json.dumps(dataset),
+            endpoint=""
+            if dataset_endpoint == "hub"
+            else f"\ndataset_endpoint = {json.dumps(dataset_endpoint)}",
+            base_model=json.dumps(base_model),
+        )
+    )
+    print(f"{file} is written. Start the stack with: pipeline up")
+
+
+@app.command()
 def settings() -> None:
     """Print every key of the settings, as a settings file with comments. A key that has its default
     value is commented out."""
-    from pipeline.settings import load_settings
-
     print(settings_text(load_settings()), end="")
 
 
-def settings_text(settings: "Settings") -> str:
+def settings_text(settings: Settings) -> str:
     """If the settings have no pipeline, the text shows one with defaults."""
-    from pipeline.settings import PipelineSettings
-
     example = PipelineSettings(name="NAME", dataset="OWNER/NAME")
     lines = ["# If a key is commented out, the value shown is its default."]
     for name, field in type(settings).model_fields.items():
@@ -37,8 +101,6 @@ def settings_text(settings: "Settings") -> str:
 def _table(heading: str, settings: BaseModel) -> Iterator[str]:
     """The lines of one table, with the description of each key as a comment. Then the lines of the
     tables inside this table."""
-    from pipeline.settings import SECRET_KEYS
-
     yield from ("", heading)
     inner = {}
     for key, field in type(settings).model_fields.items():

@@ -1,92 +1,103 @@
 """`pipeline status`: shows the services, the served release and its dataset commit, and the waiting
-and running jobs."""
+and running jobs. `pipeline doctor`: prints what is wrong with a stack, and what to do about it."""
 
 import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipeline.cli.options import JsonOption
+import typer
+
 from pipeline.cli.project import project_home
+from pipeline.cli.terminal import JsonOption, print_table
+from pipeline.doctor import check_services, check_webhooks, examine, faults
+from pipeline.facts import Facts, state_of
 from pipeline.paths import Home
+from pipeline.settings import Settings
+from pipeline.stack_record import running_settings
+from receiver.errors import ReceiverError
 
-if TYPE_CHECKING:
-    from pipeline.settings import Settings
+app = typer.Typer()
 
 
-def status(
-    as_json: JsonOption = False,
-) -> None:
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Check the stack and its state folder. Report what is wrong and what to do about it. The exit
+    code is 1 if anything is wrong."""
+    home = project_home()
+    findings = examine(Facts(home, running_settings(home)))
+    if as_json:
+        print(json.dumps([finding.model_dump() for finding in findings]))
+    else:
+        for finding in findings:
+            print(f"{finding.level:5}  {finding.check}: {finding.message}")
+            if finding.next_step is not None:
+                print(f"       → {finding.next_step}")
+    if any(finding.level == "wrong" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def status(as_json: JsonOption = False) -> None:
     """Show the services, the served release and its dataset commit, and the waiting and running
     jobs."""
-    from pipeline.stack_record import running_settings
-
     home = project_home()
     report = status_report(home, running_settings(home))
     if as_json:
         print(json.dumps(report))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    # The reason of an outcome may quote rows and settings. Switch off markup and emoji: otherwise
-    # rich would read brackets and colons in such a reason as styles and emoji codes.
-    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-    services = Table("service", "state", "pid", "up for", "restarts", "address", box=None)
-    for service in report["services"]:
-        uptime = service["uptime_seconds"]
-        services.add_row(
+    services = [
+        (
             service["name"],
             service["state"],
             str(service["pid"] or "-"),
-            f"{uptime:.0f} s" if uptime is not None else "-",
+            "-" if service["uptime_seconds"] is None else f"{service['uptime_seconds']:.0f} s",
             str(service["restarts"]) + (f" ({service['last_end']})" if service["last_end"] else ""),
             service["url"] or "-",
         )
-    console.print(services if report["services"] else "Nothing is up; start it with: pipeline up")
-    console.print(f"engine {report['engine']['name']}, because {report['engine']['reason']}")
+        for service in report["services"]
+    ]
+    headings = ("service", "state", "pid", "up for", "restarts", "address")
+    print_table(headings, services, empty="Nothing is up; start it with: pipeline up")
+    print(f"engine {report['engine']['name']}, because {report['engine']['reason']}")
     for notice in report["notices"]:
-        console.print("!", style="bold", end=" ")
-        console.print(notice)
+        print(f"! {notice}")
     for pipeline in report["pipelines"]:
-        served, head = pipeline["served"], pipeline["dataset_head"]
-        console.print(f"\n{pipeline['name']}", style="bold", end="")
-        console.print(f" follows {pipeline['dataset']} ({pipeline['ref']}), ", end="")
-        console.print(f"whose newest commit is {(head or 'unknown')[:12]}")
-        if served is None:
-            console.print("  serves       nothing yet")
-        else:
-            # `is_live` is false if no server reports a served release. `served` then comes from the
-            # link `current` on disk, which names the release that was served last.
-            verb = "serves     " if served["is_live"] else "served last"
-            origin = _origin(served, head, pipeline["head_changes_no_row"])
-            console.print(f"  {verb}  {served['release']}, {origin}")
-            if served["stands_in_for"]:
-                console.print(f"  damaged      {_substitute_note(served)}")
-            elif served["reason"]:
-                console.print(f"  damaged      {served['reason']}; try: pipeline releases rollback")
-        if (back := pipeline["went_back"]) is not None:
-            for name, text in _after_going_back(pipeline, back):
-                console.print(f"  {name:11}  {text}")
-        if pipeline["pending_release"]:
-            pending = pipeline["pending_release"]
-            console.print(f"  pending      {pending}; the next server that starts will serve it")
-        for job in pipeline["queue"]:
-            console.print(f"  queue        {job['line']}")
-        if pipeline["last_job"]:
-            console.print(f"  last job     {pipeline['last_job']['line']}")
-        if pipeline["refused"]:
-            console.print(f"  refused      {pipeline['refused']}")
+        follows = f"{pipeline['name']} follows {pipeline['dataset']} ({pipeline['ref']})"
+        print(f"\n{follows}, whose newest commit is {(pipeline['dataset_head'] or 'unknown')[:12]}")
+        for name, text in _facts_of(pipeline):
+            print(f"  {name:11}  {text}")
 
 
-def status_report(home: Home, settings: "Settings") -> dict[str, Any]:
+def _facts_of(pipeline: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    served = pipeline["served"]
+    if served is None:
+        yield "serves", "nothing yet"
+    else:
+        # `is_live` is false if no server reports a served release. `served` then comes from the
+        # link `current` on disk, which names the release that was served last.
+        origin = _origin(served, pipeline["dataset_head"], pipeline["head_changes_no_row"])
+        yield "serves" if served["is_live"] else "served last", f"{served['release']}, {origin}"
+        if served["stands_in_for"]:
+            yield "damaged", _substitute_note(served)
+        elif served["reason"]:
+            yield "damaged", f"{served['reason']}; try: pipeline releases rollback"
+    if (back := pipeline["went_back"]) is not None:
+        yield from _after_going_back(pipeline, back)
+    if pending := pipeline["pending_release"]:
+        yield "pending", f"{pending}; the next server that starts will serve it"
+    for job in pipeline["queue"]:
+        yield "queue", job["line"]
+    if pipeline["last_job"]:
+        yield "last job", pipeline["last_job"]["line"]
+    if pipeline["refused"]:
+        yield "refused", pipeline["refused"]
+
+
+def status_report(home: Home, settings: Settings) -> dict[str, Any]:
     """The report that `--json` prints."""
-    from pipeline.doctor import check_services, check_webhooks, faults
-    from pipeline.facts import Facts, state_of
-    from receiver.errors import ReceiverError
-
     facts, now = Facts(home, settings), time.time()
     record = facts.stack
     try:

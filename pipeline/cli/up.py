@@ -8,39 +8,41 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from pipeline.cli.project import project_home
+from jobs.errors import StoreError
+from jobs.process import is_alive
+from pipeline.cli.project import ChangesStack, project_home
 from pipeline.errors import PipelineError
+from pipeline.job_store import check_schemas, open_job_store
+from pipeline.journal import Journal
 from pipeline.paths import Home
+from pipeline.retrain.settings import is_git_url
+from pipeline.services import services_of
+from pipeline.settings import Settings, load_settings
+from pipeline.stack import STOP_SECONDS, Stack, lock_stack
+from pipeline.stack_record import read_stack, suspended_stack
+from pipeline.subscriptions import subscribe, subscribe_at_other_hubs
+from pipeline.tokens import load_tokens
 
-if TYPE_CHECKING:
-    from pipeline.settings import Settings
-
+app = typer.Typer()
 
 REPORT_SECONDS = 5.0
 """If `down` has waited for this long, it says what it waits for."""
 
 
+@app.command(cls=ChangesStack)
 def up(
     detach: Annotated[
         bool,
-        typer.Option(
-            "--detach",
-            "-d",
-            help="Run the stack in the background, and return when the stack is up. To stop the "
-            "stack: pipeline down",
-        ),
+        typer.Option("--detach", "-d", help="Run in the background; return when the stack is up."),
     ] = False,
 ) -> None:
     """Start the stack: the hub, the receiver, the job runner, and one completion server for each
-    pipeline. Run until Ctrl-C. Until then, restart each service that ends or hangs."""
-    from pipeline.job_store import check_schemas
-    from pipeline.services import services_of
-    from pipeline.settings import load_settings
-
+    pipeline. Run until Ctrl-C. Until then, restart each service that ends or hangs. With --detach,
+    `pipeline down` stops the stack."""
     home = Home.find()
     settings = load_settings()
     settings.pipeline(settings.pipelines[0].name if settings.pipelines else None)
@@ -52,31 +54,17 @@ def up(
         _detach(home)
         return
 
-    from jobs.errors import StoreError
-    from pipeline.job_store import open_job_store
-    from pipeline.journal import Journal
-    from pipeline.other_hubs import subscribe_at_other_hubs
-    from pipeline.stack import Stack
-    from pipeline.subscriptions import subscribe
-    from pipeline.tokens import load_tokens
-
     # `down` sends SIGTERM. Make SIGTERM end the stack in the same way as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     tokens = load_tokens(home.tokens_file)
     say = partial(print, flush=True)
     stack = Stack(home, services, hang_seconds=settings.stack.hang_seconds)
     try:
-        stack.start(
-            on_ready=lambda service: say(f"{service.name:10} {service.url or 'ready'}"),
-            on_wait=lambda service, seconds: say(
-                f"{service.name:10} is starting: {seconds:.0f} s of at most "
-                f"{service.start_seconds:.0f} s (log: {home.log_file(service.name)})"
-            ),
-        )
+        stack.start(say)
         subscribe(settings, home, tokens)
         for line in subscribe_at_other_hubs(settings, home, tokens):
             say(f"another hub: {line}")
-        for line in _where_to_push(settings, home):
+        for line in _where_to_push(settings):
             say(line)
         stack.mark_ready()  # from here on, `up --detach` prints no further line
         journal = Journal(open_job_store(settings, home))
@@ -104,12 +92,9 @@ def up(
         stack.stop()
 
 
+@app.command(cls=ChangesStack)
 def down() -> None:
     """Stop the stack of this state folder."""
-    from jobs.process import is_alive
-    from pipeline.orphans import STOP_SECONDS
-    from pipeline.stack_record import read_stack, suspended_stack
-
     home = project_home()
     record = read_stack(home)
     if record is None:
@@ -132,21 +117,16 @@ def down() -> None:
     print("stopped " + ", ".join(child.name for child in reversed(record.children)))
 
 
-def _where_to_push(settings: "Settings", home: Home) -> Iterator[str]:
+def _where_to_push(settings: Settings) -> Iterator[str]:
     for pipeline in settings.pipelines:
-        if not settings.is_on_own_hub(pipeline):
-            hub = settings.other_hub(pipeline)
-            where = pipeline.dataset if hub is None else f"{hub}/datasets/{pipeline.dataset}"
-            yield f"{pipeline.name}: push to {where}"
-            continue
-        remote = f"{settings.hub_url}/datasets/{pipeline.dataset}"
-        yield f'{pipeline.name}: push to {remote} (after: eval "$(pipeline env)")'
+        hub = settings.other_hub(pipeline) or settings.hub_url
+        is_git = is_git_url(pipeline.dataset)
+        where = pipeline.dataset if is_git else f"{hub}/datasets/{pipeline.dataset}"
+        note = ' (after: eval "$(pipeline env)")' if settings.is_on_own_hub(pipeline) else ""
+        yield f"{pipeline.name}: push to {where}{note}"
 
 
 def _detach(home: Home) -> None:
-    from pipeline.stack import lock_stack
-    from pipeline.stack_record import read_stack
-
     log = home.log_file("up")
     log.parent.mkdir(parents=True, exist_ok=True)
     # Empty the log, because the loop below must find only the lines of this start. Take the lock of
@@ -155,7 +135,7 @@ def _detach(home: Home) -> None:
     lock = lock_stack(home)
     log.write_bytes(b"")
     lock.release()
-    # Open the log for appending, as `pipeline/log_files.py` requires.
+    # Open the log for appending, as `rotate` requires.
     with log.open("ab") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "pipeline", "up"],

@@ -11,30 +11,36 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 import typer
+from dotenv import dotenv_values
 
-from pipeline.cli.options import JsonOption, QuietOption
-from pipeline.cli.project import project_home
-from pipeline.cli.tables import print_table
+from pipeline.cli.project import ChangesStack, project_home
+from pipeline.cli.terminal import JsonOption, QuietOption, print_table
 from pipeline.errors import PipelineError
-
-if TYPE_CHECKING:
-    from receiver.webhooks import WebhookRecord
+from pipeline.stack_record import running_settings
+from pipeline.tokens import load_tokens
+from receiver.webhooks import (
+    WebhookRecord,
+    call_hub,
+    create_webhook,
+    delete_webhook,
+    disable_webhook,
+    enable_webhook,
+    get_webhook,
+    list_webhooks,
+    update_webhook,
+)
 
 app = typer.Typer(help="Manage the webhooks of a hub.", no_args_is_help=True)
 
 WebhookArgument = Annotated[str, typer.Argument(help="The id of a webhook, from `webhooks ls`.")]
 EndpointOption = Annotated[
-    str | None,
-    typer.Option(
-        help="The URL of another hub, such as https://huggingface.co. Set HF_TOKEN to a token of "
-        "that other hub. Default: the stack's own hub."
-    ),
+    str | None, typer.Option(help="The URL of another hub, which gets the token in HF_TOKEN.")
 ]
 UrlOption = Annotated[str | None, typer.Option(help="The hub posts each event to this URL.")]
 WAIT_SECONDS = 30.0
@@ -49,36 +55,24 @@ WatchOption = Annotated[
     typer.Option(
         "--watch",
         metavar="TYPE:NAME",
-        help="What to watch. TYPE is model, dataset, space, org or user. May be repeated.",
+        help="TYPE is model, dataset, space, org or user. May be repeated.",
     ),
 ]
 DomainOption = Annotated[
-    list[str] | None,
-    typer.Option("--domain", help="Which events to deliver: repo or discussion. May be repeated."),
+    list[str] | None, typer.Option("--domain", help="repo or discussion. May be repeated.")
 ]
 SecretsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--secrets",
         metavar="NAME[=VALUE]",
-        help="An environment variable for the copies of the job; the hub stores it encrypted. "
-        "Without VALUE, the value comes from the variable NAME of this shell. May be repeated.",
+        help="A variable for the copies of the job. May be repeated.",
     ),
 ]
 SecretsFileOption = Annotated[
-    str | None,
-    typer.Option(
-        help="A file with environment variables for the copies of the job: NAME=VALUE on each "
-        "line, as for docker --env-file. With -, the lines are read from stdin."
-    ),
+    str | None, typer.Option(help="A file with such variables, one per line, or - for stdin.")
 ]
-SecretOption = Annotated[
-    str | None,
-    typer.Option(
-        help="A secret that the hub sends with each delivery. The secret proves to the receiver "
-        "that the delivery comes from the hub."
-    ),
-]
+SecretOption = Annotated[str | None, typer.Option(help="The secret that each delivery carries.")]
 
 
 @app.command()
@@ -86,28 +80,22 @@ def ls(
     endpoint: EndpointOption = None, as_json: JsonOption = False, quiet: QuietOption = False
 ) -> None:
     """List webhooks."""
-    from receiver.webhooks import list_webhooks
-
     webhooks = list_webhooks(**hub_access(endpoint))
-    if as_json:
-        print(json.dumps([_as_json(webhook) for webhook in webhooks]))
-    elif quiet:
-        print("".join(f"{webhook.id}\n" for webhook in webhooks), end="")
-    else:
-        rows = [
-            (
-                webhook.id,
-                webhook.status,
-                webhook.url or "(job)",
-                " ".join(map(str, webhook.watched)),
-                " ".join(webhook.domains),
-            )
-            for webhook in webhooks
-        ]
-        headings = ("id", "status", "url", "watched", "domains")
-        print_table(headings, rows, empty="No webhook yet.")
-        # Print the warnings to standard error, because scripts read the standard output. `create`
-        # and `update` need not print warnings: the Hub's client does so itself.
+    rows = [
+        (
+            webhook.id,
+            webhook.status,
+            webhook.url or "(job)",
+            " ".join(map(str, webhook.watched)),
+            " ".join(webhook.domains),
+        )
+        for webhook in webhooks
+    ]
+    headings = ("id", "status", "url", "watched", "domains")
+    _print_list(list(map(_as_json, webhooks)), headings, rows, "No webhook yet.", as_json, quiet)
+    # Print the warnings to standard error, because scripts read the standard output. `create` and
+    # `update` need not print warnings: the Hub's client does so itself.
+    if not (as_json or quiet):
         for webhook in webhooks:
             for warning in webhook.warnings:
                 print(f"{webhook.id}: {warning}", file=sys.stderr)
@@ -117,19 +105,15 @@ def ls(
 def info(
     webhook_id: WebhookArgument,
     endpoint: EndpointOption = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="No effect: the output is always JSON.")
-    ] = False,
+    as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Print one webhook as JSON."""
-    from receiver.webhooks import get_webhook
-
+    """Print one webhook, always as JSON."""
     webhook = get_webhook(webhook_id, **hub_access(endpoint))
     print(webhook.id if quiet else json.dumps(_as_json(webhook), indent=2))
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def create(
     watch: WatchOption = None,
     url: UrlOption = None,
@@ -142,9 +126,13 @@ def create(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Create a webhook that posts to --url or starts a copy of the job --job-id."""
-    from receiver.webhooks import create_webhook
+    """Create a webhook that posts to --url or starts a copy of the job --job-id.
 
+    The hub sends --secret with each delivery. This proves to the receiver that the delivery comes
+    from the hub. Each copy of the job gets --secrets and the lines of --secrets-file (as for docker
+    --env-file) as environment variables; the hub stores them encrypted. Without a VALUE, the value
+    comes from the variable NAME of this shell.
+    """
     with _errors_name_options():
         webhook = create_webhook(
             url=url,
@@ -158,7 +146,7 @@ def create(
     _report("created", webhook, as_json, quiet)
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def update(
     webhook_id: WebhookArgument,
     watch: WatchOption = None,
@@ -173,8 +161,6 @@ def update(
     quiet: QuietOption = False,
 ) -> None:
     """Change a webhook. If you give no option for a property, this property stays as it is."""
-    from receiver.webhooks import update_webhook
-
     with _errors_name_options():
         webhook = update_webhook(
             webhook_id,
@@ -189,7 +175,7 @@ def update(
     _report("updated", webhook, as_json, quiet)
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def enable(
     webhook_id: WebhookArgument,
     endpoint: EndpointOption = None,
@@ -197,12 +183,10 @@ def enable(
     quiet: QuietOption = False,
 ) -> None:
     """Enable a webhook that is disabled, or that the hub has suspended after failures."""
-    from receiver.webhooks import enable_webhook
-
     _report("enabled", enable_webhook(webhook_id, **hub_access(endpoint)), as_json, quiet)
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def disable(
     webhook_id: WebhookArgument,
     endpoint: EndpointOption = None,
@@ -210,12 +194,10 @@ def disable(
     quiet: QuietOption = False,
 ) -> None:
     """Disable a webhook. The hub keeps it, but delivers nothing until you enable it."""
-    from receiver.webhooks import disable_webhook
-
     _report("disabled", disable_webhook(webhook_id, **hub_access(endpoint)), as_json, quiet)
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def delete(
     webhook_id: WebhookArgument,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
@@ -224,17 +206,12 @@ def delete(
     quiet: QuietOption = False,
 ) -> None:
     """Delete a webhook for good."""
-    from receiver.webhooks import delete_webhook
-
     if not yes and (as_json or quiet):
         raise PipelineError("--json and --quiet cannot ask for confirmation; add --yes to delete")
     if not yes:
         typer.confirm(f"Are you sure you want to delete webhook '{webhook_id}'?", abort=True)
     delete_webhook(webhook_id, **hub_access(endpoint))
-    if as_json:
-        print(json.dumps({"id": webhook_id}))
-    else:
-        print(webhook_id if quiet else f"Webhook {webhook_id} is deleted")
+    _print({"id": webhook_id}, f"Webhook {webhook_id} is deleted", as_json, quiet)
 
 
 @app.command()
@@ -244,9 +221,7 @@ def deliveries(
     ] = None,
     status: Annotated[
         Literal["pending", "delivered", "dead"] | None,
-        typer.Option(
-            help="List only deliveries with this status. `dead`: the hub has given up sending."
-        ),
+        typer.Option(help="Only with this status; `dead` is given up."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many deliveries to list.")] = 20,
     endpoint: EndpointOption = None,
@@ -258,38 +233,27 @@ def deliveries(
     path = "deliveries" if webhook_id is None else f"webhooks/{webhook_id}/deliveries"
     wanted = {"limit": str(limit)} | ({} if status is None else {"status": status})
     found = _call("GET", path, endpoint, wanted)
-    if as_json:
-        print(json.dumps(found))
-    elif quiet:
-        print("".join(f"{one['id']}\n" for one in found), end="")
-    else:
-        rows = [
-            (
-                one["id"],
-                one["status"],
-                f"{one['scope']} {one['action']} {one['repository']}",
-                str(one["attempt"]),
-                "" if one["milliseconds"] is None else f"{one['milliseconds']:.0f}",
-                _answer(one),
-            )
-            for one in found
-        ]
-        headings = ("delivery", "status", "event", "attempts", "ms", "answer")
-        empty = "No delivery." if status is None else f"No {status} delivery."
-        print_table(headings, rows, empty=empty)
+    rows = [
+        (
+            one["id"],
+            one["status"],
+            f"{one['scope']} {one['action']} {one['repository']}",
+            str(one["attempt"]),
+            "" if one["milliseconds"] is None else f"{one['milliseconds']:.0f}",
+            _answer(one),
+        )
+        for one in found
+    ]
+    headings = ("delivery", "status", "event", "attempts", "ms", "answer")
+    empty = "No delivery." if status is None else f"No {status} delivery."
+    _print_list(found, headings, rows, empty, as_json, quiet)
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def replay(
-    delivery_id: Annotated[
-        str, typer.Argument(help="The id of a delivery, from `webhooks deliveries`.")
-    ],
+    delivery_id: Annotated[str, typer.Argument(help="The id of a delivery.")],
     force: Annotated[
-        bool,
-        typer.Option(
-            "--force",
-            help="Send the delivery under a new id, so that the receiver handles it again.",
-        ),
+        bool, typer.Option("--force", help="Send it under a new id, so that it is handled again.")
     ] = False,
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
@@ -308,15 +272,11 @@ def replay(
     """
     path = f"deliveries/{delivery_id}/replay"
     sent = _call("POST", path, endpoint, {"force": "1"} if force else {})["delivery"]
-    if as_json:
-        print(json.dumps(sent))
-    elif quiet:
-        print(sent["id"])
-    else:
-        print(f"Delivery {delivery_id} is sent again" + (f" as {sent['id']}" if force else ""))
+    text = f"Delivery {delivery_id} is sent again" + (f" as {sent['id']}" if force else "")
+    _print(sent, text, as_json, quiet)
 
 
-@app.command()
+@app.command(cls=ChangesStack)
 def test(
     webhook_id: WebhookArgument,
     endpoint: EndpointOption = None,
@@ -332,15 +292,26 @@ def test(
     while sent["last_attempt_at"] is None and time.monotonic() < deadline:
         time.sleep(0.05)
         sent = _call("GET", f"deliveries/{sent['id']}", endpoint)["delivery"]
-    if as_json:
-        print(json.dumps(sent))
-    elif quiet:
-        print(sent["id"])
-    else:
-        waiting = "no attempt has ended yet; the hub may be busy with other deliveries"
-        print(f"Webhook {webhook_id}: {_answer(sent) or waiting}")
+    waiting = "no attempt has ended yet; the hub may be busy with other deliveries"
+    _print(sent, f"Webhook {webhook_id}: {_answer(sent) or waiting}", as_json, quiet)
     if sent["status"] != "delivered":
         raise typer.Exit(1)
+
+
+def _print_list(
+    found: Sequence[Mapping[str, Any]],
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    empty: str,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    if as_json:
+        print(json.dumps(found))
+    elif quiet:
+        print("".join(f"{one['id']}\n" for one in found), end="")
+    else:
+        print_table(headings, rows, empty=empty)
 
 
 def _answer(delivery: dict[str, Any]) -> str:
@@ -351,20 +322,12 @@ def _answer(delivery: dict[str, Any]) -> str:
     return f"{delivery['response_status']} {delivery['response_head'] or ''}".strip()
 
 
-class HubAccess(TypedDict):
-    endpoint: str
-    token: str | None
-
-
-def hub_access(endpoint: str | None) -> HubAccess:
+def hub_access(endpoint: str | None) -> dict[str, Any]:
     """The address of a hub, and the token for this hub. If `endpoint` is None, the hub is the
     stack's own hub. For another hub, the token is None. The client library then looks for a token
     itself, for example in HF_TOKEN."""
     if endpoint is not None:
         return {"endpoint": endpoint, "token": None}
-    from pipeline.stack_record import running_settings
-    from pipeline.tokens import load_tokens
-
     home = project_home()
     token = load_tokens(home.tokens_file).hub
     return {"endpoint": running_settings(home).hub_url, "token": token}
@@ -376,16 +339,19 @@ def _call(
     endpoint: str | None,
     query: dict[str, str] | None = None,
 ) -> Any:
-    from receiver.webhooks import call_hub
-
     return call_hub(method, path, **hub_access(endpoint), query=query)
 
 
 def secrets_in(file: str, option: str) -> dict[str, str]:
-    """The variables in `file`, with their values. If a line has only the name of a variable, the
-    value comes from this shell. Raises PipelineError if the shell has no such variable. `option` is
-    the command's option that names the file; error messages show this option."""
-    return _with_values(_lines_of(file, option))
+    """The variables in `file`, with their values; `-` is standard input. If a line has only the
+    name of a variable, the value comes from this shell. Raises PipelineError if the shell has no
+    such variable. `option` is the command's option that names the file; error messages show it."""
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PipelineError(f"{option} {file} cannot be read: {error}") from None
+    named = dotenv_values(stream=io.StringIO(text), interpolate=False)
+    return {name: _of_shell(name) if value is None else value for name, value in named.items()}
 
 
 def _secrets(given: list[str] | None, file: str | None) -> dict[str, str] | None:
@@ -393,36 +359,19 @@ def _secrets(given: list[str] | None, file: str | None) -> dict[str, str] | None
     is given. If both set the same variable, `--secrets` wins."""
     if given is None and file is None:
         return None
-    named = {} if file is None else _lines_of(file)
+    found = {} if file is None else secrets_in(file, "--secrets-file")
     for text in given or ():
         name, equals, value = text.partition("=")
-        named[name] = value if equals else None
-    return _with_values(named)
-
-
-def _with_values(named: Mapping[str, str | None]) -> dict[str, str]:
-    found = {}
-    for name, given_value in named.items():
-        secret = os.environ.get(name) if given_value is None else given_value
-        if secret is None:
-            raise PipelineError(
-                f"the secret {name} has no value; export {name} in this shell, or write {name}=…"
-            )
-        found[name] = secret
+        found[name] = value if equals else _of_shell(name)
     return found
 
 
-def _lines_of(file: str, option: str = "--secrets-file") -> dict[str, str | None]:
-    """Reads the file (`-` is standard input); returns name → value. The value is None if the line
-    has only a name. `option` is the command's option that names the file; error messages show this
-    option."""
-    from dotenv import dotenv_values
-
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PipelineError(f"{option} {file} cannot be read: {error}") from None
-    return dotenv_values(stream=io.StringIO(text), interpolate=False)
+def _of_shell(name: str) -> str:
+    if (value := os.environ.get(name)) is None:
+        raise PipelineError(
+            f"the secret {name} has no value; export {name} in this shell, or write {name}=…"
+        )
+    return value
 
 
 @contextmanager
@@ -437,12 +386,13 @@ def _errors_name_options() -> Iterator[None]:
         raise PipelineError(words) from None
 
 
-def _as_json(webhook: "WebhookRecord") -> Mapping[str, Any]:
+def _as_json(webhook: WebhookRecord) -> Mapping[str, Any]:
     return webhook.model_dump(mode="json", exclude={"secret"})
 
 
-def _report(verb: str, webhook: "WebhookRecord", as_json: bool, quiet: bool) -> None:
-    if as_json:
-        print(json.dumps(_as_json(webhook)))
-    else:
-        print(webhook.id if quiet else f"Webhook {webhook.id} is {verb}")
+def _report(verb: str, webhook: WebhookRecord, as_json: bool, quiet: bool) -> None:
+    _print(_as_json(webhook), f"Webhook {webhook.id} is {verb}", as_json, quiet)
+
+
+def _print(found: Mapping[str, Any], text: str, as_json: bool, quiet: bool) -> None:
+    print(json.dumps(found) if as_json else found["id"] if quiet else text)

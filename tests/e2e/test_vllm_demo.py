@@ -26,4 +26,4 @@ def test_the_demo_runs_on_vllm(workplace: Workplace) -> None:
         assert answer["after"]["release"] == newest["id"]
     second = report["seconds"]["second"]
     assert list(second) == sorted(second, key=second.__getitem__)
-    assert second["push answered"] < second["train done"] < second["first new token"]
+    assert second["push answered"] < second["train done"] < second["first new answer"]

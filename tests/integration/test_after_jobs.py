@@ -20,7 +20,7 @@ from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import Delivery, JobStore
 from pipeline import retention
-from pipeline.after_jobs import _prune_hourly, after_jobs, prune
+from pipeline.after_jobs import _prune_hourly, after_jobs
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import open_database
 from pipeline.hub.webhooks.store import HubWatchedItem, WebhookRequest, create_webhook
@@ -109,15 +109,15 @@ def test_jobs_are_forgotten_when_no_delivery_can_be_repeated_any_more(
             create_webhook(connection, request, Cipher(Fernet.generate_key()))
         database.close()
         now += 89 * 86400
-        prune(settings, home, store)
+        retention.prune(settings, home, store)
         assert len(store.list()) == 4
         now += 2 * 86400
         longer = settings.model_copy(
             update={"hub": settings.hub.model_copy(update={"keep_deliveries_days": 91})}
         )
-        prune(longer, home, store)
+        retention.prune(longer, home, store)
         assert len(store.list()) == 4, "the hub can still replay their deliveries"
-        prune(settings, home, store)
+        retention.prune(settings, home, store)
         assert [job.id for job in store.list()] == [newest.id, of_a_release.id, copied.id]
         with pytest.raises(JobNotFound):
             store.get(old.id)
@@ -131,10 +131,10 @@ def test_nothing_is_removed_while_a_manifest_cannot_be_read(tmp_path: Path) -> N
         folder = home.jobs_dir / end_one(store).id
         folder.mkdir()
         with pytest.raises(OSError, match=RELEASE_FILE):
-            prune(Settings(), home, store)
+            retention.prune(Settings(), home, store)
         assert folder.is_dir()
         (home.releases_dir / "facts" / "r000001-00000000" / RELEASE_FILE).rmdir()
-        assert prune(Settings(), home, store) == [folder.name]
+        assert retention.prune(Settings(), home, store) == [folder.name]
 
 
 def test_old_folders_that_were_put_aside_are_removed_too(store: JobStore, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_the_thread_that_removes_old_jobs_outlives_an_error(
         stop.set()
         return []
 
-    monkeypatch.setattr("pipeline.after_jobs.prune", fails_once)
+    monkeypatch.setattr("pipeline.retention.prune", fails_once)
     monkeypatch.setattr("pipeline.after_jobs.PRUNE_SECONDS", 0.01)
     _prune_hourly(load_settings(), Home(root=tmp_path), store, stop)
     assert stop.is_set()

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import pytest
 
-from pipeline.log_files import NUM_KEPT, rotate
+from pipeline.logs import NUM_KEPT, rotate
 
 WRITE = """
 import os, sys

@@ -9,14 +9,14 @@ import pytest
 
 from jobs.process import identify
 from pipeline.facts import Facts
-from pipeline.other_hubs import (
+from pipeline.paths import Home
+from pipeline.settings import PipelineSettings, Settings
+from pipeline.stack_record import StackRecord
+from pipeline.subscriptions import (
     check_other_hubs,
     credentials_of_other_hubs,
     subscribe_at_other_hubs,
 )
-from pipeline.paths import Home
-from pipeline.settings import PipelineSettings, Settings
-from pipeline.stack_record import StackRecord
 from pipeline.tokens import Tokens, load_tokens
 from receiver.settings import ReceiverSettings
 from receiver.tunnel import remembered_urls

@@ -14,10 +14,10 @@ from jobs.errors import StoreError
 from jobs.job import Job
 from jobs.spec import JobSpec
 from jobs.store import JobStore
-from pipeline import on_outcome, settings_copy
-from pipeline.outcomes import Outcomes
+from pipeline import on_outcome
+from pipeline.after_jobs import Outcomes
 from pipeline.paths import Home
-from pipeline.settings import PipelineSettings, load_settings
+from pipeline.settings import SETTINGS_COPY, PipelineSettings, load_settings
 from tests.after_jobs_fixtures import end_one, store
 
 __all__ = ["store"]
@@ -87,7 +87,7 @@ def test_the_last_outcome_is_told_before_the_thread_ends(store: JobStore, tmp_pa
 def test_the_thread_outlives_an_error(
     store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr("pipeline.outcomes.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("pipeline.after_jobs.RETRY_SECONDS", 0.01)
     told: list[str] = []
     outcomes = Outcomes(store, [lambda job: told.append(job.id)])
     outcomes.poll()
@@ -192,7 +192,7 @@ def test_a_command_reads_the_settings_file_that_it_chooses(
     copy = Home.find().settings_copy  # the runner of a stack reads this one
     copy.parent.mkdir()
     copy.write_text("[hub]\nport = 1111\n")
-    monkeypatch.setenv(settings_copy.VARIABLE, str(copy))
+    monkeypatch.setenv(SETTINGS_COPY, str(copy))
     (tmp_path / "other.toml").write_text("[hub]\nport = 2222\n")
     code = (
         "import os; os.environ['PIPELINE_SETTINGS'] = os.environ['JOB_DIR'] + '/other.toml'; "

@@ -217,11 +217,6 @@ def test_a_github_push_to_a_repository_by_url(store: JobStore) -> None:
     assert job.spec.revisions.repo == url
 
 
-def test_two_rules_for_one_pipeline_are_refused(store: JobStore) -> None:
-    with pytest.raises(ValueError, match="'answers'"):
-        retrain_handler(store, [RULES[0], RULES[0]])
-
-
 def test_the_answer_comes_quickly(store: JobStore, serve: Callable[[ASGIApp], str]) -> None:
     """The promise is well under 50 ms at p99; the bound leaves room for a busy machine."""
     url = serve(receiver(store).app)

@@ -129,7 +129,7 @@ def test_a_url_through_ssh_that_comes_back(
     wait_until(is_back, every_seconds=0.1)
     server.close()
     assert not is_back()
-    assert commands_with(f"-p\0{sshd.port}") == []
+    assert commands_with(sshd.address) == []
 
 
 def test_a_tunnel_shows_the_routes_of_handlers_only(

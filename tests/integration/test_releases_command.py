@@ -101,7 +101,7 @@ def test_the_marker_is_there_before_a_server_is_asked_and_gone_after(
         set_pending(pipeline_dir, release_id)
         seen.append(release_store.pending_release(pipeline_dir))
 
-    monkeypatch.setattr(release_store, "set_pending", watch)
+    monkeypatch.setattr("pipeline.cli.releases.set_pending", watch)
     server = create_app(
         engine=EchoEngine(),
         settings=ServingSettings(),

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from pipeline.cli import services
+from pipeline.cli.serve import _engine
 from pipeline.settings import load_settings
 from serving.admission import load_api_keys
 from serving.engines.settings import TorchEngineSettings, VllmEngineSettings
@@ -226,7 +226,7 @@ def test_an_engine_is_told_what_its_table_says(
     made_up = SimpleNamespace(create_engine=lambda **settings: told.update(settings))
     monkeypatch.setitem(sys.modules, module, made_up)
     monkeypatch.setattr(module, made_up, raising=False)
-    services._engine(load_settings().serving, busy_lock_file=tmp_path)
+    _engine(load_settings().serving, busy_lock_file=tmp_path)
     if engine == "torch":
         assert told.pop("busy_lock_file") == tmp_path
     assert kind.model_validate(told) == kind.model_validate({"dtype": "bfloat16", **table})

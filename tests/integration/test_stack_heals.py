@@ -15,7 +15,7 @@ import pytest
 from jobs.process import IS_LINUX
 from pipeline.errors import PipelineError
 from pipeline.liveness import Answer, ChildWatch
-from pipeline.log_files import MAX_BYTES
+from pipeline.logs import MAX_BYTES
 from pipeline.paths import Home, settings_file
 from pipeline.services import RUNNER, hub_service, services_of
 from pipeline.settings import load_settings
@@ -63,6 +63,11 @@ def child(home: Home, name: str) -> Child:
     return next(child for child in record.children if child.name == name)
 
 
+def has_answered(stack: Stack, name: str) -> bool:
+    watch = stack._running[name].watch
+    return watch is not None and watch._has_answered
+
+
 @pytest.mark.parametrize("name", ["hub", "runner"])
 def test_a_stopped_service_is_killed_and_started_again(name: str, home: Home) -> None:
     service = {"hub": hub_service(load_settings()), "runner": RUNNER}[name]
@@ -74,7 +79,7 @@ def test_a_stopped_service_is_killed_and_started_again(name: str, home: Home) ->
         log = make_long(home.log_file(name))
         events += stack.check_services()  # watches from now on
         assert has_been_rotated(log)
-        until(lambda: stack._watches[name]._has_answered)
+        until(lambda: has_answered(stack, name))
         os.kill(before.pid, signal.SIGSTOP)
 
         def is_said_to_be_silent() -> bool:
@@ -122,7 +127,7 @@ def test_a_service_that_cannot_be_started_is_tried_again_while_the_others_stay_u
 
         def check() -> bool:
             events.extend(stack.check_services())
-            return stack._restarts.get("hub", 0) >= 3
+            return stack._running["hub"].restarts >= 3
 
         until(check)
         assert [event for event in events if "could not be started: " in event] == events[1:]
@@ -249,12 +254,13 @@ def test_start_tells_that_it_waits_and_ends_after_the_services_own_time(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.stack.PROGRESS_SECONDS", 0.05)
-    told: list[tuple[str, float]] = []
+    told: list[str] = []
     service = replace(hub_service(load_settings()), start_seconds=0.2)
     with pytest.raises(PipelineError, match=r"hub did not answer on .* within 0\.2 s; its log: "):
-        Stack(home, [service]).start(on_wait=lambda each, waited: told.append((each.name, waited)))
-    assert [name for name, _ in told[:2]] == ["hub", "hub"]
-    assert all(0.05 <= waited <= 0.2 for _, waited in told)
+        Stack(home, [service]).start(told.append)
+    assert 2 <= len(told) <= 4, "one each 0.05 s, until 0.2 s are over"
+    waits = f"hub        is starting: 0 s of at most 0 s (log: {home.log_file('hub')})"
+    assert set(told) == {waits}
 
 
 def test_a_server_may_start_as_long_as_its_engine(

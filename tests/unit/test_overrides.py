@@ -3,9 +3,9 @@
 import pytest
 
 from pipeline.errors import PipelineError
-from pipeline.overrides import override
 from pipeline.retrain.settings import TrainSettings
 from pipeline.settings import PipelineSettings
+from pipeline.submit import override
 
 FACTS = PipelineSettings(name="facts", dataset="local/facts", train=TrainSettings(seed=3))
 

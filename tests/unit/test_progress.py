@@ -56,9 +56,7 @@ def test_a_stage_that_measures_shows_how_much_is_done(home: Home) -> None:
         text = "".join(json.dumps(now | event) + "\n" for event in events)
         (folder / "metrics.jsonl").write_text(text)
         lines = shown(store, job_id, home, terminal=True)
-    bar = [line for line in lines if "measure" in line][-1]
-    done, *left = re.findall(r"[━╸╺]+", bar)
-    assert (len(done), len("".join(left))) == (24, 8), bar
+    assert "300 of 400 rows" in [line for line in lines if "measure" in line][-1]
 
 
 def test_the_answers_of_the_base_model_are_told_at_once_and_with_an_estimate(
@@ -120,7 +118,7 @@ def test_stages_have_the_times_of_the_job_and_not_of_who_looks(home: Home, termi
         store.finish(job_id, "me", None)
         lines = shown(store, job_id, home, terminal=terminal)
     (train,) = [line for line in lines if "train" in line][-1:]
-    assert ("0:01:23" if terminal else "83.0 s") in train
+    assert "83.0 s" in train
     assert "loss 1.500" in train
     if not terminal:
         assert [line.split()[0] for line in lines] == ["waiting", "train"]

@@ -12,8 +12,7 @@ from pipeline.cli.main import app
 from pipeline.cli.settings import settings_text
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
-from pipeline.settings import PipelineSettings, Settings, load_settings
-from pipeline.settings_copy import write_copy
+from pipeline.settings import PipelineSettings, Settings, load_settings, write_settings_copy
 from receiver.tunnel import tunnel_of
 
 FACTS = PipelineSettings(name="facts", dataset="demo/facts")
@@ -84,7 +83,7 @@ def test_a_service_reads_the_copy_but_its_paths_start_at_the_file(
     file.write_text(pipeline.format("./before"))
     for home in (state, other):
         home.root.mkdir()
-        write_copy(file, home.settings_copy)
+        write_settings_copy(home)
     file.write_text(pipeline.format("./after"))
     monkeypatch.setenv("PIPELINE_SETTINGS_COPY", str(state.settings_copy))
     for home, read in ((state, "before"), (other, "after")):

@@ -161,7 +161,7 @@ def test_down_and_status_say_that_the_stack_is_suspended(
     monkeypatch.setenv("PIPELINE_HOME", str(tmp_path))
     monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
     monkeypatch.setattr("pipeline.cli.up.REPORT_SECONDS", 0.1)
-    monkeypatch.setattr("pipeline.orphans.STOP_SECONDS", 0.5)
+    monkeypatch.setattr("pipeline.cli.up.STOP_SECONDS", 0.5)
     up = subprocess.Popen(["sleep", "600"])
     try:
         process = identify(up.pid)

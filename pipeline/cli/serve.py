@@ -1,0 +1,138 @@
+"""`pipeline serve` and `pipeline gateway`: run a completion server, or the gateway to several."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from jobs.folder import COMPUTING
+from pipeline.cli.terminal import HostOption, PipelineOption, PortOption, without_none
+from pipeline.errors import PipelineError
+from pipeline.gateway import create_app as create_gateway
+from pipeline.job_store import is_token_of_running_job
+from pipeline.logs import log_to_stderr
+from pipeline.paths import Home
+from pipeline.settings import load_settings
+from pipeline.tokens import load_tokens
+from receiver import listen
+from serving.http.server import Server, http_config
+from serving.settings import ServingSettings
+
+if TYPE_CHECKING:
+    from serving.engine import Engine
+
+app = typer.Typer()
+
+
+@app.command()
+def serve(
+    release: Annotated[
+        str | None, typer.Argument(help="A release id or a checkpoint folder.")
+    ] = None,
+    pipeline: PipelineOption = None,
+    engine: Annotated[
+        Literal["auto", "torch", "vllm", "sglang"] | None,
+        typer.Option(help="Overrides `engine` in the settings."),
+    ] = None,
+    upstream: Annotated[
+        str | None, typer.Option(help="The URL of the SGLang server, for --engine sglang.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="A file with the accepted API keys, one per line.")
+    ] = None,
+    host: HostOption = None,
+    port: PortOption = None,
+) -> None:
+    """Run the completion server, on port 8000 by default.
+
+    The server serves RELEASE until somebody swaps in another release. Without RELEASE, it begins
+    with the release that was served last, and then swaps in the pending release (chosen, but not
+    served yet), if there is one.
+    """
+    from serving.app import create_app
+    from serving.server import serve as serve_app
+
+    home, settings = Home.find(), load_settings()
+    log_to_stderr(settings.logs, "serve")
+    tokens = load_tokens(home.tokens_file)
+    folder = Path(release) if release is not None and Path(release).is_dir() else None
+    if folder is not None and not settings.pipelines:
+        # A checkpoint folder can be served even if no pipeline is configured. Requests then give
+        # the name of the folder as `model`.
+        name, own_port = folder.resolve().name, settings.serving.port
+    else:
+        configured = settings.pipeline(pipeline)
+        name, own_port = configured.name, settings.server_port(configured)
+    serving = settings.serving.model_copy(
+        update=without_none(
+            host=host,
+            port=own_port if port is None else port,
+            engine=engine,
+            upstream=upstream,
+            api_key_file=api_key_file,
+        )
+    )
+    releases_dir = home.releases_dir / name
+    if release is not None and folder is None:
+        folder = releases_dir / release
+    releases_dir.mkdir(parents=True, exist_ok=True)
+    app = create_app(
+        engine=_engine(serving, busy_lock_file=home.jobs_dir / COMPUTING),
+        settings=serving,
+        releases_dir=releases_dir,
+        pipeline=name,
+        admin_token=tokens.admin,
+        job_may_swap=lambda token: is_token_of_running_job(
+            token, settings, home, tokens, pipeline=name
+        ),
+        folder=folder,
+    )
+    serve_app(app, serving)
+
+
+@app.command()
+def gateway(host: HostOption = None, port: PortOption = None) -> None:
+    """Run the gateway: one address, on port 8000 by default, for the servers of several pipelines.
+    The field `model` of a request chooses the pipeline."""
+    from serving.server import SHUTDOWN_SECONDS, bind
+
+    settings = load_settings()
+    log_to_stderr(settings.logs, "gateway")
+    serving = settings.serving.model_copy(update=without_none(host=host, port=port))
+    servers = {each.name: settings.server_url(each) for each in settings.pipelines}
+    if not servers:
+        raise PipelineError("no pipeline is configured, so there is nothing to answer for")
+    app = create_gateway(servers, max_body_bytes=serving.max_body_bytes)
+    listening = bind(serving)
+    print(f"gateway on {listen.url_of(listening, serving.host)}", flush=True)
+    listen.serve(Server(http_config(app, shutdown_seconds=SHUTDOWN_SECONDS)), listening)
+
+
+def _engine(settings: ServingSettings, *, busy_lock_file: Path) -> "Engine":
+    from serving.engine_choice import choose_engine
+
+    engine = choose_engine(settings.engine).name
+    extra = "vllm" if engine == "vllm" else "torch"
+    try:
+        match engine:
+            case "sglang":
+                from serving.engines.sglang_engine import SglangEngine
+
+                return SglangEngine(settings.upstream, settings.dtype)
+            case "vllm":
+                from serving.engines import vllm_engine
+
+                return vllm_engine.create_engine(dtype=settings.dtype, **settings.vllm.model_dump())
+            case "torch":
+                from serving.engines.torch_engine import engine as torch_engine
+
+                return torch_engine.create_engine(
+                    dtype=settings.dtype,
+                    busy_lock_file=busy_lock_file,
+                    **settings.torch.model_dump(),
+                )
+    except ModuleNotFoundError as error:
+        raise PipelineError(
+            f"--engine {engine} needs {error.name}; install it in the folder of hotpush: "
+            f"pip install -e '.[{extra}]'"
+        ) from None
