@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from pipeline.hub.errors import BadRequest, RepositoryNotFound
+from pipeline.hub.errors import BadRequest
 
 RepositoryType = Literal["dataset", "model", "space"]
 REPOSITORY_TYPES: tuple[RepositoryType, ...] = get_args(RepositoryType)
@@ -72,17 +72,6 @@ def repository_name(type: str, owner: str, name: str) -> RepositoryName:
                 "ending with '-' or '.', not ending in '.git'."
             )
     return RepositoryName(type=type, owner=owner, name=name)
-
-
-def requested_name(type: RepositoryType, owner: str, name: str) -> RepositoryName:
-    """As `repository_name`, but raises RepositoryNotFound for an invalid name, because no
-    repository can have such a name."""
-    try:
-        return repository_name(type, owner, name)
-    except BadRequest as error:
-        raise RepositoryNotFound(
-            f"There is no {type} {f'{owner}/{name}'!r} here. {error}"
-        ) from None
 
 
 def is_ref_name(name: str) -> bool:

@@ -25,9 +25,7 @@ from pipeline.hub.repositories.names import (
     DEFAULT_BRANCH,
     REPOSITORY_TYPES,
     RepositoryName,
-    RepositoryType,
     repository_name,
-    requested_name,
 )
 from pipeline.hub.schema import repositories as table
 
@@ -128,22 +126,6 @@ class Repositories:
         raise RepositoryNotFound(
             f"There is no {name} here: check the name, or create the repository with "
             f"`hf repos create {name.id} --type {name.type}`."
-        )
-
-    def find_as_git(
-        self, connection: Connection, type: RepositoryType, owner: str, name: str
-    ) -> Repository:
-        """As `find`, for the URLs of git: `/owner/name` means a dataset if there is no such model.
-        Raises RepositoryNotFound."""
-        with suppress(RepositoryNotFound):
-            return self.find(connection, requested_name(type, owner, name))
-        if type == "model":
-            with suppress(RepositoryNotFound):
-                return self.find(connection, requested_name("dataset", owner, name))
-        raise RepositoryNotFound(
-            f"There is no {'model and no dataset' if type == 'model' else type} {owner}/{name} "
-            f"here: check the name, or create a dataset with `hf repos create {owner}/{name} "
-            "--type dataset`."
         )
 
     def find_by_id(self, connection: Connection, id: str) -> Repository:

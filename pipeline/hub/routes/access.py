@@ -15,11 +15,11 @@ from fastapi import Depends
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.requests import Request
 
-from pipeline.hub.errors import Forbidden, RepositoryNotFound, Unauthorized
+from pipeline.hub.errors import Forbidden, Unauthorized
 from pipeline.hub.repositories.names import REPOSITORY_TYPES, RepositoryName, RepositoryType
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.service import HubOf
-from pipeline.hub.tokens.auth import READING, Identity, check_sees, check_site, out_of_reach
+from pipeline.hub.tokens.auth import READING, Identity, check_site
 
 TYPES: dict[str, RepositoryType] = {f"{type}s": type for type in REPOSITORY_TYPES}
 
@@ -148,16 +148,3 @@ async def locked(hub: HubOf, identity: Writer, name: Named) -> AsyncIterator[Rep
 
 
 Locked = Annotated[Repository, Depends(locked, scope="function")]
-
-
-def find_as_git(hub: HubOf, identity: Who, name: Named) -> Repository:
-    """Like `readable`, for git and git-lfs: `/owner/name` also finds a dataset."""
-    try:
-        with hub.database.read() as connection:
-            found = hub.repositories.find_as_git(connection, name.type, name.owner, name.name)
-    except RepositoryNotFound:
-        if identity.is_limited:
-            raise out_of_reach(identity, name) from None
-        raise
-    check_sees(identity, name, found)
-    return found

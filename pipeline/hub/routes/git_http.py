@@ -26,7 +26,7 @@ from pipeline.hub.git import backend
 from pipeline.hub.git.cleanup import clear_repository
 from pipeline.hub.http_json import GIT_SERVICES, receive_into
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.routes.access import FILES, Named, Who, find_as_git
+from pipeline.hub.routes.access import FILES, Named, Readable, Who
 from pipeline.hub.service import Hub, HubOf
 
 _LS_REFS = b"0014command=ls-refs"
@@ -50,11 +50,8 @@ async def _service(request: Request, identity: Who) -> str:
     return service
 
 
-Found = Annotated[Repository, Depends(find_as_git)]
-
-
 async def _body(
-    request: Request, hub: HubOf, _: Annotated[str, Depends(_service)], __: Found
+    request: Request, hub: HubOf, _: Annotated[str, Depends(_service)], __: Readable
 ) -> AsyncIterator[IO[bytes]]:
     """The complete body, in a file. It comes after the checks of the token and the repository."""
     with TemporaryFile(dir=hub.repositories.incoming) as file:
@@ -67,14 +64,14 @@ Body = Annotated[IO[bytes], Depends(_body)]
 
 
 @router.get("/info/refs")
-async def list_refs(request: Request, hub: HubOf, repository: Found, body: Body) -> Response:
+async def list_refs(request: Request, hub: HubOf, repository: Readable, body: Body) -> Response:
     async with hub.git_slots["list"]:
         variables = await run_in_threadpool(_environment, hub, request, repository, body)
         return _answer(*backend.parse_answer(await backend.run(variables, body)))
 
 
 @router.post("/git-upload-pack")
-async def clone(request: Request, hub: HubOf, repository: Found, body: Body) -> Response:
+async def clone(request: Request, hub: HubOf, repository: Readable, body: Body) -> Response:
     if _asks_for_refs(body):
         return await list_refs(request, hub, repository, body)
     return _Clone(hub, await run_in_threadpool(_environment, hub, request, repository, body), body)
@@ -100,7 +97,7 @@ async def push(request: Request, hub: HubOf, identity: Who, name: Named, body: B
     # been removed or moved. The token may not reach the repository that has its name now. And the
     # environment names the open pull requests: one of them may have been merged, and would not have
     # the commits of this push.
-    find = partial(find_as_git, hub, identity, name)
+    find = partial(hub.find_reached, name, identity)
     async with hub.repositories.locked(find) as repository, hub.git_slots["push"]:
         variables = await run_in_threadpool(_environment, hub, request, repository, body)
         # Git runs to its end even if the client goes away, because it may have moved refs already.

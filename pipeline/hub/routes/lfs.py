@@ -6,19 +6,18 @@ https://github.com/git-lfs/git-lfs/blob/main/docs/api/README.md
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import BaseModel, Field, StringConstraints
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from pipeline.hub.errors import NotSupported
 from pipeline.hub.http_json import Json, hub_url, json_body
 from pipeline.hub.large_files import signatures
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.repositories.names import RepositoryName, RepositoryType
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes import transfers
-from pipeline.hub.routes.access import API, FILES, Readable, Who, Writer, find_as_git
+from pipeline.hub.routes.access import API, FILES, Readable, Who, Writer
 from pipeline.hub.service import Hub, HubOf
 from pipeline.pointers import OID
 
@@ -45,7 +44,7 @@ def offer(
     hub: HubOf,
     identity: Who,
     batch: Annotated[Batch, json_body(Batch)],
-    repository: Annotated[Repository, Depends(find_as_git)],
+    repository: Readable,
 ) -> JSONResponse:
     if batch.operation == "upload":
         identity.require_write("an upload of large files")
@@ -54,17 +53,6 @@ def offer(
     return JSONResponse(
         {"transfer": "basic", "objects": objects, "hash_algo": "sha256"},
         media_type="application/vnd.git-lfs+json",
-    )
-
-
-@router.post(f"{LFS}/locks/{{rest:rest}}")
-@router.post(f"{LFS}/locks")
-def refuse_locks(_: Annotated[Repository, Depends(find_as_git)]) -> None:
-    # Before each push, `git lfs` also sends `locks/verify`. After 501 it prints nothing and does
-    # not ask again. After 200 it would tell the user that this hub has locks.
-    raise NotSupported(
-        "This hub has no locks for files, so nobody else has locked a file either: push without a "
-        "lock."
     )
 
 
