@@ -14,8 +14,7 @@ from pipeline.hub.commits.checks import Change, check_changes
 from pipeline.hub.contents.attributes import ATTRIBUTES_FILE, NEW_REPOSITORY
 from pipeline.hub.contents.history import read_commit
 from pipeline.hub.errors import BadRequest, EntryNotFound, HubError, PreconditionFailed
-from pipeline.hub.git.cleanup import clear_repository
-from pipeline.hub.git.process import INCOMING_PREFIX, git
+from pipeline.hub.git.process import INCOMING_PREFIX, clear_repository, git
 from pipeline.hub.repositories.names import DEFAULT_BRANCH
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repository

@@ -2,14 +2,13 @@
 Changes nothing in the repository."""
 
 import re
-import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
 from pipeline.hub.errors import RevisionNotFound
-from pipeline.hub.git.process import git, git_environment
+from pipeline.hub.git.process import git, output_of
 from pipeline.hub.repositories.names import SHA, is_ref_name, parents_of
 from pipeline.hub.repositories.objects import look_up
 from pipeline.hub.repositories.refs import peeled_refs
@@ -144,19 +143,12 @@ def last_commits(repository: Repository, commit: str, paths: Iterable[str]) -> M
     sha = ""
     if wanted:
         # Git prints each name after the commit that changed it. No name begins with `//`.
-        command = ("log", "--first-parent", "-m", "-z", "--name-only", "--no-renames")
-        with subprocess.Popen(
-            [
-                *("git", f"--git-dir={repository.folder}", *command),
-                *(f"--max-count={MAX_COMMITS}", "--format=//%H", commit, "--"),
-            ],
-            env=git_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        ) as process:
-            assert process.stdout is not None
-            for field in _fields(process.stdout):
+        with output_of(
+            repository.folder,
+            *("log", "--first-parent", "-m", "-z", "--name-only", "--no-renames"),
+            *(f"--max-count={MAX_COMMITS}", "--format=//%H", commit, "--"),
+        ) as output:
+            for field in _fields(output):
                 if field.startswith("//"):
                     sha = field.removeprefix("//")
                 for changed in wanted.intersection((field, *parents_of(field))):
@@ -164,7 +156,6 @@ def last_commits(repository: Repository, commit: str, paths: Iterable[str]) -> M
                     shas[changed] = sha
                 if not wanted or time.monotonic() > deadline:
                     break
-            process.kill()
     commits = read_commits(repository, sorted(set(shas.values())))
     return {path: commits[sha] for path, sha in shas.items()}
 

@@ -1,14 +1,13 @@
 """Reads the trees and files of a repository. Changes nothing in it."""
 
 import asyncio
-import subprocess
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeline.hub.contents.history import no_revision, resolve_revision
 from pipeline.hub.errors import DamagedRepository, EntryNotFound
-from pipeline.hub.git.process import git, git_environment
+from pipeline.hub.git.process import git, output_of
 from pipeline.hub.repositories.names import SHA, has_control_character
 from pipeline.hub.repositories.objects import look_up, read_pointers
 from pipeline.hub.repositories.store import Repository
@@ -135,22 +134,12 @@ async def stream_file(
     """Gives `length` bytes of the file from the offset `start`. Only one chunk is in memory."""
     if length == 0:
         return
-    with subprocess.Popen(
-        ["git", f"--git-dir={repository.folder}", "cat-file", "blob", file.oid],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=git_environment(),
-    ) as process:
-        assert process.stdout is not None
-        try:
-            while length and (chunk := await asyncio.to_thread(process.stdout.read, _CHUNK_BYTES)):
-                start, chunk = max(0, start - len(chunk)), chunk[start : start + length]
-                length -= len(chunk)
-                if chunk:
-                    yield chunk
-        finally:
-            process.kill()
+    with output_of(repository.folder, "cat-file", "blob", file.oid) as output:
+        while length and (chunk := await asyncio.to_thread(output.read, _CHUNK_BYTES)):
+            start, chunk = max(0, start - len(chunk)), chunk[start : start + length]
+            length -= len(chunk)
+            if chunk:
+                yield chunk
 
 
 def _no_file(repository: Repository, revision: str, path: str, commit: str) -> EntryNotFound:

@@ -18,8 +18,7 @@ from sqlalchemy.sql.elements import ColumnElement
 
 from pipeline.hub.database import Database
 from pipeline.hub.errors import BadRequest, Conflict, RepositoryNotFound
-from pipeline.hub.git.cleanup import clear_repository, end_processes
-from pipeline.hub.git.process import git
+from pipeline.hub.git.process import clear_repository, end_processes, git
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.repositories.names import (
     DEFAULT_BRANCH,
