@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pipeline.hub.contents.cards import README, Card, read_card
+from pipeline.hub.contents.cards import README, Card, parse_card
 from pipeline.hub.contents.history import last_commits, list_commits, resolve_revision
 from pipeline.hub.contents.trees import (
     SMALL_FILE_BYTES,
@@ -211,7 +211,7 @@ def described(repository: Repository, commit: str) -> Json:
     readme = next(iter(find_paths(repository, commit, [README])), None)
     card = Card()
     if readme is not None and readme.type == "file":
-        card = read_card(repository.folder, readme.oid)
+        card = parse_card(read_file(repository, readme).decode(errors="replace"))
     told: Json = {"tags": card.texts("tags"), "cardData": card.metadata}
     if repository.name.type == "model":
         told |= {key: text for key in ("pipeline_tag", "library_name") for text in card.texts(key)}
@@ -221,13 +221,6 @@ def described(repository: Repository, commit: str) -> Json:
         "sha": commit,
         "lastModified": iso_time(newest.committed_at),
     }
-
-
-def forget_cards() -> None:
-    """Empties the caches. Called after a purge, because a card in them may be of a removed
-    commit."""
-    described.cache_clear()
-    read_card.cache_clear()
 
 
 def _entries(
