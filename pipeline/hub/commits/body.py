@@ -74,6 +74,10 @@ class Operation:
     offset: int = 0
     """Where the line of this operation begins in the body, in bytes."""
 
+    @property
+    def deletes(self) -> bool:
+        return self.kind in ("deletedFile", "deletedFolder")
+
 
 class CommitBody:
     """The parsed body. `file` holds the complete body. Raises BadRequest if the body is not a valid

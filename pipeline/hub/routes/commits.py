@@ -15,8 +15,7 @@ from starlette.responses import JSONResponse
 from pipeline.hub.actions.discussions import check_takes_commits, open_discussion
 from pipeline.hub.commits.body import CommitBody
 from pipeline.hub.commits.changes import MAX_GIT_BYTES, attributes_files, planned_changes
-from pipeline.hub.commits.checks import check_changes
-from pipeline.hub.commits.fast_import import NewCommit, first_commit, import_commit, make_commit
+from pipeline.hub.commits.fast_import import first_commit, import_commit, make_commit
 from pipeline.hub.contents.attributes import IGNORE_FILE, ignored_paths, large_file_paths
 from pipeline.hub.contents.cards import parse_card
 from pipeline.hub.contents.history import read_commit, resolve_revision
@@ -201,7 +200,7 @@ def commit_to_branch(
     ref, head = find_branch(repository, revision)
     if ref.startswith(PULL_REQUEST_PREFIX):
         check_takes_commits(log, repository, ref)
-    sha = make_commit(repository, ref, head, _new_commit(repository, head, body, identity))
+    sha = make_commit(repository, ref, head, body, signature(identity))
     return sha, () if sha == head else record_ref_changes(repository, log), None
 
 
@@ -213,9 +212,8 @@ def commit_to_pull_request(
     base, head = find_branch(repository, revision, or_pull_request=False)
     parent = body.header.parentCommit
     start = head if parent is None else resolve_revision(repository, parent)
-    new = _new_commit(repository, start, body, identity)
-    check_changes(new.changes, repository, start)
-    sha = import_commit(repository, start, new)
+    changes = planned_changes(repository, start, body)
+    sha = import_commit(repository, start, body.header.message, signature(identity), changes)
     earlier = _opened_before(log, repository, identity, base, sha)
     if earlier is not None:
         return earlier
@@ -265,14 +263,3 @@ def find_branch(
             "a branch: create the branch first."
         )
     return ref, refs.get(ref)
-
-
-def _new_commit(
-    repository: Repository, head: str | None, body: CommitBody, identity: Identity
-) -> NewCommit:
-    return NewCommit(
-        message=body.header.message,
-        author=signature(identity),
-        changes=planned_changes(repository, head, body),
-        parent=body.header.parentCommit,
-    )
