@@ -161,7 +161,7 @@ def _purge(method: Literal["GET", "POST"], name: "RepositoryName", sha: str) -> 
     """Returns what a purge of this commit removes from the repository, and the `names` of the
     repository. With the `method` POST, also carries out the purge; with GET, removes nothing."""
     from pipeline.hub.discussions.store import open_refs
-    from pipeline.hub.repositories.purge import plan_purge, purge
+    from pipeline.hub.repositories.garbage import plan_purge, purge
 
     def act(database: "Database", repositories: "Repositories") -> dict[str, Any]:
         with database.read() as connection:

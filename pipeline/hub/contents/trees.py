@@ -9,9 +9,9 @@ from pipeline.hub.contents.history import no_revision, resolve_revision
 from pipeline.hub.errors import DamagedRepository, EntryNotFound
 from pipeline.hub.git.process import git, output_of
 from pipeline.hub.repositories.names import SHA, has_control_character
-from pipeline.hub.repositories.objects import look_up, read_pointers
+from pipeline.hub.repositories.objects import look_up, pointers_of
 from pipeline.hub.repositories.store import Repository
-from pipeline.pointers import Pointer, may_be_pointer
+from pipeline.pointers import Pointer
 
 SMALL_FILE_BYTES = 1024 * 1024
 _CHUNK_BYTES = 256 * 1024
@@ -149,8 +149,7 @@ def _no_file(repository: Repository, revision: str, path: str, commit: str) -> E
 
 
 def _with_pointers(repository: Repository, entries: Sequence[Entry]) -> list[Entry]:
-    small = [entry.oid for entry in entries if may_be_pointer(entry.size_bytes)]
-    pointers = read_pointers(repository, small)
+    pointers = pointers_of(repository, [(each.oid, "blob", each.size_bytes) for each in entries])
     return [replace(entry, lfs=pointers.get(entry.oid)) for entry in entries]
 
 

@@ -33,7 +33,7 @@ from pipeline.hub.http_json import (
     receive_into,
 )
 from pipeline.hub.repositories.names import DEFAULT_BRANCH, new_file_path
-from pipeline.hub.repositories.objects import pointers_of
+from pipeline.hub.repositories.objects import look_up, pointers_of
 from pipeline.hub.repositories.refs import RefChange, read_refs, remember
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes.access import API, Named, Writer, readable
@@ -179,7 +179,7 @@ def _oids(
     """Maps each of `paths` that exists to the id of its file: the sha256 of a large file, or else
     the sha of the blob. If the client's file has the same id, the client does not send the file."""
     there = {path: tree[path].oid for path in paths if path in tree and tree[path].type == "file"}
-    pointers = pointers_of(repository, set(there.values()))
+    pointers = pointers_of(repository, look_up(repository, there.values()))
     return {path: pointers[oid].oid if oid in pointers else oid for path, oid in there.items()}
 
 

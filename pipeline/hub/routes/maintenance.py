@@ -6,8 +6,13 @@ from fastapi import APIRouter, Depends
 
 from pipeline.hub.discussions.store import open_refs
 from pipeline.hub.http_json import Json
-from pipeline.hub.repositories.garbage import Collected, collect_garbage
-from pipeline.hub.repositories.purge import Purge, plan_purge, purge
+from pipeline.hub.repositories.garbage import (
+    Collected,
+    Purge,
+    collect_garbage,
+    plan_purge,
+    purge,
+)
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes.access import Locked, hubs_own
 from pipeline.hub.routes.contents import described
