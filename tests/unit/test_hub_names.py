@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.repositories.names import (
+    changed_path,
     is_ref_name,
     new_file_path,
     repository_name,
-    stored_path,
 )
 
 
@@ -38,7 +38,7 @@ def test_names_that_could_lead_elsewhere_are_refused(name: str) -> None:
 @example("a\0b")
 def test_a_file_path_never_leads_out(path: str) -> None:
     try:
-        taken = stored_path([path])
+        taken = changed_path(path)
     except BadRequest:
         return
     assert taken == path

@@ -54,17 +54,13 @@ def resolve_revision(repository: Repository, revision: str) -> str:
     for found in look_up(repository, [f"{name}^{{commit}}" for name in candidates(revision)]):
         if found is not None:
             return found[0]
-    raise no_revision(repository, revision)
-
-
-def no_revision(repository: Repository, revision: str) -> RevisionNotFound:
     branches = [name for name, _ in peeled_refs(repository, "refs/heads/")]
     if not branches:
-        return RevisionNotFound(
+        raise RevisionNotFound(
             f"The {repository.name} has no commit yet: push one with "
             f"`git push <this hub>/{repository.name.path} HEAD:main`."
         )
-    return RevisionNotFound(
+    raise RevisionNotFound(
         f"The {repository.name} has no branch, tag or commit {revision!r}: choose one of its "
         f"branches, such as {', '.join(branches[:10])}."
     )

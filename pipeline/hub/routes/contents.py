@@ -16,7 +16,6 @@ from pipeline.hub.contents.history import last_commits, list_commits, resolve_re
 from pipeline.hub.contents.trees import (
     SMALL_FILE_BYTES,
     Entry,
-    find_file,
     find_paths,
     list_tree,
     read_file,
@@ -25,12 +24,11 @@ from pipeline.hub.contents.trees import (
 from pipeline.hub.errors import BadRequest, EntryNotFound, NotFound, RevisionNotFound
 from pipeline.hub.http_json import Json, iso_time, next_page, read_body
 from pipeline.hub.large_files.store import LargeFiles
-from pipeline.hub.repositories.names import stored_path
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes import file_answers
 from pipeline.hub.routes.access import API, FILES, Named, Readable, Who
 from pipeline.hub.service import HubOf
-from pipeline.pointers import Pointer, may_be_pointer
+from pipeline.pointers import Pointer
 
 COMMITS_PER_PAGE = 1000
 MAX_PATHS = 10_000
@@ -71,12 +69,7 @@ def tree(
     expand: bool = False,
 ) -> JSONResponse:
     commit = resolve_revision(repository, revision)
-    try:
-        folder = path and stored_path([path])
-    except BadRequest as error:
-        name = repository.name
-        raise EntryNotFound(f"The {name} has no such folder: {error}", commit=commit) from None
-    entries = list_tree(repository, commit, folder, recursive=recursive)
+    entries = list_tree(repository, commit, path, recursive=recursive)
     return JSONResponse(_entries(repository, commit, entries, expand=expand))
 
 
@@ -90,7 +83,7 @@ async def paths_info(
         raise BadRequest(
             f"The form cannot be read ({error}): send it in UTF-8, with at most {MAX_PATHS} fields."
         ) from None
-    paths = [path for path in form.get("paths", []) if _is_path(path)]
+    paths = form.get("paths", [])
     expand = form.get("expand", [""])[0].lower() in ("1", "true")
 
     def read() -> list[Json]:
@@ -149,21 +142,18 @@ def commits(
 def resolve(request: Request, repository: Readable, revision: str, path: str = "") -> Response:
     """The bytes of a file. If git has a pointer there, the bytes of the large file that it names.
     HEAD gets only the headers, which a client needs for its cache."""
-    try:
-        commit, file = find_file(repository, revision, stored_path([path]))
-    except BadRequest as error:
-        commit = resolve_revision(repository, revision)
-        raise EntryNotFound(str(error), commit=commit) from None
+    commit = resolve_revision(repository, revision)
+    file = next(iter(find_paths(repository, commit, [path])), None)
+    if file is None or file.type != "file":
+        raise EntryNotFound(
+            f"The {repository.name} has no file {path!r} at {revision}.", commit=commit
+        )
+    if file.lfs is not None:
+        return _large_file(request, repository, commit, file, file.lfs)
     headers = {"X-Repo-Commit": commit, "ETag": f'"{file.oid}"'}
     is_small = request.method == "GET" and file.size_bytes <= SMALL_FILE_BYTES
-    if is_small or may_be_pointer(file.size_bytes):
-        content = read_file(repository, file)
-        if (pointer := Pointer.parse(content)) is not None:
-            return _large_file(request, repository, commit, file, pointer)
-        return file_answers.answer(request, len(content), headers, content)
-    return file_answers.answer(
-        request, file.size_bytes, headers, partial(stream_file, repository, file)
-    )
+    content = read_file(repository, file) if is_small else partial(stream_file, repository, file)
+    return file_answers.answer(request, file.size_bytes, headers, content)
 
 
 def _large_file(
@@ -255,10 +245,3 @@ def _sibling(entry: Entry, with_sizes: bool) -> Json:
 
 def _sizes(entry: Entry, pointer: Pointer) -> Json:
     return {"size": pointer.size, "pointerSize": entry.size_bytes}
-
-
-def _is_path(path: str) -> bool:
-    try:
-        return bool(stored_path([path]))
-    except BadRequest:
-        return False
