@@ -81,11 +81,7 @@ def upload(hub: RunningHub, name: str, *contents: bytes | Path) -> None:
 
 def access(hub: RunningHub, name: str) -> tuple[str, dict[str, str]]:
     """The address of the store, and the headers of a client that may send to it."""
-    answer = hub.request("GET", f"/api/datasets/{name}/xet-write-token/main")
-    told = answer.json()
-    assert answer.headers["x-xet-cas-url"] == told["casUrl"]
-    assert answer.headers["x-xet-access-token"] == told["accessToken"]
-    assert answer.headers["x-xet-token-expiration"] == str(told["exp"])
+    told = hub.request("GET", f"/api/datasets/{name}/xet-write-token/main").json()
     return told["casUrl"], {"Authorization": f"Bearer {told['accessToken']}"}
 
 

@@ -100,8 +100,23 @@ def _answer(hub: Hub, repository: Repository, url: str, batch: Batch, wanted: La
     """The hub's answer for one file of a batch."""
     told: Json = {"oid": wanted.oid, "size": wanted.size}
     files = LargeFiles(repository.folder)
+    size, limit = files.size(wanted.oid), hub.settings.max_push_bytes
     is_upload = batch.operation == "upload"
-    if (error := _error(hub, repository, files, is_upload, wanted)) is not None:
+    error: tuple[int, str] | None = None
+    if size is None and not is_upload:
+        missing = f"The {repository.name} does not have this large file"
+        error = 404, f"{missing}: push it from a clone that has it."
+    elif size is not None and size != wanted.size:
+        error = (
+            422,
+            (
+                f"The file with this sha256 has {size} bytes, and the request says {wanted.size}: "
+                "send the file's true size."
+            ),
+        )
+    elif is_upload and wanted.size > limit:
+        error = 422, f"A file may have {limit} bytes at most: raise [hub] max_push_bytes."
+    if error is not None:
         return {**told, "error": {"code": error[0], "message": error[1]}}
     if is_upload and files.keep(wanted.oid):
         return told
@@ -111,23 +126,3 @@ def _answer(hub: Hub, repository: Repository, url: str, batch: Batch, wanted: La
     actions = {"upload" if is_upload else "download": action}
     # "authenticated" says that the client needs no token for these URLs. They are signed.
     return {**told, "authenticated": True, "actions": actions}
-
-
-def _error(
-    hub: Hub, repository: Repository, files: LargeFiles, is_upload: bool, wanted: LargeObject
-) -> tuple[int, str] | None:
-    size = files.size(wanted.oid)
-    if not is_upload and size is None:
-        return 404, (
-            f"The {repository.name} does not have this large file: push it from a clone that has "
-            "it."
-        )
-    if size is not None and size != wanted.size:
-        return 422, (
-            f"The file with this sha256 has {size} bytes, and the request says {wanted.size}: "
-            "send the file's true size."
-        )
-    limit = hub.settings.max_push_bytes
-    if is_upload and wanted.size > limit:
-        return 422, f"A file may have {limit} bytes at most: raise [hub] max_push_bytes."
-    return None

@@ -28,18 +28,14 @@ router = APIRouter(prefix=PREFIX + "{repository_id}/{store_id}")
 
 
 @api.get("/xet-write-token/{revision:rest}", dependencies=[Depends(writer)])
-def write_token(request: Request, hub: HubOf, repository: Readable) -> JSONResponse:
+def write_token(request: Request, hub: HubOf, repository: Readable) -> Json:
     """The URL to which `hf_xet` sends files for this repository, and the access token for it."""
     store = XetStore.current(repository.folder)
-    expires = int(time.time()) + LIFETIME_SECONDS
-    url = f"{hub_url(request)}{PREFIX}{repository.id}/{store.id}"
-    token = hub.xet_tokens.make(repository.id, store.id)
-    headers = {
-        "X-Xet-Cas-Url": url,
-        "X-Xet-Access-Token": token,
-        "X-Xet-Token-Expiration": str(expires),
+    return {
+        "casUrl": f"{hub_url(request)}{PREFIX}{repository.id}/{store.id}",
+        "accessToken": hub.xet_tokens.make(repository.id, store.id),
+        "exp": int(time.time()) + LIFETIME_SECONDS,
     }
-    return JSONResponse({"casUrl": url, "accessToken": token, "exp": expires}, headers=headers)
 
 
 def _store(request: Request, hub: HubOf, repository_id: str, store_id: str) -> XetStore:
