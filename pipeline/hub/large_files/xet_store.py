@@ -23,15 +23,12 @@ from starlette.concurrency import run_in_threadpool
 from pipeline.hub.errors import BadRequest, TooLarge
 from pipeline.hub.large_files.store import (
     LargeFiles,
-    in_chunks,
     make_folder,
     publish,
     temporary_file,
-    to_disk,
+    write_body,
 )
 from pipeline.hub.large_files.xet_format import (
-    MAX_SHARD_BYTES,
-    MAX_XORB_BYTES,
     Chunk,
     XetFile,
     list_chunks,
@@ -58,7 +55,7 @@ class XetStore:
     def current(cls, folder: Path) -> "XetStore":
         """The store to which clients send now. Makes one if there is none."""
         make_folder(_stores(folder), below=folder)
-        with _making, to_disk():
+        with _making:
             found = sorted(_stores(folder).glob("*"), key=lambda store: store.stat().st_mtime_ns)
             store = found[-1] if found else _begin(folder)
             os.utime(store)  # `empty` removes only stores with an old time
@@ -71,10 +68,9 @@ class XetStore:
             raise BadRequest("The hub has emptied this Xet store: start the upload again.")
 
     async def receive_xorb(self, body: AsyncIterator[bytes], hash: str) -> None:
-        """Stores a xorb. Raises BadRequest if this is not the form of a hash, TooLarge and
-        DiskFull."""
+        """Stores a xorb. Raises BadRequest if this is not the form of a hash."""
         path = self._xorb(hash)
-        async with self._draft(body, MAX_XORB_BYTES) as file:
+        async with self._draft(body) as file:
             self.check_is_there()
             await run_in_threadpool(publish, file, path, below=self._xorbs)
 
@@ -83,10 +79,9 @@ class XetStore:
         large file.
 
         Raises BadRequest if a file cannot be made of the xorbs, or has another sha256 than the
-        shard says. Raises TooLarge if a file has more than `max_file_bytes` bytes. Raises
-        DiskFull.
+        shard says. Raises TooLarge if a file has more than `max_file_bytes` bytes.
         """
-        async with self._draft(body, MAX_SHARD_BYTES) as file:
+        async with self._draft(body) as file:
 
             def rebuild() -> None:
                 for each in read_shard(file):
@@ -110,7 +105,7 @@ class XetStore:
             # The hub was restored from a backup, for example. The client remembers the xorbs that
             # it has sent, and sends them again only to the URL of another store. The present store
             # stays, because other clients may be sending to it.
-            with _making, to_disk():
+            with _making:
                 _begin(self._folder)
             raise
 
@@ -139,17 +134,11 @@ class XetStore:
         return self._xorbs / hash
 
     @contextlib.asynccontextmanager
-    async def _draft(self, body: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[BinaryIO]:
+    async def _draft(self, body: AsyncIterator[bytes]) -> AsyncIterator[BinaryIO]:
         """A temporary file with the complete body."""
         self.check_is_there()
         with temporary_file(self._files.incoming, below=self._folder) as file:
-            async for piece in in_chunks(body):
-                with to_disk():
-                    await run_in_threadpool(file.write, piece)
-                if file.tell() > max_bytes:
-                    raise TooLarge(
-                        f"A xorb or shard may have {max_bytes} bytes at most: make it smaller."
-                    )
+            await write_body(file, body)
             yield file
 
 

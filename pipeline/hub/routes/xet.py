@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 
 from pipeline.hub.http_json import Json, hub_url, pieces
 from pipeline.hub.large_files.signatures import LIFETIME_SECONDS
+from pipeline.hub.large_files.xet_format import MAX_SHARD_BYTES, MAX_XORB_BYTES
 from pipeline.hub.large_files.xet_store import XetStore
 from pipeline.hub.routes.access import API, Readable, writer
 from pipeline.hub.service import HubOf
@@ -51,14 +52,14 @@ Store = Annotated[XetStore, Depends(_store)]
 
 @router.post("/v1/xorbs/{prefix}/{hash}")
 async def receive_xorb(request: Request, store: Store, hash: str) -> Json:
-    await store.receive_xorb(pieces(request), hash)
+    await store.receive_xorb(pieces(request, max_bytes=MAX_XORB_BYTES), hash)
     return {"was_inserted": True}
 
 
 @router.post("/v1/shards")
 async def receive_shard(request: Request, hub: HubOf, store: Store) -> Json:
     limit = hub.settings.max_push_bytes
-    await store.receive_shard(pieces(request), max_file_bytes=limit)
+    await store.receive_shard(pieces(request, max_bytes=MAX_SHARD_BYTES), max_file_bytes=limit)
     return {"result": 1}
 
 
