@@ -78,13 +78,9 @@ def candidates(revision: str) -> list[str]:
 
 
 def read_commit(repository: Repository, sha: str) -> CommitHead:
-    head, _, message = git(repository.folder, "cat-file", "commit", sha).partition(b"\n\n")
-    lines = [line.split(b" ", 1) for line in head.decode(errors="replace").encode().split(b"\n")]
-    return CommitHead(
-        tree=next(value.decode() for name, value in lines if name == b"tree"),
-        parents=tuple(value.decode() for name, value in lines if name == b"parent"),
-        message=message.decode(errors="replace"),
-    )
+    told = git(repository.folder, "log", "-z", "--max-count=1", "--format=%T%n%P%n%B", sha, "--")
+    tree, parents, message = told.decode(errors="replace").removesuffix("\0").split("\n", 2)
+    return CommitHead(tree=tree, parents=tuple(parents.split()), message=message)
 
 
 def list_commits(

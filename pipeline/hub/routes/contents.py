@@ -43,19 +43,14 @@ def describe_newest(repository: Readable, blobs: bool = False) -> JSONResponse:
     try:
         return describe(repository, "main", blobs)
     except RevisionNotFound:
-        return JSONResponse({**facts(repository), "sha": None, "siblings": []})
+        return JSONResponse({**described(repository, None), "siblings": []})
 
 
 @api.get("/revision/{revision:rest}")
 def describe(repository: Readable, revision: str, blobs: bool = False) -> JSONResponse:
     commit = resolve_revision(repository, revision)
-    entries = list_tree(repository, commit, recursive=True)
-    return JSONResponse(
-        {
-            **described(repository, commit),
-            "siblings": [_sibling(entry, blobs) for entry in entries if entry.type == "file"],
-        }
-    )
+    siblings = siblings_at(repository, commit, blobs)
+    return JSONResponse({**described(repository, commit), "siblings": siblings})
 
 
 # FastAPI registers the lower one first: `Ada/tree/tree/main` is the repository `Ada/tree`.
@@ -178,8 +173,12 @@ def _large_file(
     return file_answers.answer(request, size, headers, partial(large.read, pointer.oid))
 
 
-def facts(repository: Repository) -> Json:
-    return {
+@lru_cache(maxsize=10_000)
+def described(repository: Repository, commit: str | None) -> Json:
+    """The facts of the repository at a commit, with those of its card; or without a commit. The
+    Hugging Face Hub also infers the task and the library of a model from its files; this hub takes
+    them from the card only."""
+    facts: Json = {
         "_id": repository.id,
         "id": repository.name.id,
         "author": repository.name.owner,
@@ -190,27 +189,26 @@ def facts(repository: Repository) -> Json:
         "likes": 0,
         "createdAt": iso_time(repository.created_at),
         "lastModified": iso_time(repository.created_at),
+        "sha": commit,
     }
-
-
-@lru_cache(maxsize=10_000)
-def described(repository: Repository, commit: str) -> Json:
-    """The facts at a commit, and those of its card. The Hugging Face Hub also infers the task and
-    the library of a model from its files; this hub takes them from the card only."""
+    if commit is None:
+        return facts
     [newest] = list_commits(repository, commit, skip=0, limit=1)
     readme = next(iter(find_paths(repository, commit, [README])), None)
     card = Card()
     if readme is not None and readme.type == "file":
         card = parse_card(read_file(repository, readme).decode(errors="replace"))
-    told: Json = {"tags": card.texts("tags"), "cardData": card.metadata}
+    facts |= {"lastModified": iso_time(newest.committed_at)}
+    facts |= {"tags": card.texts("tags"), "cardData": card.metadata}
     if repository.name.type == "model":
-        told |= {key: text for key in ("pipeline_tag", "library_name") for text in card.texts(key)}
-    return {
-        **facts(repository),
-        **told,
-        "sha": commit,
-        "lastModified": iso_time(newest.committed_at),
-    }
+        facts |= {key: text for key in ("pipeline_tag", "library_name") for text in card.texts(key)}
+    return facts
+
+
+def siblings_at(repository: Repository, commit: str, with_sizes: bool = False) -> list[Json]:
+    """The files of the commit."""
+    entries = list_tree(repository, commit, recursive=True)
+    return [_sibling(entry, with_sizes) for entry in entries if entry.type == "file"]
 
 
 def _entries(
