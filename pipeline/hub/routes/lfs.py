@@ -1,30 +1,37 @@
-"""The batch API of Git LFS. It tells a client which files to send or fetch, and at which URLs. The
-routes of these URLs are in `transfers.py`.
+"""The batch API of Git LFS. It tells a client which files to send or fetch, and at which URLs.
+
+`huggingface_hub` sends no token with a file, so the signature of the URL replaces the token. A
+signature is valid for some hours, and only for one method, repository, file and size.
 
 https://github.com/git-lfs/git-lfs/blob/main/docs/api/README.md
 """
 
+from functools import partial
 from typing import Annotated, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field, StringConstraints
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
-from pipeline.hub.http_json import Json, hub_url, json_body
+from pipeline.hub.errors import NotFound
+from pipeline.hub.http_json import Json, hub_url, json_body, pieces
 from pipeline.hub.large_files import signatures
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.repositories.names import RepositoryName, RepositoryType
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.routes import transfers
+from pipeline.hub.routes import file_answers
 from pipeline.hub.routes.access import API, FILES, Readable, Who, Writer
 from pipeline.hub.service import Hub, HubOf
 from pipeline.pointers import OID
 
 _MAX_OBJECTS = 10_000
 
+_TRANSFERS = "/api/lfs/{repository_id}/objects/{oid}"
+
 router = APIRouter()
-LFS = f"{FILES}/info/lfs"
+transfers = APIRouter(prefix=_TRANSFERS)
+"""The routes of the signed URLs. Each first checks the signature; none needs a token."""
 
 
 class LargeObject(BaseModel):
@@ -38,7 +45,7 @@ class Batch(BaseModel):
     hash_algo: Literal["sha256"] = "sha256"
 
 
-@router.post(f"{LFS}/objects/batch")
+@router.post(f"{FILES}/info/lfs/objects/batch")
 def offer(
     request: Request,
     hub: HubOf,
@@ -120,9 +127,38 @@ def _answer(hub: Hub, repository: Repository, url: str, batch: Batch, wanted: La
         return {**told, "error": {"code": error[0], "message": error[1]}}
     if is_upload and files.keep(wanted.oid):
         return told
-    path = transfers.object_path(repository, wanted.oid)
+    path = _TRANSFERS.format(repository_id=repository.id, oid=wanted.oid)
     signed = hub.signed_urls.sign("PUT" if is_upload else "GET", path, wanted.size)
     action = {"href": f"{url}{signed}", "expires_in": signatures.LIFETIME_SECONDS}
     actions = {"upload" if is_upload else "download": action}
     # "authenticated" says that the client needs no token for these URLs. They are signed.
     return {**told, "authenticated": True, "actions": actions}
+
+
+def _signed(request: Request, hub: HubOf, repository_id: str) -> tuple[LargeFiles, int]:
+    """The large files of the repository, and the signed size. Raises Forbidden if the URL is not
+    valid, and RepositoryNotFound if the repository does not exist any more."""
+    size = hub.signed_urls.check(request.method, request.scope["path"], request.query_params)
+    return LargeFiles(hub.find_by_id(repository_id).folder), size
+
+
+Signed = Annotated[tuple[LargeFiles, int], Depends(_signed)]
+
+
+@transfers.get("")
+def fetch(request: Request, signed: Signed, oid: str) -> Response:
+    files, _ = signed
+    size = files.size(oid)
+    if size is None:
+        raise NotFound(
+            f"The hub does not have the large file {oid} any more: push it from a clone that has "
+            "it."
+        )
+    return file_answers.answer(request, size, {"ETag": f'"{oid}"'}, partial(files.read, oid))
+
+
+@transfers.put("")
+async def send(request: Request, signed: Signed, oid: str) -> Response:
+    files, size = signed
+    await files.receive(pieces(request), oid, size)
+    return Response(headers={"ETag": f'"{oid}"'})
