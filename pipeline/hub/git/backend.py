@@ -78,12 +78,13 @@ async def stream(environment: dict[str, str], body: IO[bytes]) -> AsyncIterator[
             raise HubError("git http-backend ended without an answer to a clone.") from None
         while piece := await process.stdout.read(_CHUNK_BYTES):
             yield piece
+        await process.wait()
     finally:
         # In a task of its own, because the task of a client that goes away is cancelled.
         await asyncio.shield(_end(process))
 
 
-async def run(environment: dict[str, str], body: IO[bytes]) -> "subprocess.CompletedProcess[bytes]":
+async def run(environment: dict[str, str], body: IO[bytes]) -> subprocess.CompletedProcess[bytes]:
     """Runs git to its end. Kills git only if this task is cancelled. After a cancellation or a
     failure of git, no process that git started is left."""
     process = await _start(environment, body, stderr=subprocess.PIPE)
@@ -152,7 +153,7 @@ def parse_head(head: bytes) -> tuple[int, Headers]:
     return status, headers
 
 
-def parse_answer(done: "subprocess.CompletedProcess[bytes]") -> tuple[int, Headers, bytes]:
+def parse_answer(done: subprocess.CompletedProcess[bytes]) -> tuple[int, Headers, bytes]:
     """The status, headers and body of the answer. Raises HubError with git's own error text if git
     printed no complete head."""
     head, separator, body = done.stdout.partition(_END_OF_HEAD)

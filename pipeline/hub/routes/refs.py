@@ -56,11 +56,6 @@ def create_branch(
 ) -> None:
     """The branch begins at `startingPoint`, by default at the newest commit of `main`."""
     ref = _new(repository, "refs/heads/", branch)
-    if body.startingPoint is None and not read_refs(repository):
-        raise BadRequest(
-            f"The {repository.name} has no commit yet, and a branch must begin at a commit: push a "
-            "commit to the branch. The push also creates the branch."
-        )
     commit = resolve_revision(repository, body.startingPoint or "main")
     git(repository.folder, "update-ref", ref, commit, NO_REF)
     record_ref_changes(repository, hub.log)
