@@ -5,7 +5,7 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -66,7 +66,7 @@ def cgi_environment(
     )
 
 
-async def stream(environment: dict[str, str], body: IO[bytes]) -> AsyncIterator[bytes]:
+async def stream(environment: dict[str, str], body: IO[bytes]) -> AsyncGenerator[bytes, None]:
     """Gives the head of git's answer, and then its body in pieces, while git writes it. Ends git if
     the client goes away. Raises HubError if git answers nothing."""
     process = await _start(environment, body, stderr=subprocess.DEVNULL)
