@@ -24,7 +24,6 @@ from pipeline.hub.errors import HubError, NotFound, NotSupported
 from pipeline.hub.events.log import EventLog
 from pipeline.hub.events.reconcile import reconcile, reconcile_at_start
 from pipeline.hub.http_json import Json
-from pipeline.hub.large_files.signatures import AccessTokens, SignedUrls
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repositories, Repository
@@ -152,8 +151,6 @@ def create_app(
                 launcher=launcher,
                 metrics=metrics,
                 guard=guard,
-                signed_urls=SignedUrls(secret_key),
-                xet_tokens=AccessTokens(secret_key),
                 secret_key=secret_key,
                 needed_commits=needed_commits,
                 remarks_on=remarks,

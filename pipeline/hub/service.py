@@ -11,7 +11,6 @@ from starlette.requests import Request
 from pipeline.hub.database import Database
 from pipeline.hub.errors import RepositoryNotFound
 from pipeline.hub.events.log import EventLog
-from pipeline.hub.large_files.signatures import AccessTokens, SignedUrls
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.refs import RefChange
@@ -36,8 +35,6 @@ class Hub:
     launcher: JobLauncher | None
     metrics: HubMetrics
     guard: Guard
-    signed_urls: SignedUrls
-    xet_tokens: AccessTokens
     secret_key: bytes
     needed_commits: Callable[[], Collection[str]] | None
     """Returns the shas of the commits that releases and jobs need, in all repositories. If it is

@@ -16,7 +16,7 @@ from huggingface_hub._commit_api import _upload_files
 from huggingface_hub.errors import HfHubHTTPError
 
 from pipeline.hub.large_files import signatures
-from pipeline.hub.large_files.signatures import SignedUrls
+from pipeline.hub.large_files.signatures import sign_url
 from pipeline.hub.large_files.store import LargeFiles
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
 
@@ -190,9 +190,9 @@ def test_a_url_is_good_for_what_was_signed_and_nothing_else(hub: RunningHub, nam
 
 def test_a_url_of_a_hub_with_another_key_is_refused(hub: RunningHub, name: str) -> None:
     path = httpx.URL(href(hub, name)).path
-    other = SignedUrls(Fernet.generate_key()).sign("PUT", path, len(CONTENT))
+    other = sign_url(Fernet.generate_key(), "PUT", path, len(CONTENT))
     assert put(f"{hub.url}{other}").status_code == 403
-    assert put(f"{hub.url}{SignedUrls(SECRET_KEY).sign('PUT', path, len(CONTENT))}").is_success
+    assert put(f"{hub.url}{sign_url(SECRET_KEY, 'PUT', path, len(CONTENT))}").is_success
 
 
 def test_a_url_expires(hub: RunningHub, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

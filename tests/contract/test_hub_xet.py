@@ -17,7 +17,7 @@ from huggingface_hub._commit_api import _upload_files
 from huggingface_hub.utils import _xet
 
 from pipeline.hub.large_files import signatures, xet_store
-from pipeline.hub.large_files.signatures import AccessTokens
+from pipeline.hub.large_files.signatures import make_access_token
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.large_files.xet_format import list_chunks
 from tests.hub_fixtures import RunningHub, running_hub
@@ -315,7 +315,7 @@ def test_an_access_token_is_of_one_store_and_ends(
         {"Authorization": f"Bearer {hub.token}"},
         {"Authorization": f"Basic {token}"},
         {"Authorization": f"Bearer {token[:-1]}"},
-        {"Authorization": f"Bearer {AccessTokens(Fernet.generate_key()).make(repository, store)}"},
+        {"Authorization": f"Bearer {make_access_token(Fernet.generate_key(), repository, store)}"},
     ]
     for each in forged:
         for path in (f"/v1/xorbs/default/{HASH}", "/v1/shards", "/v1/chunks/default/x", "/"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pipeline.hub.large_files.signatures import SignedUrls
+from pipeline.hub.large_files.signatures import sign_url
 from pipeline.hub.large_files.store import LargeFiles
 from serving.http.server import Limits
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub, wait_until
@@ -173,7 +173,7 @@ def test_what_comes_for_a_repository_that_is_removed_makes_none(hub: RunningHub,
     if way == "xet":
         answer = hub.request("GET", f"/api/datasets/{name}/xet-write-token/main")
     else:
-        signed = SignedUrls(SECRET_KEY).sign("PUT", f"/api/lfs/{id}/objects/{OID}", 1)
+        signed = sign_url(SECRET_KEY, "PUT", f"/api/lfs/{id}/objects/{OID}", 1)
         answer = httpx.put(f"{hub.url}{signed}", content=b"x", verify=False)
     assert (answer.status_code, "was moved or removed" in answer.text) == (409, True)
     assert not folder.exists()

@@ -128,7 +128,7 @@ def _answer(hub: Hub, repository: Repository, url: str, batch: Batch, wanted: La
     if is_upload and files.keep(wanted.oid):
         return told
     path = _TRANSFERS.format(repository_id=repository.id, oid=wanted.oid)
-    signed = hub.signed_urls.sign("PUT" if is_upload else "GET", path, wanted.size)
+    signed = signatures.sign_url(hub.secret_key, "PUT" if is_upload else "GET", path, wanted.size)
     action = {"href": f"{url}{signed}", "expires_in": signatures.LIFETIME_SECONDS}
     actions = {"upload" if is_upload else "download": action}
     # "authenticated" says that the client needs no token for these URLs. They are signed.
@@ -138,7 +138,9 @@ def _answer(hub: Hub, repository: Repository, url: str, batch: Batch, wanted: La
 def _signed(request: Request, hub: HubOf, repository_id: str) -> tuple[LargeFiles, int]:
     """The large files of the repository, and the signed size. Raises Forbidden if the URL is not
     valid, and RepositoryNotFound if the repository does not exist any more."""
-    size = hub.signed_urls.check(request.method, request.scope["path"], request.query_params)
+    size = signatures.check_url(
+        hub.secret_key, request.method, request.scope["path"], request.query_params
+    )
     return LargeFiles(hub.find_by_id(repository_id).folder), size
 
 

@@ -13,7 +13,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from pipeline.hub.http_json import Json, hub_url, pieces
-from pipeline.hub.large_files.signatures import LIFETIME_SECONDS
+from pipeline.hub.large_files.signatures import (
+    LIFETIME_SECONDS,
+    check_access_token,
+    make_access_token,
+)
 from pipeline.hub.large_files.xet_format import MAX_SHARD_BYTES, MAX_XORB_BYTES
 from pipeline.hub.large_files.xet_store import XetStore
 from pipeline.hub.routes.access import API, Readable, writer
@@ -34,7 +38,7 @@ def write_token(request: Request, hub: HubOf, repository: Readable) -> Json:
     store = XetStore.current(repository.folder)
     return {
         "casUrl": f"{hub_url(request)}{PREFIX}{repository.id}/{store.id}",
-        "accessToken": hub.xet_tokens.make(repository.id, store.id),
+        "accessToken": make_access_token(hub.secret_key, repository.id, store.id),
         "exp": int(time.time()) + LIFETIME_SECONDS,
     }
 
@@ -43,7 +47,7 @@ def _store(request: Request, hub: HubOf, repository_id: str, store_id: str) -> X
     """The store for which the token is valid. Raises Unauthorized, and RepositoryNotFound if the
     repository does not exist any more."""
     header = request.headers.get("authorization", "")
-    hub.xet_tokens.check(header, repository_id, store_id)
+    check_access_token(hub.secret_key, header, repository_id, store_id)
     return XetStore(hub.find_by_id(repository_id).folder, store_id)
 
 
