@@ -3,7 +3,7 @@ Changes nothing in the repository."""
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO
 
@@ -51,7 +51,7 @@ def resolve_revision(repository: Repository, revision: str) -> str:
 
     Raises RevisionNotFound.
     """
-    for found in look_up(repository, [f"{name}^{{commit}}" for name in candidates(revision)]):
+    for found in look_up(repository, [f"{name}^{{commit}}" for name in _candidates(revision)]):
         if found is not None:
             return found[0]
     branches = [name for name, _ in peeled_refs(repository, "refs/heads/")]
@@ -66,12 +66,10 @@ def resolve_revision(repository: Repository, revision: str) -> str:
     )
 
 
-def candidates(revision: str) -> list[str]:
-    if SHA.fullmatch(revision):
-        return [revision]
+def _candidates(revision: str) -> list[str]:
     if not is_ref_name(revision):
         return []
-    if revision == "HEAD" or revision.startswith("refs/"):
+    if SHA.fullmatch(revision) or revision == "HEAD" or revision.startswith("refs/"):
         return [revision]
     names = [f"refs/heads/{revision}", f"refs/tags/{revision}"]
     return [*names, revision] if _ABBREVIATED.fullmatch(revision) else names
@@ -87,29 +85,14 @@ def list_commits(
     repository: Repository, commit: str, *, skip: int, limit: int, without: str | None = None
 ) -> list[Commit]:
     """The commits that `commit` leads to and `without` does not lead to, newest first."""
-    window = (f"--skip={skip}", f"--max-count={limit}")
     others = [] if without is None else [f"^{without}"]
-    return _parse_commits(
-        git(repository.folder, "log", *_AS_RECORDS, *window, commit, *others, "--")
-    )
+    return _log(repository, f"--skip={skip}", f"--max-count={limit}", commit, *others, "--")
 
 
-def read_commits(repository: Repository, shas: Sequence[str]) -> Mapping[str, Commit]:
-    """The commits of `shas`, by their shas."""
-    if not shas:
-        return {}
-    output = git(
-        repository.folder,
-        *("log", *_AS_RECORDS, "--no-walk=unsorted", "--stdin"),
-        stdin="".join(f"{sha}\n" for sha in shas).encode(),
-    )
-    return {commit.sha: commit for commit in _parse_commits(output)}
-
-
-def _parse_commits(output: bytes) -> list[Commit]:
-    records = output.decode(errors="replace").split("\0") if output else []
+def _log(repository: Repository, *arguments: str, stdin: bytes = b"") -> list[Commit]:
+    output = git(repository.folder, "log", *_AS_RECORDS, *arguments, stdin=stdin)
     commits = []
-    for record in records:
+    for record in output.decode(errors="replace").split("\0"):
         if not record.strip():
             continue
         sha, author, seconds, title, message = record.split("\n", 4)
@@ -130,26 +113,29 @@ def last_commits(repository: Repository, commit: str, paths: Iterable[str]) -> M
     follows only the first parent of each commit. So if a merge brought the change, the merge itself
     counts as the commit that made it."""
     wanted = set(paths)
-    shas: dict[str, str] = {}
+    found: dict[str, str] = {}
     deadline = time.monotonic() + MAX_SECONDS
     sha = ""
-    if wanted:
-        # Git prints each name after the commit that changed it. No name begins with `//`.
-        with output_of(
-            repository.folder,
-            *("log", "--first-parent", "-m", "-z", "--name-only", "--no-renames"),
-            *(f"--max-count={MAX_COMMITS}", "--format=//%H", commit, "--"),
-        ) as output:
-            for field in _fields(output):
-                if field.startswith("//"):
-                    sha = field.removeprefix("//")
-                for changed in wanted.intersection((field, *parents_of(field))):
-                    wanted.discard(changed)
-                    shas[changed] = sha
-                if not wanted or time.monotonic() > deadline:
-                    break
-    commits = read_commits(repository, sorted(set(shas.values())))
-    return {path: commits[sha] for path, sha in shas.items()}
+    # Git prints each name after the commit that changed it. No name begins with `//`.
+    with output_of(
+        repository.folder,
+        *("log", "--first-parent", "-m", "-z", "--name-only", "--no-renames"),
+        *(f"--max-count={MAX_COMMITS}", "--format=//%H", commit, "--"),
+    ) as output:
+        for field in _fields(output):
+            if not wanted or time.monotonic() > deadline:
+                break
+            if field.startswith("//"):
+                sha = field.removeprefix("//")
+            for changed in wanted.intersection((field, *parents_of(field))):
+                wanted.discard(changed)
+                found[changed] = sha
+    if not found:
+        return {}
+    listed = "".join(f"{sha}\n" for sha in set(found.values())).encode()
+    commits = _log(repository, "--no-walk=unsorted", "--stdin", stdin=listed)
+    by_sha = {commit.sha: commit for commit in commits}
+    return {path: by_sha[sha] for path, sha in found.items()}
 
 
 def _fields(output: IO[bytes]) -> Iterator[str]:
