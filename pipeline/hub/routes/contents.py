@@ -6,8 +6,7 @@ from html import escape
 from typing import Annotated
 from urllib.parse import parse_qs
 
-from fastapi import APIRouter, Query
-from starlette.concurrency import run_in_threadpool
+from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -26,8 +25,7 @@ from pipeline.hub.http_json import Json, iso_time, next_page, read_body
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes import file_answers
-from pipeline.hub.routes.access import API, FILES, Named, Readable, Who
-from pipeline.hub.service import HubOf
+from pipeline.hub.routes.access import API, FILES, Readable
 from pipeline.pointers import Pointer
 
 COMMITS_PER_PAGE = 1000
@@ -68,34 +66,31 @@ def tree(
     return JSONResponse(_entries(repository, commit, entries, expand=expand))
 
 
-@api.post("/paths-info/{revision:rest}")
-async def paths_info(
-    request: Request, hub: HubOf, identity: Who, name: Named, revision: str
-) -> JSONResponse:
+async def _form(request: Request) -> dict[str, list[str]]:
     try:
-        form = parse_qs((await read_body(request)).decode(), max_num_fields=MAX_PATHS)
+        return parse_qs((await read_body(request)).decode(), max_num_fields=MAX_PATHS)
     except ValueError as error:
         raise BadRequest(
             f"The form cannot be read ({error}): send it in UTF-8, with at most {MAX_PATHS} fields."
         ) from None
-    paths = form.get("paths", [])
+
+
+@api.post("/paths-info/{revision:rest}")
+def paths_info(
+    form: Annotated[dict[str, list[str]], Depends(_form)], repository: Readable, revision: str
+) -> JSONResponse:
     expand = form.get("expand", [""])[0].lower() in ("1", "true")
-
-    def read() -> list[Json]:
-        repository = hub.find_reached(name, identity)
-        commit = resolve_revision(repository, revision)
-        entries = find_paths(repository, commit, paths)
-        items = _entries(repository, commit, entries, expand=expand)
-        for entry, item in zip(entries, items, strict=True):
-            if entry.lfs is not None and not expand:
-                # `huggingface_hub` copies a large file to another repository only if the file has a
-                # Xet hash. The client neither checks nor uses this hash, so the sha256 is enough.
-                # A copy asks without `expand`. Only `HfFileSystem` asks with it, and would download
-                # a file with a Xet hash over Xet, which this hub does not have.
-                item["xetHash"] = entry.lfs.oid
-        return items
-
-    return JSONResponse(await run_in_threadpool(read))
+    commit = resolve_revision(repository, revision)
+    entries = find_paths(repository, commit, form.get("paths", []))
+    items = _entries(repository, commit, entries, expand=expand)
+    for entry, item in zip(entries, items, strict=True):
+        if entry.lfs is not None and not expand:
+            # `huggingface_hub` copies a large file to another repository only if the file has a Xet
+            # hash. The client neither checks nor uses this hash, so the sha256 is enough. A copy
+            # asks without `expand`. Only `HfFileSystem` asks with it, and would download a file
+            # with a Xet hash over Xet, which this hub does not have.
+            item["xetHash"] = entry.lfs.oid
+    return JSONResponse(items)
 
 
 @api.get("/commits/{revision:rest}")
