@@ -19,7 +19,7 @@ from pipeline.hub.commits.fast_import import first_commit, import_commit, make_c
 from pipeline.hub.contents.attributes import IGNORE_FILE, ignored_paths, large_file_paths
 from pipeline.hub.contents.cards import parse_card
 from pipeline.hub.contents.history import read_commit, resolve_revision
-from pipeline.hub.contents.trees import Entry, read_tree
+from pipeline.hub.contents.trees import Entry, find_paths, read_tree
 from pipeline.hub.discussions.store import MAX_TITLE, OPEN, list_discussions
 from pipeline.hub.errors import RevisionNotFound
 from pipeline.hub.events.log import EventLog, record_ref_changes
@@ -33,7 +33,6 @@ from pipeline.hub.http_json import (
     receive_into,
 )
 from pipeline.hub.repositories.names import DEFAULT_BRANCH, new_file_path
-from pipeline.hub.repositories.objects import look_up, pointers_of
 from pipeline.hub.repositories.refs import RefChange, read_refs, remember
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes.access import API, Named, Writer, readable
@@ -94,7 +93,8 @@ async def preupload(
 ) -> Json:
     """Says for each file whether the client sends it in the commit (`regular`) or before the commit
     (`lfs`), and whether `.gitignore` excludes it. Also gives the id of the present file at the same
-    path."""
+    path: the sha256 of a large file, or else the sha of the blob. If the client's file has the same
+    id, the client does not send it."""
     paths = [new_file_path(file.path) for file in body.files]
     find = partial(hub.find_reached, name, identity)
     # Most repositories have a commit, and then the request need not wait for the lock.
@@ -105,10 +105,15 @@ async def preupload(
     def read() -> list[Json]:
         repository = find()
         _, head = find_branch(repository, revision)
+        assert head is not None  # there is a commit, see above
         tree = read_tree(repository, head)
         tracked = large_file_paths(repository, attributes_files(tree), paths)
         ignored = _ignored(repository, tree, body.gitIgnore, paths)
-        there = _oids(repository, tree, paths)
+        there = {
+            each.path: each.oid if each.lfs is None else each.lfs.oid
+            for each in find_paths(repository, head, paths)
+            if each.type == "file"
+        }
         return [
             {
                 "path": file.path,
@@ -171,16 +176,6 @@ def _is_large(file: PlannedFile) -> bool:
     """Whether the file is too large for git, or binary. A file is binary if its sample has a NUL
     byte."""
     return file.size > MAX_GIT_BYTES or b"\0" in file.sample
-
-
-def _oids(
-    repository: Repository, tree: Mapping[str, Entry], paths: Sequence[str]
-) -> Mapping[str, str]:
-    """Maps each of `paths` that exists to the id of its file: the sha256 of a large file, or else
-    the sha of the blob. If the client's file has the same id, the client does not send the file."""
-    there = {path: tree[path].oid for path in paths if path in tree and tree[path].type == "file"}
-    pointers = pointers_of(repository, look_up(repository, there.values()))
-    return {path: pointers[oid].oid if oid in pointers else oid for path, oid in there.items()}
 
 
 def begin(log: EventLog, repository: Repository, identity: Identity) -> None:
