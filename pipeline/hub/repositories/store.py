@@ -131,9 +131,7 @@ class Repositories:
         """The repository of this id, whatever its name is now. Raises RepositoryNotFound."""
         row = connection.execute(select(table).where(table.c.id == id)).one_or_none()
         if row is None:
-            raise RepositoryNotFound(
-                f"There is no repository with the id {id} here any more: look it up by its name."
-            )
+            raise RepositoryNotFound(f"There is no repository with the id {id} here any more.")
         return self._from_row(row)
 
     def all(self, connection: Connection) -> list[Repository]:

@@ -37,14 +37,12 @@ router = APIRouter(prefix=FILES)
 async def _service(request: Request, identity: Who) -> str:
     """The git service that the request asks for. Raises Unauthorized, Forbidden and BadRequest."""
     service = request.url.path.rpartition("/")[2]
+    is_git = request.headers.get("content-type") == f"application/x-{service}-request"
     if service == "refs":
         service = request.query_params.get("service", "")
-        if service not in GIT_SERVICES:
-            raise BadRequest(
-                "This hub only answers git's smart HTTP protocol: use git 1.6.6 or newer."
-            )
-    elif request.headers.get("content-type") != f"application/x-{service}-request":
-        raise BadRequest(f"{service} only answers git: use git for this address.")
+        is_git = service in GIT_SERVICES
+    if not is_git:
+        raise BadRequest("This address only answers git, from version 1.6.6.")
     if service == "git-receive-pack":
         identity.require_write("a push")
     return service
