@@ -141,12 +141,8 @@ class LargeFiles:
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_mtime < before:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-        doomed = []
-        for oid in self.oids():
-            with contextlib.suppress(FileNotFoundError):
-                if oid not in named and self.path(oid).stat().st_mtime < before:
-                    doomed.append(oid)
-        return self.remove(doomed)
+        others = [oid for oid in self.oids() if oid not in named]
+        return self.remove(oid for oid in others if self.path(oid).stat().st_mtime < before)
 
     def remove_incomplete(self) -> None:
         """Deletes all unfinished files. Called only while no client sends a file."""
