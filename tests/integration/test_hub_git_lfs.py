@@ -48,8 +48,7 @@ def new_clone(hub: RunningHub, folder: Path, name: str) -> Path:
     hub.create_dataset(name)
     hub.git("init", "-q", "work", cwd=folder)
     worktree = folder / "work"
-    # As git users write it: without `datasets/`.
-    hub.git("remote", "add", "origin", f"{hub.url}/{name}", cwd=worktree)
+    hub.git("remote", "add", "origin", f"{hub.url}/datasets/{name}", cwd=worktree)
     hub.git("lfs", "install", "--local", cwd=worktree)
     hub.git("lfs", "track", "*.bin", "*.jsonl", cwd=worktree)
     return worktree

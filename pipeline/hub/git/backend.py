@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
+from anyio import CancelScope
 from starlette.requests import Request
 
 from pipeline.hub.errors import HubError
@@ -80,8 +81,9 @@ async def stream(environment: dict[str, str], body: IO[bytes]) -> AsyncGenerator
             yield piece
         await process.wait()
     finally:
-        # In a task of its own, because the task of a client that goes away is cancelled.
-        await asyncio.shield(_end(process))
+        # Shielded, because the request of a client that goes away is cancelled.
+        with CancelScope(shield=True):
+            await _end(process)
 
 
 async def run(environment: dict[str, str], body: IO[bytes]) -> subprocess.CompletedProcess[bytes]:
@@ -113,17 +115,17 @@ async def _start(
 async def _end(process: asyncio.subprocess.Process) -> None:
     """Ends git and the processes that it started, if git has not exited with 0. They get SIGTERM
     first, so that they can remove their locks, and after a few seconds SIGKILL."""
-    if process.returncode == 0:
-        return
-    try:
-        async with asyncio.timeout(GRACE_SECONDS):
-            while _signal(process, signal.SIGTERM):
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        pass
-    finally:
-        _signal(process, signal.SIGKILL)
-    # Read the pipes to their end, because asyncio's `wait` also waits until they are closed.
+    if process.returncode != 0:
+        try:
+            async with asyncio.timeout(GRACE_SECONDS):
+                while _signal(process, signal.SIGTERM):
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            pass
+        finally:
+            _signal(process, signal.SIGKILL)
+    # Read the pipes to their end: a client that went away has left something in them, and asyncio's
+    # `wait` also waits until they are closed.
     for pipe in (process.stdout, process.stderr):
         while pipe is not None and await pipe.read(_CHUNK_BYTES):
             pass

@@ -8,13 +8,14 @@ https://git-scm.com/docs/http-protocol, https://git-scm.com/docs/git-http-backen
 """
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from functools import partial
 from tempfile import TemporaryFile
 from typing import IO, Annotated
 
 from fastapi import APIRouter, Depends
+from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -76,10 +77,14 @@ async def clone(request: Request, hub: HubOf, repository: Readable, body: Body) 
     variables = await run_in_threadpool(_environment, hub, request, repository, body)
     pieces = _clone(hub, variables, body)
     status, headers = backend.parse_head(await anext(pieces))
-    return _with_headers(StreamingResponse(pieces, status), headers)
+    # A client that stops reading leaves the generator before its end.
+    closing = BackgroundTask(pieces.aclose)
+    return _with_headers(StreamingResponse(pieces, status, background=closing), headers)
 
 
-async def _clone(hub: Hub, variables: dict[str, str], body: IO[bytes]) -> AsyncIterator[bytes]:
+async def _clone(
+    hub: Hub, variables: dict[str, str], body: IO[bytes]
+) -> AsyncGenerator[bytes, None]:
     """Git's answer to a clone, while git writes it. Has a slot until the client has read it."""
     async with hub.git_slots["clone"], aclosing(backend.stream(variables, body)) as pieces:
         async for piece in pieces:
