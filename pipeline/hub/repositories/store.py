@@ -8,7 +8,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -181,7 +181,9 @@ class Repositories:
         """Moves the repository's folder away before the block. If the block raises an error, the
         folder is moved back, else it is deleted."""
         aside = self._removed / f"{repository.id}.git"
-        with _moved(repository.folder, aside):
+        # A person may have removed the folder.
+        is_there = repository.folder.exists()
+        with _moved(repository.folder, aside) if is_there else nullcontext():
             yield
         shutil.rmtree(aside, ignore_errors=True)
 
