@@ -17,10 +17,9 @@ from pipeline.errors import PipelineError
 from pipeline.hub.database import Database
 from pipeline.hub.discussions import open_refs
 from pipeline.hub.errors import HubInUse
-from pipeline.hub.repositories.garbage import collect_garbage
+from pipeline.hub.repositories.garbage import Purge, collect_garbage, plan_purge
+from pipeline.hub.repositories.garbage import purge as purge_repository
 from pipeline.hub.repositories.names import RepositoryName, repository_name
-from pipeline.hub.repositories.purge import Purge, plan_purge
-from pipeline.hub.repositories.purge import purge as purge_repository
 from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.state_folder import stopped_hub
 from pipeline.hub.tokens import check_name, create_token, list_tokens, revoke_token

@@ -39,7 +39,6 @@ from pipeline.hub.routes import (
     repositories,
     spaces,
     tokens,
-    transfers,
     webhooks,
     xet,
 )
@@ -156,7 +155,7 @@ def create_app(
     api.state.bodies = BodiesInFlight(http_json.MAX_BODY_BYTES)
     # These routes do not check the tokens of the hub, or check them by themselves: the form of the
     # login, the pages, and a grant (`cipher.py`) in a URL or as an access token of Xet.
-    for open_router in (probes, pages.login, pages.pages, transfers.router, xet.router):
+    for open_router in (probes, pages.login, pages.pages, lfs.transfers, xet.router):
         api.include_router(open_router)
     # The first route that matches a path answers it. So what is no repository comes first, and the
     # description of a repository, whose path has only the name, comes last.

@@ -10,12 +10,11 @@ from fastapi import Depends
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from sqlalchemy.exc import OperationalError
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from pipeline.hub.errors import BadRequest, Conflict, DiskFull, RequestError, TooLarge
-from pipeline.hub.large_files.store import in_chunks
+from pipeline.hub.large_files.store import write_body
 from serving.http.bodies import BodiesInFlight
 
 _HEADER_CHARACTERS = 4000
@@ -133,10 +132,7 @@ async def read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> byt
 async def receive_into(file: IO[bytes], request: Request, *, max_bytes: int) -> None:
     """Writes the request's body to `file`: it is never in memory as a whole. Raises the errors of
     `pieces`."""
-    async for chunk in in_chunks(pieces(request, max_bytes=max_bytes)):
-        await run_in_threadpool(file.write, chunk)
-    # Without `flush`, a small body would stay in the buffer, and git would not read it.
-    await run_in_threadpool(file.flush)
+    await write_body(file, pieces(request, max_bytes=max_bytes))
 
 
 def json_body(model: type[Model], *, max_bytes: int = MAX_BODY_BYTES) -> Any:

@@ -63,16 +63,12 @@ class Hub:
         with self.database.read() as connection:
             return self.repositories.find_by_id(connection, id)
 
-    def find_reached(
-        self, name: RepositoryName, identity: Identity, *, as_git: bool = False
-    ) -> Repository:
+    def find_reached(self, name: RepositoryName, identity: Identity) -> Repository:
         """Raises RepositoryNotFound or TokenMissing if the repository does not exist or if the
-        token does not reach it. With a limited token, both get the same error. With `as_git`, for
-        git and git-lfs, `/owner/name` also finds a dataset."""
-        find = self.repositories.find_as_git if as_git else self.repositories.find
+        token does not reach it. With a limited token, both get the same error."""
         try:
             with self.database.read() as connection:
-                repository = find(connection, name)
+                repository = self.repositories.find(connection, name)
         except RepositoryNotFound:
             if identity.is_limited:
                 raise identity.out_of_reach(name) from None

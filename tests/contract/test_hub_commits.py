@@ -237,7 +237,7 @@ def test_a_change_that_the_tree_cannot_take_is_refused(
         (b'{"key": "header", "value": {"summary": ""}}', "summary"),
         (b'{"key": "header", "value": {"summary": "x", "parentCommit": "main"}}', "parentCommit"),
         (b'{"key": "header", "value": {"summary": "x"}}\n[1]', "must be JSON"),
-        (b'{"key": "header", "value": {"summary": "x"}}\n{"key": "boom", "value": 1}', "'boom'"),
+        (b'{"key": "header", "value": {"summary": "x"}}\n{"key": "boom", "value": 1}', "'file'"),
         (
             b'{"key": "header", "value": {"summary": "x"}}\n'
             b'{"key": "file", "value": {"path": "a", "content": "%%", "encoding": "base64"}}',

@@ -326,8 +326,8 @@ def test_uploads_that_are_refused(repo: Repo) -> None:
             upload()
     with pytest.raises(RevisionNotFoundError):
         repo.api.upload_folder(folder_path=folder, revision="none", **repo.on)
-    wrong = b"---\ntags: one\n---\n# Facts\n"
-    with pytest.raises(ValueError, match=r"Invalid metadata in README.md.\n.*must be a list"):
+    wrong = b"---\ntags: [one\n---\n# Facts\n"
+    with pytest.raises(ValueError, match=r"Invalid metadata in README.md.\n.*no YAML"):
         repo.api.upload_file(path_or_fileobj=wrong, path_in_repo="README.md", **repo.on)
     assert repo.head == head
 

@@ -46,17 +46,16 @@ import uvicorn
 from jobs.store import JobStore
 from pipeline.hub.app import create_app
 from pipeline.hub.events import EventLog
-from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.routes import git_http
 from pipeline.hub.settings import HubSettings
 root, port, token, key, fault = sys.argv[1:]
 calls = {
     # The worst moment: git has moved the refs, the hub knows nothing of it yet.
     "before-record": (git_http, "record_ref_changes"),
-    # The three steps of a move are the rename of the folder, the commit, and the end.
+    # The three steps of a move are the rename of the folder, the commit, and the mark's removal.
     "before-rename": (Path, "rename"),
     "before-commit": (EventLog, "record"),
-    "after-commit": (Repositories, "end_move"),
+    "after-commit": (Path, "unlink"),
 }
 if fault:
     setattr(*calls[fault], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))

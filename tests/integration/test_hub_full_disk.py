@@ -1,6 +1,7 @@
 """A hub whose disk is full refuses what it cannot store, says so, and takes it once there is
 room."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -62,6 +63,23 @@ def test_what_finds_no_room_is_answered_507_and_leaves_nothing(hub: RunningHub, 
         assert change().status_code == 200
     files = set(hub.api.list_repo_files("local/facts", repo_type="dataset"))
     assert files == {".gitattributes", "a.txt", "b.txt", "pr.txt"}
+
+
+def test_a_large_file_that_finds_no_room_is_answered_507_and_leaves_nothing(
+    hub: RunningHub, disk: Path
+) -> None:
+    hub.create_dataset("local/facts")
+    content = os.urandom(300_000)
+    wanted = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content)}
+    batch = {"operation": "upload", "objects": [wanted]}
+    answer = hub.request("POST", "/datasets/local/facts.git/info/lfs/objects/batch", json=batch)
+    url = answer.json()["objects"][0]["actions"]["upload"]["href"]
+    fill(disk, leave=4096)
+    refused = httpx.put(url, content=content, verify=False, timeout=60)
+    assert (refused.status_code, "make room" in refused.json()["error"]) == (507, True)
+    assert not [each for each in (hub.root / "repos").rglob("lfs/**/*") if each.is_file()]
+    (disk / "filler").unlink()
+    assert httpx.put(url, content=content, verify=False, timeout=60).status_code == 200
 
 
 def test_a_token_reads_although_the_disk_is_full(hub: RunningHub, disk: Path) -> None:

@@ -162,10 +162,10 @@ def test_a_commit_that_is_gone_keeps_no_later_one_out(
     assert ("refs/heads/main", gone, sha) in content_events(receiver)
 
 
-def test_short_and_git_suffixed_urls_name_the_same_dataset(hub: RunningHub, worktree: Path) -> None:
+def test_a_git_suffixed_url_names_the_same_dataset(hub: RunningHub, worktree: Path) -> None:
     sha = commit_file(hub, worktree, "a.txt", "1")
-    hub.git("push", "-q", f"{hub.url}/local/facts.git", "main", cwd=worktree)
-    for path in ("datasets/local/facts.git", "datasets/local/facts", "local/facts"):
+    hub.git("push", "-q", f"{hub.url}/datasets/local/facts.git", "main", cwd=worktree)
+    for path in ("datasets/local/facts.git", "datasets/local/facts"):
         listed = hub.git("ls-remote", f"{hub.url}/{path}", "refs/heads/main", cwd=worktree)
         assert listed.split() == [sha, "refs/heads/main"]
 

@@ -10,7 +10,7 @@ import pytest
 from pipeline.hub.large_files import xet_store
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.large_files.xet_store import XetStore
-from pipeline.hub.repositories.purge import purge
+from pipeline.hub.repositories.garbage import purge
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.state_folder import stopped_hub
 from pipeline.pointers import Pointer

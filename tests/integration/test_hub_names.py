@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import sqlite3
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +48,12 @@ class Folder:
         record_ref_changes(self.first, self.log)
 
     def create(self, name: RepositoryName) -> Repository:
-        with self.database.write() as connection, ExitStack() as undo:
-            prepared = self.repositories.prepare(name, on_error=undo)
-            created = self.repositories.create(connection, prepared, private=True, on_error=undo)
-            undo.pop_all()
-        return created
+        with (
+            self.repositories.prepared(name) as prepared,
+            self.repositories.placed(prepared.folder, name),
+            self.database.write() as connection,
+        ):
+            return self.repositories.adopt(connection, name, private=True)
 
     def find(self, name: RepositoryName = FACTS) -> Repository:
         with self.database.read() as connection:
@@ -61,9 +61,8 @@ class Folder:
 
     def replace(self) -> Repository:
         """Moves `local/facts` away, and creates an empty one in its place."""
-        with self.database.write() as connection, ExitStack() as undo:
-            self.repositories.move(connection, self.first, OLD, on_error=undo)
-            undo.pop_all()
+        with self.repositories.moving(self.first, OLD), self.database.write() as connection:
+            self.repositories.rename(connection, self.first, OLD)
         return self.create(FACTS)
 
     async def is_waited_for(self) -> None:

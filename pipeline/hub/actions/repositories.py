@@ -4,8 +4,6 @@ stores the event of each change.
 Except for `create`, the caller holds the repository's lock.
 """
 
-from contextlib import ExitStack
-
 from pipeline.hub.commits.fast_import import first_commit
 from pipeline.hub.events import Event, EventLog
 from pipeline.hub.repositories.names import RepositoryName
@@ -24,18 +22,14 @@ def create(
 ) -> Repository:
     """The repository begins with a commit of `author`, or without a commit if `author` is None.
     Raises Conflict if the name is taken."""
-    with ExitStack() as on_error:
-        # Git works before the transaction, because no push can be stored during it.
-        prepared = repositories.prepare(name, on_error=on_error)
+    # Git works before the transaction, because no push can be stored during it.
+    with repositories.prepared(name) as prepared:
         first = [] if author is None else [first_commit(prepared, author)]
-        with log.database.write() as connection:
-            repository = repositories.create(
-                connection, prepared, private=private, on_error=on_error
-            )
+        with repositories.placed(prepared.folder, name), log.database.write() as connection:
+            repository = repositories.adopt(connection, name, private=private)
             if first:
                 remember(connection, repository, first)
             log.record(connection, repository, Event(action="create"))
-        on_error.pop_all()
     return repository
 
 
@@ -49,12 +43,9 @@ def move(
     log: EventLog, repositories: Repositories, repository: Repository, to: RepositoryName
 ) -> None:
     """Raises Conflict if the name `to` is taken."""
-    with ExitStack() as on_error:
-        with log.database.write() as connection:
-            moved = repositories.move(connection, repository, to, on_error=on_error)
-            log.record(connection, repository, Event(action="move", moved_to=to))
-        on_error.pop_all()
-    repositories.end_move(moved)
+    with repositories.moving(repository, to), log.database.write() as connection:
+        repositories.rename(connection, repository, to)
+        log.record(connection, repository, Event(action="move", moved_to=to))
 
 
 def set_private(

@@ -6,12 +6,11 @@ in memory.
 """
 
 import base64
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Literal, TypeVar, get_args
+from typing import IO, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.repositories.names import changed_path, new_file_path
@@ -27,11 +26,7 @@ Model = TypeVar("Model", bound=BaseModel)
 Kind = Literal["file", "lfsFile", "deletedFile", "deletedFolder"]
 
 
-class _Line(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class CommitHeader(_Line):
+class CommitHeader(BaseModel):
     summary: str = Field(min_length=1, max_length=64 * 1024, pattern=_NO_NUL)
     description: str = Field(default="", max_length=MAX_LINE_BYTES, pattern=_NO_NUL)
     parentCommit: str | None = Field(default=None, pattern=r"^[0-9a-f]{7,40}$")
@@ -41,7 +36,12 @@ class CommitHeader(_Line):
         return "\n\n".join(part for part in (self.summary, self.description) if part) + "\n"
 
 
-class _Value(_Line):
+class _FirstLine(BaseModel):
+    key: Literal["header"]
+    value: CommitHeader
+
+
+class _Value(BaseModel):
     """The value of an operation. Each kind has a path. A `file` has the content too, and an
     `lfsFile` the sha256."""
 
@@ -63,6 +63,11 @@ class _Value(_Line):
             ) from None
 
 
+class _Line(BaseModel):
+    key: Kind
+    value: _Value
+
+
 @dataclass(frozen=True, kw_only=True)
 class Operation:
     kind: Kind
@@ -74,6 +79,10 @@ class Operation:
     offset: int = 0
     """Where the line of this operation begins in the body, in bytes."""
 
+    @property
+    def deletes(self) -> bool:
+        return self.kind in ("deletedFile", "deletedFolder")
+
 
 class CommitBody:
     """The parsed body. `file` holds the complete body. Raises BadRequest if the body is not a valid
@@ -82,20 +91,14 @@ class CommitBody:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         lines = self._lines()
-        first = next(lines, None)
-        key, value = ("", None) if first is None else _key_and_value(first[1])
-        if key != "header":
-            raise BadRequest(
-                'The first line of a commit must be its header: JSON with the "key" "header".'
-            )
-        self.header = _validated(CommitHeader, value)
+        _, first = next(lines, (0, b""))
+        self.header = _read(_FirstLine, first).value
         self.operations = [self._operation(offset, line) for offset, line in lines]
 
     def content(self, operation: Operation) -> bytes:
         """The content of an operation of the kind `file`, read from the body again."""
         self._file.seek(operation.offset)
-        _, value = _key_and_value(self._file.readline())
-        return _validated(_Value, value).decoded()
+        return _read(_Line, self._file.readline()).value.decoded()
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         offset = num_lines = 0
@@ -120,18 +123,14 @@ class CommitBody:
             offset += len(line)
 
     def _operation(self, offset: int, line: bytes) -> Operation:
-        key, value = _key_and_value(line)
-        if key not in get_args(Kind):
-            raise BadRequest(
-                f"The commit has an unknown operation {key!r}: use {', '.join(get_args(Kind))}."
-            )
-        found = _validated(_Value, value)
-        path = found.path.rstrip("/") if key == "deletedFolder" else found.path
-        checked = new_file_path(path) if key in ("file", "lfsFile") else changed_path(path)
-        if key == "lfsFile" and not found.oid:
+        read = _read(_Line, line)
+        kind, found = read.key, read.value
+        path = found.path.rstrip("/") if kind == "deletedFolder" else found.path
+        checked = new_file_path(path) if kind in ("file", "lfsFile") else changed_path(path)
+        if kind == "lfsFile" and not found.oid:
             raise BadRequest(f"The large file {path!r} has no oid: give its sha256.")
         return Operation(
-            kind=key,  # type: ignore[arg-type]
+            kind=kind,
             path=checked,
             size_bytes=len(found.decoded()),
             oid=found.oid,
@@ -139,19 +138,14 @@ class CommitBody:
         )
 
 
-def _key_and_value(line: bytes) -> tuple[str, object]:
+def _read(model: type[Model], line: bytes) -> Model:
     try:
-        document = json.loads(line)
-        return str(document["key"]), document["value"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise BadRequest('Each line of a commit must be JSON with a "key" and a "value".') from None
-
-
-def _validated(model: type[Model], value: object) -> Model:
-    try:
-        return model.model_validate(value)
+        return model.model_validate_json(line)
     except ValidationError as error:
         # Without the value, which may be a large file.
         wrong = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, wrong["loc"]))
-        raise BadRequest(f"A line of the commit is wrong: {place}: {wrong['msg']}.") from None
+        raise BadRequest(
+            f"A line of the commit is wrong: {place or 'the line'}: {wrong['msg']}. Each line must "
+            'be JSON with a "key" and a "value", and the key of the first line is "header".'
+        ) from None

@@ -7,15 +7,14 @@ https://git-scm.com/docs/git-fast-import.
 import secrets
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 
-from pipeline.hub.commits.checks import Change, check_changes
+from pipeline.hub.commits.body import CommitBody
+from pipeline.hub.commits.changes import Change, planned_changes
 from pipeline.hub.contents.attributes import ATTRIBUTES_FILE, NEW_REPOSITORY
 from pipeline.hub.contents.history import read_commit
 from pipeline.hub.errors import BadRequest, EntryNotFound, HubError, PreconditionFailed
-from pipeline.hub.git.cleanup import clear_repository
-from pipeline.hub.git.process import INCOMING_PREFIX, git
+from pipeline.hub.git.process import INCOMING_PREFIX, NO_REF, clear_repository, git
 from pipeline.hub.repositories.names import DEFAULT_BRANCH
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repository
@@ -27,17 +26,9 @@ _MOVED_ON = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class NewCommit:
-    message: str
-    author: Signature
-    changes: Sequence[Change]
-    parent: str | None = None
-    """The sha, or at least its first 7 digits, of the commit on which the client based the changes.
-    None if the client named no commit. The changes then apply to any head."""
-
-
-def make_commit(repository: Repository, ref: str, head: str | None, new: NewCommit) -> str:
+def make_commit(
+    repository: Repository, ref: str, head: str | None, body: CommitBody, author: Signature
+) -> str:
     """Makes the commit on top of `head`, moves `ref` to it, and returns its sha. If the files stay
     as they are in `head`, this makes no commit and returns `head`.
 
@@ -45,23 +36,23 @@ def make_commit(repository: Repository, ref: str, head: str | None, new: NewComm
     commit, this returns `head`.
 
     Raises PreconditionFailed if the client based the changes on another commit than `head`. Raises
-    EntryNotFound if something to delete does not exist. Raises BadRequest if a path would be both
-    a file and a folder. Raises DiskFull.
+    the errors of `planned_changes`, and DiskFull.
     """
+    parent = body.header.parentCommit
     try:
-        if new.parent is not None and not (head or "").startswith(new.parent):
+        if parent is not None and not (head or "").startswith(parent):
             raise PreconditionFailed(
-                _MOVED_ON.format(branch=ref, head=head or "no commit yet", parent=new.parent)
+                _MOVED_ON.format(branch=ref, head=head or "no commit yet", parent=parent)
             )
-        check_changes(new.changes, repository, head)
+        changes = planned_changes(repository, head, body)
     except (PreconditionFailed, EntryNotFound, BadRequest):
-        if head is not None and _is_repeated(repository, head, new):
+        if head is not None and _is_repeated(repository, head, body, author):
             return head
         raise
-    commit = import_commit(repository, head, new)
+    commit = import_commit(repository, head, body.header.message, author, changes)
     if head is not None and _tree(repository, commit) == _tree(repository, head):
         return head
-    git(repository.folder, "update-ref", ref, commit, head or "0" * 40)
+    git(repository.folder, "update-ref", ref, commit, head or NO_REF)
     return commit
 
 
@@ -69,35 +60,43 @@ def first_commit(repository: Repository, author: Signature) -> RefChange:
     """Makes the first commit of a new repository, which has only a `.gitattributes`. Every new
     repository on the Hugging Face Hub begins with such a commit."""
     attributes = Change(action="add", path=ATTRIBUTES_FILE, read=NEW_REPOSITORY.encode)
-    new = NewCommit(message="initial commit\n", author=author, changes=[attributes])
-    sha = make_commit(repository, DEFAULT_BRANCH, None, new)
+    sha = import_commit(repository, None, "initial commit\n", author, [attributes])
+    git(repository.folder, "update-ref", DEFAULT_BRANCH, sha, NO_REF)
     return RefChange(ref=DEFAULT_BRANCH, old_sha=None, new_sha=sha)
 
 
-def _is_repeated(repository: Repository, head: str, new: NewCommit) -> bool:
-    """Whether `head` is the commit `new`, made by an earlier request of the client. It is if the
+def _is_repeated(repository: Repository, head: str, body: CommitBody, author: Signature) -> bool:
+    """Whether `head` is this commit, made by an earlier request of the client. It is if the
     message, the parent and the tree are equal."""
     made = read_commit(repository, head)
     before = made.parents[0] if len(made.parents) == 1 else None
-    if made.message != new.message or (new.parent and not (before or "").startswith(new.parent)):
+    message, parent = body.header.message, body.header.parentCommit
+    if made.message != message or (parent and not (before or "").startswith(parent)):
         return False
     try:
-        check_changes(new.changes, repository, before)
+        changes = planned_changes(repository, before, body)
     except (EntryNotFound, BadRequest):
         return False
-    return _tree(repository, import_commit(repository, before, new)) == made.tree
+    again = import_commit(repository, before, message, author, changes)
+    return _tree(repository, again) == made.tree
 
 
 def _tree(repository: Repository, commit: str) -> str:
     return read_commit(repository, commit).tree
 
 
-def import_commit(repository: Repository, parent: str | None, new: NewCommit) -> str:
+def import_commit(
+    repository: Repository,
+    parent: str | None,
+    message: str,
+    author: Signature,
+    changes: Iterable[Change],
+) -> str:
     """Makes a commit, and returns its sha. No ref leads to it, so the next garbage collection
     removes it if the caller adds none. Raises DiskFull."""
     incoming = f"{INCOMING_PREFIX}{secrets.token_hex(8)}"
     try:
-        _run_fast_import(repository, _stream(incoming, parent, new))
+        _run_fast_import(repository, _stream(incoming, parent, message, author, changes))
         return git(repository.folder, "rev-parse", "--verify", incoming).decode().strip()
     finally:
         # Ask git only if the ref exists: on a full disk, git fails even if there is no such ref.
@@ -105,15 +104,17 @@ def import_commit(repository: Repository, parent: str | None, new: NewCommit) ->
             git(repository.folder, "update-ref", "-d", incoming)
 
 
-def _stream(ref: str, parent: str | None, new: NewCommit) -> Iterator[bytes]:
-    who = f"{new.author.name} <{new.author.email}> {int(time.time())} +0000"
-    message = new.message.encode()
-    yield f"commit {ref}\nauthor {who}\ncommitter {who}\ndata {len(message)}\n".encode()
-    yield message
+def _stream(
+    ref: str, parent: str | None, message: str, author: Signature, changes: Iterable[Change]
+) -> Iterator[bytes]:
+    who = f"{author.name} <{author.email}> {int(time.time())} +0000"
+    text = message.encode()
+    yield f"commit {ref}\nauthor {who}\ncommitter {who}\ndata {len(text)}\n".encode()
+    yield text
     yield b"\n"
     if parent is not None:
         yield f"from {parent}\n".encode()
-    for change in new.changes:
+    for change in changes:
         path = _quoted(change.path)
         if change.action == "add":
             content = change.read()

@@ -1,9 +1,10 @@
 """Asks git which paths `.gitattributes` marks as large files, and which paths `.gitignore`
 excludes."""
 
+import contextlib
 import re
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from pipeline.hub.errors import BadRequest, TooSlow
@@ -49,13 +50,14 @@ def large_file_paths(
             stdin=entries.encode(),
             extra=index,
         )
-        answer = _matched(
-            repository,
-            ATTRIBUTES_FILE,
-            *("check-attr", "--cached", "-z", "--stdin", "filter"),
-            stdin="".join(f"{path}\0" for path in paths).encode(),
-            extra=index,
-        )
+        with _patterns_of(ATTRIBUTES_FILE):
+            answer = git(
+                repository.folder,
+                *("check-attr", "--cached", "-z", "--stdin", "filter"),
+                stdin="".join(f"{path}\0" for path in paths).encode(),
+                extra=index,
+                seconds=_MATCHING_SECONDS,
+            )
     fields = answer.decode().split("\0")
     return {path for path, value in zip(fields[::3], fields[2::3], strict=False) if value == "lfs"}
 
@@ -65,37 +67,23 @@ def ignored_paths(repository: Repository, ignore_file: bytes, paths: Collection[
     `ignore_file`."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / IGNORE_FILE).write_bytes(ignore_file)
-        answer = _matched(
-            repository,
-            IGNORE_FILE,
-            f"--work-tree={folder}",
-            *("check-ignore", "--no-index", "--verbose", "--non-matching", "-z", "--stdin"),
-            # With `./`, because git gives a colon at the beginning of a path a special meaning.
-            stdin="".join(f"./{path}\0" for path in paths).encode(),
-        )
-    # Git prints four fields for each path: the file, the number of the line, the pattern, the path.
-    fields = answer.decode().split("\0")
-    records = zip(fields[2::4], fields[3::4], strict=False)
-    return {path[2:] for pattern, path in records if pattern and not pattern.startswith("!")}
+        with _patterns_of(IGNORE_FILE):
+            answer = git(
+                repository.folder,
+                *(f"--work-tree={folder}", "check-ignore", "--no-index", "-z", "--stdin"),
+                # With `./`, because git gives a colon at the beginning of a path a special meaning.
+                stdin="".join(f"./{path}\0" for path in paths).encode(),
+                may_exit_with=(1,),  # no path is ignored
+                seconds=_MATCHING_SECONDS,
+            )
+    return {path.removeprefix("./") for path in answer.decode().split("\0")[:-1]}
 
 
-def _matched(
-    repository: Repository,
-    file: str,
-    *arguments: str,
-    stdin: bytes,
-    extra: Mapping[str, str] | None = None,
-) -> bytes:
-    """What git prints. Raises BadRequest if comparing the patterns of `file` takes too long."""
+@contextlib.contextmanager
+def _patterns_of(file: str) -> Iterator[None]:
+    """Raises BadRequest if git needs too long in the block, to compare the patterns of `file`."""
     try:
-        return git(
-            repository.folder,
-            *arguments,
-            stdin=stdin,
-            extra=extra,
-            may_exit_with=(1,),
-            seconds=_MATCHING_SECONDS,
-        )
+        yield
     except TooSlow:
         raise BadRequest(
             f"Git needs more than {_MATCHING_SECONDS:g} s to compare the paths with the patterns "

@@ -2,14 +2,13 @@
 Changes nothing in the repository."""
 
 import re
-import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO
 
 from pipeline.hub.errors import RevisionNotFound
-from pipeline.hub.git.process import git, git_environment
+from pipeline.hub.git.process import git, output_of
 from pipeline.hub.repositories.names import SHA, is_ref_name, parents_of
 from pipeline.hub.repositories.objects import look_up
 from pipeline.hub.repositories.refs import peeled_refs
@@ -52,73 +51,48 @@ def resolve_revision(repository: Repository, revision: str) -> str:
 
     Raises RevisionNotFound.
     """
-    for found in look_up(repository, [f"{name}^{{commit}}" for name in candidates(revision)]):
+    for found in look_up(repository, [f"{name}^{{commit}}" for name in _candidates(revision)]):
         if found is not None:
             return found[0]
-    raise no_revision(repository, revision)
-
-
-def no_revision(repository: Repository, revision: str) -> RevisionNotFound:
     branches = [name for name, _ in peeled_refs(repository, "refs/heads/")]
     if not branches:
-        return RevisionNotFound(
+        raise RevisionNotFound(
             f"The {repository.name} has no commit yet: push one with "
             f"`git push <this hub>/{repository.name.path} HEAD:main`."
         )
-    return RevisionNotFound(
+    raise RevisionNotFound(
         f"The {repository.name} has no branch, tag or commit {revision!r}: choose one of its "
         f"branches, such as {', '.join(branches[:10])}."
     )
 
 
-def candidates(revision: str) -> list[str]:
-    if SHA.fullmatch(revision):
-        return [revision]
+def _candidates(revision: str) -> list[str]:
     if not is_ref_name(revision):
         return []
-    if revision == "HEAD" or revision.startswith("refs/"):
+    if SHA.fullmatch(revision) or revision == "HEAD" or revision.startswith("refs/"):
         return [revision]
     names = [f"refs/heads/{revision}", f"refs/tags/{revision}"]
     return [*names, revision] if _ABBREVIATED.fullmatch(revision) else names
 
 
 def read_commit(repository: Repository, sha: str) -> CommitHead:
-    head, _, message = git(repository.folder, "cat-file", "commit", sha).partition(b"\n\n")
-    lines = [line.split(b" ", 1) for line in head.decode(errors="replace").encode().split(b"\n")]
-    return CommitHead(
-        tree=next(value.decode() for name, value in lines if name == b"tree"),
-        parents=tuple(value.decode() for name, value in lines if name == b"parent"),
-        message=message.decode(errors="replace"),
-    )
+    told = git(repository.folder, "log", "-z", "--max-count=1", "--format=%T%n%P%n%B", sha, "--")
+    tree, parents, message = told.decode(errors="replace").removesuffix("\0").split("\n", 2)
+    return CommitHead(tree=tree, parents=tuple(parents.split()), message=message)
 
 
 def list_commits(
     repository: Repository, commit: str, *, skip: int, limit: int, without: str | None = None
 ) -> list[Commit]:
     """The commits that `commit` leads to and `without` does not lead to, newest first."""
-    window = (f"--skip={skip}", f"--max-count={limit}")
     others = [] if without is None else [f"^{without}"]
-    return _parse_commits(
-        git(repository.folder, "log", *_AS_RECORDS, *window, commit, *others, "--")
-    )
+    return _log(repository, f"--skip={skip}", f"--max-count={limit}", commit, *others, "--")
 
 
-def read_commits(repository: Repository, shas: Sequence[str]) -> Mapping[str, Commit]:
-    """The commits of `shas`, by their shas."""
-    if not shas:
-        return {}
-    output = git(
-        repository.folder,
-        *("log", *_AS_RECORDS, "--no-walk=unsorted", "--stdin"),
-        stdin="".join(f"{sha}\n" for sha in shas).encode(),
-    )
-    return {commit.sha: commit for commit in _parse_commits(output)}
-
-
-def _parse_commits(output: bytes) -> list[Commit]:
-    records = output.decode(errors="replace").split("\0") if output else []
+def _log(repository: Repository, *arguments: str, stdin: bytes = b"") -> list[Commit]:
+    output = git(repository.folder, "log", *_AS_RECORDS, *arguments, stdin=stdin)
     commits = []
-    for record in records:
+    for record in output.decode(errors="replace").split("\0"):
         if not record.strip():
             continue
         sha, author, seconds, title, message = record.split("\n", 4)
@@ -139,34 +113,29 @@ def last_commits(repository: Repository, commit: str, paths: Iterable[str]) -> M
     follows only the first parent of each commit. So if a merge brought the change, the merge itself
     counts as the commit that made it."""
     wanted = set(paths)
-    shas: dict[str, str] = {}
+    found: dict[str, str] = {}
     deadline = time.monotonic() + MAX_SECONDS
     sha = ""
-    if wanted:
-        # Git prints each name after the commit that changed it. No name begins with `//`.
-        command = ("log", "--first-parent", "-m", "-z", "--name-only", "--no-renames")
-        with subprocess.Popen(
-            [
-                *("git", f"--git-dir={repository.folder}", *command),
-                *(f"--max-count={MAX_COMMITS}", "--format=//%H", commit, "--"),
-            ],
-            env=git_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        ) as process:
-            assert process.stdout is not None
-            for field in _fields(process.stdout):
-                if field.startswith("//"):
-                    sha = field.removeprefix("//")
-                for changed in wanted.intersection((field, *parents_of(field))):
-                    wanted.discard(changed)
-                    shas[changed] = sha
-                if not wanted or time.monotonic() > deadline:
-                    break
-            process.kill()
-    commits = read_commits(repository, sorted(set(shas.values())))
-    return {path: commits[sha] for path, sha in shas.items()}
+    # Git prints each name after the commit that changed it. No name begins with `//`.
+    with output_of(
+        repository.folder,
+        *("log", "--first-parent", "-m", "-z", "--name-only", "--no-renames"),
+        *(f"--max-count={MAX_COMMITS}", "--format=//%H", commit, "--"),
+    ) as output:
+        for field in _fields(output):
+            if not wanted or time.monotonic() > deadline:
+                break
+            if field.startswith("//"):
+                sha = field.removeprefix("//")
+            for changed in wanted.intersection((field, *parents_of(field))):
+                wanted.discard(changed)
+                found[changed] = sha
+    if not found:
+        return {}
+    listed = "".join(f"{sha}\n" for sha in set(found.values())).encode()
+    commits = _log(repository, "--no-walk=unsorted", "--stdin", stdin=listed)
+    by_sha = {commit.sha: commit for commit in commits}
+    return {path: by_sha[sha] for path, sha in found.items()}
 
 
 def _fields(output: IO[bytes]) -> Iterator[str]:

@@ -1,18 +1,16 @@
 """Reads the trees and files of a repository. Changes nothing in it."""
 
 import asyncio
-import subprocess
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pipeline.hub.contents.history import no_revision, resolve_revision
 from pipeline.hub.errors import EntryNotFound, RequestError
-from pipeline.hub.git.process import git, git_environment
-from pipeline.hub.repositories.names import SHA, has_control_character
-from pipeline.hub.repositories.objects import look_up, read_pointers
+from pipeline.hub.git.process import git, output_of
+from pipeline.hub.repositories.names import is_path
+from pipeline.hub.repositories.objects import look_up, pointers_of
 from pipeline.hub.repositories.store import Repository
-from pipeline.pointers import Pointer, may_be_pointer
+from pipeline.pointers import Pointer
 
 SMALL_FILE_BYTES = 1024 * 1024
 _CHUNK_BYTES = 256 * 1024
@@ -40,20 +38,6 @@ class Entry:
         return self.size_bytes if self.lfs is None else self.lfs.size
 
 
-def find_file(repository: Repository, revision: str, path: str) -> tuple[str, Entry]:
-    """The sha of the commit, and the file. The blob is not read, so the `lfs` of the file is None
-    even if the blob is a pointer. Raises RevisionNotFound or EntryNotFound."""
-    # Ask for the path by the commit's sha, because `<branch>:<path>` means something else to git if
-    # the branch has a brace in its name.
-    sha = revision if SHA.fullmatch(revision) else resolve_revision(repository, revision)
-    commit, file = look_up(repository, [f"{sha}^{{commit}}", f"{sha}:{path}"])
-    if commit is None:
-        raise no_revision(repository, revision)
-    if file is None or file[1] != "blob":
-        raise _no_file(repository, revision, path, commit[0])
-    return commit[0], Entry(type="file", path=path, oid=file[0], size_bytes=file[2])
-
-
 def list_tree(
     repository: Repository, commit: str, folder: str = "", *, recursive: bool
 ) -> list[Entry]:
@@ -72,16 +56,17 @@ def list_tree(
 
 
 def find_paths(repository: Repository, commit: str, paths: Sequence[str]) -> list[Entry]:
-    """The entries of the `paths` that exist, in the order of `paths`."""
-    found: dict[str, Entry] = {}
-    for path, item in zip(
-        paths, look_up(repository, [f"{commit}:{path}" for path in paths]), strict=True
-    ):
+    """The entries of the `paths` that exist, in the order of `paths`. `commit` is a sha: after the
+    name of a branch, a path could mean something else to git."""
+    paths = [path for path in paths if is_path(path)]
+    found = look_up(repository, [f"{commit}:{path}" for path in paths])
+    entries = []
+    for path, item in zip(paths, found, strict=True):
         if item is not None and item[1] == "blob":
-            found[path] = Entry(type="file", path=path, oid=item[0], size_bytes=item[2])
+            entries.append(Entry(type="file", path=path, oid=item[0], size_bytes=item[2]))
         elif item is not None and item[1] == "tree":
-            found[path] = Entry(type="directory", path=path, oid=item[0])
-    return _with_pointers(repository, [found[path] for path in paths if path in found])
+            entries.append(Entry(type="directory", path=path, oid=item[0]))
+    return _with_pointers(repository, entries)
 
 
 def read_tree(repository: Repository, commit: str | None) -> Mapping[str, Entry]:
@@ -135,33 +120,16 @@ async def stream_file(
     """Gives `length` bytes of the file from the offset `start`. Only one chunk is in memory."""
     if length == 0:
         return
-    with subprocess.Popen(
-        ["git", f"--git-dir={repository.folder}", "cat-file", "blob", file.oid],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=git_environment(),
-    ) as process:
-        assert process.stdout is not None
-        try:
-            while length and (chunk := await asyncio.to_thread(process.stdout.read, _CHUNK_BYTES)):
-                start, chunk = max(0, start - len(chunk)), chunk[start : start + length]
-                length -= len(chunk)
-                if chunk:
-                    yield chunk
-        finally:
-            process.kill()
-
-
-def _no_file(repository: Repository, revision: str, path: str, commit: str) -> EntryNotFound:
-    return EntryNotFound(
-        f"The {repository.name} has no file {path!r} at {revision}.", commit=commit
-    )
+    with output_of(repository.folder, "cat-file", "blob", file.oid) as output:
+        while length and (chunk := await asyncio.to_thread(output.read, _CHUNK_BYTES)):
+            start, chunk = max(0, start - len(chunk)), chunk[start : start + length]
+            length -= len(chunk)
+            if chunk:
+                yield chunk
 
 
 def _with_pointers(repository: Repository, entries: Sequence[Entry]) -> list[Entry]:
-    small = [entry.oid for entry in entries if may_be_pointer(entry.size_bytes)]
-    pointers = read_pointers(repository, small)
+    pointers = pointers_of(repository, [(each.oid, "blob", each.size_bytes) for each in entries])
     return [replace(entry, lfs=pointers.get(entry.oid)) for entry in entries]
 
 
@@ -176,7 +144,7 @@ def _parse_tree(output: bytes, prefix: str) -> Iterator[Entry]:
             path = name.decode()
         except UnicodeDecodeError:
             continue
-        if not path or has_control_character(path):
+        if not is_path(path):
             continue
         mode, type, oid, *size = facts.decode().split()
         if type == "blob":

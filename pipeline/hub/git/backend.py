@@ -4,18 +4,25 @@ answer, and ends it."""
 import asyncio
 import os
 import signal
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import subprocess
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
-from starlette.types import Receive, Scope, Send
+from anyio import CancelScope
+from starlette.requests import Request
 
 from pipeline.hub.errors import HubError
-from pipeline.hub.git.cleanup import GRACE_SECONDS
-from pipeline.hub.git.process import PLACE, PULL_REQUEST_PREFIX, PUSHED_PREFIXES, git_environment
+from pipeline.hub.git.process import (
+    GRACE_SECONDS,
+    PLACE,
+    PULL_REQUEST_PREFIX,
+    PUSHED_PREFIXES,
+    git_environment,
+)
 
 _CHUNK_BYTES = 64 * 1024
+_END_OF_HEAD = b"\r\n\r\n"
 
 _SETTINGS = (
     # `git push origin :main` may delete the default branch. By default, git refuses this and names
@@ -38,82 +45,57 @@ Headers = list[tuple[bytes, bytes]]
 
 
 def cgi_environment(
-    route: str, folder: Path, scope: Scope, num_bytes: int, open_refs: Iterable[str]
+    request: Request, folder: Path, body: IO[bytes], open_refs: Iterable[str]
 ) -> dict[str, str]:
-    """The environment for `git http-backend` in the repository `folder`. `num_bytes` is the size of
-    the request's body. `open_refs` are the refs of open pull requests, to which a client may
-    push."""
+    """The environment for `git http-backend` in the repository `folder`. `body` is the request's
+    body. `open_refs` are the refs of open pull requests, to which a client may push."""
+    service = request.url.path.rpartition("/")[2]
     cgi = {
         PLACE: str(folder),
-        "PATH_INFO": f"/{route}",
+        "PATH_INFO": "/info/refs" if request.method == "GET" else f"/{service}",
         "GIT_HTTP_EXPORT_ALL": "1",
-        "REQUEST_METHOD": scope["method"],
-        "QUERY_STRING": scope["query_string"].decode("latin-1"),
+        "REQUEST_METHOD": request.method,
+        "QUERY_STRING": request.url.query,
         "REMOTE_USER": "hub",
-        "REMOTE_ADDR": scope["client"][0] if scope.get("client") else "",
-        "CONTENT_LENGTH": str(num_bytes),
-        "CONTENT_TYPE": header(scope, b"content-type").decode("latin-1"),
+        "CONTENT_LENGTH": str(os.fstat(body.fileno()).st_size),
+        "CONTENT_TYPE": request.headers.get("content-type", ""),
+        "HTTP_CONTENT_ENCODING": request.headers.get("content-encoding", ""),
+        "GIT_PROTOCOL": request.headers.get("git-protocol", ""),
     }
-    if encoding := header(scope, b"content-encoding"):
-        cgi["HTTP_CONTENT_ENCODING"] = encoding.decode("latin-1")
-    if protocol := header(scope, b"git-protocol"):
-        cgi["GIT_PROTOCOL"] = protocol.decode("latin-1")
     return git_environment(
         cgi, [*_SETTINGS, *(("receive.hideRefs", f"!{ref}") for ref in open_refs)]
     )
 
 
-def header(scope: Scope, name: bytes) -> bytes:
-    headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
-    return next((value for key, value in headers if key == name), b"")
-
-
-async def serve(environment: dict[str, str], body: IO[bytes], receive: Receive, send: Send) -> None:
-    """Sends git's answer while git writes it. Ends git if the client disconnects."""
-    process = await _start(environment, body, stderr=asyncio.subprocess.DEVNULL)
-    # The hub has the complete body, so the next message can only be that the client disconnects.
-    gone = asyncio.create_task(_kill_on_disconnect(process, receive))
+async def stream(environment: dict[str, str], body: IO[bytes]) -> AsyncGenerator[bytes, None]:
+    """Gives the head of git's answer, and then its body in pieces, while git writes it. Ends git if
+    the client goes away. Raises HubError if git answers nothing."""
+    process = await _start(environment, body, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         try:
-            head = await process.stdout.readuntil(b"\r\n\r\n")
+            yield await process.stdout.readuntil(_END_OF_HEAD)
         except asyncio.IncompleteReadError:
-            if gone.done():
-                return
             raise HubError("git http-backend ended without an answer to a clone.") from None
-        await send_start(send, *parse_head(head))
-        while chunk := await process.stdout.read(_CHUNK_BYTES):
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        while piece := await process.stdout.read(_CHUNK_BYTES):
+            yield piece
         await process.wait()
-        await send_end(send, b"")
     finally:
-        gone.cancel()
-        await _end(process)
+        # Shielded, because the request of a client that goes away is cancelled.
+        with CancelScope(shield=True):
+            await _end(process)
 
 
-async def _kill_on_disconnect(process: asyncio.subprocess.Process, receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    _signal(process, signal.SIGTERM)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    output: bytes
-    complaints: bytes
-    is_whole: bool
-    """Whether git exited with 0. If not, it may have left locks in the repository."""
-
-
-async def run(environment: dict[str, str], body: IO[bytes]) -> Answer:
+async def run(environment: dict[str, str], body: IO[bytes]) -> subprocess.CompletedProcess[bytes]:
     """Runs git to its end. Kills git only if this task is cancelled. After a cancellation or a
     failure of git, no process that git started is left."""
-    process = await _start(environment, body, stderr=asyncio.subprocess.PIPE)
+    process = await _start(environment, body, stderr=subprocess.PIPE)
     try:
         output, complaints = await process.communicate()
     finally:
         await _end(process)
-    return Answer(output=output, complaints=complaints, is_whole=process.returncode == 0)
+    assert process.returncode is not None
+    return subprocess.CompletedProcess("git", process.returncode, output, complaints)
 
 
 async def _start(
@@ -123,7 +105,7 @@ async def _start(
         "git",
         "http-backend",
         stdin=body.fileno(),
-        stdout=asyncio.subprocess.PIPE,
+        stdout=subprocess.PIPE,
         stderr=stderr,
         env=environment,
         start_new_session=True,
@@ -133,17 +115,17 @@ async def _start(
 async def _end(process: asyncio.subprocess.Process) -> None:
     """Ends git and the processes that it started, if git has not exited with 0. They get SIGTERM
     first, so that they can remove their locks, and after a few seconds SIGKILL."""
-    if process.returncode == 0:
-        return
-    try:
-        async with asyncio.timeout(GRACE_SECONDS):
-            while _signal(process, signal.SIGTERM):
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        pass
-    finally:
-        _signal(process, signal.SIGKILL)
-    # Read the pipes to their end, because asyncio's `wait` also waits until they are closed.
+    if process.returncode != 0:
+        try:
+            async with asyncio.timeout(GRACE_SECONDS):
+                while _signal(process, signal.SIGTERM):
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            pass
+        finally:
+            _signal(process, signal.SIGKILL)
+    # Read the pipes to their end: a client that went away has left something in them, and asyncio's
+    # `wait` also waits until they are closed.
     for pipe in (process.stdout, process.stderr):
         while pipe is not None and await pipe.read(_CHUNK_BYTES):
             pass
@@ -173,12 +155,12 @@ def parse_head(head: bytes) -> tuple[int, Headers]:
     return status, headers
 
 
-def parse_answer(told: Answer) -> tuple[int, Headers, bytes]:
+def parse_answer(done: subprocess.CompletedProcess[bytes]) -> tuple[int, Headers, bytes]:
     """The status, headers and body of the answer. Raises HubError with git's own error text if git
     printed no complete head."""
-    head, separator, body = told.output.partition(b"\r\n\r\n")
+    head, separator, body = done.stdout.partition(_END_OF_HEAD)
     if not separator:
-        reason = told.complaints.decode(errors="replace").strip()
+        reason = done.stderr.decode(errors="replace").strip()
         raise HubError(f"git http-backend ended without an answer: {reason}")
     return *parse_head(head), body
 
@@ -201,11 +183,3 @@ def with_remarks(answer: bytes, remarks: Sequence[str]) -> bytes:
         text = b"\x02" + plain.encode()[:_MAX_REMARK_BYTES] + b"\n"
         packets.append(b"%04x%s" % (len(text) + 4, text))
     return b"".join(packets) + answer
-
-
-async def send_start(send: Send, status: int, headers: Headers) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-
-
-async def send_end(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body})

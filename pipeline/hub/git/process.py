@@ -1,17 +1,28 @@
 """Runs git in an environment that has only what is set here, so that git ignores the settings of
-the user who started the hub."""
+the user who started the hub. Ends git processes that outlived their hub, and removes what killed
+ones left in a repository: locks, half-written objects, and refs of commits that were never
+finished. It never removes a complete object, or a ref to a commit that a client was told of."""
 
+import contextlib
+import logging
 import os
+import shutil
+import signal
 import subprocess
-from collections.abc import Collection, Iterable, Mapping
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
 from pipeline.hub.errors import DiskFull, HubError, TooSlow
 
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 5.0
+"""How long the hub waits for git processes that it has told to end."""
 PLACE = "GIT_PROJECT_ROOT"
-"""The environment variable that tells a git process its repository. By this variable, `cleanup.py`
-finds the git processes of a killed hub."""
+"""The environment variable that tells a git process its repository. By this variable, the git
+processes of a killed hub are found."""
 KEEP_PREFIX = "refs/keep/"
 """Refs that keep commits during a garbage collection (`repositories/garbage.py`)."""
 INCOMING_PREFIX = "refs/incoming/"
@@ -115,3 +126,73 @@ def git(
     if complaints is not None:
         complaints += lines_of(done.stderr)
     return done.stdout or b""
+
+
+@contextlib.contextmanager
+def output_of(folder: Path, *arguments: str) -> Iterator[IO[bytes]]:
+    """What git prints, to be read while git writes it. Git is ended after the block."""
+    with subprocess.Popen(
+        ["git", f"--git-dir={folder}", *arguments],
+        env=git_environment({PLACE: str(folder)}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout
+        finally:
+            process.kill()
+
+
+_LEFTOVERS = (
+    *("*.lock", "refs/**/*.lock", "objects/info/*.lock", "objects/pack/*.lock"),
+    # Folders in which git unpacks a push until it has checked the push. Older versions of git use
+    # the second name.
+    *("objects/tmp_objdir-*", "objects/incoming-*"),
+    # Unfinished packs, and marks of a push that was being stored: git never removes a pack that has
+    # such a mark.
+    *("objects/pack/tmp_*", "objects/pack/*.keep"),
+    # Refs of commits over the API, and the crash reports of `git fast-import`.
+    *(f"{INCOMING_PREFIX}*", "fast_import_crash_*"),
+)
+
+
+def clear_repository(folder: Path) -> None:
+    """Removes what killed git processes left. It is called only while nothing writes to the
+    repository: the caller holds the repository's lock, or the hub has not started."""
+    for pattern in _LEFTOVERS:
+        for path in folder.glob(pattern):
+            logger.warning("removing %s: the git process that made it was killed", path)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def end_processes(root: Path) -> None:
+    """Ends the git processes of an earlier hub in `root`, because they may hold locks and move
+    refs.
+
+    Only Linux shows the environment of a process, by which they are found. On other systems they
+    run to their end.
+    """
+    deadline = time.monotonic() + GRACE_SECONDS
+    while (pids := list(_processes(root))) and time.monotonic() < deadline:
+        for pid in pids:
+            logger.warning("ending process %d, a git process of an earlier hub", pid)
+            # At once: `clear_repository` removes the locks.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _processes(root: Path) -> Iterator[int]:
+    """The ids of git processes that work below `root`. They are found by the variable `PLACE` in
+    their environment, which git passes on to the processes that it starts."""
+    place = os.fsencode(f"{PLACE}={root}/")
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        # The processes of other users cannot be read, and a process may end while it is read.
+        with contextlib.suppress(OSError):
+            if any(each.startswith(place) for each in environment.read_bytes().split(b"\0")):
+                yield int(environment.parent.name)

@@ -14,12 +14,12 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from starlette.concurrency import run_in_threadpool
 
 from jobs.folder import fsync_dir
-from pipeline.hub.errors import BadRequest, Conflict, DiskFull
+from pipeline.hub.errors import BadRequest, Conflict
 from pipeline.pointers import OID
 
 CHUNK_BYTES = 1024 * 1024
@@ -61,7 +61,7 @@ class LargeFiles:
 
     async def receive(self, body: AsyncIterator[bytes], oid: str, size: int) -> None:
         """Stores a file that a client sends. Raises BadRequest if it does not have `size` bytes and
-        the sha256 `oid`, and DiskFull."""
+        the sha256 `oid`."""
         with self._draft(size) as draft:
             async for piece in in_chunks(body):
                 await asyncio.to_thread(draft.write, piece)
@@ -97,17 +97,11 @@ class LargeFiles:
 
         Both repositories can share the bytes on disk, because a large file never changes.
         """
-        if self.keep(oid):
-            return True
-        path = self.path(oid)
-        with to_disk():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
+        if not self.keep(oid) and other.keep(oid):
+            path = self.path(oid)
+            make_folder(path.parent, below=self._folder)
+            with contextlib.suppress(FileExistsError):
                 os.link(other.path(oid), path)
-            except FileExistsError:
-                pass
-            except FileNotFoundError:
-                return False
             fsync_dir(path.parent)
         return self.keep(oid)
 
@@ -147,12 +141,8 @@ class LargeFiles:
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_mtime < before:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-        doomed = []
-        for oid in self.oids():
-            with contextlib.suppress(FileNotFoundError):
-                if oid not in named and self.path(oid).stat().st_mtime < before:
-                    doomed.append(oid)
-        return self.remove(doomed)
+        others = [oid for oid in self.oids() if oid not in named]
+        return self.remove(oid for oid in others if self.path(oid).stat().st_mtime < before)
 
     def remove_incomplete(self) -> None:
         """Deletes all unfinished files. Called only while no client sends a file."""
@@ -181,8 +171,7 @@ class _Draft:
                 f"The client announced {self.size} bytes and sent more: the file changed while it "
                 "was sent, so send it again."
             )
-        with to_disk():
-            self.file.write(piece)
+        self.file.write(piece)
         self.hash.update(piece)
 
 
@@ -191,8 +180,7 @@ def temporary_file(folder: Path, *, below: Path) -> Iterator[BinaryIO]:
     """A new file in `folder`, which is removed after the block unless it was published. Raises as
     `make_folder` does."""
     make_folder(folder, below=below)
-    with to_disk():
-        file = tempfile.NamedTemporaryFile(dir=folder, delete=False)  # noqa: SIM115
+    file = tempfile.NamedTemporaryFile(dir=folder, delete=False)  # noqa: SIM115
     try:
         with file:
             yield file  # type: ignore[misc]
@@ -203,10 +191,10 @@ def temporary_file(folder: Path, *, below: Path) -> Iterator[BinaryIO]:
 def publish(file: BinaryIO, path: Path, *, below: Path) -> None:
     """Moves a complete file to `path`, where readers look for it. After a power cut, the file is
     there completely or not at all. Raises as `make_folder` does."""
-    with to_disk():
-        file.flush()
-        os.fsync(file.fileno())
-        make_folder(path.parent, below=below)
+    file.flush()
+    os.fsync(file.fileno())
+    make_folder(path.parent, below=below)
+    with _still_there():
         Path(file.name).rename(path)
         fsync_dir(path.parent)
 
@@ -214,8 +202,8 @@ def publish(file: BinaryIO, path: Path, *, below: Path) -> None:
 def make_folder(folder: Path, *, below: Path) -> None:
     """Makes the missing folders between `below` and `folder`. Raises Conflict if `below` does not
     exist any more: if this made the repository's folder again, the hub would take it for a
-    repository. Raises DiskFull."""
-    with to_disk():
+    repository."""
+    with _still_there():
         for each in reversed([each for each in (folder, *folder.parents) if below in each.parents]):
             with contextlib.suppress(FileExistsError):
                 each.mkdir()
@@ -223,9 +211,8 @@ def make_folder(folder: Path, *, below: Path) -> None:
 
 
 @contextlib.contextmanager
-def to_disk() -> Iterator[None]:
-    """Turns an OSError within the block into Conflict, if the repository's folder is missing, or
-    into DiskFull."""
+def _still_there() -> Iterator[None]:
+    """Raises Conflict if the repository's folder is missing in the block."""
     try:
         yield
     except FileNotFoundError:
@@ -233,11 +220,14 @@ def to_disk() -> Iterator[None]:
             "The repository was moved or removed meanwhile: check its name, then send the file "
             "again."
         ) from None
-    except OSError as error:
-        raise DiskFull(
-            f"The hub could not store the file ({error.strerror}): make room on the hub's disk, "
-            "then send the file again."
-        ) from error
+
+
+async def write_body(file: IO[bytes], body: AsyncIterator[bytes]) -> None:
+    """Writes the pieces to `file`."""
+    async for piece in in_chunks(body):
+        await run_in_threadpool(file.write, piece)
+    # Another process may read the file, and a small body would stay in the buffer.
+    await run_in_threadpool(file.flush)
 
 
 async def in_chunks(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -2,8 +2,9 @@
 `lfs/xet/<store id>` of its folder. The files that are made of xorbs go to `store.py`.
 
 The client remembers which chunks it has sent to which URL, and does not send them there again. The
-URL has the id of a store. If a store lacks a xorb that a client has sent, the hub begins a new
-store. Clients send everything again to the URL of the new store. Uploads to the older store go on.
+URL has the id of a store. If no file can be made of the xorbs of a store, because one of them is
+lost or wrong, the hub begins a new store. Clients send everything again to the URL of the new
+store. Uploads to the older store go on.
 """
 
 import contextlib
@@ -22,22 +23,18 @@ from starlette.concurrency import run_in_threadpool
 from pipeline.hub.errors import BadRequest, TooLarge
 from pipeline.hub.large_files.store import (
     LargeFiles,
-    in_chunks,
     make_folder,
     publish,
     temporary_file,
-    to_disk,
+    write_body,
 )
 from pipeline.hub.large_files.xet_format import (
-    MAX_SHARD_BYTES,
-    MAX_XORB_BYTES,
     Chunk,
     XetFile,
     list_chunks,
     read_chunk,
     read_shard,
     read_terms,
-    xorb_hash,
 )
 from pipeline.pointers import OID
 
@@ -58,7 +55,7 @@ class XetStore:
     def current(cls, folder: Path) -> "XetStore":
         """The store to which clients send now. Makes one if there is none."""
         make_folder(_stores(folder), below=folder)
-        with _making, to_disk():
+        with _making:
             found = sorted(_stores(folder).glob("*"), key=lambda store: store.stat().st_mtime_ns)
             store = found[-1] if found else _begin(folder)
             os.utime(store)  # `empty` removes only stores with an old time
@@ -71,29 +68,20 @@ class XetStore:
             raise BadRequest("The hub has emptied this Xet store: start the upload again.")
 
     async def receive_xorb(self, body: AsyncIterator[bytes], hash: str) -> None:
-        """Stores a xorb. Raises BadRequest if the body is not a xorb with this hash, TooLarge and
-        DiskFull."""
-        async with self._draft(body, MAX_XORB_BYTES) as file:
-
-            def move() -> None:
-                if (found := xorb_hash(file)) != hash:
-                    raise BadRequest(
-                        f"The xorb has the hash {found} instead of {hash}: send it again."
-                    )
-                self.check_is_there()
-                publish(file, self._xorb(hash), below=self._xorbs)
-
-            await run_in_threadpool(move)
+        """Stores a xorb. Raises BadRequest if this is not the form of a hash."""
+        path = self._xorb(hash)
+        async with self._draft(body) as file:
+            self.check_is_there()
+            await run_in_threadpool(publish, file, path, below=self._xorbs)
 
     async def receive_shard(self, body: AsyncIterator[bytes], *, max_file_bytes: int) -> None:
         """Makes each file that the shard describes out of the stored xorbs, and stores it as a
         large file.
 
-        Raises BadRequest if a file has another sha256 than the shard says, or if the hub does not
-        have a xorb. Raises TooLarge if a file has more than `max_file_bytes` bytes. Raises
-        DiskFull.
+        Raises BadRequest if a file cannot be made of the xorbs, or has another sha256 than the
+        shard says. Raises TooLarge if a file has more than `max_file_bytes` bytes.
         """
-        async with self._draft(body, MAX_SHARD_BYTES) as file:
+        async with self._draft(body) as file:
 
             def rebuild() -> None:
                 for each in read_shard(file):
@@ -106,22 +94,26 @@ class XetStore:
                 # stored.
                 for each in read_shard(file):
                     if each.sha256 is None or not self._files.keep(each.sha256):
-                        self._files.store(self._content(file, each), each.sha256, each.size)
+                        self._make(file, each)
 
             await run_in_threadpool(rebuild)
 
+    def _make(self, shard: BinaryIO, file: XetFile) -> None:
+        try:
+            self._files.store(self._content(shard, file), file.sha256, file.size)
+        except BadRequest:
+            # The hub was restored from a backup, for example. The client remembers the xorbs that
+            # it has sent, and sends them again only to the URL of another store. The present store
+            # stays, because other clients may be sending to it.
+            with _making:
+                _begin(self._folder)
+            raise
+
     def _content(self, shard: BinaryIO, file: XetFile) -> Iterator[bytes]:
         chunks = lru_cache(maxsize=16)(self._chunks)
-        for term in read_terms(shard, file):
-            with self._open(term.xorb) as xorb:
-                found = chunks(term.xorb)[term.start : term.end]
-                if sum(chunk.num_bytes for chunk in found) != term.num_bytes:
-                    raise BadRequest(
-                        f"The shard says that chunks {term.start} to {term.end} of xorb "
-                        f"{term.xorb} have {term.num_bytes} bytes, but they have another size: "
-                        "start the upload again."
-                    )
-                for chunk in found:
+        for hash, start, end in read_terms(shard, file):
+            with self._open(hash) as xorb:
+                for chunk in chunks(hash)[start:end]:
                     yield read_chunk(xorb, chunk)
 
     def _chunks(self, hash: str) -> list[Chunk]:
@@ -132,11 +124,6 @@ class XetStore:
         try:
             return self._xorb(hash).open("rb")
         except FileNotFoundError:
-            # The hub was restored from a backup, for example. The client remembers that it has sent
-            # this xorb, and sends it again only to the URL of another store. The present store
-            # stays, because other clients may be sending to it.
-            with _making, to_disk():
-                _begin(self._folder)
             raise BadRequest(
                 f"The hub does not have the xorb {hash}: start the upload again to send it."
             ) from None
@@ -147,17 +134,11 @@ class XetStore:
         return self._xorbs / hash
 
     @contextlib.asynccontextmanager
-    async def _draft(self, body: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[BinaryIO]:
+    async def _draft(self, body: AsyncIterator[bytes]) -> AsyncIterator[BinaryIO]:
         """A temporary file with the complete body."""
         self.check_is_there()
         with temporary_file(self._files.incoming, below=self._folder) as file:
-            async for piece in in_chunks(body):
-                with to_disk():
-                    await run_in_threadpool(file.write, piece)
-                if file.tell() > max_bytes:
-                    raise TooLarge(
-                        f"A xorb or shard may have {max_bytes} bytes at most: make it smaller."
-                    )
+            await write_body(file, body)
             yield file
 
 

@@ -1,24 +1,30 @@
-"""Keeps the repositories small: removes commits and large files that nothing needs any more.
+"""Removes commits and large files: those that nothing needs any more (`collect_garbage`), and a
+commit that was pushed by mistake (`purge`).
 
 A commit that is on no branch any more stays, because a release may name it, and a client may fetch
-it by its sha. Only `sweep` removes such commits. Git itself never does it (`gc.auto = 0`).
+it by its sha. Only `sweep` removes such commits. Git itself never does it (`gc.auto = 0`). Every
+step may be repeated. So if one is killed, it can be started again.
 """
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypedDict
 
 from sqlalchemy import select
 
 from pipeline.hub.database import Database
-from pipeline.hub.git.process import KEEP_PREFIX, git, lines_of
+from pipeline.hub.errors import BadRequest, Conflict, HubError
+from pipeline.hub.git.process import KEEP_PREFIX, PUSHED_PREFIXES, git, lines_of
 from pipeline.hub.large_files import xet_store
 from pipeline.hub.large_files.store import GRACE_SECONDS, LargeFiles
-from pipeline.hub.repositories.objects import all_commits, all_pointers, reachable_pointers
+from pipeline.hub.repositories.names import SHA
+from pipeline.hub.repositories.objects import all_commits, all_objects, look_up, pointers_of
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.schema import events
 
 NeededCommits = Callable[[], Collection[str]]
+_MAX_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +72,15 @@ def sweep(repository: Repository, needed: Iterable[str], *, new_files_stay: bool
     go too. Returns how many bytes the large files had. The caller holds the repository's lock."""
     files = LargeFiles(repository.folder)
     with _kept(repository, needed):
-        named = {pointer.oid for pointer in reachable_pointers(repository)}
+        listed = git(repository.folder, "rev-list", "--all", "--objects", "--no-object-names")
+        reachable = pointers_of(repository, look_up(repository, lines_of(listed)))
+        named = {pointer.oid for pointer in reachable.values()}
         num_bytes = files.remove_others(named, grace_seconds=GRACE_SECONDS)
         if not new_files_stay:
             # Before their pointers. If the sweep is killed, the next one still finds the remaining
             # files by the pointers.
-            files.remove(
-                pointer.oid for pointer in all_pointers(repository) if pointer.oid not in named
-            )
+            present = pointers_of(repository, all_objects(repository)).values()
+            files.remove({pointer.oid for pointer in present} - named)
         git(repository.folder, "gc", "--quiet", "--prune=now")
     return num_bytes
 
@@ -102,3 +109,66 @@ def _kept(repository: Repository, needed: Iterable[str]) -> Iterator[None]:
 def _drop_kept(repository: Repository) -> None:
     refs = git(repository.folder, "for-each-ref", "--format=delete %(refname)", KEEP_PREFIX)
     git(repository.folder, "update-ref", "--stdin", stdin=refs)
+
+
+class Purge(TypedDict):
+    commits: list[str]
+    """The shas of all commits that are removed: the given commit, and the commits after it, which
+    contain it."""
+    refs: list[str]
+    """The refs that lead to the commit, and that are removed too."""
+    is_there: bool
+    """False if the repository does not have the commit (any more)."""
+
+
+def plan_purge(repository: Repository, sha: str, open_refs: Collection[str]) -> Purge:
+    """What a purge would remove. `open_refs` are the refs of the open pull requests. Nobody can
+    push to the ref of another pull request, so a purge removes it.
+
+    Raises BadRequest if `sha` is not the sha of a commit, and Conflict if a branch, a tag or an
+    open pull request leads to the commit.
+    """
+    if not SHA.fullmatch(sha):
+        raise BadRequest(f"{sha!r} is not the sha of a commit: give all 40 digits of its sha.")
+    [found] = look_up(repository, [sha])
+    if found is None:
+        return Purge(commits=[sha], refs=[], is_there=False)
+    if found[1] != "commit":
+        raise BadRequest(
+            f"{sha} is a {found[1]}, not a commit: give the sha of the commit that brought it."
+        )
+    leading = lines_of(
+        git(repository.folder, "for-each-ref", f"--contains={sha}", "--format=%(refname)")
+    )
+    pushed = [ref for ref in leading if ref.startswith(PUSHED_PREFIXES) or ref in open_refs]
+    if pushed:
+        names = ", ".join(pushed[:_MAX_NAMED]) + (", …" if len(pushed) > _MAX_NAMED else "")
+        raise Conflict(
+            f"{names} of the {repository.name} still {'leads' if len(pushed) == 1 else 'lead'} to "
+            f"{sha}: first remove the commit there (git push --force), or delete the branch or "
+            "tag, or close the pull request."
+        )
+    after = git(
+        repository.folder,
+        *("rev-list", "--ancestry-path", "--stdin", f"^{sha}"),
+        stdin="".join(f"{each}\n" for each in all_commits(repository)).encode(),
+    )
+    return Purge(commits=[sha, *lines_of(after)], refs=leading, is_there=True)
+
+
+def purge(repository: Repository, sha: str, open_refs: Collection[str]) -> Purge:
+    """Removes the commits and refs of the plan that `plan_purge` makes, and returns the plan. The
+    caller holds the repository's lock. Raises the errors of `plan_purge`, and HubError if the
+    commit is still there afterwards."""
+    planned = plan_purge(repository, sha, open_refs)
+    commands = "".join(f"delete {ref}\n" for ref in planned["refs"])
+    git(repository.folder, "update-ref", "--stdin", stdin=commands.encode())
+    needed = set(all_commits(repository)).difference(planned["commits"])
+    sweep(repository, needed, new_files_stay=False)
+    xet_store.empty(repository.folder, grace_seconds=0)
+    if look_up(repository, [sha]) != [None]:
+        raise HubError(
+            f"{sha} is still in {repository.folder}: something that is not a ref leads to it, such "
+            "as objects/info/alternates or HEAD. Remove that, then purge again."
+        )
+    return planned

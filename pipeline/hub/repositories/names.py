@@ -1,11 +1,10 @@
 """Checks the names that clients send: of repositories, revisions and files."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from pipeline.hub.errors import BadRequest, RepositoryNotFound
+from pipeline.hub.errors import BadRequest
 
 RepositoryType = Literal["dataset", "model", "space"]
 REPOSITORY_TYPES: tuple[RepositoryType, ...] = get_args(RepositoryType)
@@ -23,7 +22,9 @@ RESERVED_OWNERS = frozenset(
 """Owners that no repository may have, because URLs that begin with them mean something else. In
 lower case."""
 # What `git check-ref-format` forbids in a name. So a name cannot be an expression such as `main~1`.
-_FORBIDDEN_IN_REF = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^[-/.]|/\.|[./]$|\.lock(/|$)")
+_FORBIDDEN_IN_REF = re.compile(
+    r"[\x00-\x20\x7f\ud800-\udfff~^:?*\[\\]|\.\.|@\{|//|^[-/.]|/\.|[./]$|\.lock(/|$)"
+)
 _IGNORED_BY_HFS = re.compile("[\u200c-\u200f\u202a-\u202e\u206a-\u206f\ufeff]")
 # `.gitmodules`, and its short names on Windows.
 _GITMODULES = re.compile(r"\.gitmodules|gitmod~[1-4]|gi7eba~\d")
@@ -31,10 +32,9 @@ _MAX_REF_BYTES = 2000
 _MAX_REF_PART_BYTES = 250
 """Git stores a ref as a file, and locks it by a second file with `.lock` added to its name. The
 name of a file may have 255 bytes."""
-MAX_PATH_BYTES = 4000
-MAX_DEPTH = 100
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_MAX_PATH_BYTES = 4000
+_MAX_DEPTH = 100
+_NOT_IN_PATH = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,20 +74,9 @@ def repository_name(type: str, owner: str, name: str) -> RepositoryName:
     return RepositoryName(type=type, owner=owner, name=name)
 
 
-def requested_name(type: RepositoryType, owner: str, name: str) -> RepositoryName:
-    """As `repository_name`, but raises RepositoryNotFound for an invalid name, because no
-    repository can have such a name."""
-    try:
-        return repository_name(type, owner, name)
-    except BadRequest as error:
-        raise RepositoryNotFound(
-            f"There is no {type} {f'{owner}/{name}'!r} here. {error}"
-        ) from None
-
-
 def is_ref_name(name: str) -> bool:
     """Whether git allows `name` as the name of a branch or a tag, and can store it."""
-    if not name or _FORBIDDEN_IN_REF.search(name) or _SURROGATE.search(name):
+    if not name or _FORBIDDEN_IN_REF.search(name):
         return False
     parts = [len(part) for part in name.encode().split(b"/")]
     return max(parts) <= _MAX_REF_PART_BYTES and len(name.encode()) <= _MAX_REF_BYTES
@@ -118,39 +107,24 @@ def new_file_path(path: str) -> str:
 def changed_path(path: str) -> str:
     """The path, if a commit over the API may add or delete something there. A commit may delete a
     file that it may not add, because a push may have added it. Raises BadRequest."""
-    checked = stored_path([path])
-    if _SURROGATE.search(path):
+    if _NOT_IN_PATH.search(path):
         raise BadRequest(
-            f"{path!r} is not a valid path: it has half of a character (a surrogate). Rename the "
-            "file."
+            f"{path!r} is not a valid path: it has a control character, or half of a character (a "
+            "surrogate). Rename the file."
         )
-    if len(path.encode()) > MAX_PATH_BYTES:
-        raise BadRequest(
-            f"The path {path[:100]!r}… has more than {MAX_PATH_BYTES} bytes: shorten it."
-        )
-    if path.count("/") > MAX_DEPTH:
-        raise BadRequest(
-            f"The path {path[:100]!r}… has more than {MAX_DEPTH} folders: nest the folders less "
-            "deeply."
-        )
-    return checked
-
-
-def stored_path(parts: Sequence[str]) -> str:
-    """Joins the parts of a path inside a repository. Raises BadRequest for a path that no file can
-    have, and for control characters."""
-    path = "/".join(parts)
-    if has_control_character(path):
-        raise BadRequest(
-            f"{path!r} is not a valid path: it has a control character. Rename the file."
-        )
-    if any(piece in ("", ".", "..") for piece in path.split("/")):
+    if not is_path(path):
         raise BadRequest(
             f"{path!r} is not a path of a file in a repository: write folder/file, without an "
             "empty part, '.' or '..'."
         )
+    if len(path.encode()) > _MAX_PATH_BYTES or path.count("/") > _MAX_DEPTH:
+        raise BadRequest(
+            f"The path {path[:100]!r}… has more than {_MAX_PATH_BYTES} bytes or {_MAX_DEPTH} "
+            "folders: shorten it, or nest the folders less deeply."
+        )
     return path
 
 
-def has_control_character(path: str) -> bool:
-    return _CONTROL.search(path) is not None
+def is_path(path: str) -> bool:
+    """Whether a client can ask for a file with this path."""
+    return not _NOT_IN_PATH.search(path) and {"", ".", ".."}.isdisjoint(path.split("/"))

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,16 +18,13 @@ from sqlalchemy.sql.elements import ColumnElement
 
 from pipeline.hub.database import Database
 from pipeline.hub.errors import BadRequest, Conflict, RepositoryNotFound
-from pipeline.hub.git.cleanup import clear_repository, end_processes
-from pipeline.hub.git.process import git
+from pipeline.hub.git.process import clear_repository, end_processes, git
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.repositories.names import (
     DEFAULT_BRANCH,
     REPOSITORY_TYPES,
     RepositoryName,
-    RepositoryType,
     repository_name,
-    requested_name,
 )
 from pipeline.hub.schema import repositories as table
 
@@ -130,66 +127,70 @@ class Repositories:
             f"`hf repos create {name.id} --type {name.type}`."
         )
 
-    def find_as_git(self, connection: Connection, name: RepositoryName) -> Repository:
-        """As `find`, for the URLs of git: `/owner/name` means a dataset if there is no such model.
-        Raises RepositoryNotFound."""
-        types: tuple[RepositoryType, ...] = (name.type,)
-        if name.type == "model":
-            types = ("model", "dataset")
-        for type in types:
-            with suppress(RepositoryNotFound):
-                return self.find(connection, requested_name(type, name.owner, name.name))
-        raise RepositoryNotFound(
-            f"There is no {' and no '.join(types)} {name.id} here: check the name, or create a "
-            f"dataset with `hf repos create {name.id} --type dataset`."
-        )
-
     def find_by_id(self, connection: Connection, id: str) -> Repository:
         """The repository of this id, whatever its name is now. Raises RepositoryNotFound."""
         row = connection.execute(select(table).where(table.c.id == id)).one_or_none()
         if row is None:
-            raise RepositoryNotFound(
-                f"There is no repository with the id {id} here any more: look it up by its name."
-            )
+            raise RepositoryNotFound(f"There is no repository with the id {id} here any more.")
         return self._from_row(row)
 
     def all(self, connection: Connection) -> list[Repository]:
         return [self._from_row(row) for row in connection.execute(select(table))]
 
-    def prepare(self, name: RepositoryName, *, on_error: ExitStack) -> Repository:
-        """Makes the folder of an empty repository aside, where nobody sees it. It takes no lock.
-        Adds to `on_error` a callback that removes the folder."""
+    @contextmanager
+    def prepared(self, name: RepositoryName) -> Iterator[Repository]:
+        """An empty repository whose folder nobody sees yet. The block calls `placed`."""
         aside = self.incoming / f"{secrets.token_hex(12)}.git"
-        on_error.callback(shutil.rmtree, aside, ignore_errors=True)
-        git(aside, "init", "--quiet", "--bare", "--template=")
-        (aside / "HEAD").write_text(f"ref: {DEFAULT_BRANCH}\n")
-        (aside / "config").write_text(_CONFIG)
-        return Repository(
-            id=aside.stem, name=name, private=True, created_at=time.time(), folder=aside
-        )
+        try:
+            git(aside, "init", "--quiet", "--bare", "--template=")
+            (aside / "HEAD").write_text(f"ref: {DEFAULT_BRANCH}\n")
+            (aside / "config").write_text(_CONFIG)
+            yield Repository(
+                id=aside.stem, name=name, private=True, created_at=time.time(), folder=aside
+            )
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)  # it is still there after an error
 
-    def create(
-        self,
-        connection: Connection,
-        prepared: Repository,
-        *,
-        private: bool,
-        on_error: ExitStack,
-    ) -> Repository:
-        """Gives a prepared repository its name. Raises Conflict if the name is taken.
+    @contextmanager
+    def placed(self, folder: Path, name: RepositoryName) -> Iterator[None]:
+        """Moves `folder` to the place of a repository of this name before the block, in which the
+        caller stores the name, and back if the block raises an error. Raises Conflict if the place
+        is taken."""
+        place = self.folder(name)
+        # If only the case of a repository's name changes, a file system that ignores case finds the
+        # repository's own folder.
+        if place.exists() and not place.samefile(folder):
+            raise _taken(name)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with _moved(folder, place):
+            yield
 
-        Adds to `on_error` a callback that removes the folder. The caller closes `on_error` if its
-        transaction fails.
-        """
-        name = prepared.name
-        self._check_free(connection, name)
-        self.folder(name).parent.mkdir(parents=True, exist_ok=True)
-        prepared.folder.rename(self.folder(name))
-        on_error.callback(shutil.rmtree, self.folder(name), ignore_errors=True)
-        return self.adopt(connection, name, private=private)
+    @contextmanager
+    def moving(self, repository: Repository, to: RepositoryName) -> Iterator[None]:
+        """As `placed`. If the hub is killed within the block, its next start calls
+        `finish_moves`."""
+        mark = f"{repository.id}{_MOVING}"
+        (repository.folder / mark).touch()
+        with self.placed(repository.folder, to):
+            yield
+        # After an error the file stays, because the error may come after the commit.
+        (self.folder(to) / mark).unlink()
+
+    @contextmanager
+    def removal(self, repository: Repository) -> Iterator[None]:
+        """Moves the repository's folder away before the block. If the block raises an error, the
+        folder is moved back, else it is deleted."""
+        aside = self._removed / f"{repository.id}.git"
+        # A person may have removed the folder.
+        is_there = repository.folder.exists()
+        with _moved(repository.folder, aside) if is_there else nullcontext():
+            yield
+        shutil.rmtree(aside, ignore_errors=True)
 
     def adopt(self, connection: Connection, name: RepositoryName, *, private: bool) -> Repository:
-        """Adds the row of a repository whose folder exists."""
+        """Adds the row of a repository whose folder exists. Raises Conflict if the name is
+        taken."""
+        self._check_free(connection, name)
         values = {
             "id": secrets.token_hex(12),
             "type": name.type,
@@ -204,51 +205,19 @@ class Repositories:
     def set_private(self, connection: Connection, repository: Repository, private: bool) -> None:
         connection.execute(update(table).where(table.c.id == repository.id).values(private=private))
 
-    @contextmanager
-    def removal(self, repository: Repository) -> Iterator[None]:
-        """Moves the repository's folder away before the block. If the block raises an error, the
-        folder is moved back, else it is deleted."""
-        aside = self._removed / f"{repository.id}.git"
-        if repository.folder.exists():
-            repository.folder.rename(aside)
-        try:
-            yield
-        except BaseException:
-            if aside.exists():  # not if the folder was missing before
-                aside.rename(repository.folder)
-            raise
-        shutil.rmtree(aside, ignore_errors=True)
-
     def forget(self, connection: Connection, repository: Repository) -> None:
         """Deletes the row of the repository."""
         connection.execute(delete(table).where(table.c.id == repository.id))
 
-    def move(
-        self,
-        connection: Connection,
-        repository: Repository,
-        to: RepositoryName,
-        *,
-        on_error: ExitStack,
+    def rename(
+        self, connection: Connection, repository: Repository, to: RepositoryName
     ) -> Repository:
-        """Gives the repository the name `to`. Raises Conflict if this name is taken. Adds to
-        `on_error` a callback that moves the folder back. After the transaction, the caller calls
-        `end_move`. If the hub is killed before that, its next start calls `finish_moves`.
-        """
+        """Gives the repository the name `to`. Raises Conflict if this name is taken."""
         self._check_free(connection, to, but=repository)
         connection.execute(
             update(table).where(table.c.id == repository.id).values(owner=to.owner, name=to.name)
         )
-        self.folder(to).parent.mkdir(parents=True, exist_ok=True)
-        # On an error this file stays, because the error may come after the commit.
-        (repository.folder / f"{repository.id}{_MOVING}").touch()
-        repository.folder.rename(self.folder(to))
-        on_error.callback(self.folder(to).rename, repository.folder)
         return self.find(connection, to)
-
-    def end_move(self, moved: Repository) -> None:
-        """Removes what `finish_moves` would need."""
-        (moved.folder / f"{moved.id}{_MOVING}").unlink()
 
     def finish_moves(self, connection: Connection) -> None:
         """Gives each folder whose move was interrupted the name in its repository's row. This is
@@ -270,19 +239,9 @@ class Repositories:
     def _check_free(
         self, connection: Connection, name: RepositoryName, but: Repository | None = None
     ) -> None:
-        taken = connection.execute(select(table).where(_is(name))).all()
-        for row in taken:
-            if but is None or row.id != but.id:
-                raise Conflict(
-                    f"There is a {self._from_row(row).name} here already: choose another name."
-                )
-        # If only the case of a repository's name changes, a file system that ignores case finds the
-        # repository's own folder here. This is no conflict. `taken` then has the repository's row.
-        if not taken and self.folder(name).exists():
-            raise Conflict(
-                f"There is a folder for a {name} here already: choose another name, or restart the "
-                "hub, which then adds the repository in this folder to its database."
-            )
+        row = connection.execute(select(table).where(_is(name))).one_or_none()
+        if row is not None and (but is None or row.id != but.id):
+            raise _taken(self._from_row(row).name)
 
     def remove_incomplete(self) -> None:
         """Removes what a killed hub left unfinished. Called before the hub answers a request."""
@@ -317,3 +276,18 @@ class Repositories:
 
 def _is(name: RepositoryName) -> ColumnElement[bool]:
     return and_(table.c.type == name.type, table.c.owner == name.owner, table.c.name == name.name)
+
+
+def _taken(name: RepositoryName) -> Conflict:
+    return Conflict(f"There is a {name} here already: choose another name.")
+
+
+@contextmanager
+def _moved(folder: Path, place: Path) -> Iterator[None]:
+    """Moves the folder before the block, and back if the block raises an error."""
+    folder.rename(place)
+    try:
+        yield
+    except BaseException:
+        place.rename(folder)
+        raise

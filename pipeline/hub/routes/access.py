@@ -139,8 +139,3 @@ async def locked(hub: HubOf, identity: Writer, name: Named) -> AsyncIterator[Rep
 
 
 Locked = Annotated[Repository, Depends(locked, scope="function")]
-
-
-def find_as_git(hub: HubOf, identity: Who, name: Named) -> Repository:
-    """Like `readable`, for git and git-lfs: `/owner/name` also finds a dataset."""
-    return hub.find_reached(name, identity, as_git=True)

@@ -15,12 +15,11 @@ from starlette.responses import JSONResponse
 from pipeline.hub.actions.discussions import Discussions, check_takes_commits
 from pipeline.hub.commits.body import CommitBody
 from pipeline.hub.commits.changes import MAX_GIT_BYTES, attributes_files, planned_changes
-from pipeline.hub.commits.checks import check_changes
-from pipeline.hub.commits.fast_import import NewCommit, first_commit, import_commit, make_commit
+from pipeline.hub.commits.fast_import import first_commit, import_commit, make_commit
 from pipeline.hub.contents.attributes import IGNORE_FILE, ignored_paths, large_file_paths
 from pipeline.hub.contents.cards import parse_card
 from pipeline.hub.contents.history import read_commit, resolve_revision
-from pipeline.hub.contents.trees import Entry, read_tree
+from pipeline.hub.contents.trees import Entry, find_paths, read_tree
 from pipeline.hub.discussions import MAX_TITLE, OPEN, list_discussions
 from pipeline.hub.errors import RevisionNotFound
 from pipeline.hub.events import EventLog, record_ref_changes
@@ -34,7 +33,6 @@ from pipeline.hub.http_json import (
     receive_into,
 )
 from pipeline.hub.repositories.names import DEFAULT_BRANCH, new_file_path
-from pipeline.hub.repositories.objects import pointers_of
 from pipeline.hub.repositories.refs import RefChange, read_refs, remember
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes.access import API, Named, Writer, readable
@@ -95,7 +93,8 @@ async def preupload(
 ) -> Json:
     """Says for each file whether the client sends it in the commit (`regular`) or before the commit
     (`lfs`), and whether `.gitignore` excludes it. Also gives the id of the present file at the same
-    path."""
+    path: the sha256 of a large file, or else the sha of the blob. If the client's file has the same
+    id, the client does not send it."""
     paths = [new_file_path(file.path) for file in body.files]
     find = partial(hub.find_reached, name, identity)
     # Most repositories have a commit, and then the request need not wait for the lock.
@@ -106,10 +105,15 @@ async def preupload(
     def read() -> list[Json]:
         repository = find()
         _, head = find_branch(repository, revision)
+        assert head is not None  # there is a commit, see above
         tree = read_tree(repository, head)
         tracked = large_file_paths(repository, attributes_files(tree), paths)
         ignored = _ignored(repository, tree, body.gitIgnore, paths)
-        there = _oids(repository, tree, paths)
+        there = {
+            each.path: each.oid if each.lfs is None else each.lfs.oid
+            for each in find_paths(repository, head, paths)
+            if each.type == "file"
+        }
         return [
             {
                 "path": file.path,
@@ -173,16 +177,6 @@ def _is_large(file: PlannedFile) -> bool:
     return file.size > MAX_GIT_BYTES or b"\0" in file.sample
 
 
-def _oids(
-    repository: Repository, tree: Mapping[str, Entry], paths: Sequence[str]
-) -> Mapping[str, str]:
-    """Maps each of `paths` that exists to the id of its file: the sha256 of a large file, or else
-    the sha of the blob. If the client's file has the same id, the client does not send the file."""
-    there = {path: tree[path].oid for path in paths if path in tree and tree[path].type == "file"}
-    pointers = pointers_of(repository, set(there.values()))
-    return {path: pointers[oid].oid if oid in pointers else oid for path, oid in there.items()}
-
-
 def begin(log: EventLog, repository: Repository, identity: Identity) -> None:
     """Makes the first commit if the repository has no commit. On the Hugging Face Hub every
     repository has a commit, and clients such as `Dataset.push_to_hub` fail without it. No event is
@@ -200,7 +194,7 @@ def commit_to_branch(
     ref, head = find_branch(repository, revision)
     if ref.startswith(PULL_REQUEST_PREFIX):
         check_takes_commits(log, repository, ref)
-    sha = make_commit(repository, ref, head, _new_commit(repository, head, body, identity))
+    sha = make_commit(repository, ref, head, body, signature(identity))
     return sha, () if sha == head else record_ref_changes(repository, log), None
 
 
@@ -212,9 +206,8 @@ def commit_to_pull_request(
     base, head = find_branch(repository, revision, or_pull_request=False)
     parent = body.header.parentCommit
     start = head if parent is None else resolve_revision(repository, parent)
-    new = _new_commit(repository, start, body, identity)
-    check_changes(new.changes, repository, start)
-    sha = import_commit(repository, start, new)
+    changes = planned_changes(repository, start, body)
+    sha = import_commit(repository, start, body.header.message, signature(identity), changes)
     earlier = _opened_before(log, repository, identity, base, sha)
     if earlier is not None:
         return earlier
@@ -261,14 +254,3 @@ def find_branch(
             "a branch: create the branch first."
         )
     return ref, refs.get(ref)
-
-
-def _new_commit(
-    repository: Repository, head: str | None, body: CommitBody, identity: Identity
-) -> NewCommit:
-    return NewCommit(
-        message=body.header.message,
-        author=signature(identity),
-        changes=planned_changes(repository, head, body),
-        parent=body.header.parentCommit,
-    )

@@ -6,17 +6,15 @@ from html import escape
 from typing import Annotated
 from urllib.parse import parse_qs
 
-from fastapi import APIRouter, Query
-from starlette.concurrency import run_in_threadpool
+from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pipeline.hub.contents.cards import README, Card, read_card
+from pipeline.hub.contents.cards import README, Card, parse_card
 from pipeline.hub.contents.history import last_commits, list_commits, resolve_revision
 from pipeline.hub.contents.trees import (
     SMALL_FILE_BYTES,
     Entry,
-    find_file,
     find_paths,
     list_tree,
     read_file,
@@ -25,12 +23,10 @@ from pipeline.hub.contents.trees import (
 from pipeline.hub.errors import BadRequest, EntryNotFound, NotFound, RevisionNotFound
 from pipeline.hub.http_json import Json, iso_time, next_page, read_body
 from pipeline.hub.large_files.store import LargeFiles
-from pipeline.hub.repositories.names import stored_path
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes import file_answers
-from pipeline.hub.routes.access import API, FILES, Named, Readable, Who
-from pipeline.hub.service import HubOf
-from pipeline.pointers import Pointer, may_be_pointer
+from pipeline.hub.routes.access import API, FILES, Readable
+from pipeline.pointers import Pointer
 
 COMMITS_PER_PAGE = 1000
 MAX_PATHS = 10_000
@@ -45,19 +41,14 @@ def describe_newest(repository: Readable, blobs: bool = False) -> JSONResponse:
     try:
         return describe(repository, "main", blobs)
     except RevisionNotFound:
-        return JSONResponse({**facts(repository), "sha": None, "siblings": []})
+        return JSONResponse({**described(repository, None), "siblings": []})
 
 
 @api.get("/revision/{revision:rest}")
 def describe(repository: Readable, revision: str, blobs: bool = False) -> JSONResponse:
     commit = resolve_revision(repository, revision)
-    entries = list_tree(repository, commit, recursive=True)
-    return JSONResponse(
-        {
-            **described(repository, commit),
-            "siblings": [_sibling(entry, blobs) for entry in entries if entry.type == "file"],
-        }
-    )
+    siblings = siblings_at(repository, commit, blobs)
+    return JSONResponse({**described(repository, commit), "siblings": siblings})
 
 
 # FastAPI registers the lower one first: `Ada/tree/tree/main` is the repository `Ada/tree`.
@@ -71,43 +62,35 @@ def tree(
     expand: bool = False,
 ) -> JSONResponse:
     commit = resolve_revision(repository, revision)
-    try:
-        folder = path and stored_path([path])
-    except BadRequest as error:
-        name = repository.name
-        raise EntryNotFound(f"The {name} has no such folder: {error}", commit=commit) from None
-    entries = list_tree(repository, commit, folder, recursive=recursive)
+    entries = list_tree(repository, commit, path, recursive=recursive)
     return JSONResponse(_entries(repository, commit, entries, expand=expand))
 
 
-@api.post("/paths-info/{revision:rest}")
-async def paths_info(
-    request: Request, hub: HubOf, identity: Who, name: Named, revision: str
-) -> JSONResponse:
+async def _form(request: Request) -> dict[str, list[str]]:
     try:
-        form = parse_qs((await read_body(request)).decode(), max_num_fields=MAX_PATHS)
+        return parse_qs((await read_body(request)).decode(), max_num_fields=MAX_PATHS)
     except ValueError as error:
         raise BadRequest(
             f"The form cannot be read ({error}): send it in UTF-8, with at most {MAX_PATHS} fields."
         ) from None
-    paths = [path for path in form.get("paths", []) if _is_path(path)]
+
+
+@api.post("/paths-info/{revision:rest}")
+def paths_info(
+    form: Annotated[dict[str, list[str]], Depends(_form)], repository: Readable, revision: str
+) -> JSONResponse:
     expand = form.get("expand", [""])[0].lower() in ("1", "true")
-
-    def read() -> list[Json]:
-        repository = hub.find_reached(name, identity)
-        commit = resolve_revision(repository, revision)
-        entries = find_paths(repository, commit, paths)
-        items = _entries(repository, commit, entries, expand=expand)
-        for entry, item in zip(entries, items, strict=True):
-            if entry.lfs is not None and not expand:
-                # `huggingface_hub` copies a large file to another repository only if the file has a
-                # Xet hash. The client neither checks nor uses this hash, so the sha256 is enough.
-                # A copy asks without `expand`. Only `HfFileSystem` asks with it, and would download
-                # a file with a Xet hash over Xet, which this hub does not have.
-                item["xetHash"] = entry.lfs.oid
-        return items
-
-    return JSONResponse(await run_in_threadpool(read))
+    commit = resolve_revision(repository, revision)
+    entries = find_paths(repository, commit, form.get("paths", []))
+    items = _entries(repository, commit, entries, expand=expand)
+    for entry, item in zip(entries, items, strict=True):
+        if entry.lfs is not None and not expand:
+            # `huggingface_hub` copies a large file to another repository only if the file has a Xet
+            # hash. The client neither checks nor uses this hash, so the sha256 is enough. A copy
+            # asks without `expand`. Only `HfFileSystem` asks with it, and would download a file
+            # with a Xet hash over Xet, which this hub does not have.
+            item["xetHash"] = entry.lfs.oid
+    return JSONResponse(items)
 
 
 @api.get("/commits/{revision:rest}")
@@ -149,21 +132,18 @@ def commits(
 def resolve(request: Request, repository: Readable, revision: str, path: str = "") -> Response:
     """The bytes of a file. If git has a pointer there, the bytes of the large file that it names.
     HEAD gets only the headers, which a client needs for its cache."""
-    try:
-        commit, file = find_file(repository, revision, stored_path([path]))
-    except BadRequest as error:
-        commit = resolve_revision(repository, revision)
-        raise EntryNotFound(str(error), commit=commit) from None
+    commit = resolve_revision(repository, revision)
+    file = next(iter(find_paths(repository, commit, [path])), None)
+    if file is None or file.type != "file":
+        raise EntryNotFound(
+            f"The {repository.name} has no file {path!r} at {revision}.", commit=commit
+        )
+    if file.lfs is not None:
+        return _large_file(request, repository, commit, file, file.lfs)
     headers = {"X-Repo-Commit": commit, "ETag": f'"{file.oid}"'}
     is_small = request.method == "GET" and file.size_bytes <= SMALL_FILE_BYTES
-    if is_small or may_be_pointer(file.size_bytes):
-        content = read_file(repository, file)
-        if (pointer := Pointer.parse(content)) is not None:
-            return _large_file(request, repository, commit, file, pointer)
-        return file_answers.answer(request, len(content), headers, content)
-    return file_answers.answer(
-        request, file.size_bytes, headers, partial(stream_file, repository, file)
-    )
+    content = read_file(repository, file) if is_small else partial(stream_file, repository, file)
+    return file_answers.answer(request, file.size_bytes, headers, content)
 
 
 def _large_file(
@@ -188,8 +168,12 @@ def _large_file(
     return file_answers.answer(request, size, headers, partial(large.read, pointer.oid))
 
 
-def facts(repository: Repository) -> Json:
-    return {
+@lru_cache(maxsize=10_000)
+def described(repository: Repository, commit: str | None) -> Json:
+    """The facts of the repository at a commit, with those of its card; or without a commit. The
+    Hugging Face Hub also infers the task and the library of a model from its files; this hub takes
+    them from the card only."""
+    facts: Json = {
         "_id": repository.id,
         "id": repository.name.id,
         "author": repository.name.owner,
@@ -200,34 +184,26 @@ def facts(repository: Repository) -> Json:
         "likes": 0,
         "createdAt": iso_time(repository.created_at),
         "lastModified": iso_time(repository.created_at),
+        "sha": commit,
     }
-
-
-@lru_cache(maxsize=10_000)
-def described(repository: Repository, commit: str) -> Json:
-    """The facts at a commit, and those of its card. The Hugging Face Hub also infers the task and
-    the library of a model from its files; this hub takes them from the card only."""
+    if commit is None:
+        return facts
     [newest] = list_commits(repository, commit, skip=0, limit=1)
     readme = next(iter(find_paths(repository, commit, [README])), None)
     card = Card()
     if readme is not None and readme.type == "file":
-        card = read_card(repository.folder, readme.oid)
-    told: Json = {"tags": card.texts("tags"), "cardData": card.metadata}
+        card = parse_card(read_file(repository, readme).decode(errors="replace"))
+    facts |= {"lastModified": iso_time(newest.committed_at)}
+    facts |= {"tags": card.texts("tags"), "cardData": card.metadata}
     if repository.name.type == "model":
-        told |= {key: text for key in ("pipeline_tag", "library_name") for text in card.texts(key)}
-    return {
-        **facts(repository),
-        **told,
-        "sha": commit,
-        "lastModified": iso_time(newest.committed_at),
-    }
+        facts |= {key: text for key in ("pipeline_tag", "library_name") for text in card.texts(key)}
+    return facts
 
 
-def forget_cards() -> None:
-    """Empties the caches. Called after a purge, because a card in them may be of a removed
-    commit."""
-    described.cache_clear()
-    read_card.cache_clear()
+def siblings_at(repository: Repository, commit: str, with_sizes: bool = False) -> list[Json]:
+    """The files of the commit."""
+    entries = list_tree(repository, commit, recursive=True)
+    return [_sibling(entry, with_sizes) for entry in entries if entry.type == "file"]
 
 
 def _entries(
@@ -262,10 +238,3 @@ def _sibling(entry: Entry, with_sizes: bool) -> Json:
 
 def _sizes(entry: Entry, pointer: Pointer) -> Json:
     return {"size": pointer.size, "pointerSize": entry.size_bytes}
-
-
-def _is_path(path: str) -> bool:
-    try:
-        return bool(stored_path([path]))
-    except BadRequest:
-        return False

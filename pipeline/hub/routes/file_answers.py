@@ -22,30 +22,23 @@ def answer(
 ) -> Response:
     """The answer with a file of `size` bytes: its `content`, or a function that gives it. Then the
     bytes are streamed, so only one chunk is in memory at a time. Raises RangeNotSatisfiable."""
-    status, (start, end), headers = _head(request, size, headers)
+    start, end = _requested_range(request, size)
+    is_part = (start, end) != (0, size)
+    status = 206 if is_part else 200
+    headers = {
+        "Accept-Ranges": "bytes",
+        "Content-Type": "application/octet-stream",
+        "X-Content-Type-Options": "nosniff",
+        "Content-Length": str(end - start),
+        **({"Content-Range": f"bytes {start}-{end - 1}/{size}"} if is_part else {}),
+        **headers,
+    }
     if request.method == "HEAD":
         return Response(status_code=status, headers=headers)
     if isinstance(content, bytes):
         return Response(content[start:end], status_code=status, headers=headers)
     body = content(start=start, length=end - start)
     return StreamingResponse(body, status_code=status, headers=headers)
-
-
-def _head(
-    request: Request, size: int, headers: Mapping[str, str]
-) -> tuple[int, tuple[int, int], dict[str, str]]:
-    start, end = _requested_range(request, size)
-    all_headers = {
-        "Accept-Ranges": "bytes",
-        "Content-Type": "application/octet-stream",
-        "X-Content-Type-Options": "nosniff",
-        "Content-Length": str(end - start),
-        **headers,
-    }
-    if (start, end) == (0, size):
-        return 200, (start, end), all_headers
-    all_headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
-    return 206, (start, end), all_headers
 
 
 def _requested_range(request: Request, size: int) -> tuple[int, int]:

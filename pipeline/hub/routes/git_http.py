@@ -8,25 +8,26 @@ https://git-scm.com/docs/http-protocol, https://git-scm.com/docs/git-http-backen
 """
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from functools import partial
 from tempfile import TemporaryFile
 from typing import IO, Annotated
 
 from fastapi import APIRouter, Depends
+from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response, StreamingResponse
 
 from pipeline.hub.discussions import open_refs
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.events import record_ref_changes
 from pipeline.hub.git import backend
-from pipeline.hub.git.cleanup import clear_repository
+from pipeline.hub.git.process import clear_repository
 from pipeline.hub.http_json import GIT_SERVICES, receive_into
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.routes.access import FILES, Named, Who, find_as_git
+from pipeline.hub.routes.access import FILES, Named, Readable, Who
 from pipeline.hub.service import Hub, HubOf
 
 _LS_REFS = b"0014command=ls-refs"
@@ -37,24 +38,19 @@ router = APIRouter(prefix=FILES)
 async def _service(request: Request, identity: Who) -> str:
     """The git service that the request asks for. Raises Unauthorized, Forbidden and BadRequest."""
     service = request.url.path.rpartition("/")[2]
+    is_git = request.headers.get("content-type") == f"application/x-{service}-request"
     if service == "refs":
         service = request.query_params.get("service", "")
-        if service not in GIT_SERVICES:
-            raise BadRequest(
-                "This hub only answers git's smart HTTP protocol: use git 1.6.6 or newer."
-            )
-    elif request.headers.get("content-type") != f"application/x-{service}-request":
-        raise BadRequest(f"{service} only answers git: use git for this address.")
+        is_git = service in GIT_SERVICES
+    if not is_git:
+        raise BadRequest("This address only answers git, from version 1.6.6.")
     if service == "git-receive-pack":
         identity.require_write("a push")
     return service
 
 
-Found = Annotated[Repository, Depends(find_as_git)]
-
-
 async def _body(
-    request: Request, hub: HubOf, _: Annotated[str, Depends(_service)], __: Found
+    request: Request, hub: HubOf, _: Annotated[str, Depends(_service)], __: Readable
 ) -> AsyncIterator[IO[bytes]]:
     """The complete body, in a file. It comes after the checks of the token and the repository."""
     with TemporaryFile(dir=hub.repositories.incoming) as file:
@@ -67,31 +63,32 @@ Body = Annotated[IO[bytes], Depends(_body)]
 
 
 @router.get("/info/refs")
-async def list_refs(request: Request, hub: HubOf, repository: Found, body: Body) -> Response:
+async def list_refs(request: Request, hub: HubOf, repository: Readable, body: Body) -> Response:
     async with hub.git_slots["list"]:
         variables = await run_in_threadpool(_environment, hub, request, repository, body)
-        return _answer(*backend.parse_answer(await backend.run(variables, body)))
+        status, headers, answer = backend.parse_answer(await backend.run(variables, body))
+    return _with_headers(Response(answer, status), headers)
 
 
 @router.post("/git-upload-pack")
-async def clone(request: Request, hub: HubOf, repository: Found, body: Body) -> Response:
+async def clone(request: Request, hub: HubOf, repository: Readable, body: Body) -> Response:
     if _asks_for_refs(body):
         return await list_refs(request, hub, repository, body)
-    return _Clone(hub, await run_in_threadpool(_environment, hub, request, repository, body), body)
+    variables = await run_in_threadpool(_environment, hub, request, repository, body)
+    pieces = _clone(hub, variables, body)
+    status, headers = backend.parse_head(await anext(pieces))
+    # A client that stops reading leaves the generator before its end.
+    closing = BackgroundTask(pieces.aclose)
+    return _with_headers(StreamingResponse(pieces, status, background=closing), headers)
 
 
-class _Clone(Response):
-    """Git's answer to a clone, sent while git writes it."""
-
-    def __init__(self, hub: Hub, environment: dict[str, str], body: IO[bytes]) -> None:
-        super().__init__()
-        self._slots = hub.git_slots["clone"]
-        self._environment = environment
-        self._body = body
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._slots:
-            await backend.serve(self._environment, self._body, receive, send)
+async def _clone(
+    hub: Hub, variables: dict[str, str], body: IO[bytes]
+) -> AsyncGenerator[bytes, None]:
+    """Git's answer to a clone, while git writes it. Has a slot until the client has read it."""
+    async with hub.git_slots["clone"], aclosing(backend.stream(variables, body)) as pieces:
+        async for piece in pieces:
+            yield piece
 
 
 @router.post("/git-receive-pack")
@@ -100,18 +97,18 @@ async def push(request: Request, hub: HubOf, identity: Who, name: Named, body: B
     # been removed or moved. The token may not reach the repository that has its name now. And the
     # environment names the open pull requests: one of them may have been merged, and would not have
     # the commits of this push.
-    find = partial(find_as_git, hub, identity, name)
+    find = partial(hub.find_reached, name, identity)
     async with hub.repositories.locked(find) as repository, hub.git_slots["push"]:
         variables = await run_in_threadpool(_environment, hub, request, repository, body)
         # Git runs to its end even if the client goes away, because it may have moved refs already.
-        told = await backend.run(variables, body)
-        if not told.is_whole:
+        done = await backend.run(variables, body)
+        if done.returncode != 0:  # git may have left locks
             await run_in_threadpool(clear_repository, repository.folder)
         # The event must be on disk before the client gets git's "ok".
         changes = await run_in_threadpool(record_ref_changes, repository, hub.log)
-        status, headers, answer = backend.parse_answer(told)
+        status, headers, answer = backend.parse_answer(done)
         remarks = await run_in_threadpool(hub.remarks, repository, changes)
-    return _answer(status, headers, backend.with_remarks(answer, remarks))
+    return _with_headers(Response(backend.with_remarks(answer, remarks), status), headers)
 
 
 def _environment(
@@ -119,13 +116,10 @@ def _environment(
 ) -> dict[str, str]:
     with hub.database.read() as connection:
         refs = open_refs(connection, repository)
-    route = "info/refs" if request.method == "GET" else request.url.path.rpartition("/")[2]
-    size = os.fstat(body.fileno()).st_size
-    return backend.cgi_environment(route, repository.folder, request.scope, size, refs)
+    return backend.cgi_environment(request, repository.folder, body, refs)
 
 
-def _answer(status: int, headers: backend.Headers, content: bytes) -> Response:
-    answer = Response(content, status)
+def _with_headers(answer: Response, headers: backend.Headers) -> Response:
     answer.raw_headers = headers
     return answer
 

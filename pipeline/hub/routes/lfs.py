@@ -1,31 +1,37 @@
-"""The batch API of Git LFS. It tells a client which files to send or fetch, and at which URLs. The
-routes of these URLs are in `transfers.py`.
+"""The batch API of Git LFS. It tells a client which files to send or fetch, and at which URLs.
+
+`huggingface_hub` sends no token with a file, so the signature of the URL replaces the token. A
+signature is valid for some hours, and only for one method, repository, file and size.
 
 https://github.com/git-lfs/git-lfs/blob/main/docs/api/README.md
 """
 
+from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field, StringConstraints
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
-from pipeline.hub.cipher import GRANT_SECONDS
-from pipeline.hub.errors import NotSupported
-from pipeline.hub.http_json import Json, hub_url, json_body
+from pipeline.hub.cipher import GRANT_SECONDS, Cipher
+from pipeline.hub.errors import Forbidden, NotFound
+from pipeline.hub.http_json import Json, hub_url, json_body, pieces
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.repositories.names import RepositoryName, RepositoryType
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.routes import transfers
-from pipeline.hub.routes.access import API, FILES, Readable, Who, Writer, find_as_git
+from pipeline.hub.routes import file_answers
+from pipeline.hub.routes.access import API, FILES, Readable, Who, Writer
 from pipeline.hub.service import Hub, HubOf
 from pipeline.pointers import OID
 
 _MAX_OBJECTS = 10_000
 
+_TRANSFERS = "/api/lfs/{repository_id}/objects/{oid}"
+
 router = APIRouter()
-LFS = f"{FILES}/info/lfs"
+transfers = APIRouter(prefix=_TRANSFERS)
+"""The routes of the signed URLs. Each first checks the signature; none needs a token."""
 
 
 class LargeObject(BaseModel):
@@ -39,13 +45,13 @@ class Batch(BaseModel):
     hash_algo: Literal["sha256"] = "sha256"
 
 
-@router.post(f"{LFS}/objects/batch")
+@router.post(f"{FILES}/info/lfs/objects/batch")
 def offer(
     request: Request,
     hub: HubOf,
     identity: Who,
     batch: Annotated[Batch, json_body(Batch)],
-    repository: Annotated[Repository, Depends(find_as_git)],
+    repository: Readable,
 ) -> JSONResponse:
     if batch.operation == "upload":
         identity.require_write("an upload of large files")
@@ -54,17 +60,6 @@ def offer(
     return JSONResponse(
         {"transfer": "basic", "objects": objects, "hash_algo": "sha256"},
         media_type="application/vnd.git-lfs+json",
-    )
-
-
-@router.post(f"{LFS}/locks/{{rest:rest}}")
-@router.post(f"{LFS}/locks")
-def refuse_locks(_: Annotated[Repository, Depends(find_as_git)]) -> None:
-    # Before each push, `git lfs` also sends `locks/verify`. After 501 it prints nothing and does
-    # not ask again. After 200 it would tell the user that this hub has locks.
-    raise NotSupported(
-        "This hub has no locks for files, so nobody else has locked a file either: push without a "
-        "lock."
     )
 
 
@@ -112,34 +107,69 @@ def _answer(hub: Hub, repository: Repository, url: str, batch: Batch, wanted: La
     """The hub's answer for one file of a batch."""
     told: Json = {"oid": wanted.oid, "size": wanted.size}
     files = LargeFiles(repository.folder)
+    size, limit = files.size(wanted.oid), hub.settings.max_push_bytes
     is_upload = batch.operation == "upload"
-    if (error := _error(hub, repository, files, is_upload, wanted)) is not None:
+    error: tuple[int, str] | None = None
+    if size is None and not is_upload:
+        missing = f"The {repository.name} does not have this large file"
+        error = 404, f"{missing}: push it from a clone that has it."
+    elif size is not None and size != wanted.size:
+        error = (
+            422,
+            (
+                f"The file with this sha256 has {size} bytes, and the request says {wanted.size}: "
+                "send the file's true size."
+            ),
+        )
+    elif is_upload and wanted.size > limit:
+        error = 422, f"A file may have {limit} bytes at most: raise [hub] max_push_bytes."
+    if error is not None:
         return {**told, "error": {"code": error[0], "message": error[1]}}
     if is_upload and files.keep(wanted.oid):
         return told
-    path = transfers.object_path(repository, wanted.oid)
-    signed = transfers.sign(hub.cipher, "PUT" if is_upload else "GET", path, wanted.size)
+    path = _TRANSFERS.format(repository_id=repository.id, oid=wanted.oid)
+    signed = sign(hub.cipher, "PUT" if is_upload else "GET", path, wanted.size)
     action = {"href": f"{url}{signed}", "expires_in": GRANT_SECONDS}
     actions = {"upload" if is_upload else "download": action}
     # "authenticated" says that the client needs no token for these URLs. They are signed.
     return {**told, "authenticated": True, "actions": actions}
 
 
-def _error(
-    hub: Hub, repository: Repository, files: LargeFiles, is_upload: bool, wanted: LargeObject
-) -> tuple[int, str] | None:
-    size = files.size(wanted.oid)
-    if not is_upload and size is None:
-        return 404, (
-            f"The {repository.name} does not have this large file: push it from a clone that has "
+def sign(cipher: Cipher, method: str, path: str, size: int) -> str:
+    """The path with a query that has the size in bytes and the signature."""
+    return f"{path}?size={size}&signature={cipher.grant(method, path, str(size))}"
+
+
+def _signed(request: Request, hub: HubOf, repository_id: str) -> tuple[LargeFiles, int]:
+    """The large files of the repository, and the signed size. Raises Forbidden if the URL is not
+    valid, and RepositoryNotFound if the repository does not exist any more."""
+    method = "GET" if request.method == "HEAD" else request.method
+    size, signature = (request.query_params.get(name, "") for name in ("size", "signature"))
+    if hub.cipher.read_grant(signature) != [method, request.scope["path"], size]:
+        raise Forbidden(
+            "The signature of this URL is wrong, or it has expired: ask the batch route of Git LFS "
+            "for a new URL."
+        )
+    return LargeFiles(hub.find_by_id(repository_id).folder), int(size)
+
+
+Signed = Annotated[tuple[LargeFiles, int], Depends(_signed)]
+
+
+@transfers.get("")
+def fetch(request: Request, signed: Signed, oid: str) -> Response:
+    files, _ = signed
+    size = files.size(oid)
+    if size is None:
+        raise NotFound(
+            f"The hub does not have the large file {oid} any more: push it from a clone that has "
             "it."
         )
-    if size is not None and size != wanted.size:
-        return 422, (
-            f"The file with this sha256 has {size} bytes, and the request says {wanted.size}: "
-            "send the file's true size."
-        )
-    limit = hub.settings.max_push_bytes
-    if is_upload and wanted.size > limit:
-        return 422, f"A file may have {limit} bytes at most: raise [hub] max_push_bytes."
-    return None
+    return file_answers.answer(request, size, {"ETag": f'"{oid}"'}, partial(files.read, oid))
+
+
+@transfers.put("")
+async def send(request: Request, signed: Signed, oid: str) -> Response:
+    files, size = signed
+    await files.receive(pieces(request), oid, size)
+    return Response(headers={"ETag": f'"{oid}"'})

@@ -10,13 +10,12 @@ from sqlalchemy import select
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from pipeline.hub.contents.trees import list_tree
 from pipeline.hub.errors import NotSupported
 from pipeline.hub.http_json import Json
 from pipeline.hub.repositories.names import DEFAULT_BRANCH
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes.access import TYPES, Who, with_token
-from pipeline.hub.routes.contents import described, facts
+from pipeline.hub.routes.contents import described, siblings_at
 from pipeline.hub.schema import refs
 from pipeline.hub.service import Hub, HubOf
 from pipeline.hub.tokens import Identity
@@ -53,18 +52,15 @@ def list_repositories(
             if repository.name.type == type
             and author.lower() in ("", repository.name.owner.lower())
             and all(text.lower() in repository.name.id.lower() for text in search)
-            and pipeline_tag in ("", _described(repository, sha).get("pipeline_tag"))
+            and pipeline_tag in ("", described(repository, sha).get("pipeline_tag"))
         ),
         key=lambda each: each[0].created_at,
         reverse=True,
     )[:limit]
-    items = [_described(repository, sha) for repository, sha in found]
+    items = [{**described(repository, sha)} for repository, sha in found]
     if full:
         for item, (repository, sha) in zip(items, found, strict=True):
-            entries = list_tree(repository, sha, recursive=True) if sha else []
-            item["siblings"] = [
-                {"rfilename": entry.path} for entry in entries if entry.type == "file"
-            ]
+            item["siblings"] = siblings_at(repository, sha) if sha else []
     return JSONResponse(items)
 
 
@@ -79,7 +75,7 @@ def own_repositories(hub: HubOf, identity: Annotated[Identity, Depends(with_toke
         {
             "id": repository.name.id,
             "type": repository.name.type,
-            "updatedAt": _described(repository, sha)["lastModified"],
+            "updatedAt": described(repository, sha)["lastModified"],
             "visibility": "private" if repository.private else "public",
             "storage": _bytes_on_disk(repository.folder),
         }
@@ -95,10 +91,6 @@ def _seen(hub: Hub, identity: Identity) -> Iterator[tuple[Repository, str | None
         heads: Mapping[str, str] = {row.repository_id: row.sha for row in connection.execute(found)}
         present = hub.repositories.all(connection)
     return ((each, heads.get(each.id)) for each in present if identity.may_see(each))
-
-
-def _described(repository: Repository, sha: str | None) -> Json:
-    return {**facts(repository), "sha": None} if sha is None else {**described(repository, sha)}
 
 
 def _bytes_on_disk(folder: Path) -> int:

@@ -6,11 +6,16 @@ from fastapi import APIRouter, Depends
 
 from pipeline.hub.discussions import open_refs
 from pipeline.hub.http_json import Json
-from pipeline.hub.repositories.garbage import Collected, collect_garbage
-from pipeline.hub.repositories.purge import Purge, plan_purge, purge
+from pipeline.hub.repositories.garbage import (
+    Collected,
+    Purge,
+    collect_garbage,
+    plan_purge,
+    purge,
+)
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes.access import Locked, hubs_own
-from pipeline.hub.routes.contents import forget_cards
+from pipeline.hub.routes.contents import described
 from pipeline.hub.service import Hub, HubOf
 
 _PURGE = "/purge/{repository:typed_repository}/{sha}"
@@ -46,7 +51,7 @@ def plan(hub: HubOf, repository: Locked, sha: str) -> Json:
 @router.post(_PURGE)
 def remove(hub: HubOf, repository: Locked, sha: str) -> Json:
     answer = _act(hub, repository, sha, purge)
-    forget_cards()
+    described.cache_clear()  # it may hold the card of a removed commit
     return answer
 
 

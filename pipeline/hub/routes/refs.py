@@ -56,11 +56,6 @@ def create_branch(
 ) -> None:
     """The branch begins at `startingPoint`, by default at the newest commit of `main`."""
     ref = _new(repository, "refs/heads/", branch)
-    if body.startingPoint is None and not read_refs(repository):
-        raise BadRequest(
-            f"The {repository.name} has no commit yet, and a branch must begin at a commit: push a "
-            "commit to the branch. The push also creates the branch."
-        )
     commit = resolve_revision(repository, body.startingPoint or "main")
     git(repository.folder, "update-ref", ref, commit, NO_REF)
     record_ref_changes(repository, hub.log)
@@ -70,10 +65,7 @@ def create_branch(
 def delete_branch(hub: HubOf, repository: Locked, branch: str) -> None:
     ref = _full("refs/heads/", branch)
     if ref == DEFAULT_BRANCH:
-        raise BadRequest(
-            f"Cannot delete {DEFAULT_BRANCH}: it is the default branch. Delete another branch, or "
-            "the repository."
-        )
+        raise BadRequest(f"Cannot delete {DEFAULT_BRANCH}: delete the repository instead.")
     _delete(hub, repository, ref)
 
 
@@ -131,9 +123,7 @@ def super_squash(
 
 def _delete(hub: Hub, repository: Repository, ref: str) -> None:
     if ref not in read_refs(repository):
-        raise RevisionNotFound(
-            f"The {repository.name} has no {ref} that could be deleted: check the name."
-        )
+        raise RevisionNotFound(f"The {repository.name} has no {ref}: check the name.")
     git(repository.folder, "update-ref", "-d", ref)
     record_ref_changes(repository, hub.log)
 
@@ -147,19 +137,16 @@ def _as_json(repository: Repository, prefix: str) -> list[dict[str, str]]:
 
 def _new(repository: Repository, prefix: str, name: str) -> str:
     if SHA.fullmatch(name):
-        raise BadRequest(
-            f"{name!r} has the form of a commit's sha, so nobody could read a branch or a tag of "
-            "this name: choose another name."
-        )
+        raise BadRequest(f"{name!r} has the form of a commit's sha: choose another name.")
     ref = _full(prefix, name)
     for existing in read_refs(repository):
         if existing == ref:
             raise Conflict(f"Reference {ref} already exists: choose another name.")
         if existing.startswith(f"{ref}/") or ref.startswith(f"{existing}/"):
-            # Not a Conflict: with `exist_ok`, a client takes status 409 to mean that `ref` exists.
+            # Git stores each ref as a file, and one of the two would be a folder. This is no
+            # Conflict: with `exist_ok`, a client takes status 409 to mean that `ref` exists.
             raise BadRequest(
-                f"Reference {ref} cannot exist together with {existing}, because git stores each "
-                "ref as a file, and one of the two would be a folder: choose another name."
+                f"Reference {ref} cannot exist together with {existing}: choose another name."
             )
     return ref
 

@@ -68,7 +68,7 @@ class RepositorySettings(BaseModel):
 
 
 @router.post("/api/repos/create")
-async def create(
+def create(
     request: Request,
     hub: HubOf,
     identity: Annotated[Identity, Depends(everywhere)],
@@ -82,15 +82,12 @@ async def create(
         )
     url = f"{hub_url(request)}/{name.path}"
     try:
-        repository = await run_in_threadpool(
-            partial(
-                acts.create,
-                hub.log,
-                hub.repositories,
-                name,
-                private=body.visibility != "public",
-                author=None if body.empty else signature(identity),
-            )
+        repository = acts.create(
+            hub.log,
+            hub.repositories,
+            name,
+            private=body.visibility != "public",
+            author=None if body.empty else signature(identity),
         )
     except Conflict as error:
         raise Conflict(str(error), url=url) from None

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from pipeline.hub.cipher import GRANT_SECONDS
 from pipeline.hub.errors import Unauthorized
 from pipeline.hub.http_json import Json, hub_url, pieces
+from pipeline.hub.large_files.xet_format import MAX_SHARD_BYTES, MAX_XORB_BYTES
 from pipeline.hub.large_files.xet_store import XetStore
 from pipeline.hub.routes.access import API, Readable, writer
 from pipeline.hub.service import HubOf
@@ -29,18 +30,14 @@ router = APIRouter(prefix=PREFIX + "{repository_id}/{store_id}")
 
 
 @api.get("/xet-write-token/{revision:rest}", dependencies=[Depends(writer)])
-def write_token(request: Request, hub: HubOf, repository: Readable) -> JSONResponse:
+def write_token(request: Request, hub: HubOf, repository: Readable) -> Json:
     """The URL to which `hf_xet` sends files for this repository, and the access token for it."""
     store = XetStore.current(repository.folder)
-    expires = int(time.time()) + GRANT_SECONDS
-    url = f"{hub_url(request)}{PREFIX}{repository.id}/{store.id}"
-    token = hub.cipher.grant("xet", repository.id, store.id)
-    headers = {
-        "X-Xet-Cas-Url": url,
-        "X-Xet-Access-Token": token,
-        "X-Xet-Token-Expiration": str(expires),
+    return {
+        "casUrl": f"{hub_url(request)}{PREFIX}{repository.id}/{store.id}",
+        "accessToken": hub.cipher.grant("xet", repository.id, store.id),
+        "exp": int(time.time()) + GRANT_SECONDS,
     }
-    return JSONResponse({"casUrl": url, "accessToken": token, "exp": expires}, headers=headers)
 
 
 def _store(request: Request, hub: HubOf, repository_id: str, store_id: str) -> XetStore:
@@ -61,14 +58,14 @@ Store = Annotated[XetStore, Depends(_store)]
 
 @router.post("/v1/xorbs/{prefix}/{hash}")
 async def receive_xorb(request: Request, store: Store, hash: str) -> Json:
-    await store.receive_xorb(pieces(request), hash)
+    await store.receive_xorb(pieces(request, max_bytes=MAX_XORB_BYTES), hash)
     return {"was_inserted": True}
 
 
 @router.post("/v1/shards")
 async def receive_shard(request: Request, hub: HubOf, store: Store) -> Json:
     limit = hub.settings.max_push_bytes
-    await store.receive_shard(pieces(request), max_file_bytes=limit)
+    await store.receive_shard(pieces(request, max_bytes=MAX_SHARD_BYTES), max_file_bytes=limit)
     return {"result": 1}
 
 
