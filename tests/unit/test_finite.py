@@ -6,7 +6,7 @@ import torch
 from serving.weights import shards
 from serving.weights.shards import DTYPES, is_finite
 
-FLOATS = [dtype for dtype in DTYPES if dtype.is_floating_point]
+FLOATS = sorted((dtype for dtype in DTYPES if dtype.is_floating_point), key=str)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
