@@ -327,9 +327,14 @@ def write_settings_copy(home: Home) -> None:
     file = settings_file()
     # Only the owner may read a temporary file, and so the copy: settings may contain passwords.
     with NamedTemporaryFile(dir=home.root, prefix=".settings-", delete=False) as draft:
-        draft.write(file.read_bytes() if file.exists() else b"")
-    # Replace the copy in one step, because a process of an earlier stack may read it now.
-    os.replace(draft.name, home.settings_copy)
+        try:
+            draft.write(file.read_bytes() if file.exists() else b"")
+            draft.flush()
+            # Replace the copy in one step, because a process of an earlier stack may read it now.
+            os.replace(draft.name, home.settings_copy)
+        except OSError:
+            os.unlink(draft.name)
+            raise
 
 
 def no_settings_file() -> PipelineError:

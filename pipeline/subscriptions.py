@@ -86,12 +86,13 @@ def _create_or_correct(
     wanted: dict[str, Any] = {
         "url": url,
         "watched": watched,
-        "domains": ["repo"],
         "secret": secret,
         "endpoint": hub.endpoint,
         "token": hub.token,
     }
-    return (create_webhook(**wanted) if ours is None else update_webhook(ours.id, **wanted)).id
+    if ours is None:
+        return create_webhook(**wanted, domains=["repo"]).id
+    return update_webhook(ours.id, **wanted).id
 
 
 def unwatched_datasets(datasets: Iterable[str], watched: Iterable[WatchedItem]) -> tuple[str, ...]:
@@ -260,6 +261,9 @@ def _receiver_seen_from(hub: str, settings: Settings, home: Home) -> str | None:
     if receiver.tunnel is not None:
         # The receiver writes the URL of its tunnel to this file before it answers any request, so
         # the file exists when the stack is up.
-        urls = read_json(remembered_urls(home.root, receiver.port))
+        try:
+            urls = read_json(remembered_urls(home.root, receiver.port))
+        except OSError:
+            urls = None
         return urls[0] + ROUTE if urls else None
     return settings.receiver_url + ROUTE if is_loopback_name(host_name(hub)) else None

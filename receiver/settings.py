@@ -81,7 +81,7 @@ def settings_of_this_process(given: ReceiverSettings | None) -> ReceiverSettings
         names = {"host": "GRADIO_SERVER_NAME", "port": "GRADIO_SERVER_PORT"}
         found |= {key: os.environ[name] for key, name in names.items() if os.environ.get(name)}
     if given is not None:
-        found |= given.model_dump(exclude_unset=True)
+        found |= given.model_dump(exclude_unset=True, exclude_none=True)
     try:
         return ReceiverSettings.model_validate(found)
     except ValidationError:

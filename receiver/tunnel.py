@@ -97,6 +97,7 @@ class PublicUrl:
         self._address = address
         self._has_begun = threading.Event()
         self._is_closing = threading.Event()
+        self._moves = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._last_output = ""
         self._threads: list[threading.Thread] = []
@@ -208,10 +209,11 @@ class PublicUrl:
 
     def _move_webhooks(self, url: str) -> None:
         pause = 1.0
-        while self.url == url and not move_webhooks(self._remembered, self._hubs):
-            if self._is_closing.wait(pause):
-                return
-            pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+        with self._moves:  # an earlier URL's move, which may still run, must not come last
+            while self.url == url and not move_webhooks(self._remembered, self._hubs):
+                if self._is_closing.wait(pause):
+                    return
+                pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
 
 
 def tunnel_to_open(share: bool | str, settings: ReceiverSettings) -> str | None:

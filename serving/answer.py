@@ -314,7 +314,7 @@ class Answers:
                 "system_fingerprint": live.id,
             }
             headers = headers_of(live, is_chat=is_chat)
-            generated = generate(self.engine, live, planned.generations, asked)
+            generated = generate(self.engine, live, planned.generations, planned.request)
             if not asked.stream:
                 content = await whole(planned, head, generated, times)
                 return Response(content, headers=headers, media_type="application/json")

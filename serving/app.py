@@ -243,8 +243,12 @@ class _Entrance:
             others = [each for each in scope["headers"] if each[0] != b"x-request-id"]
             scope["headers"] = [*others, (b"x-request-id", request_id.encode())]
 
+        has_started = False
+
         async def send_named(message: Message) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
+                has_started = True
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
@@ -259,4 +263,6 @@ class _Entrance:
         try:
             await app(scope, receive, send_named)
         except Exception as error:
+            if has_started:
+                raise
             await translated(error).response()(scope, receive, send_named)

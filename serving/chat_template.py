@@ -273,5 +273,17 @@ def _refuse(reason: str) -> NoReturn:
     raise TemplateError(reason)
 
 
-def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

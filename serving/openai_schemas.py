@@ -2,7 +2,7 @@
 
 The names, ranges and defaults of the fields come from OpenAI, or from vLLM if OpenAI does not have
 the field. Unknown fields are ignored, as in vLLM. If OpenAI or vLLM knows a field that this server
-does not support (`Unsupported`), a client may send it with a value that changes nothing, because
+does not support (`UNSUPPORTED`), a client may send it with a value that changes nothing, because
 many clients send default values. Any other value is an error, because an answer that ignores the
 field would be wrong.
 
@@ -64,6 +64,11 @@ UNSUPPORTED: Mapping[str, object] = {
 }
 """The fields that no route supports, each with the value that changes nothing. Null and empty
 texts, lists and objects change nothing either."""
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""The keywords of a JSON schema whose values are objects with names that the author chose."""
+_DATA = ("const", "enum", "default", "examples")
+"""The keywords of a JSON schema whose values are no schemas."""
 
 FewItems = Field(max_length=MAX_ITEMS, fail_fast=True)
 TokenId = Annotated[int, Field(ge=0)]
@@ -233,11 +238,13 @@ def _without_unique_items(schema: Any) -> Any:
         return [_without_unique_items(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        name: _without_unique_items(value)
-        for name, value in schema.items()
-        if name != "uniqueItems" or not isinstance(value, bool)
-    }
+    found = {}
+    for name, value in schema.items():
+        if name in _MAPS and isinstance(value, dict):
+            found[name] = {key: _without_unique_items(each) for key, each in value.items()}
+        elif name != "uniqueItems":
+            found[name] = value if name in _DATA else _without_unique_items(value)
+    return found
 
 
 @functools.cache

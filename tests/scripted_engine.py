@@ -2,14 +2,17 @@
 
 from collections.abc import AsyncGenerator
 
+from tokenizers import Tokenizer
+
 from serving.engine import Generation, Step
 from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import EOS, byte_tokenizer
 
 
 class ScriptedEngine(EchoEngine):
-    def __init__(self, *texts: str) -> None:
+    def __init__(self, *texts: str, tokenizer: Tokenizer | None = None) -> None:
         super().__init__()
+        self.tokenizer = tokenizer or byte_tokenizer()
         self.texts = list(texts)
         """Of the next generations, in turn."""
         self.told: list[Generation] = []
@@ -22,7 +25,7 @@ class ScriptedEngine(EchoEngine):
             async for step in super().generate(release_id, generation):
                 yield step
             return
-        token_ids = byte_tokenizer().encode(self.texts.pop(0)).ids
+        token_ids = self.tokenizer.encode(self.texts.pop(0)).ids
         for token_id in token_ids[: generation.max_tokens]:
             is_stop = token_id in generation.stop_token_ids
             yield Step(token_ids=(token_id,), finish_reason="stop" if is_stop else None)

@@ -62,13 +62,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Byte-level BPE without merges: a token for each byte, so that characters are cut."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+def byte_tokenizer(*special: str) -> Tokenizer:
+    """Byte-level BPE without merges: a token for each byte, so that characters are cut. The
+    `special` tokens take the places of the last bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: EOS - len(special)]
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
+    tokenizer.add_special_tokens([AddedToken(each, special=True) for each in (*special, "<eos>")])
     return tokenizer
 
 

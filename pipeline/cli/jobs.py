@@ -226,12 +226,17 @@ def commit_id(name: str) -> str:
     HEAD. A full id is returned without a check. For any other name, git looks for the commit in the
     clone that contains the working folder.
 
-    Raises PipelineError if git finds no such commit.
+    Raises PipelineError if git is not installed or finds no such commit.
     """
     if re.fullmatch(r"[0-9a-f]{40}([0-9a-f]{24})?", name):
         return name
     ask = ["git", "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}"]
-    found = subprocess.run(ask, capture_output=True, text=True, check=False)
+    try:
+        found = subprocess.run(ask, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise PipelineError(
+            f"--commit {name}: git is not installed; give the commit's full id"
+        ) from None
     if found.returncode != 0:
         raise PipelineError(
             f"--commit {name}: git finds no such commit from this folder; change to a clone of the "

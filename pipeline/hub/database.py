@@ -92,7 +92,7 @@ def read_only(path: Path) -> Iterator[sqlite3.Connection]:
             yield connection
     except sqlite3.DatabaseError as error:
         raise HubError(
-            f"{path} cannot be read as the hub's database ({error}): move it away or restore it."
+            f"{path} cannot be read ({error}): check that it is the database of the hub."
         ) from error
 
 

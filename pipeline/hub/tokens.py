@@ -157,8 +157,8 @@ ANONYMOUS = Identity(user="", role="read", token_name="")
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """Accepts the hub's own token, the tokens that a person created on this hub (`store.py`), and
-    the tokens of jobs. Each attempt of a job has its own token, which is valid while the attempt
+    """Accepts the hub's own token, the tokens that a person created on this hub, and the tokens
+    of jobs. Each attempt of a job has its own token, which is valid while the attempt
     runs. All act for the hub's owner."""
 
     token: str = field(repr=False)

@@ -52,6 +52,8 @@ class TrainingData:
     deleted: tuple[Row, ...]
     """Rows that were trained on and are gone. There is no copy and no new version of them, and no
     conversation with the same beginning and the same answers."""
+    num_held_back: int = 0
+    """How many texts that were trained on are gone because their new version is held out."""
     held_out_new: tuple[Row, ...]
     """Held-out rows that were not in the revision before."""
     held_out_known: tuple[Row, ...]
@@ -86,7 +88,7 @@ class TrainingData:
     @property
     def num_lost(self) -> int:
         """How many rows of the revision before were deleted or edited."""
-        return len(self.edited) + len(self.deleted)
+        return len(self.edited) + len(self.deleted) + self.num_held_back
 
     @property
     def is_removal(self) -> bool:
@@ -117,10 +119,12 @@ def compare_revisions(
     everything = tuple(chain.from_iterable(dataset.rows.values()))
     still_there = {row.digest for row in everything}
     deleted = tuple(row for row in change.deleted if row.digest not in still_there)
+    num_held_back = 0
     if deleted and before is not None:
         # A text is edited, and not deleted, also if its new version is held out.
         pairs = difference(before.train, dataset.train).edited
         edited_text = {old.digest for old, _ in pairs if old.text is not None}
+        num_held_back = sum(row.digest in edited_text for row in deleted)
         deleted = tuple(row for row in deleted if row.digest not in edited_text)
         taught = {turn for row in everything for turn in row.turns}
         deleted = tuple(row for row in deleted if not row.turns or not taught.issuperset(row.turns))
@@ -145,6 +149,7 @@ def compare_revisions(
         known=tuple(row for row in rows if row.digest not in added),
         edited=change.edited,
         deleted=change.deleted,
+        num_held_back=num_held_back,
         held_out_new=tuple(row for row in held_out if row.digest not in seen),
         held_out_known=tuple(row for row in held_out if row.digest in seen),
         held_out_share=tuple(

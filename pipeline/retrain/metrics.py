@@ -53,11 +53,15 @@ class MetricsWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        # A killed attempt may have left a part of a line, with which this one's first line would be
+        # lost. Readers skip an empty line.
+        self._before = "\n" if path.exists() else ""
 
     def write(self, stage: Stage, event: Event, **values: float | int | None) -> None:
         line = {"time": time.time(), "stage": stage, "event": event, **values}
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(f"{self._before}{json.dumps(line)}\n")
+        self._before = ""
 
 
 def read_metrics(path: Path, offset: int = 0) -> tuple[tuple[Metric, ...], int]:

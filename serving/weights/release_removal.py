@@ -4,7 +4,6 @@ files and folders that killed processes have left in this folder."""
 import os
 import shutil
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from filelock import Timeout
@@ -133,17 +132,16 @@ def sweep(pipeline_dir: Path) -> list[str]:
 
 
 def sweep_locked(pipeline_dir: Path) -> list[str]:
-    """Do what `sweep` does. The caller must hold the lock."""
+    """Do what `sweep` does. The caller must hold the lock. Raises OSError if something cannot be
+    removed, for example because another user owns what stood in the place of the link."""
     abandoned = [
         entry
         for entry in pipeline_dir.iterdir()
         if entry.name.startswith(UNFINISHED) or is_abandoned(entry)
     ]
     for entry in abandoned:
-        # A job must not fail because another user owns what stood in the place of the link.
-        with suppress(OSError):
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink(missing_ok=True)
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
     return sorted(entry.name for entry in abandoned)

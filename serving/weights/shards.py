@@ -121,6 +121,8 @@ def read_bin(path: Path) -> dict[str, torch.Tensor]:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether `tensor` holds neither NaN nor infinity."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     # 8-bit floats are cast, because torch cannot compare them. In pieces, this takes little memory.

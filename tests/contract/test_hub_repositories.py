@@ -268,7 +268,7 @@ def test_readmes_are_validated(hub: RunningHub) -> None:
     }
     assert "empty or missing" in validate("# Facts").json()["warnings"][0]["message"]
     for content, reason in [
-        ("---\nlicense: mit\ntags: [a\nx: y\n---\n", "line 4"),
+        ("---\nlicense: mit\ntags: [a\nx: y\n---\n", "(line 4)"),
         ("---\n- a\n- b\n---\n", "must be a mapping"),
         ("---\na: &a [x]\nb: *a\n---\n", "aliases"),
         (f"---\na: {'[' * 40_000}\n---\n", "nested too deeply"),

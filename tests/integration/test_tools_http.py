@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -112,6 +113,30 @@ def test_a_stream_has_the_calls_that_the_whole_has(server: Server) -> None:
     assert [len(choice.message.tool_calls or []) for choice in whole.choices] == [2, 0]
     parts = [part for delta in deltas for part in delta.tool_calls or []]
     assert [part.index for part in parts] == [0, 1]
+
+
+def test_a_call_is_found_whose_mark_is_a_special_token(tmp_path: Path) -> None:
+    pipeline_dir = tmp_path / "answers"
+    tokenizer = byte_tokenizer("[TOOL_CALLS]")
+    template = "{{ tools | tojson }}{{ messages[0].content }}{% if false %}[TOOL_CALLS]{% endif %}"
+    release = echo_release(
+        pipeline_dir, 1, chat_template=template, tokenizer=tokenizer, context=4096
+    )
+    set_current(pipeline_dir, release.id)
+    engine = ScriptedEngine(tokenizer=tokenizer)
+    text = '[TOOL_CALLS][{"name": "Weather", "arguments": {"city": "Wien"}}]'
+    with (
+        running(echo_app(pipeline_dir, engine)) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        server = Server(engine, url, client)
+        (choice,) = ask(server, text).choices
+        chunks = list(ask(server, text, stream=True))
+    (call,) = choice.message.tool_calls
+    parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
+    streamed = "".join(part.function.arguments or "" for part in parts)
+    assert json.loads(call.function.arguments) == json.loads(streamed) == {"city": "Wien"}
+    assert choice.finish_reason == "tool_calls"
 
 
 def test_results_of_calls_are_shown_to_the_model(server: Server) -> None:

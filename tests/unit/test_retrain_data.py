@@ -316,6 +316,7 @@ def test_a_text_is_edited_also_if_its_new_version_is_held_out(tmp_path: Path) ->
     held_out = {row.text for row in data.held_out}
     assert any(old in trained and new in held_out for old, new in edited.items())
     assert (data.mode, data.deleted) == ("delta", ())
+    assert data.num_lost == sum(text in trained for text in edited)
 
 
 LINES = st.lists(st.sampled_from("abcdefgh"), max_size=12)

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`, as the progress bar reads it."""
+"""`metrics.jsonl`, as those read it who show progress."""
 
 from pathlib import Path
 

@@ -90,7 +90,7 @@ def _files_after(tree: Mapping[str, Entry], head: str | None, body: CommitBody) 
             doomed = [path] if path in after else []
         else:
             doomed = [each for each in after if each.startswith(f"{path}/")]
-        if not doomed:
+        if not doomed or (operation.kind != "deletedFile" and path in after):
             raise EntryNotFound(f"{_NOT_THERE}: {path}", commit=head or "")
         for each in doomed:
             del after[each]

@@ -43,6 +43,9 @@ def parse_card(content: str) -> Card:
         metadata = to_jsonable_python(yaml.load(text, HeadLoader), inf_nan_mode="null")
     except RecursionError:
         return Card(errors=("the metadata is nested too deeply",))
+    except yaml.MarkedYAMLError as error:
+        line = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
+        return Card(errors=(f"the metadata is no YAML: {error.problem}{line}",))
     except (yaml.YAMLError, ValueError) as error:
         # An explicit `!!int` before a word raises ValueError, for example.
         return Card(errors=(f"the metadata is no YAML: {error}",))

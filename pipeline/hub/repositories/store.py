@@ -5,6 +5,7 @@ import asyncio
 import logging
 import secrets
 import shutil
+import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -82,6 +83,7 @@ class Repositories:
         self._removed = root / "removed"
         self._repos = root / "repos"
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._places = threading.Lock()
 
     @asynccontextmanager
     async def locked(self, find: Callable[[], Repository]) -> AsyncIterator[Repository]:
@@ -159,10 +161,12 @@ class Repositories:
         place = self.folder(name)
         # If only the case of a repository's name changes, a file system that ignores case finds the
         # repository's own folder.
-        if place.exists() and not place.samefile(folder):
-            raise _taken(name)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with _moved(folder, place):
+        with self._places:  # two requests may want the same place
+            if place.exists() and not place.samefile(folder):
+                raise _taken(name)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            folder.rename(place)
+        with _moved_back(place, folder):
             yield
 
     @contextmanager
@@ -171,8 +175,12 @@ class Repositories:
         `finish_moves`."""
         mark = f"{repository.id}{_MOVING}"
         (repository.folder / mark).touch()
-        with self.placed(repository.folder, to):
-            yield
+        try:
+            with self.placed(repository.folder, to):
+                yield
+        except Conflict:
+            (repository.folder / mark).unlink()
+            raise
         # After an error the file stays, because the error may come after the commit.
         (self.folder(to) / mark).unlink()
 
@@ -183,7 +191,9 @@ class Repositories:
         aside = self._removed / f"{repository.id}.git"
         # A person may have removed the folder.
         is_there = repository.folder.exists()
-        with _moved(repository.folder, aside) if is_there else nullcontext():
+        if is_there:
+            repository.folder.rename(aside)
+        with _moved_back(aside, repository.folder) if is_there else nullcontext():
             yield
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -279,13 +289,15 @@ def _is(name: RepositoryName) -> ColumnElement[bool]:
 
 
 def _taken(name: RepositoryName) -> Conflict:
-    return Conflict(f"There is a {name} here already: choose another name.")
+    return Conflict(
+        f"There is a {name} here already: choose another name. If the hub does not list it, "
+        "somebody put its folder there: restart the hub, which then adds it."
+    )
 
 
 @contextmanager
-def _moved(folder: Path, place: Path) -> Iterator[None]:
-    """Moves the folder before the block, and back if the block raises an error."""
-    folder.rename(place)
+def _moved_back(place: Path, folder: Path) -> Iterator[None]:
+    """Moves what is at `place` to `folder` if the block raises an error."""
     try:
         yield
     except BaseException:

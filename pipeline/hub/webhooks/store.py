@@ -30,6 +30,8 @@ def _is_http(url: str) -> str:
         raise ValueError(f"{url!r} is not a valid URL: {error}") from None
     if parsed.scheme not in ("http", "https") or not host:
         raise ValueError(f"{url!r} must start with http:// or https:// and name a host")
+    if parsed.port is not None and not 0 < parsed.port < 65536:
+        raise ValueError(f"{url!r}: {parsed.port} is no port")
     check_literal(host)
     return url
 

@@ -139,8 +139,10 @@ class TorchEngine:
 
         def free(removed: list[Scheduler]) -> None:
             removed.clear()
-            return_unused_memory()
-            loop.call_soon_threadsafe(self._forget, release_id)
+            try:
+                return_unused_memory()
+            finally:
+                loop.call_soon_threadsafe(self._forget, release_id)
 
         try:
             unloaded = self._steps.unload(release_id)
@@ -155,9 +157,14 @@ class TorchEngine:
 
         The release stays in memory until the sequence ends. If the iterator is closed, the next
         step of the engine frees the slot of the sequence. Raises EngineError if the release is not
-        staged.
+        staged, or if the prompt does not fit.
         """
         resident = self._find(release_id)
+        if len(generation.prompt) > resident.context:  # a probe is not checked before
+            raise EngineError(
+                f"a prompt of {len(generation.prompt)} tokens does not fit; the release takes "
+                f"{resident.context}"
+            )
         sequence = EngineSequence(release_id, generation, asyncio.get_running_loop())
         if generation.grammar is not None:
             sequence.logits_processor.grammar = await self._grammars.begin(

@@ -132,22 +132,28 @@ class Grammars:
             )
         if compiled.cancelled():
             raise EngineError("the engine was closed")
-        return compiled.result().copy()
+        found = compiled.result()
+        if isinstance(found, GenerationRefused):
+            raise found.with_traceback(None)
+        return found.copy()
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def _compile(self, files: _TokenizerFiles, grammar: Grammar) -> GrammarState:
-        """Raises GenerationRefused, EngineError."""
+    def _compile(
+        self, files: _TokenizerFiles, grammar: Grammar
+    ) -> GrammarState | GenerationRefused:
+        """Returns a refusal, so that it is remembered too: it may have taken seconds. Raises
+        EngineError."""
         try:
             text = grammar_from(grammar.kind, grammar.text)
             tokenizer = self._tokenizer(files)
         except (ReleaseError, ValueError) as error:
-            raise GenerationRefused(_one_line(str(error)), param=grammar.param) from None
+            return GenerationRefused(_one_line(str(error)), param=grammar.param)
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
         state = GrammarState(matcher, tokenizer, grammar.param)
         if fault := state.fault or _fault_at_first_token(state.copy()):
-            raise GenerationRefused(f"cannot be compiled: {fault}", param=grammar.param)
+            return GenerationRefused(f"cannot be compiled: {fault}", param=grammar.param)
         return state
 
 
