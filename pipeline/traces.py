@@ -151,7 +151,7 @@ def remove_traces(home: Home, traces: Traces, store: JobStore) -> None:
     for pipeline_dir in home.releases_dir.glob("*/"):
         # Wait for the lock, because `sweep` does nothing while another process holds it.
         with release_lock(pipeline_dir):
-            sweep_locked(pipeline_dir)
+            sweep_locked(pipeline_dir, is_purge=True)
     for path in (*traces.caches, *traces.job_folders):
         if path.is_dir():
             shutil.rmtree(path)

@@ -4,6 +4,7 @@ files and folders that killed processes have left in this folder."""
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from filelock import Timeout
@@ -131,17 +132,19 @@ def sweep(pipeline_dir: Path) -> list[str]:
         return []
 
 
-def sweep_locked(pipeline_dir: Path) -> list[str]:
-    """Do what `sweep` does. The caller must hold the lock. Raises OSError if something cannot be
-    removed, for example because another user owns what stood in the place of the link."""
+def sweep_locked(pipeline_dir: Path, *, is_purge: bool = False) -> list[str]:
+    """Do what `sweep` does. The caller must hold the lock. What cannot be removed stays, because a
+    job must not fail because another user owns what stood in the place of the link. But a purge
+    gets the OSError: it must not say that all is gone."""
     abandoned = [
         entry
         for entry in pipeline_dir.iterdir()
         if entry.name.startswith(UNFINISHED) or is_abandoned(entry)
     ]
     for entry in abandoned:
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink(missing_ok=True)
+        with nullcontext() if is_purge else suppress(OSError):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
     return sorted(entry.name for entry in abandoned)

@@ -232,6 +232,8 @@ def test_what_stood_in_the_place_of_a_link_and_cannot_be_removed_is_left(
     monkeypatch.setattr(shutil, "rmtree", refused)
     assert release_removal.prune(tmp_path, keep=1) == []
     assert any(tmp_path.glob(".unfinished-current-*"))
+    with pytest.raises(PermissionError):
+        release_removal.sweep_locked(tmp_path, is_purge=True)
 
 
 def test_only_a_release_can_be_pinned_and_only_a_pinned_one_unpinned(tmp_path: Path) -> None:
