@@ -228,6 +228,15 @@ def test_a_change_that_the_tree_cannot_take_is_refused(
     assert dataset.head == before
 
 
+def test_a_folder_that_the_same_commit_puts_over_a_file_is_not_there_to_delete(
+    dataset: Dataset,
+) -> None:
+    before = dataset.commit(add("a"))
+    with pytest.raises(EntryNotFoundError, match="doesn't exist"):
+        dataset.commit(add("a/b.txt"), CommitOperationDelete("a/"))
+    assert dataset.head == before
+
+
 @pytest.mark.parametrize(
     "body, reason",
     [

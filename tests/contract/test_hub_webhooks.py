@@ -76,6 +76,7 @@ def test_the_client_prints_that_a_watch_can_never_fire(
         ({"url": "http://", "watched": WATCHED}, "url"),
         ({"url": "http://x:port/", "watched": WATCHED}, "url"),
         ({"url": "http://xn--/", "watched": WATCHED}, "url"),
+        ({"url": "http://x:99999/", "watched": WATCHED}, "url"),
         ({"url": "http://x/", "watched": []}, "watched"),
         ({"url": "http://x/", "watched": [{"type": "planet", "name": "x"}]}, "watched.0.type"),
         ({"url": "http://x/", "watched": WATCHED, "domains": ["weather"]}, "domains.0"),

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from receiver import tunnel as receiver_tunnel
 from receiver.errors import OpenToEveryone, TunnelFailed
 from receiver.monitoring import measure
 from receiver.server import WebhookPayload, WebhooksServer
@@ -280,6 +281,29 @@ def test_a_program_that_is_gone_for_a_while_does_not_end_the_tunnel(
     wait_until(lambda: "The public URL is https://n2.relay.example" in caplog.text)
     [second] = commands_with(f"{tmp_path}/starts")
     assert second != first
+
+
+def test_the_newest_url_is_moved_to_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the hub answers the move to the URL before it slowly."""
+    moves: list[str] = []
+    is_slow, may_end = threading.Event(), threading.Event()
+
+    def move(urls: Path, hubs: object) -> bool:
+        url = json.loads(urls.read_text())[0]
+        if not moves:
+            is_slow.set()
+            assert may_end.wait(30)
+        moves.append(url)
+        return True
+
+    monkeypatch.setattr(receiver_tunnel, "move_webhooks", move)
+    public = PublicUrl(ReceiverSettings(), tmp_path / "urls.json", [])
+    public._use("https://a.example")
+    assert is_slow.wait(30)
+    public._use("https://b.example")
+    may_end.set()
+    wait_until(lambda: len(moves) == 2)
+    assert moves[-1] == "https://b.example"
 
 
 def test_receivers_of_one_folder_keep_their_own_urls(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from serving.engine import Grammar
+from serving.engine import GenerationRefused, Grammar
 from serving.engines.torch_engine import grammars
 from serving.engines.torch_engine.grammars import Grammars
 from tests.torch_engine_changes import until
@@ -66,3 +66,14 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(compiler: Compiler) -> 
 
     asyncio.run(scenario())
     assert compiler.begun == ["a", "c", "d", "b"]
+
+
+def test_a_refusal_is_remembered(compiler: Compiler) -> None:
+    async def scenario() -> None:
+        for _ in range(2):
+            with pytest.raises(GenerationRefused, match="cannot be compiled"):
+                await compiler.begin("(")
+
+    compiler.gate.set()
+    asyncio.run(scenario())
+    assert compiler.begun == ["("]

@@ -20,7 +20,9 @@ def space(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch
     return monkeypatch
 
 
-@pytest.mark.parametrize("given", [None, ReceiverSettings(proof="github")])
+@pytest.mark.parametrize(
+    "given", [None, ReceiverSettings(proof="github"), ReceiverSettings(public_url=None)]
+)
 def test_it_listens_on_every_address_at_port_7860(
     space: pytest.MonkeyPatch, given: ReceiverSettings | None
 ) -> None:
