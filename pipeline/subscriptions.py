@@ -86,13 +86,13 @@ def _create_or_correct(
     wanted: dict[str, Any] = {
         "url": url,
         "watched": watched,
+        # A person may have added domains.
+        "domains": sorted({"repo", *(ours.domains if ours is not None else ())}),
         "secret": secret,
         "endpoint": hub.endpoint,
         "token": hub.token,
     }
-    if ours is None:
-        return create_webhook(**wanted, domains=["repo"]).id
-    return update_webhook(ours.id, **wanted).id
+    return (create_webhook(**wanted) if ours is None else update_webhook(ours.id, **wanted)).id
 
 
 def unwatched_datasets(datasets: Iterable[str], watched: Iterable[WatchedItem]) -> tuple[str, ...]:
