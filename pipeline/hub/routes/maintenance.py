@@ -10,6 +10,7 @@ from pipeline.hub.repositories.garbage import (
     Collected,
     Purge,
     collect_garbage,
+    in_total,
     plan_purge,
     purge,
 )
@@ -34,10 +35,7 @@ async def gc(hub: HubOf) -> Json:
         collected.append(collect_garbage(repository, hub.database, hub.needed_commits))
 
     await hub.repositories.for_each(hub.database, collect)
-    return {
-        "released": sum(each.num_commits for each in collected),
-        "large_bytes": sum(each.large_bytes for each in collected),
-    }
+    return {**in_total(collected)}
 
 
 @router.get(_PURGE)
