@@ -1,9 +1,9 @@
 """Parts of the routes' paths, and what the token of a request may do.
 
 A route gets these dependencies as arguments. FastAPI runs them in their order, and each raises the
-error that the client gets. So no route can forget a check: it gets its repository only from
-`Readable` or `Locked`, and the routers of everything else have `everywhere`, `person` or
-`hubs_own`.
+error that the client gets. A route gets its repository from `Readable` or `Locked`, or finds it
+with `Hub.find_reached`, as both do. A route that belongs to no repository has `everywhere`,
+`person` or `hubs_own`; the few without them tell a client nothing that its token does not reach.
 """
 
 from collections.abc import AsyncIterator
@@ -31,9 +31,6 @@ class _Part(Convertor[str]):
 
     def convert(self, value: str) -> str:
         return unquote(value)
-
-    def to_string(self, value: str) -> str:
-        raise NotImplementedError  # the hub makes no URLs from routes
 
 
 class _Rest(_Part):
