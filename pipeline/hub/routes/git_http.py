@@ -35,8 +35,9 @@ _LS_REFS = b"0014command=ls-refs"
 router = APIRouter(prefix=FILES)
 
 
-async def _service(request: Request, identity: Who) -> str:
-    """The git service that the request asks for. Raises Unauthorized, Forbidden and BadRequest."""
+async def _check(request: Request, identity: Who) -> None:
+    """Raises BadRequest if the request is not git's. Raises Unauthorized or Forbidden if it belongs
+    to a push, and the token may not write."""
     service = request.url.path.rpartition("/")[2]
     is_git = request.headers.get("content-type") == f"application/x-{service}-request"
     if service == "refs":
@@ -46,11 +47,10 @@ async def _service(request: Request, identity: Who) -> str:
         raise BadRequest("This address only answers git, from version 1.6.6.")
     if service == "git-receive-pack":
         identity.require_write("a push")
-    return service
 
 
 async def _body(
-    request: Request, hub: HubOf, _: Annotated[str, Depends(_service)], __: Readable
+    request: Request, hub: HubOf, _: Annotated[None, Depends(_check)], __: Readable
 ) -> AsyncIterator[IO[bytes]]:
     """The complete body, in a file. It comes after the checks of the token and the repository."""
     with TemporaryFile(dir=hub.repositories.incoming) as file:
