@@ -1,7 +1,7 @@
 """The record `Hub`: the settings, database, repositories and so on that the routes need."""
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -14,6 +14,7 @@ from pipeline.hub.discussions import open_bases
 from pipeline.hub.errors import RepositoryNotFound
 from pipeline.hub.events import EventLog
 from pipeline.hub.metrics import HubMetrics
+from pipeline.hub.repositories.garbage import NeededCommits
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repositories, Repository
@@ -36,7 +37,7 @@ class Hub:
     launcher: JobLauncher
     metrics: HubMetrics
     guard: Guard
-    needed_commits: Callable[[], Collection[str]] | None
+    needed_commits: NeededCommits | None
     """Returns the shas of the commits that releases and jobs need, in all repositories. If it is
     None, the hub does not know these commits, so it keeps every commit."""
     remarks_on: Remarks
