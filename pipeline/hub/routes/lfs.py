@@ -109,22 +109,19 @@ def _answer(hub: Hub, repository: Repository, url: str, batch: Batch, wanted: La
     files = LargeFiles(repository.folder)
     size, limit = files.size(wanted.oid), hub.settings.max_push_bytes
     is_upload = batch.operation == "upload"
-    error: tuple[int, str] | None = None
+    code, error = 422, ""
     if size is None and not is_upload:
         missing = f"The {repository.name} does not have this large file"
-        error = 404, f"{missing}: push it from a clone that has it."
+        code, error = 404, f"{missing}: push it from a clone that has it."
     elif size is not None and size != wanted.size:
         error = (
-            422,
-            (
-                f"The file with this sha256 has {size} bytes, and the request says {wanted.size}: "
-                "send the file's true size."
-            ),
+            f"The file with this sha256 has {size} bytes, and the request says {wanted.size}: "
+            "send the file's true size."
         )
     elif is_upload and wanted.size > limit:
-        error = 422, f"A file may have {limit} bytes at most: raise [hub] max_push_bytes."
-    if error is not None:
-        return {**told, "error": {"code": error[0], "message": error[1]}}
+        error = f"A file may have {limit} bytes at most: raise [hub] max_push_bytes."
+    if error:
+        return {**told, "error": {"code": code, "message": error}}
     if is_upload and files.keep(wanted.oid):
         return told
     path = _TRANSFERS.format(repository_id=repository.id, oid=wanted.oid)
