@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from pipeline.hub.cipher import GRANT_SECONDS, Cipher
 from pipeline.hub.errors import Forbidden, NotFound
-from pipeline.hub.http_json import Json, hub_url, json_body, pieces
+from pipeline.hub.http_json import Json, chunks, hub_url, json_body
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.repositories.names import RepositoryName, RepositoryType
 from pipeline.hub.repositories.store import Repository
@@ -168,5 +168,5 @@ def fetch(request: Request, signed: Signed, oid: str) -> Response:
 @transfers.put("")
 async def send(request: Request, signed: Signed, oid: str) -> Response:
     files, size = signed
-    await files.receive(pieces(request), oid, size)
+    await files.receive(chunks(request), oid, size)
     return Response(headers={"ETag": f'"{oid}"'})
