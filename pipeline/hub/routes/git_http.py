@@ -93,10 +93,10 @@ async def _clone(
 
 @router.post("/git-receive-pack")
 async def push(request: Request, hub: HubOf, identity: Who, name: Named, body: Body) -> Response:
-    # Find the repository again under its lock. While the body came in, the repository may have
-    # been removed or moved. The token may not reach the repository that has its name now. And the
-    # environment names the open pull requests: one of them may have been merged, and would not have
-    # the commits of this push.
+    # Find the repository again under its lock: while the body came in, it may have been removed or
+    # moved, and the token may not reach the repository that has its name now. Make the environment
+    # under the lock too, because it names the open pull requests: a push to one that was merged
+    # meanwhile would never reach its branch.
     find = partial(hub.find_reached, name, identity)
     async with hub.repositories.locked(find) as repository, hub.git_slots["push"]:
         variables = await run_in_threadpool(_environment, hub, request, repository, body)
