@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated
 
 from fastapi import Depends
@@ -77,6 +79,12 @@ class Hub:
         if not identity.may_see(repository):
             raise identity.out_of_reach(name)
         return repository
+
+    def locked(
+        self, name: RepositoryName, identity: Identity
+    ) -> AbstractAsyncContextManager[Repository]:
+        """As `find_reached`, and holds the repository's lock within the block."""
+        return self.repositories.locked(partial(self.find_reached, name, identity))
 
 
 async def hub_of(request: Request) -> Hub:

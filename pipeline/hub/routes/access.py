@@ -7,7 +7,6 @@ with `Hub.find_reached`, as both do. A route that belongs to no repository has `
 """
 
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Annotated
 from urllib.parse import unquote
 
@@ -131,7 +130,7 @@ async def locked(hub: HubOf, identity: Writer, name: Named) -> AsyncIterator[Rep
     Declare it after the body: while a body comes in, no lock is held, and the repository may be
     deleted or replaced.
     """
-    async with hub.repositories.locked(partial(hub.find_reached, name, identity)) as repository:
+    async with hub.locked(name, identity) as repository:
         yield repository
 
 

@@ -10,7 +10,6 @@ https://git-scm.com/docs/http-protocol, https://git-scm.com/docs/git-http-backen
 import os
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from functools import partial
 from tempfile import TemporaryFile
 from typing import IO, Annotated
 
@@ -97,8 +96,7 @@ async def push(request: Request, hub: HubOf, identity: Who, name: Named, body: B
     # moved, and the token may not reach the repository that has its name now. Make the environment
     # under the lock too, because it names the open pull requests: a push to one that was merged
     # meanwhile would never reach its branch.
-    find = partial(hub.find_reached, name, identity)
-    async with hub.repositories.locked(find) as repository, hub.git_slots["push"]:
+    async with hub.locked(name, identity) as repository, hub.git_slots["push"]:
         variables = await run_in_threadpool(_environment, hub, request, repository, body)
         # Git runs to its end even if the client goes away, because it may have moved refs already.
         done = await backend.run(variables, body)
