@@ -17,7 +17,7 @@ from pipeline.hub.errors import RepositoryNotFound
 from pipeline.hub.events import EventLog
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories.garbage import NeededCommits
-from pipeline.hub.repositories.names import RepositoryName
+from pipeline.hub.repositories.names import RepositoryName, RepositoryType
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.settings import HubSettings
@@ -60,6 +60,12 @@ class Hub:
         with self.database.read() as connection:
             bases = open_bases(connection, repository)
         return self.remarks_on(repository, bases, changes)
+
+    def name_of(self, type: RepositoryType, id: str) -> RepositoryName:
+        """The name of the repository `id`, such as `owner/name`. Without an owner, it is one of the
+        hub's owner."""
+        owner, _, name = id.rpartition("/")
+        return RepositoryName(type=type, owner=owner or self.settings.owner, name=name)
 
     def find_by_id(self, id: str) -> Repository:
         """Raises RepositoryNotFound."""

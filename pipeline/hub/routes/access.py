@@ -104,14 +104,12 @@ Writer = Annotated[Identity, Depends(writer)]
 
 
 async def named(request: Request, hub: HubOf) -> RepositoryName:
-    """The repository that the path names. Without an owner, it is one of the hub's owner."""
-    path: str = request.path_params["repository"]
+    """The repository that the path names."""
+    path: str = request.path_params["repository"].removesuffix(".git")
     first, _, rest = path.partition("/")
-    type = TYPES.get(first) if rest else None
-    owner, _, name = (path if type is None else rest).rpartition("/")
-    return RepositoryName(
-        type=type or "model", owner=owner or hub.settings.owner, name=name.removesuffix(".git")
-    )
+    if rest and first in TYPES:
+        return hub.name_of(TYPES[first], rest)
+    return hub.name_of("model", path)
 
 
 Named = Annotated[RepositoryName, Depends(named)]

@@ -18,7 +18,7 @@ from pipeline.hub.cipher import GRANT_SECONDS, Cipher
 from pipeline.hub.errors import Forbidden, NotFound
 from pipeline.hub.http_json import Json, chunks, hub_url, json_body
 from pipeline.hub.large_files.store import LargeFiles
-from pipeline.hub.repositories.names import RepositoryName, RepositoryType
+from pipeline.hub.repositories.names import RepositoryType
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes import file_answers
 from pipeline.hub.routes.access import API, FILES, Readable, Who, Writer
@@ -86,10 +86,7 @@ def duplicate(
 ) -> Json:
     """Copies large files of this repository to another one. The client calls this before it commits
     the pointers in the other repository."""
-    owner, _, short = body.target.name.rpartition("/")
-    owner = owner or hub.settings.owner
-    name = RepositoryName(type=body.target.type, owner=owner, name=short)
-    target = hub.find_reached(name, identity)
+    target = hub.find_reached(hub.name_of(body.target.type, body.target.name), identity)
     files, copies = LargeFiles(source.folder), LargeFiles(target.folder)
     missing = [each.sha256 for each in body.files if not copies.link(files, each.sha256)]
     return {

@@ -107,8 +107,7 @@ async def remove(
 async def move(
     request: Request, hub: HubOf, identity: Who, body: Annotated[Move, json_body(Move)]
 ) -> JSONResponse:
-    owner, _, name = body.fromRepo.rpartition("/")
-    source = RepositoryName(type=body.type, owner=owner or hub.settings.owner, name=name)
+    source = hub.name_of(body.type, body.fromRepo)
     new_owner, _, new = body.toRepo.rpartition("/")
     target = _new_name(hub, body.type, new_owner, new)
     async with hub.locked(source, identity) as repository:
