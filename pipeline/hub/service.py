@@ -25,8 +25,8 @@ from pipeline.hub.tokens import Guard, Identity
 from pipeline.hub.webhooks.job_copies import JobLauncher
 
 Remarks = Callable[[Repository, Mapping[str, str], Sequence[RefChange]], Sequence[str]]
-"""Makes the lines that git prints after a push. The arguments are the repository, the
-open pull requests (ref → the ref of the branch that it is for), and the changes of the refs."""
+"""Makes the lines that git prints after a push. The arguments are the repository, the open pull
+requests (ref → the ref of the branch that it is for), and the changes of the refs."""
 
 
 @dataclass(frozen=True, kw_only=True)
