@@ -194,7 +194,7 @@ def _uses_receiver(app: Path) -> bool:
 
 def _copy_packages(into: Path) -> None:
     """Copies the packages `receiver` and `jobs`, and `serving.http`, which `receiver` imports."""
-    ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
+    ignore = shutil.ignore_patterns(*NOT_UPLOADED)
     root = Path(receiver.__path__[0]).parent
     for package in ("receiver", "jobs", "serving/http"):
         shutil.copytree(root / package, into / package, ignore=ignore, dirs_exist_ok=True)

@@ -41,12 +41,10 @@ Key = tuple[str | None, str | None]
 @dataclass(frozen=True, kw_only=True)
 class TracedRelease:
     """A release that was trained on one of the commits of the dataset, or from one of the commits
-    of the base model."""
+    of the base model; or a later release, whose training started from such a release."""
 
     folder: Path
     is_later: bool
-    """The release was not trained on the commits themselves: its training started from another such
-    release."""
 
     def __str__(self) -> str:
         return f"release {self.folder.name} of {self.folder.parent.name}"
@@ -205,8 +203,8 @@ def _trained_on(
     """The releases that were trained on one of the commits of a dataset, or from one of the commits
     of a base model; and the later releases whose training started from a release of either set.
 
-    A release that lies between two others may be gone. So this function also reads the copies, and
-    which releases the jobs made.
+    A release that lies between two others may be gone. So this function also reads which releases
+    the jobs made.
     """
     origins: list[tuple[Key, str | None, str | None]] = []
     for path, release in stored.items():

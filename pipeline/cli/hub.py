@@ -17,7 +17,7 @@ from pipeline.errors import PipelineError
 from pipeline.hub.database import Database
 from pipeline.hub.discussions import open_refs
 from pipeline.hub.errors import HubInUse
-from pipeline.hub.repositories.garbage import Purge, collect_garbage, plan_purge
+from pipeline.hub.repositories.garbage import Purge, collect_garbage, in_total, plan_purge
 from pipeline.hub.repositories.garbage import purge as purge_repository
 from pipeline.hub.repositories.names import RepositoryName, repository_name
 from pipeline.hub.repositories.store import Repositories
@@ -87,14 +87,8 @@ def gc() -> None:
         with open_job_store(load_settings(), home) as store:
             with database.read() as connection:
                 present = [one for one in repositories.all(connection) if one.folder.exists()]
-            collected = [
-                collect_garbage(one, database, lambda: needed_commits(home, store))
-                for one in present
-            ]
-        return {
-            "released": sum(each.num_commits for each in collected),
-            "large_bytes": sum(each.large_bytes for each in collected),
-        }
+            needed = partial(needed_commits, home, store)
+            return in_total([collect_garbage(one, database, needed) for one in present])
 
     home = project_home()
     removed = _on_hub(collect, "POST", "gc")

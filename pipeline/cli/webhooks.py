@@ -38,15 +38,15 @@ from receiver.webhooks import (
 
 app = typer.Typer(help="Manage the webhooks of a hub.", no_args_is_help=True)
 
+WAIT_SECONDS = 30.0
+"""`test` waits at most this long for the hub's attempt to deliver the test event. By default, an
+attempt takes at most 15 s."""
+
 WebhookArgument = Annotated[str, typer.Argument(help="The id of a webhook, from `webhooks ls`.")]
 EndpointOption = Annotated[
     str | None, typer.Option(help="The URL of another hub, which gets the token in HF_TOKEN.")
 ]
 UrlOption = Annotated[str | None, typer.Option(help="The hub posts each event to this URL.")]
-WAIT_SECONDS = 30.0
-"""`test` waits at most this long for the hub's attempt to deliver the test event. By default, an
-attempt takes at most 15 s."""
-
 JobOption = Annotated[
     str | None, typer.Option("--job-id", help="Each event starts a copy of this job.")
 ]

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from pipeline.hub.errors import HubError, NotFound, NotSupported
 from pipeline.hub.events import EventLog, reconcile, reconcile_at_start
 from pipeline.hub.http_json import Json
 from pipeline.hub.metrics import HubMetrics
+from pipeline.hub.repositories.garbage import NeededCommits
 from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.routes import (
     activity,
@@ -64,7 +65,7 @@ def create_app(
     token: str,
     secret_key: bytes,
     jobs_store: JobStore,
-    needed_commits: Callable[[], Collection[str]] | None = None,
+    needed_commits: NeededCommits | None = None,
     remarks_on: Remarks = lambda *_: (),
 ) -> ASGIApp:
     """The hub whose state is in the folder `root`, which only one hub may use at a time.

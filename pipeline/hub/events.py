@@ -192,9 +192,7 @@ def record_ref_changes(repository: Repository, log: EventLog) -> list[RefChange]
     changes = list(ref_changes(known, refs))
     if not changes:
         return []
-    told: list[StoredWebhook] | None = None
-    if _made_by_jobs(repository, changes, known):
-        told = []
+    told: list[StoredWebhook] | None = [] if _made_by_jobs(repository, changes, known) else None
     with log.database.write() as connection:
         remember(connection, repository, changes)
         event = Event(action="update", scope="repo.content", changes=changes)

@@ -10,11 +10,11 @@ from fastapi import Depends
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from sqlalchemy.exc import OperationalError
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from pipeline.hub.errors import BadRequest, Conflict, DiskFull, RequestError, TooLarge
-from pipeline.hub.large_files.store import write_body
 from serving.http.bodies import BodiesInFlight
 
 _HEADER_CHARACTERS = 4000
@@ -22,6 +22,7 @@ _HEADER_CHARACTERS = 4000
 than 8 KiB of headers."""
 _MAX_REASONS = 10
 MAX_BODY_BYTES = 1024 * 1024
+_CHUNK_BYTES = 1024 * 1024
 GIT_SERVICES = ("git-upload-pack", "git-receive-pack")
 
 Json = dict[str, object]
@@ -129,10 +130,27 @@ async def read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> byt
     return bytes(body)
 
 
+async def chunks(request: Request, *, max_bytes: int | None = None) -> AsyncIterator[bytes]:
+    """The body in pieces of at least `_CHUNK_BYTES` bytes each, except the last: for a caller that
+    writes each in a thread, which would be slow with small pieces. Raises the errors of `pieces`.
+    """
+    waiting = bytearray()
+    async for piece in pieces(request, max_bytes=max_bytes):
+        waiting += piece
+        if len(waiting) >= _CHUNK_BYTES:
+            yield bytes(waiting)
+            waiting.clear()
+    if waiting:
+        yield bytes(waiting)
+
+
 async def receive_into(file: IO[bytes], request: Request, *, max_bytes: int) -> None:
     """Writes the request's body to `file`: it is never in memory as a whole. Raises the errors of
     `pieces`."""
-    await write_body(file, pieces(request, max_bytes=max_bytes))
+    async for chunk in chunks(request, max_bytes=max_bytes):
+        await run_in_threadpool(file.write, chunk)
+    # Git reads the file, and a small body would stay in the buffer.
+    await run_in_threadpool(file.flush)
 
 
 def json_body(model: type[Model], *, max_bytes: int = MAX_BODY_BYTES) -> Any:

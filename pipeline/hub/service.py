@@ -1,8 +1,10 @@
 """The record `Hub`: the settings, database, repositories and so on that the routes need."""
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated
 
 from fastapi import Depends
@@ -14,7 +16,8 @@ from pipeline.hub.discussions import open_bases
 from pipeline.hub.errors import RepositoryNotFound
 from pipeline.hub.events import EventLog
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.repositories.names import RepositoryName
+from pipeline.hub.repositories.garbage import NeededCommits
+from pipeline.hub.repositories.names import RepositoryName, RepositoryType
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.settings import HubSettings
@@ -22,8 +25,8 @@ from pipeline.hub.tokens import Guard, Identity
 from pipeline.hub.webhooks.job_copies import JobLauncher
 
 Remarks = Callable[[Repository, Mapping[str, str], Sequence[RefChange]], Sequence[str]]
-"""Makes the lines that git prints after a push. The arguments are the repository, the
-open pull requests (ref → the ref of the branch that it is for), and the changes of the refs."""
+"""Makes the lines that git prints after a push. The arguments are the repository, the open pull
+requests (ref → the ref of the branch that it is for), and the changes of the refs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +39,7 @@ class Hub:
     launcher: JobLauncher
     metrics: HubMetrics
     guard: Guard
-    needed_commits: Callable[[], Collection[str]] | None
+    needed_commits: NeededCommits | None
     """Returns the shas of the commits that releases and jobs need, in all repositories. If it is
     None, the hub does not know these commits, so it keeps every commit."""
     remarks_on: Remarks
@@ -58,6 +61,12 @@ class Hub:
             bases = open_bases(connection, repository)
         return self.remarks_on(repository, bases, changes)
 
+    def name_of(self, type: RepositoryType, id: str) -> RepositoryName:
+        """The name of the repository `id`, such as `owner/name`. Without an owner, it is one of the
+        hub's owner."""
+        owner, _, name = id.rpartition("/")
+        return RepositoryName(type=type, owner=owner or self.settings.owner, name=name)
+
     def find_by_id(self, id: str) -> Repository:
         """Raises RepositoryNotFound."""
         with self.database.read() as connection:
@@ -76,6 +85,12 @@ class Hub:
         if not identity.may_see(repository):
             raise identity.out_of_reach(name)
         return repository
+
+    def locked(
+        self, name: RepositoryName, identity: Identity
+    ) -> AbstractAsyncContextManager[Repository]:
+        """As `find_reached`, and holds the repository's lock within the block."""
+        return self.repositories.locked(partial(self.find_reached, name, identity))
 
 
 async def hub_of(request: Request) -> Hub:

@@ -157,9 +157,9 @@ ANONYMOUS = Identity(user="", role="read", token_name="")
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """Accepts the hub's own token, the tokens that a person created on this hub, and the tokens
-    of jobs. Each attempt of a job has its own token, which is valid while the attempt
-    runs. All act for the hub's owner."""
+    """Accepts the hub's own token, the tokens that a person created on this hub, and the tokens of
+    jobs. Each attempt of a job has its own token, which is valid while the attempt runs. All act
+    for the hub's owner."""
 
     token: str = field(repr=False)
     """The hub's own token."""

@@ -1,10 +1,20 @@
-"""What a running hub forgets by itself from time to time."""
+"""What `pipeline hub gc` removes, and what a running hub forgets by itself from time to time."""
 
+import os
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
+from sqlalchemy import delete
 
+from pipeline.hub import schema
+from pipeline.hub.large_files.store import LargeFiles
+from pipeline.hub.state_folder import stopped_hub
+from serving.weights import release_removal
 from tests.hub_fixtures import commit_file, running_hub, wait_until
+from tests.integration.test_hub_purge import Place, pipeline, place
+
+__all__ = ["place"]
 
 
 def test_the_hub_forgets_old_events_and_a_collection_the_commits_that_only_they_named(
@@ -35,3 +45,51 @@ def test_the_hub_forgets_old_events_and_a_collection_the_commits_that_only_they_
         wait_until(lambda: released() == 1)
         for sha, is_there in ((lost, False), (needless, True), *((one, True) for one in needed)):
             assert hub.api.revision_exists("local/facts", sha, repo_type="dataset") == is_there
+
+
+def forget_events(place: Place) -> None:
+    """As the hub does when they are old."""
+    with stopped_hub(place.home.hub_dir) as (database, _), database.write() as connection:
+        connection.execute(delete(schema.events))
+
+
+@pytest.mark.parametrize("is_up", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_gc_removes_what_nothing_needs(place: Place, is_up: bool) -> None:
+    with place.hub() as hub:
+        place.push_away(hub)
+    assert "removed 0 commits that nothing needs" in pipeline("gc").stdout
+    assert place.has(place.after), "an event names it"
+    forget_events(place)
+    with place.hub():
+        assert "removed 0 commits that nothing needs" in pipeline("gc").stdout
+        assert place.has(place.after), "this hub was not told what is needed"
+    needed = place.release(1, place.bad)
+    # The release needs a commit that only the ref of a later one leads to.
+    assert "removed 1 commits that nothing needs" in pipeline("gc").stdout
+    assert (place.has(place.bad), place.has(place.after)) == (True, False)
+    release_removal.remove(place.home.releases_dir / "facts", needed)
+    if is_up:
+        with place.hub(needed_commits=set):
+            assert "removed 1 commits that nothing needs" in pipeline("gc").stdout
+    else:
+        assert "removed 1 commits that nothing needs" in pipeline("gc").stdout
+    assert not place.has(place.bad) and place.has(place.good)
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_gc_removes_a_large_file_that_no_commit_names_any_more(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    facts = {"repo_id": "local/facts", "repo_type": "dataset"}
+    with place.hub() as hub:
+        hub.api.upload_file(path_or_fileobj=bytes(2_000_000), path_in_repo="a.bin", **facts)
+        hub.api.delete_file(path_in_repo="a.bin", **facts)
+        hub.api.super_squash_history(**facts)
+    files = LargeFiles(place.folder)
+    [oid] = files.oids()
+    os.utime(files.path(oid), (0, 0))
+    assert "large files" not in pipeline("gc").stdout, "an event names the commit of the upload"
+    forget_events(place)
+    assert "removed 2.0 MB of large files that no commit names" in pipeline("gc").stdout
+    assert list(files.oids()) == []

@@ -1,4 +1,4 @@
-"""`pipeline hub gc` and `pipeline hub purge`: what nothing needs goes, and what must go is gone."""
+"""`pipeline hub purge`: what must go is gone."""
 
 import gc
 import json
@@ -14,17 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
-from sqlalchemy import delete
 from typer.testing import CliRunner, Result
 
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
 from pipeline.cli.main import app
-from pipeline.hub import schema
-from pipeline.hub.large_files.store import LargeFiles
-from pipeline.hub.state_folder import stopped_hub
 from pipeline.job_store import open_job_store
 from pipeline.paths import Home
 from pipeline.settings import load_settings
@@ -290,7 +285,12 @@ def test_releases_go_if_told_and_a_served_one_keeps_all_as_it_is(place: Place) -
     assert place.holds_the_secret() == before
     assert release_store.release_ids(folder) == ids
     release_store.set_current(folder, ids[0])
-    purged(place.bad, "--releases")
+    asked = pipeline("purge", "local/facts", place.bad, "--releases").output
+    assert "Purge the dataset local/facts? [y/N]" in asked
+    assert release_store.release_ids(folder) == ids, "nobody has answered the question"
+    said = purged(place.bad, "--releases")
+    for words in (asked, said):
+        assert f"; release {ids[1]} of facts; release {ids[2]} of facts" in words
     assert release_store.release_ids(folder) == ids[:1]
     assert place.holds_the_secret() == []
 
@@ -468,51 +468,3 @@ def test_a_commit_that_is_only_left_in_downloads_is_removed_there(place: Place) 
 def test_what_is_no_commit_is_refused(place: Place) -> None:
     assert "give all 40 digits" in refused("main")
     assert "is a blob, not a commit: give the sha of the commit" in refused(place.blob)
-
-
-def forget_events(place: Place) -> None:
-    """As the hub does when they are old."""
-    with stopped_hub(place.home.hub_dir) as (database, _), database.write() as connection:
-        connection.execute(delete(schema.events))
-
-
-@pytest.mark.parametrize("is_up", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_gc_removes_what_nothing_needs(place: Place, is_up: bool) -> None:
-    with place.hub() as hub:
-        place.push_away(hub)
-    assert "removed 0 commits that nothing needs" in pipeline("gc").stdout
-    assert place.has(place.after), "an event names it"
-    forget_events(place)
-    with place.hub():
-        assert "removed 0 commits that nothing needs" in pipeline("gc").stdout
-        assert place.has(place.after), "this hub was not told what is needed"
-    needed = place.release(1, place.bad)
-    # The release needs a commit that only the ref of a later one leads to.
-    assert "removed 1 commits that nothing needs" in pipeline("gc").stdout
-    assert (place.has(place.bad), place.has(place.after)) == (True, False)
-    release_removal.remove(place.home.releases_dir / "facts", needed)
-    if is_up:
-        with place.hub(needed_commits=set):
-            assert "removed 1 commits that nothing needs" in pipeline("gc").stdout
-    else:
-        assert "removed 1 commits that nothing needs" in pipeline("gc").stdout
-    assert not place.has(place.bad) and place.has(place.good)
-
-
-@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-def test_gc_removes_a_large_file_that_no_commit_names_any_more(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    facts = {"repo_id": "local/facts", "repo_type": "dataset"}
-    with place.hub() as hub:
-        hub.api.upload_file(path_or_fileobj=bytes(2_000_000), path_in_repo="a.bin", **facts)
-        hub.api.delete_file(path_in_repo="a.bin", **facts)
-        hub.api.super_squash_history(**facts)
-    files = LargeFiles(place.folder)
-    [oid] = files.oids()
-    os.utime(files.path(oid), (0, 0))
-    assert "large files" not in pipeline("gc").stdout, "an event names the commit of the upload"
-    forget_events(place)
-    assert "removed 2.0 MB of large files that no commit names" in pipeline("gc").stdout
-    assert list(files.oids()) == []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection
 
-from pipeline.hub.contents.history import Commit, list_commits
+from pipeline.hub.contents.history import Commit, list_commits, read_commit
 from pipeline.hub.discussions import (
     OPEN,
     Discussion,
@@ -98,7 +98,7 @@ def squash(repository: Repository, base: str, head: str, *, message: str, author
             f"The pull request cannot be merged, because both sides changed "
             f"{', '.join(conflicts[:10])}: merge the branch into the pull request first."
         )
-    if git(repository.folder, "rev-parse", f"{base}^{{tree}}").decode().strip() == tree:
+    if read_commit(repository, base).tree == tree:
         return base
     commit = git(
         repository.folder,

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import BinaryIO
 
 from starlette.concurrency import run_in_threadpool
 
@@ -63,7 +63,7 @@ class LargeFiles:
         """Stores a file that a client sends. Raises BadRequest if it does not have `size` bytes and
         the sha256 `oid`."""
         with self._draft(size) as draft:
-            async for piece in in_chunks(body):
+            async for piece in body:
                 await asyncio.to_thread(draft.write, piece)
             await asyncio.to_thread(self._adopt, draft, oid)
 
@@ -220,24 +220,3 @@ def _still_there() -> Iterator[None]:
             "The repository was moved or removed meanwhile: check its name, then send the file "
             "again."
         ) from None
-
-
-async def write_body(file: IO[bytes], body: AsyncIterator[bytes]) -> None:
-    """Writes the pieces to `file`."""
-    async for piece in in_chunks(body):
-        await run_in_threadpool(file.write, piece)
-    # Another process may read the file, and a small body would stay in the buffer.
-    await run_in_threadpool(file.flush)
-
-
-async def in_chunks(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Joins the pieces of `body`: each new piece has at least `CHUNK_BYTES` bytes, except the last.
-    The caller writes each piece in a thread, so small pieces would be slow."""
-    waiting = bytearray()
-    async for piece in body:
-        waiting += piece
-        if len(waiting) >= CHUNK_BYTES:
-            yield bytes(waiting)
-            waiting.clear()
-    if waiting:
-        yield bytes(waiting)

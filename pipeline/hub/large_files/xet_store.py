@@ -21,13 +21,7 @@ from typing import BinaryIO
 from starlette.concurrency import run_in_threadpool
 
 from pipeline.hub.errors import BadRequest, TooLarge
-from pipeline.hub.large_files.store import (
-    LargeFiles,
-    make_folder,
-    publish,
-    temporary_file,
-    write_body,
-)
+from pipeline.hub.large_files.store import LargeFiles, make_folder, publish, temporary_file
 from pipeline.hub.large_files.xet_format import (
     Chunk,
     XetFile,
@@ -138,7 +132,8 @@ class XetStore:
         """A temporary file with the complete body."""
         self.check_is_there()
         with temporary_file(self._files.incoming, below=self._folder) as file:
-            await write_body(file, body)
+            async for piece in body:
+                await run_in_threadpool(file.write, piece)
             yield file
 
 

@@ -35,6 +35,14 @@ class Collected:
     """The total size of the large files that were removed."""
 
 
+def in_total(collected: Collection[Collected]) -> dict[str, int]:
+    """What was removed from several repositories, as the command `pipeline hub gc` reads it."""
+    return {
+        "released": sum(each.num_commits for each in collected),
+        "large_bytes": sum(each.large_bytes for each in collected),
+    }
+
+
 def collect_garbage(
     repository: Repository, database: Database, needed_commits: NeededCommits | None
 ) -> Collected:

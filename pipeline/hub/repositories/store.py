@@ -219,15 +219,12 @@ class Repositories:
         """Deletes the row of the repository."""
         connection.execute(delete(table).where(table.c.id == repository.id))
 
-    def rename(
-        self, connection: Connection, repository: Repository, to: RepositoryName
-    ) -> Repository:
+    def rename(self, connection: Connection, repository: Repository, to: RepositoryName) -> None:
         """Gives the repository the name `to`. Raises Conflict if this name is taken."""
         self._check_free(connection, to, but=repository)
         connection.execute(
             update(table).where(table.c.id == repository.id).values(owner=to.owner, name=to.name)
         )
-        return self.find(connection, to)
 
     def finish_moves(self, connection: Connection) -> None:
         """Gives each folder whose move was interrupted the name in its repository's row. This is

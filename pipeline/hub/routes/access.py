@@ -1,13 +1,12 @@
 """Parts of the routes' paths, and what the token of a request may do.
 
 A route gets these dependencies as arguments. FastAPI runs them in their order, and each raises the
-error that the client gets. So no route can forget a check: it gets its repository only from
-`Readable` or `Locked`, and the routers of everything else have `everywhere`, `person` or
-`hubs_own`.
+error that the client gets. A route gets its repository from `Readable` or `Locked`, or finds it
+with `Hub.find_reached`, as both do. A route that belongs to no repository has `everywhere`,
+`person` or `hubs_own`; the few without them tell a client nothing that its token does not reach.
 """
 
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Annotated
 from urllib.parse import unquote
 
@@ -31,9 +30,6 @@ class _Part(Convertor[str]):
 
     def convert(self, value: str) -> str:
         return unquote(value)
-
-    def to_string(self, value: str) -> str:
-        raise NotImplementedError  # the hub makes no URLs from routes
 
 
 class _Rest(_Part):
@@ -108,14 +104,12 @@ Writer = Annotated[Identity, Depends(writer)]
 
 
 async def named(request: Request, hub: HubOf) -> RepositoryName:
-    """The repository that the path names. Without an owner, it is one of the hub's owner."""
-    path: str = request.path_params["repository"]
+    """The repository that the path names."""
+    path: str = request.path_params["repository"].removesuffix(".git")
     first, _, rest = path.partition("/")
-    type = TYPES.get(first) if rest else None
-    owner, _, name = (path if type is None else rest).rpartition("/")
-    return RepositoryName(
-        type=type or "model", owner=owner or hub.settings.owner, name=name.removesuffix(".git")
-    )
+    if rest and first in TYPES:
+        return hub.name_of(TYPES[first], rest)
+    return hub.name_of("model", path)
 
 
 Named = Annotated[RepositoryName, Depends(named)]
@@ -134,7 +128,7 @@ async def locked(hub: HubOf, identity: Writer, name: Named) -> AsyncIterator[Rep
     Declare it after the body: while a body comes in, no lock is held, and the repository may be
     deleted or replaced.
     """
-    async with hub.repositories.locked(partial(hub.find_reached, name, identity)) as repository:
+    async with hub.locked(name, identity) as repository:
         yield repository
 
 

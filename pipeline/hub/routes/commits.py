@@ -99,7 +99,7 @@ async def preupload(
     find = partial(hub.find_reached, name, identity)
     # Most repositories have a commit, and then the request need not wait for the lock.
     if not await run_in_threadpool(lambda: read_refs(find())):
-        async with hub.repositories.locked(find) as repository:
+        async with hub.locked(name, identity) as repository:
             await run_in_threadpool(begin, hub.log, repository, identity)
 
     def read() -> list[Json]:
@@ -146,8 +146,7 @@ async def commit(
         # Find the repository again: while the body came in, another one may have got its name.
         # Take the slot after the lock. Otherwise a request that waits for the lock would hold a
         # slot, which another request could use.
-        find = partial(hub.find_reached, name, identity)
-        async with hub.repositories.locked(find) as repository, hub.commit_slots:
+        async with hub.locked(name, identity) as repository, hub.commit_slots:
             made = await run_in_threadpool(act, hub.log, repository, identity, revision, body)
             sha, changes, num = made
             remarks = await run_in_threadpool(hub.remarks, repository, changes)

@@ -28,7 +28,6 @@ from pipeline.hub.service import HubOf
 
 logger = logging.getLogger(__name__)
 
-
 router = APIRouter(prefix=f"{API}/discussions")
 Num = Annotated[int, Path(lt=10**9)]
 

@@ -10,7 +10,6 @@ https://git-scm.com/docs/http-protocol, https://git-scm.com/docs/git-http-backen
 import os
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from functools import partial
 from tempfile import TemporaryFile
 from typing import IO, Annotated
 
@@ -35,8 +34,9 @@ _LS_REFS = b"0014command=ls-refs"
 router = APIRouter(prefix=FILES)
 
 
-async def _service(request: Request, identity: Who) -> str:
-    """The git service that the request asks for. Raises Unauthorized, Forbidden and BadRequest."""
+async def _check(request: Request, identity: Who) -> None:
+    """Raises BadRequest if the request is not git's. Raises Unauthorized or Forbidden if it belongs
+    to a push, and the token may not write."""
     service = request.url.path.rpartition("/")[2]
     is_git = request.headers.get("content-type") == f"application/x-{service}-request"
     if service == "refs":
@@ -46,11 +46,10 @@ async def _service(request: Request, identity: Who) -> str:
         raise BadRequest("This address only answers git, from version 1.6.6.")
     if service == "git-receive-pack":
         identity.require_write("a push")
-    return service
 
 
 async def _body(
-    request: Request, hub: HubOf, _: Annotated[str, Depends(_service)], __: Readable
+    request: Request, hub: HubOf, _: Annotated[None, Depends(_check)], __: Readable
 ) -> AsyncIterator[IO[bytes]]:
     """The complete body, in a file. It comes after the checks of the token and the repository."""
     with TemporaryFile(dir=hub.repositories.incoming) as file:
@@ -93,12 +92,11 @@ async def _clone(
 
 @router.post("/git-receive-pack")
 async def push(request: Request, hub: HubOf, identity: Who, name: Named, body: Body) -> Response:
-    # Find the repository again under its lock. While the body came in, the repository may have
-    # been removed or moved. The token may not reach the repository that has its name now. And the
-    # environment names the open pull requests: one of them may have been merged, and would not have
-    # the commits of this push.
-    find = partial(hub.find_reached, name, identity)
-    async with hub.repositories.locked(find) as repository, hub.git_slots["push"]:
+    # Find the repository again under its lock: while the body came in, it may have been removed or
+    # moved, and the token may not reach the repository that has its name now. Make the environment
+    # under the lock too, because it names the open pull requests: a push to one that was merged
+    # meanwhile would never reach its branch.
+    async with hub.locked(name, identity) as repository, hub.git_slots["push"]:
         variables = await run_in_threadpool(_environment, hub, request, repository, body)
         # Git runs to its end even if the client goes away, because it may have moved refs already.
         done = await backend.run(variables, body)

@@ -16,9 +16,9 @@ from starlette.responses import JSONResponse, Response
 
 from pipeline.hub.cipher import GRANT_SECONDS, Cipher
 from pipeline.hub.errors import Forbidden, NotFound
-from pipeline.hub.http_json import Json, hub_url, json_body, pieces
+from pipeline.hub.http_json import Json, chunks, hub_url, json_body
 from pipeline.hub.large_files.store import LargeFiles
-from pipeline.hub.repositories.names import RepositoryName, RepositoryType
+from pipeline.hub.repositories.names import RepositoryType
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes import file_answers
 from pipeline.hub.routes.access import API, FILES, Readable, Who, Writer
@@ -86,10 +86,7 @@ def duplicate(
 ) -> Json:
     """Copies large files of this repository to another one. The client calls this before it commits
     the pointers in the other repository."""
-    owner, _, short = body.target.name.rpartition("/")
-    owner = owner or hub.settings.owner
-    name = RepositoryName(type=body.target.type, owner=owner, name=short)
-    target = hub.find_reached(name, identity)
+    target = hub.find_reached(hub.name_of(body.target.type, body.target.name), identity)
     files, copies = LargeFiles(source.folder), LargeFiles(target.folder)
     missing = [each.sha256 for each in body.files if not copies.link(files, each.sha256)]
     return {
@@ -109,22 +106,19 @@ def _answer(hub: Hub, repository: Repository, url: str, batch: Batch, wanted: La
     files = LargeFiles(repository.folder)
     size, limit = files.size(wanted.oid), hub.settings.max_push_bytes
     is_upload = batch.operation == "upload"
-    error: tuple[int, str] | None = None
+    code, error = 422, ""
     if size is None and not is_upload:
         missing = f"The {repository.name} does not have this large file"
-        error = 404, f"{missing}: push it from a clone that has it."
+        code, error = 404, f"{missing}: push it from a clone that has it."
     elif size is not None and size != wanted.size:
         error = (
-            422,
-            (
-                f"The file with this sha256 has {size} bytes, and the request says {wanted.size}: "
-                "send the file's true size."
-            ),
+            f"The file with this sha256 has {size} bytes, and the request says {wanted.size}: "
+            "send the file's true size."
         )
     elif is_upload and wanted.size > limit:
-        error = 422, f"A file may have {limit} bytes at most: raise [hub] max_push_bytes."
-    if error is not None:
-        return {**told, "error": {"code": error[0], "message": error[1]}}
+        error = f"A file may have {limit} bytes at most: raise [hub] max_push_bytes."
+    if error:
+        return {**told, "error": {"code": code, "message": error}}
     if is_upload and files.keep(wanted.oid):
         return told
     path = _TRANSFERS.format(repository_id=repository.id, oid=wanted.oid)
@@ -171,5 +165,5 @@ def fetch(request: Request, signed: Signed, oid: str) -> Response:
 @transfers.put("")
 async def send(request: Request, signed: Signed, oid: str) -> Response:
     files, size = signed
-    await files.receive(pieces(request), oid, size)
+    await files.receive(chunks(request), oid, size)
     return Response(headers={"ETag": f'"{oid}"'})

@@ -57,6 +57,7 @@ def list_repositories(
         key=lambda each: each[0].created_at,
         reverse=True,
     )[:limit]
+    # Copies, because `described` keeps its answers, and they have no files.
     items = [{**described(repository, sha)} for repository, sha in found]
     if full:
         for item, (repository, sha) in zip(items, found, strict=True):

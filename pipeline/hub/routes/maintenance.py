@@ -10,6 +10,7 @@ from pipeline.hub.repositories.garbage import (
     Collected,
     Purge,
     collect_garbage,
+    in_total,
     plan_purge,
     purge,
 )
@@ -34,17 +35,14 @@ async def gc(hub: HubOf) -> Json:
         collected.append(collect_garbage(repository, hub.database, hub.needed_commits))
 
     await hub.repositories.for_each(hub.database, collect)
-    return {
-        "released": sum(each.num_commits for each in collected),
-        "large_bytes": sum(each.large_bytes for each in collected),
-    }
+    return {**in_total(collected)}
 
 
 @router.get(_PURGE)
 def plan(hub: HubOf, repository: Locked, sha: str) -> Json:
     """What a purge of a commit would remove. A purge removes a commit that was pushed by mistake.
-    The answer also has the `names` of the repository. It is 409 if the history of a branch, a tag
-    or an open pull request still has the commit."""
+    The answer is 409 if the history of a branch, a tag or an open pull request still has the
+    commit."""
     return _act(hub, repository, sha, plan_purge)
 
 
@@ -63,4 +61,4 @@ def _act(
 ) -> Json:
     with hub.database.read() as connection:
         refs = open_refs(connection, repository)
-    return {**act(repository, sha, refs), "names": [repository.name.id.lower()]}
+    return dict(act(repository, sha, refs))

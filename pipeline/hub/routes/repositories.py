@@ -1,6 +1,5 @@
 """API routes that create, delete and move repositories, and change their settings."""
 
-from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends
@@ -100,8 +99,7 @@ async def remove(
 ) -> None:
     owner = body.organization or hub.settings.owner
     name = RepositoryName(type=body.type, owner=owner, name=body.name)
-    find = partial(hub.find_reached, name, identity)
-    async with hub.repositories.locked(find) as repository:
+    async with hub.locked(name, identity) as repository:
         await run_in_threadpool(acts.delete, hub.log, hub.repositories, repository)
 
 
@@ -109,11 +107,10 @@ async def remove(
 async def move(
     request: Request, hub: HubOf, identity: Who, body: Annotated[Move, json_body(Move)]
 ) -> JSONResponse:
-    owner, _, name = body.fromRepo.rpartition("/")
-    source = RepositoryName(type=body.type, owner=owner or hub.settings.owner, name=name)
+    source = hub.name_of(body.type, body.fromRepo)
     new_owner, _, new = body.toRepo.rpartition("/")
     target = _new_name(hub, body.type, new_owner, new)
-    async with hub.repositories.locked(partial(hub.find_reached, source, identity)) as repository:
+    async with hub.locked(source, identity) as repository:
         await run_in_threadpool(acts.move, hub.log, hub.repositories, repository, target)
         told = await run_in_threadpool(_left_behind, hub, repository.name, target)
     headers = client_warning(f"moved {repository.name.id}", told)

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 
 from pipeline.hub.cipher import GRANT_SECONDS
 from pipeline.hub.errors import Unauthorized
-from pipeline.hub.http_json import Json, hub_url, pieces
+from pipeline.hub.http_json import Json, chunks, hub_url
 from pipeline.hub.large_files.xet_format import MAX_SHARD_BYTES, MAX_XORB_BYTES
 from pipeline.hub.large_files.xet_store import XetStore
 from pipeline.hub.routes.access import API, Readable, writer
@@ -58,14 +58,14 @@ Store = Annotated[XetStore, Depends(_store)]
 
 @router.post("/v1/xorbs/{prefix}/{hash}")
 async def receive_xorb(request: Request, store: Store, hash: str) -> Json:
-    await store.receive_xorb(pieces(request, max_bytes=MAX_XORB_BYTES), hash)
+    await store.receive_xorb(chunks(request, max_bytes=MAX_XORB_BYTES), hash)
     return {"was_inserted": True}
 
 
 @router.post("/v1/shards")
 async def receive_shard(request: Request, hub: HubOf, store: Store) -> Json:
     limit = hub.settings.max_push_bytes
-    await store.receive_shard(pieces(request, max_bytes=MAX_SHARD_BYTES), max_file_bytes=limit)
+    await store.receive_shard(chunks(request, max_bytes=MAX_SHARD_BYTES), max_file_bytes=limit)
     return {"result": 1}
 
 

@@ -25,7 +25,7 @@ from receiver.webhooks import Domain, WatchedItem, WebhookStatus
 def _is_http(url: str) -> str:
     try:
         parsed = httpx.URL(url)
-        host = parsed.host  # raises an error if it is no name that can be resolved
+        host = parsed.host  # raises an error if it is not a valid name
     except (ValueError, httpx.InvalidURL) as error:
         raise ValueError(f"{url!r} is not a valid URL: {error}") from None
     if parsed.scheme not in ("http", "https") or not host:
