@@ -13,10 +13,8 @@ from platform import python_version
 import httpx
 
 from jobs.errors import JobError
-from jobs.schema import HEAD as JOBS_SCHEMA
 from pipeline.errors import PipelineError
 from pipeline.facts import READ_IT, Facts, Finding, ok, state_of, wrong
-from pipeline.hub.database import SCHEMA_REVISION as HUB_SCHEMA
 from pipeline.hub.database import check_schema
 from pipeline.hub.errors import HubError
 from pipeline.job_store import jobs_schema
@@ -107,19 +105,17 @@ def check_databases(facts: Facts) -> Iterator[Finding]:
     except HubError as error:
         yield wrong("hub database", str(error), READ_IT)
     else:
-        yield ok("hub database", _schema(found, HUB_SCHEMA))
+        yield ok("hub database", _schema(found))
     try:
         found = jobs_schema(facts.settings, facts.home)
     except JobError as error:
         yield wrong("job database", str(error), READ_IT)
     else:
-        yield ok("job database", _schema(found, JOBS_SCHEMA))
+        yield ok("job database", _schema(found))
 
 
-def _schema(found: str | None, head: str) -> str:
-    if found is None:
-        return "does not exist yet; the first start creates it"
-    return f"schema {found}" + ("" if found == head else f"; the next start upgrades it to {head}")
+def _schema(found: str | None) -> str:
+    return "does not exist yet; the first start creates it" if found is None else f"schema {found}"
 
 
 def check_training(facts: Facts) -> Iterator[Finding]:
