@@ -2,10 +2,8 @@
 and what to do about the fault, but repairs nothing."""
 
 import shutil
-import sqlite3
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from platform import python_version
@@ -15,7 +13,7 @@ import httpx
 from jobs.errors import JobError
 from pipeline.errors import PipelineError
 from pipeline.facts import READ_IT, Facts, Finding, ok, state_of, wrong
-from pipeline.hub.database import check_schema
+from pipeline.hub.database import check_schema, read_only
 from pipeline.hub.errors import HubError
 from pipeline.job_store import jobs_schema
 from pipeline.journal import WAYS_ON, next_step
@@ -242,15 +240,12 @@ def check_deliveries(facts: Facts) -> Iterator[Finding]:
     database = facts.home.hub_dir / "hub.sqlite"
     if not database.exists():
         return
+    select = "SELECT status, count(*) FROM deliveries WHERE status <> 'delivered' GROUP BY 1"
     try:
-        with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
-            counts = dict(
-                connection.execute(
-                    "SELECT status, count(*) FROM deliveries WHERE status <> 'delivered' GROUP BY 1"
-                ).fetchall()
-            )
-    except sqlite3.Error as error:
-        yield wrong("deliveries", f"{database}: {error}", "restore it from a backup")
+        with read_only(database) as connection:
+            counts = dict(connection.execute(select).fetchall())
+    except HubError as error:
+        yield wrong("deliveries", str(error), "restore it from a backup")
         return
     if dead := counts.get("dead", 0):
         step = "pipeline webhooks deliveries says why; pipeline webhooks replay sends one again"
