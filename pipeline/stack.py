@@ -262,7 +262,7 @@ class Stack:
                 # Give each child its own session, so that Ctrl-C reaches only this process. This
                 # process then stops the children in the right order.
                 start_new_session=True,
-                # Without SIGTERM, the child would run on after the end of this process, and its port
+                # Without this, the child would run on after the end of this process, and its port
                 # would stay in use.
                 preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
             )
