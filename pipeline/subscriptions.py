@@ -86,13 +86,12 @@ def _create_or_correct(
     wanted: dict[str, Any] = {
         "url": url,
         "watched": watched,
+        "domains": ["repo"],
         "secret": secret,
         "endpoint": hub.endpoint,
         "token": hub.token,
     }
-    if ours is None:
-        return create_webhook(**wanted, domains=["repo"]).id
-    return update_webhook(ours.id, **wanted).id
+    return (create_webhook(**wanted) if ours is None else update_webhook(ours.id, **wanted)).id
 
 
 def unwatched_datasets(datasets: Iterable[str], watched: Iterable[WatchedItem]) -> tuple[str, ...]:
