@@ -11,11 +11,12 @@ from platform import python_version
 import httpx
 
 from jobs.errors import JobError
+from jobs.schema import HEAD as JOBS_SCHEMA
 from pipeline.errors import PipelineError
 from pipeline.facts import READ_IT, Facts, Finding, ok, state_of, wrong
 from pipeline.hub.database import check_schema, read_only
 from pipeline.hub.errors import HubError
-from pipeline.job_store import jobs_schema
+from pipeline.job_store import reading_jobs
 from pipeline.journal import WAYS_ON, next_step
 from pipeline.liveness import port_fault
 from pipeline.paths import settings_file
@@ -105,7 +106,8 @@ def check_databases(facts: Facts) -> Iterator[Finding]:
     else:
         yield ok("hub database", _schema(found))
     try:
-        found = jobs_schema(facts.settings, facts.home)
+        with reading_jobs(facts.settings, facts.home) as store:
+            found = None if store is None else JOBS_SCHEMA
     except JobError as error:
         yield wrong("job database", str(error), READ_IT)
     else:

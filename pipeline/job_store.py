@@ -3,13 +3,10 @@ use the job store."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 from jobs.attempt_tokens import PREFIX, job_of_token
-from jobs.schema import check_schema as check_jobs_schema
-from jobs.schema import connect
 from jobs.store import JobStore
-from pipeline.hub.database import check_schema as check_hub_schema
+from pipeline.hub.database import check_schema
 from pipeline.paths import Home
 from pipeline.settings import Settings
 from pipeline.tokens import Tokens
@@ -28,15 +25,11 @@ def open_job_store(settings: Settings, home: Home) -> JobStore:
 def reading_jobs(settings: Settings, home: Home) -> Iterator[JobStore | None]:
     """Open the same store as `open_job_store`, but only for reading: nothing is created. Yields
     None if the store does not exist yet. Raises StoreError."""
-    place = _existing(settings, home)
+    file = home.jobs_database if home.jobs_database.exists() else None
+    place = settings.jobs.database_url or file
     store = None if place is None else JobStore.open_to_read(place)
     with nullcontext() if store is None else store:
         yield store
-
-
-def _existing(settings: Settings, home: Home) -> str | Path | None:
-    file = home.jobs_database if home.jobs_database.exists() else None
-    return settings.jobs.database_url or file
 
 
 def is_token_of_running_job(
@@ -50,18 +43,6 @@ def is_token_of_running_job(
     return job is not None and job.spec.pipeline == pipeline
 
 
-def jobs_schema(settings: Settings, home: Home) -> str | None:
-    """The schema revision of the job store; None if there is no store yet. Creates nothing. Raises
-    StoreError if another version of hotpush wrote the store, or if it fails."""
-    if (place := _existing(settings, home)) is None:
-        return None
-    engine = connect(place, only_reads=True)
-    try:
-        return check_jobs_schema(engine)
-    finally:
-        engine.dispose()
-
-
 def check_schemas(settings: Settings, home: Home) -> None:
     """Raise HubError or StoreError if another version of hotpush wrote the hub's database or the
     job store.
@@ -69,5 +50,6 @@ def check_schemas(settings: Settings, home: Home) -> None:
     Call this before any service starts. A service creates its database when it starts. Without this
     check, the stack might create one database before it finds that the other one cannot be used.
     """
-    check_hub_schema(home.hub_dir / "hub.sqlite")
-    jobs_schema(settings, home)
+    check_schema(home.hub_dir / "hub.sqlite")
+    with reading_jobs(settings, home):
+        pass
