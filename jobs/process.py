@@ -131,11 +131,12 @@ def send_signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent process `parent` ends. If the parent has
-    already ended, end this process now. Does nothing on systems other than Linux."""
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Make the kernel send the signal `number` to this process when its parent process `parent`, or
+    the parent's thread that has started this process, ends. If the parent has already ended, end
+    this process now. Does nothing on systems other than Linux."""
     if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
             os._exit(1)
 

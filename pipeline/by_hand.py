@@ -160,7 +160,7 @@ def _running(services: Sequence[Service], home: Home, settings: Settings) -> Ite
                 wait = SECONDS_AFTER_ERROR
                 logger.exception("the services cannot be checked; trying again in %g s", wait)
 
-    # On Linux, a child gets SIGTERM when the thread that started it ends (`end_with_parent`). The
+    # On Linux, a child gets SIGTERM when the thread that started it ends (`die_with_parent`). The
     # thread `stack-check` restarts children. When it ends, the children that it has restarted get
     # SIGTERM. This does no harm, because `stack.stop` then sends SIGTERM to all children anyway.
     thread = threading.Thread(target=check, name="stack-check")

@@ -2,10 +2,8 @@
 and what to do about the fault, but repairs nothing."""
 
 import shutil
-import sqlite3
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from platform import python_version
@@ -16,10 +14,9 @@ from jobs.errors import JobError
 from jobs.schema import HEAD as JOBS_SCHEMA
 from pipeline.errors import PipelineError
 from pipeline.facts import READ_IT, Facts, Finding, ok, state_of, wrong
-from pipeline.hub.database import SCHEMA_REVISION as HUB_SCHEMA
-from pipeline.hub.database import check_schema
+from pipeline.hub.database import check_schema, read_only
 from pipeline.hub.errors import HubError
-from pipeline.job_store import jobs_schema
+from pipeline.job_store import reading_jobs
 from pipeline.journal import WAYS_ON, next_step
 from pipeline.liveness import port_fault
 from pipeline.paths import settings_file
@@ -107,19 +104,18 @@ def check_databases(facts: Facts) -> Iterator[Finding]:
     except HubError as error:
         yield wrong("hub database", str(error), READ_IT)
     else:
-        yield ok("hub database", _schema(found, HUB_SCHEMA))
+        yield ok("hub database", _schema(found))
     try:
-        found = jobs_schema(facts.settings, facts.home)
+        with reading_jobs(facts.settings, facts.home) as store:
+            found = None if store is None else JOBS_SCHEMA
     except JobError as error:
         yield wrong("job database", str(error), READ_IT)
     else:
-        yield ok("job database", _schema(found, JOBS_SCHEMA))
+        yield ok("job database", _schema(found))
 
 
-def _schema(found: str | None, head: str) -> str:
-    if found is None:
-        return "does not exist yet; the first start creates it"
-    return f"schema {found}" + ("" if found == head else f"; the next start upgrades it to {head}")
+def _schema(found: str | None) -> str:
+    return "does not exist yet; the first start creates it" if found is None else f"schema {found}"
 
 
 def check_training(facts: Facts) -> Iterator[Finding]:
@@ -246,15 +242,12 @@ def check_deliveries(facts: Facts) -> Iterator[Finding]:
     database = facts.home.hub_dir / "hub.sqlite"
     if not database.exists():
         return
+    select = "SELECT status, count(*) FROM deliveries WHERE status <> 'delivered' GROUP BY 1"
     try:
-        with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
-            counts = dict(
-                connection.execute(
-                    "SELECT status, count(*) FROM deliveries WHERE status <> 'delivered' GROUP BY 1"
-                ).fetchall()
-            )
-    except sqlite3.Error as error:
-        yield wrong("deliveries", f"{database}: {error}", "restore it from a backup")
+        with read_only(database) as connection:
+            counts = dict(connection.execute(select).fetchall())
+    except HubError as error:
+        yield wrong("deliveries", str(error), "restore it from a backup")
         return
     if dead := counts.get("dead", 0):
         step = "pipeline webhooks deliveries says why; pipeline webhooks replay sends one again"

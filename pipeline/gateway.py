@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 import httpx
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from pydantic_core import from_json
@@ -104,9 +104,8 @@ class _Gateway:
                     sample._replace(labels={**sample.labels, "pipeline": name})
                     for sample in family.samples
                 ]
-        registry = CollectorRegistry()
-        registry.register(_Collected(merged))
-        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
+        text = generate_latest(_Collected(merged))
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
         """The models of all servers that answer."""

@@ -3,13 +3,10 @@ use the job store."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 from jobs.attempt_tokens import PREFIX, job_of_token
-from jobs.schema import check_schema as check_jobs_schema
-from jobs.schema import connect
 from jobs.store import JobStore
-from pipeline.hub.database import check_schema as check_hub_schema
+from pipeline.hub.database import check_schema
 from pipeline.paths import Home
 from pipeline.settings import Settings
 from pipeline.tokens import Tokens
@@ -17,8 +14,7 @@ from pipeline.tokens import Tokens
 
 def open_job_store(settings: Settings, home: Home) -> JobStore:
     """Open the store that `database_url` under `[jobs]` names. If this setting is missing, open the
-    store in the state folder. Creates or upgrades the tables of the store if necessary. Raises
-    StoreError."""
+    store in the state folder. Creates the tables if there are none. Raises StoreError."""
     if settings.jobs.database_url is not None:
         return JobStore.open(settings.jobs.database_url)
     home.jobs_dir.mkdir(parents=True, exist_ok=True)
@@ -27,17 +23,13 @@ def open_job_store(settings: Settings, home: Home) -> JobStore:
 
 @contextmanager
 def reading_jobs(settings: Settings, home: Home) -> Iterator[JobStore | None]:
-    """Open the same store as `open_job_store`, but only for reading: nothing is created or
-    upgraded. Yields None if the store does not exist yet. Raises StoreError."""
-    place = _existing(settings, home)
+    """Open the same store as `open_job_store`, but only for reading: nothing is created. Yields
+    None if the store does not exist yet. Raises StoreError."""
+    file = home.jobs_database if home.jobs_database.exists() else None
+    place = settings.jobs.database_url or file
     store = None if place is None else JobStore.open_to_read(place)
     with nullcontext() if store is None else store:
         yield store
-
-
-def _existing(settings: Settings, home: Home) -> str | Path | None:
-    file = home.jobs_database if home.jobs_database.exists() else None
-    return settings.jobs.database_url or file
 
 
 def is_token_of_running_job(
@@ -51,26 +43,13 @@ def is_token_of_running_job(
     return job is not None and job.spec.pipeline == pipeline
 
 
-def jobs_schema(settings: Settings, home: Home) -> str | None:
-    """The schema revision of the job store; None if there is no store yet. Upgrades nothing.
-
-    Raises StoreError.
-    """
-    if (place := _existing(settings, home)) is None:
-        return None
-    engine = connect(place, only_reads=True)
-    try:
-        return check_jobs_schema(engine)
-    finally:
-        engine.dispose()
-
-
 def check_schemas(settings: Settings, home: Home) -> None:
-    """Raise HubError or StoreError if a newer version of hotpush wrote the hub's database or the
+    """Raise HubError or StoreError if another version of hotpush wrote the hub's database or the
     job store.
 
-    Call this before any service starts. A service upgrades its database when it starts. Without
-    this check, the stack might upgrade one database before it finds that the other one is too new.
+    Call this before any service starts. A service creates its database when it starts. Without this
+    check, the stack might create one database before it finds that the other one cannot be used.
     """
-    check_hub_schema(home.hub_dir / "hub.sqlite")
-    jobs_schema(settings, home)
+    check_schema(home.hub_dir / "hub.sqlite")
+    with reading_jobs(settings, home):
+        pass

@@ -98,9 +98,9 @@ class Dataset:
         raise NoHead(f"there is no dataset {self.name} on {self.hub_url}; {self.if_missing}")
 
     def contains(self, commit: str, head: str, cache_dir: Path) -> bool:
-        """Whether `commit` is in the history of `head`: the hub lists this history
-        (`/api/datasets/NAME/commits/HEAD`), and git looks for it in the repository that the jobs of
-        the pipeline have fetched into `cache_dir`. False if the history cannot be read."""
+        """Whether `commit` is in the history of `head`. For a dataset on a hub, the hub lists this
+        history. For a git URL, git looks into the repository that the jobs of the pipeline have
+        fetched into `cache_dir`. False if the history cannot be read."""
         try:
             if is_git_url(self.name):
                 return GitDataset(self.name, cache_dir).is_ancestor(commit, head)

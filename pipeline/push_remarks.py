@@ -1,7 +1,6 @@
 """Checks a push and writes remarks for the person who pushed, for example: no pipeline follows the
-branch, a file is not read, or a row cannot be
-read. Git and the Hugging Face clients show these remarks, so the person sees a mistake without
-looking into the job's log."""
+branch, a file is not read, or a row cannot be read. Git and the Hugging Face clients show these
+remarks, so the person sees a mistake without looking into the job's log."""
 
 import json
 import logging

@@ -97,14 +97,15 @@ class PipelineSettings(BaseModel):
     """The job of a push waits for further commits for at most this many seconds after its first
     commit."""
     keep: int = Field(default=5, ge=2)
-    """How many releases to keep. A retraining removes older releases, unless they are served,
-    pending (chosen, but not served yet) or pinned (kept by `pipeline releases pin`). Your own
-    trainer (`command`) has to call `pipeline releases prune` to remove them."""
+    """How many releases to keep. A retraining and `pipeline releases promote` remove older ones,
+    unless they are served, pending (chosen, but not served yet) or pinned (kept by
+    `pipeline releases pin`)."""
     command: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """Your own trainer: a program and its arguments. Each job then runs this program instead of the
     built-in retraining. A relative path of the program starts at the folder of the settings file.
-    The program runs in the job's folder. When the program has trained, it has to call
-    `pipeline releases publish` to make a release, and then `pipeline releases swap` to serve it."""
+    The program runs in the job's folder. When it has trained, it has to call
+    `pipeline releases promote FOLDER`, which judges the new weights, makes a release from them, and
+    serves it."""
     on_outcome: (
         Annotated[str, Field(pattern=r"^https?://")]
         | Annotated[tuple[str, ...], Field(min_length=1)]

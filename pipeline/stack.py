@@ -5,7 +5,6 @@ Each child runs its own `pipeline` command, so that a person can also start any 
 """
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -13,11 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import filelock
 
 from jobs.folder import write_atomically
-from jobs.process import ProcessIdentity, identify, is_alive
+from jobs.process import ProcessIdentity, die_with_parent, identify, is_alive
 from pipeline.errors import PipelineError
 from pipeline.liveness import (
     PROBE_INTERVAL_SECONDS,
@@ -262,7 +262,9 @@ class Stack:
                 # Give each child its own session, so that Ctrl-C reaches only this process. This
                 # process then stops the children in the right order.
                 start_new_session=True,
-                preexec_fn=_end_with_parent(os.getpid()) if sys.platform == "linux" else None,
+                # Without this, the child would run on after the end of this process, and its port
+                # would stay in use.
+                preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
             )
         is_restart = service.name in self._running
         child = self._running.setdefault(service.name, _Running(service, process))
@@ -368,18 +370,3 @@ def _end(process: ProcessIdentity) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL)
         time.sleep(0.05)
-
-
-def _end_with_parent(parent: int) -> Callable[[], None]:
-    """Returns a function for `preexec_fn` of `subprocess.Popen` (Linux only). The new child calls
-    the returned function before it runs its program. The returned function asks the kernel to send
-    SIGTERM to the child when the child's parent ends, or when the thread that called `Popen` ends.
-    Without this signal, the child would run on after the end of its parent, and the child's port
-    would stay in use."""
-
-    def end_with_parent() -> None:
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # the parent ended before the call above
-            os._exit(1)
-
-    return end_with_parent

@@ -14,9 +14,10 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 
 from receiver.errors import BodyTooLarge, ReceiverError
+from receiver.handlers import RegisteredWebhook
 from receiver.launching import HANDLED
 from receiver.senders import NotAPush, read_event
-from receiver.verify import Proof
+from receiver.settings import ReceiverSettings
 from serving.http.bodies import BodiesInFlight
 
 _ID_HEADERS = ("webhook-id", "idempotency-key", "x-gitea-delivery", "x-github-delivery")
@@ -71,29 +72,28 @@ class RequestGuard:
     delivery or, if the sender sends none, the sha256 of the body.
     """
 
-    path: str
-    proof: Proof
-    max_body_bytes: int
-    body_timeout_seconds: float
+    webhook: RegisteredWebhook
+    settings: ReceiverSettings
     bodies: BodiesInFlight
     """Limits the memory that all bodies take together. All handlers share this limit."""
-    cache: IdempotencyCache | None
-    """The answers to earlier deliveries. None if the handler itself recognises repeats."""
+    cache: IdempotencyCache
+    """The answers to earlier deliveries. Not used if the handler itself recognises repeats."""
 
     async def handle(self, request: Request, call_handler: CallHandler) -> Response:
         """The answer to the sender. It is the handler's answer to this delivery or, for a repeated
         delivery, the answer that `cache` has kept. The guard itself answers if the request is
         refused, or if the event is ignored or is only a test."""
+        path, proof = self.webhook.path, self.webhook.proof
         sent_id = sent_delivery_id(request.headers)
         with self.bodies.body() as count:
             try:
                 # Check the headers before the body is read, so that a stranger cannot fill the
                 # memory with bodies.
-                check_body = self.proof.check_headers(request.headers, request.query_params)
-                async with asyncio.timeout(self.body_timeout_seconds):
+                check_body = proof.check_headers(request.headers, request.query_params)
+                async with asyncio.timeout(self.settings.body_timeout_seconds):
                     body = await self._read(request, count)
                 check_body(body)
-                event = read_event(self.proof.scheme, request.headers, body)
+                event = read_event(proof.scheme, request.headers, body)
             except ReceiverError as refusal:
                 return JSONResponse({"error": str(refusal)}, status_code=refusal.status_code)
             except TimeoutError:
@@ -104,26 +104,25 @@ class RequestGuard:
                 return JSONResponse(event.answer)
 
             request.state.delivery_id = sent_id or hashlib.sha256(body).hexdigest()
-            HANDLED.set((self.path, request.state.delivery_id))
+            HANDLED.set((path, request.state.delivery_id))
             proven = _with_body(request, event)
-            if sent_id is None or self.cache is None:
+            if sent_id is None or self.webhook.knows_repeats:
                 return await call_handler(proven)
-            return await self.cache.once((self.path, sent_id), lambda: call_handler(proven))
+            return await self.cache.once((path, sent_id), lambda: call_handler(proven))
 
     async def _read(self, request: Request, count: Callable[[int], None]) -> bytes:
+        limit = self.settings.max_body_bytes
+        too_large = BodyTooLarge(f"The body is larger than {limit} bytes.")
         announced = request.headers.get("content-length", "")
-        if announced.isdecimal() and int(announced) > self.max_body_bytes:
-            raise self._too_large()
+        if announced.isdecimal() and int(announced) > limit:
+            raise too_large
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
             count(len(chunk))
-            if len(body) > self.max_body_bytes:
-                raise self._too_large()
+            if len(body) > limit:
+                raise too_large
         return bytes(body)
-
-    def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"The body is larger than {self.max_body_bytes} bytes.")
 
 
 def guarded_route(guard: RequestGuard) -> type[APIRoute]:

@@ -20,7 +20,7 @@ _SHA = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 
 def full_ref(ref: str) -> str:
-    """Of a branch or any ref: its full name, such as `refs/heads/main`."""
+    """The full name of a branch or another ref, such as `refs/heads/main`."""
     return ref if ref.startswith("refs/") else f"refs/heads/{ref}"
 
 

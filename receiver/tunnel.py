@@ -209,7 +209,7 @@ class PublicUrl:
 
     def _move_webhooks(self, url: str) -> None:
         pause = 1.0
-        with self._moves:  # an earlier URL's move, which may still run, must not come last
+        with self._moves:  # wait until the thread of an earlier URL has ended
             while self.url == url and not move_webhooks(self._remembered, self._hubs):
                 if self._is_closing.wait(pause):
                     return
@@ -266,7 +266,7 @@ def tunnel_of(text: str, address: str, url_pattern: str) -> Tunnel:
 def _through_ssh(text: str, address: str) -> Tunnel:
     try:
         parts = urlsplit(text)
-        host, _ = parts.hostname, parts.port
+        host, _ = parts.hostname, parts.port  # a wrong port raises an error only when it is read
     except ValueError as error:
         raise TunnelFailed(f"The tunnel {text!r} is not an address: {error}.") from error
     if not host or parts.password or parts.path.strip("/") or parts.query:
@@ -280,7 +280,8 @@ def _through_ssh(text: str, address: str) -> Tunnel:
             *("-oConnectTimeout=10", "-oExitOnForwardFailure=yes"),
             *("-oServerAliveInterval=5", "-oServerAliveCountMax=3"),
             # With port 0, the ssh server chooses the public port, and ssh prints this port.
-            *("-R", f"*:0:{address}", "--", text.rstrip("/")),
+            *("-R", f"*:0:{address}"),
+            *("--", text.rstrip("/")),  # ssh takes the whole `ssh://` address
         ],
         pattern=r"Allocated port (\d+) for remote forward",
         beginning=f"http://[{host}]:" if ":" in host else f"http://{host}:",

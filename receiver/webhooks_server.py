@@ -82,9 +82,8 @@ class WebhooksServer:
         self.registered_webhooks: dict[str, RegisteredWebhook] = {}
         self._secret_in_shell = secret_in_shell
         self._webhook_secret = webhook_secret or os.environ.get("WEBHOOK_SECRET")
-        self._secrets = as_secrets(self._webhook_secret)
         self._bodies = BodiesInFlight(self.settings.max_body_bytes)
-        self._idempotency = IdempotencyCache(self.settings.remembered_deliveries)
+        self._cache = IdempotencyCache(self.settings.remembered_deliveries)
         self._host: str | None = None
         self._running: tuple[uvicorn.Server, threading.Thread] | None = None
         self._hubs = hubs
@@ -157,7 +156,7 @@ class WebhooksServer:
             route = f"/webhooks/{(path or handler.__name__).strip('/')}"
             if route in self.registered_webhooks:
                 raise ValueError(f"Webhook {route} already exists.")
-            secrets = as_secrets(webhook_secret) or self._secrets
+            secrets = as_secrets(webhook_secret or self._webhook_secret)
             webhook = RegisteredWebhook(
                 path=route,
                 handler=handler,
@@ -357,12 +356,7 @@ class WebhooksServer:
     def _add_route(self, webhook: RegisteredWebhook) -> None:
         annotate(webhook.handler)
         guard = RequestGuard(
-            path=webhook.path,
-            proof=webhook.proof,
-            max_body_bytes=self.settings.max_body_bytes,
-            body_timeout_seconds=self.settings.body_timeout_seconds,
-            bodies=self._bodies,
-            cache=None if webhook.knows_repeats else self._idempotency,
+            webhook=webhook, settings=self.settings, bodies=self._bodies, cache=self._cache
         )
         self.app.router.add_api_route(
             webhook.path,

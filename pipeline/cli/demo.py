@@ -242,7 +242,7 @@ class _Demo:
         author = ("-c", "user.name=demo", "-c", "user.email=demo@example.invalid")
         return _run("git", *author, *arguments, cwd=self._checkout, env=self._git_env)
 
-    def _show(self, prompt: str, expected: str, reply: Any) -> None:
+    def _show(self, prompt: str, expected: str, reply: Reply) -> None:
         mark = "✓" if _says(reply.text, expected) else f"✗ expected{expected}"
         self.say(f"  {mark} {prompt}{reply.text.rstrip()}   {reply.release}")
 

@@ -315,5 +315,5 @@ def _contains(home: Home, sha: str, job: Job, asked: dict[str, bool]) -> bool:
     if head not in asked:
         tokens = load_tokens(home.tokens_file)
         dataset = dataset_of_job(job, running_settings(home).hub_url, tokens)
-        asked[head] = dataset.contains(sha, head, home.root / "snapshots" / job.spec.pipeline)
+        asked[head] = dataset.contains(sha, head, home.snapshots_dir / job.spec.pipeline)
     return asked[head]

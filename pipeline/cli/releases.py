@@ -53,6 +53,11 @@ from serving.weights.verify import verify_release
 app = typer.Typer(help="Manage releases, and choose which one is served.", no_args_is_help=True)
 
 ReleaseArgument = Annotated[str, typer.Argument(help="The id of a release, from `releases ls`.")]
+FolderArgument = Annotated[Path, typer.Argument(help="A checkpoint folder, from any trainer.")]
+ParentOption = Annotated[
+    str | None, typer.Option(help="The release from which the training started.")
+]
+RevisionOption = Annotated[str | None, typer.Option(help="The dataset commit of the training.")]
 
 
 @app.command()
@@ -160,14 +165,10 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
 
 @app.command(cls=ChangesStack)
 def publish(
-    folder: Annotated[Path, typer.Argument(help="A checkpoint folder, from any trainer.")],
+    folder: FolderArgument,
     pipeline: PipelineOption = None,
-    parent: Annotated[
-        str | None, typer.Option(help="The release from which the training started.")
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="The dataset commit of the training.")
-    ] = None,
+    parent: ParentOption = None,
+    revision: RevisionOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a release from a checkpoint folder: check the folder, copy its files, and write a
@@ -201,14 +202,10 @@ def publish(
 
 @app.command(cls=ChangesStack)
 def promote(
-    folder: Annotated[Path, typer.Argument(help="A checkpoint folder, from any trainer.")],
+    folder: FolderArgument,
     pipeline: PipelineOption = None,
-    parent: Annotated[
-        str | None, typer.Option(help="The release from which the training started.")
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="The dataset commit of the training.")
-    ] = None,
+    parent: ParentOption = None,
+    revision: RevisionOption = None,
 ) -> None:
     """Judge a checkpoint folder by the rows of the dataset, make a release from it, and serve it.
 
@@ -397,7 +394,6 @@ def _folder(pipeline: str | None) -> Path:
 
 
 def _load(pipeline: str | None, release_id: str) -> Release:
-
     release_number(release_id)
     folder = _folder(pipeline) / release_id
     if not folder.exists():

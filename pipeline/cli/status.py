@@ -76,8 +76,8 @@ def _facts_of(pipeline: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if served is None:
         yield "serves", "nothing yet"
     else:
-        # `is_live` is false if no server reports a served release. `served` then comes from the
-        # link `current` on disk, which names the release that was served last.
+        # `is_live` is false if no server reports a served release. `served` then is the release
+        # that was served last, as the disk records it.
         origin = _origin(served, pipeline["dataset_head"], pipeline["head_changes_no_row"])
         yield "serves" if served["is_live"] else "served last", f"{served['release']}, {origin}"
         if served["stands_in_for"]:

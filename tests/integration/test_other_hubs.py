@@ -72,10 +72,11 @@ def test_the_webhook_is_created_once_and_then_corrected(
     assert [each.name for each in again.watched] == ["ada/answers", "ada/facts"]
 
     by_a_person: list[Any] = [{"type": "dataset", "name": name} for name in ("ada/x", "Ada/FACTS")]
-    elsewhere.api.update_webhook(ours.id, watched=by_a_person)
+    elsewhere.api.update_webhook(ours.id, watched=by_a_person, domains=["discussion"])
     (line,) = subscribe_at_other_hubs(following(elsewhere.url, "answers", "facts"), home, tokens)
     kept = elsewhere.api.get_webhook(ours.id)
     assert [each.name for each in kept.watched] == ["ada/x", "Ada/FACTS", "ada/answers"]
+    assert kept.domains == ["repo"]
     elsewhere.api.delete_webhook(ours.id)
 
 
