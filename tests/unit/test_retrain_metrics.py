@@ -24,3 +24,12 @@ def test_what_a_measurement_found_right_is_told_beside_its_loss(tmp_path: Path) 
     MetricsWriter(path).write("train", "evaluation", step=4, loss=None, right=3, rows=5)
     ((metric,), _) = read_metrics(path)
     assert (metric.right, metric.rows, metric.loss) == (3, 5, None)
+
+
+def test_a_restarted_job_goes_on_behind_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"time": 1, "stage": "train", "event": "start"}\n{"time": 2, "sta')
+    MetricsWriter(path).write("train", "step", step=3)
+    metrics, offset = read_metrics(path)
+    assert [metric.event for metric in metrics] == ["start", "step"]
+    assert offset == path.stat().st_size
