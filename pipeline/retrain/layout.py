@@ -114,6 +114,7 @@ def _measure(model: PreTrainedModel) -> Layout:
     ]
     alone = [last_hidden_states(model, packed([[each]]).token_ids)[0] for each in documents]
     if _takes_position_ids(model):
+        # Two rows, because flash attention keeps documents apart only in a batch of one row.
         rows = [packed([[each, second]] * 2) for each in (first, other)]
         after_first, after_other = (
             last_hidden_states(model, each.token_ids, each.position_ids)[0, -17:] for each in rows
