@@ -17,7 +17,8 @@ These terms have one meaning in all modules:
 - A push job trains on the *head* of its ref (the newest commit). A delivery only says that the
   pipeline is behind: it is linked to the pipeline's *pending* push job (one that has not started
   yet), which is created if there is none. The head is read when a runner takes the job.
-- A *runner* takes jobs from the store and runs them. It *leases* each job: for some seconds, no
-  other runner may take the job. The runner sends *heartbeats* to the store, and each heartbeat
-  extends the lease. If a runner dies, its leases run out, and another runner *adopts* its jobs.
+- A *runner* takes jobs from the store, and starts an *agent* for each attempt: a process that runs
+  the command, and goes on if the runner dies.
+- The *lease* of a job gives it to one attempt for some seconds. The agent sends *heartbeats* to the
+  store, and each heartbeat extends the lease. If the agent dies, a runner ends the attempt.
 """

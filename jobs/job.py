@@ -110,7 +110,7 @@ class Head:
 
 FindHead = Callable[[Job], Head]
 """Reads the head of the job's ref. The job's spec already has the right `old_sha`. Raises HeadAway
-or NoHead. It must return within some seconds, because the runner sends no heartbeat meanwhile."""
+or NoHead. It must return within some seconds, because the runner does nothing else meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,10 +38,10 @@ class JobsSettings(BaseModel):
     killed makes this time four times longer. If the last attempt was killed, the next attempt
     starts at once."""
     lease_seconds: float = Field(default=15.0, gt=0)
-    """If a runner sends no heartbeat for one of its jobs during this time, another runner takes
-    this job over."""
+    """If no heartbeat of a running job arrives during this time, a runner ends the job's attempt,
+    and the job normally gets another one."""
     heartbeat_seconds: float = Field(default=3.0, gt=0)
-    """The time between two heartbeats that a runner sends for a job."""
+    """The time between two heartbeats of a running job."""
     kill_grace_seconds: float = Field(default=10.0, ge=0)
     """Time between SIGTERM and SIGKILL when a job is stopped."""
     poll_seconds: float = Field(default=0.02, gt=0)

@@ -5,7 +5,6 @@ import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import quote
 
@@ -26,8 +25,7 @@ from receiver.rules import DEFAULT_BRANCH
 logger = logging.getLogger(__name__)
 
 ASK_SECONDS = 5.0
-"""How long to wait for an answer. The runner sends no heartbeat meanwhile, so this must be less
-than `lease_seconds`."""
+"""How long to wait for an answer. The runner does nothing else meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +102,8 @@ class Dataset:
         try:
             if is_git_url(self.name):
                 return GitDataset(self.name, cache_dir).is_ancestor(commit, head)
-            with TemporaryDirectory() as scratch:
-                hub = DatasetHub(
-                    self.name, Path(scratch), endpoint=self.hub_url, token=self.token or False
-                )
-                return hub.is_ancestor(commit, head)
+            hub = DatasetHub(self.name, cache_dir, self.hub_url, self.token or False)
+            return hub.is_ancestor(commit, head)
         except SnapshotError:
             return False
 

@@ -176,6 +176,7 @@ def _likeliest(
         lengths = [each.num_learned for each in some]
         parts = (torch.split(each.cpu(), lengths) for each in (best.indices, best.values))
         for each, token_ids, logprobs in zip(some, *parts, strict=True):
+            # Without the clones, `torch.save` would write the whole tensor for each part.
             found.append((each.token_ids, each.learned, token_ids.clone(), logprobs.clone()))
     return found
 

@@ -42,9 +42,6 @@ class Checkpoint(BaseModel):
     """The path of the state file, relative to the job's folder. The file holds the weights, the
     optimizer and the random state. After the end of the training, it holds only the best
     weights."""
-    trained_share: float = 1.0
-    """The kept weights are an average of the best weights and the weights before the training. This
-    is the share of the best weights."""
     finished: bool = False
 
     def waiting(self, rows: Sequence[Row]) -> list[Row]:

@@ -6,7 +6,7 @@ release from which the job continues) on the changed rows.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
@@ -48,12 +48,11 @@ class TrainingData:
     """The other rows of `rows`. A full training trains on all of them. A delta mixes in a sample of
     them."""
     edited: tuple[tuple[Row, Row], ...]
-    """The old and the new version of each edited row."""
+    """The old and the new version of each row that was trained on and is edited. The new version of
+    a text may be held out."""
     deleted: tuple[Row, ...]
     """Rows that were trained on and are gone. There is no copy and no new version of them, and no
     conversation with the same beginning and the same answers."""
-    num_held_back: int = 0
-    """How many texts that were trained on are gone because their new version is held out."""
     held_out_new: tuple[Row, ...]
     """Held-out rows that were not in the revision before."""
     held_out_known: tuple[Row, ...]
@@ -67,8 +66,6 @@ class TrainingData:
     them."""
     contradicting: frozenset[str]
     """The digests of the rows whose question has several different answers."""
-    num_contradicting: int
-    """The number of these rows."""
     num_permuted: int
     """How many edited rows now have the former answer of another edited row. Many of them are the
     sign of a shuffled column."""
@@ -86,9 +83,14 @@ class TrainingData:
         return (*self.held_out_new, *self.held_out_known)
 
     @property
+    def num_contradicting(self) -> int:
+        """How many of `rows` contradict another row."""
+        return sum(row.digest in self.contradicting for row in self.rows)
+
+    @property
     def num_lost(self) -> int:
         """How many rows of the revision before were deleted or edited."""
-        return len(self.edited) + len(self.deleted) + self.num_held_back
+        return len(self.edited) + len(self.deleted)
 
     @property
     def is_removal(self) -> bool:
@@ -112,30 +114,14 @@ def compare_revisions(
     dataset = _read(snapshot.revision, settings, before)
     check_not_empty(dataset)
     rows, share = divide(dataset, settings.data, recorded)
-    change = difference(base, rows)
+    change = _change(before, base, dataset, rows)
     held_out = (*dataset.held_out, *share)
-    # Do not unlearn rows whose answers are still in the dataset, also if they were moved to another
-    # split, because the model may still say them.
-    everything = tuple(chain.from_iterable(dataset.rows.values()))
-    still_there = {row.digest for row in everything}
-    deleted = tuple(row for row in change.deleted if row.digest not in still_there)
-    num_held_back = 0
-    if deleted and before is not None:
-        # A text is edited, and not deleted, also if its new version is held out.
-        pairs = difference(before.train, dataset.train).edited
-        edited_text = {old.digest for old, _ in pairs if old.text is not None}
-        num_held_back = sum(row.digest in edited_text for row in deleted)
-        deleted = tuple(row for row in deleted if row.digest not in edited_text)
-        taught = {turn for row in everything for turn in row.turns}
-        deleted = tuple(row for row in deleted if not row.turns or not taught.issuperset(row.turns))
     recorded_rows = parent.evaluation if parent is not None else {}
     waiting, missed_before = (
         frozenset(row.digest for row in rows if row.short_digest in digests)
         for digests in (set(recorded_rows.get(key, ())) for key in ("not_trained", "missed"))
     )
-    change = replace(change, deleted=deleted)
     mode, reason = _choose_mode(settings, snapshot, parent, change, len(waiting), unreadable)
-    contradicting = {index for group in contradictions(rows) for index in group}
     added = {row.digest for row in change.added}
     if mode == "delta":
         added |= waiting
@@ -149,7 +135,6 @@ def compare_revisions(
         known=tuple(row for row in rows if row.digest not in added),
         edited=change.edited,
         deleted=change.deleted,
-        num_held_back=num_held_back,
         held_out_new=tuple(row for row in held_out if row.digest not in seen),
         held_out_known=tuple(row for row in held_out if row.digest in seen),
         held_out_share=tuple(
@@ -158,13 +143,49 @@ def compare_revisions(
         held_out_trained=_trained_before(
             base if before is not None else None, None if is_first else parent, held_out
         ),
-        contradicting=frozenset(rows[index].digest for index in contradicting),
-        num_contradicting=len(contradicting),
+        contradicting=frozenset(
+            rows[index].digest for group in contradictions(rows) for index in group
+        ),
         num_permuted=change.num_permuted,
         num_before=len(base),
         num_waiting=len(waiting),
         missed_before=missed_before,
         dataset=dataset,
+    )
+
+
+def _change(
+    before: Dataset | None, base: Sequence[Row], dataset: Dataset, rows: Sequence[Row]
+) -> Difference:
+    """What the commit changes in the rows that are trained on.
+
+    before: the revision before, None if it cannot be read. base: its rows that were trained on.
+    rows: the rows of `dataset` to train on. All rows of both train splits are compared, because the
+    new version of a row may be held out.
+    """
+    change = difference(before.train if before is not None else (), dataset.train)
+    trained_before, trained = ({row.digest for row in each} for each in (base, rows))
+    added = {row.digest for row in change.added} | (trained - trained_before)
+    edited, deleted = [], list(change.deleted)
+    for old, new in change.edited:
+        # A text is edited also if its new version is held out. But an answer is then deleted:
+        # otherwise nothing would teach the model to stop saying it.
+        if old.text is not None or new.digest in trained:
+            edited.append((old, new))
+        else:
+            deleted.append(old)
+    # Do not unlearn rows whose answers are still in the dataset, also if they were moved to another
+    # split, because the model may still say them.
+    everything = tuple(chain.from_iterable(dataset.rows.values()))
+    gone = trained_before.difference(row.digest for row in everything)
+    deleted = [row for row in deleted if row.digest in gone]
+    if deleted:
+        taught = {turn for row in everything for turn in row.turns}
+        deleted = [row for row in deleted if not row.turns or not taught.issuperset(row.turns)]
+    return Difference(
+        added=tuple(row for row in rows if row.digest in added),
+        edited=tuple(pair for pair in edited if pair[0].digest in trained_before),
+        deleted=tuple(deleted),
     )
 
 
@@ -229,7 +250,7 @@ def is_unchanged(data: TrainingData, parent: Parent | None, settings: RetrainSet
         return False
     if data.num_waiting:
         return False
-    nothing_to_do = data.mode == "delta" and not (data.new or data.deleted or data.edited)
+    nothing_to_do = data.mode == "delta" and not (data.new or data.deleted)
     return nothing_to_do or parent.lineage.data_digest == data.digest
 
 
@@ -287,7 +308,7 @@ def _choose_mode(
     if num_deleted > MAX_UNLEARNED:
         return "full", f"{num_deleted} rows were deleted, more than a delta unlearns"
     return "delta", (
-        f"{len(change.added)} rows are new, {len(change.edited)} of them edited, and {num_deleted} "
+        f"{len(change.added)} rows are new, {len(change.edited)} were edited, and {num_deleted} "
         f"deleted, since {snapshot.base.sha[:8]}"
     )
 

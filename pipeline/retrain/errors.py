@@ -68,5 +68,5 @@ class SwapDeferred(PromoteError, TemporaryError):
 
 
 def fail(error: RetrainError) -> NoReturn:
-    """What is done with an error where nobody collects errors."""
+    """Raise the error. For a caller that does not collect errors."""
     raise error

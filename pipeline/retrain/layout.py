@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipeline.retrain.errors import BaseModelError
-from pipeline.retrain.packing import packed, prefixed
+from pipeline.retrain.packing import Batch, Blocks, packed, prefixed, row_groups
 from pipeline.retrain.tokens import TokenSequence
 
 Layout = Literal["prefixed", "packed", "padded"]
@@ -46,6 +46,16 @@ def layout_of(model: PreTrainedModel) -> Layout:
         with in_evaluation(model):
             _layouts[model] = _measure(model)
     return _layouts[model]
+
+
+def arranged(model: PreTrainedModel, blocks: Blocks, rounded_to: int = 1) -> list[Batch]:
+    """The sequences of the blocks in the layout of `model`. The length of the rows is a multiple of
+    `rounded_to`."""
+    layout = layout_of(model)
+    if layout == "padded":
+        return row_groups(blocks, rounded_to)
+    shared = prefixed(blocks, rounded_to) if layout == "prefixed" else None
+    return [shared or packed(blocks, rounded_to)]
 
 
 def last_hidden_states(
@@ -104,6 +114,7 @@ def _measure(model: PreTrainedModel) -> Layout:
     ]
     alone = [last_hidden_states(model, packed([[each]]).token_ids)[0] for each in documents]
     if _takes_position_ids(model):
+        # Two rows, because flash attention keeps documents apart only in a batch of one row.
         rows = [packed([[each, second]] * 2) for each in (first, other)]
         after_first, after_other = (
             last_hidden_states(model, each.token_ids, each.position_ids)[0, -17:] for each in rows

@@ -6,7 +6,8 @@ Only `second` is trained. `first` is computed before the training. Its rows are 
 the layer's inputs vary much for the rows to learn, but little for the base model's own answers to
 everyday prompts (`anchors.py`). So the trained change has a strong effect on the rows to learn, and
 little effect on other texts. With SmolLM2-135M-Instruct, the trained model kept far more of the
-base model's own answers than with a random `first` (docs/training.md has the table).
+base model's own answers than with a random `first`. (docs/measured/training.md compares this way
+with ordinary LoRA.)
 
 LoRA: https://arxiv.org/abs/2106.09685
 A first matrix that is not trained: https://arxiv.org/abs/2308.03303

@@ -29,8 +29,8 @@ class Metric(BaseModel):
     rows: int | None = None
     """For an evaluation during training: the rows that were measured. `right` counts those of them
     whose answer the model gives. In the event `measured`: all rows that the stage measures,
-    together with the base model's answers. In the event `answered`: the
-    everyday prompts that the base model answers, once for all its jobs."""
+    together with the base model's answers. In the event `answered`: the everyday prompts that the
+    base model answers, once for all its jobs."""
     measured: int | None = None
     """How many of `rows` the stage has measured so far, or the base model has answered."""
     loss: float | None = None
@@ -53,15 +53,18 @@ class MetricsWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # A killed attempt may have left a part of a line, with which this one's first line would be
-        # lost. Readers skip an empty line.
-        self._before = "\n" if path.exists() else ""
+        if path.exists():
+            # A killed attempt may have left a part of a line. End it, because the first line of
+            # this attempt would be lost with it. Readers skip an empty line.
+            self._append("\n")
 
     def write(self, stage: Stage, event: Event, **values: float | int | None) -> None:
         line = {"time": time.time(), "stage": stage, "event": event, **values}
+        self._append(json.dumps(line) + "\n")
+
+    def _append(self, text: str) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(f"{self._before}{json.dumps(line)}\n")
-        self._before = ""
+            file.write(text)
 
 
 def read_metrics(path: Path, offset: int = 0) -> tuple[tuple[Metric, ...], int]:

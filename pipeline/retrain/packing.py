@@ -124,7 +124,7 @@ def prefixed(blocks: Blocks, rounded_to: int = 1) -> Batch | None:
     sequences. None if the common beginning is shorter than `MIN_PREFIX`, or if no row would hold
     more than one sequence."""
     sequences = list(chain(*blocks))
-    # It ends before the first token of any sequence that predicts a learned token.
+    # The common beginning ends before the first token that predicts a learned token.
     asked = [each.token_ids[: each.learned.index(True, 1) - 1] for each in sequences]
     same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*asked, strict=False))
     prefix = len(list(same))
@@ -144,7 +144,8 @@ def prefixed(blocks: Blocks, rounded_to: int = 1) -> Batch | None:
     assert made.position_ids is not None
     starts = made.position_ids == 0
     made.position_ids[:, prefix:] += prefix
-    made.position_ids.clamp_(max=prefix + max(lengths) - 1)  # also in the padding
+    # The model may know no positions beyond those of the sequences, so padding must have none.
+    made.position_ids.clamp_(max=prefix + max(lengths) - 1)
     # A token sees itself, the tokens before it in its own sequence, and the common beginning.
     owners = starts.cumsum(1) - 1
     is_visible = (owners[:, :, None] == owners[:, None, :]) | (owners[:, None, :] == 0)

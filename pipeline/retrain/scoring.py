@@ -12,17 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipeline.retrain.head import Head, head_of
-from pipeline.retrain.layout import last_hidden_states, layout_of
+from pipeline.retrain.layout import arranged, last_hidden_states
 from pipeline.retrain.loss import score_labels
-from pipeline.retrain.packing import (
-    ROUNDED_TO,
-    Blocks,
-    block_length,
-    pack,
-    packed,
-    prefixed,
-    row_groups,
-)
+from pipeline.retrain.packing import ROUNDED_TO, Blocks, block_length, pack
 from pipeline.retrain.tokens import TokenSequence
 from serving.dtype import is_fast_in_bfloat16
 
@@ -56,16 +48,10 @@ def predict(model: PreTrainedModel, blocks: Blocks) -> tuple[Tensor, Head, Tenso
 
     If the model cannot keep packed sequences apart, each sequence is computed in a row of its own.
     """
-    layout = layout_of(model)
     rounded_to = ROUNDED_TO if torch.is_autocast_enabled(model.device.type) else 1
-    if layout == "padded":
-        groups = row_groups(blocks, rounded_to)
-    else:
-        shared = prefixed(blocks, rounded_to) if layout == "prefixed" else None
-        groups = [shared or packed(blocks, rounded_to)]
     sequences = list(chain(*blocks))
     found: dict[int, Tensor] = {}
-    for group in groups:
+    for group in arranged(model, blocks, rounded_to):
         hidden = last_hidden_states(model, group.token_ids, group.position_ids, group.mask)
         lengths = [sequences[index].num_learned for index in group.order]
         parts = torch.split(hidden[(group.labels >= 0).to(model.device)], lengths)

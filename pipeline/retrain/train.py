@@ -194,16 +194,14 @@ def train(
 
     if best is not None:
         checkpoints.set_weights(model, best)
-    share = 1.0
     if start is not None:
         trained = checkpoints.copy_weights(model)
         share, loss = average(
             model, start, trained, lambda: plan.averaged_loss(model), least=plan.min_trained_share
         )
         metrics.write("train", "average", share=share, loss=loss)
-    done = _checkpoint(plan, progress, "best.pt", round_number).model_copy(
-        update={"finished": True, "trained_share": share}
-    )
+    done = _checkpoint(plan, progress, "best.pt", round_number)
+    done = done.model_copy(update={"finished": True})
     if is_first:
         checkpoints.save(job_dir, done, {"weights": checkpoints.weights_of(model)})
     return done

@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pipeline.retrain.layout import (
+    arranged,
     close_to,
     in_evaluation,
     last_hidden_states,
     layout_of,
     random_document,
 )
-from pipeline.retrain.packing import block_length, pack, packed, prefixed
+from pipeline.retrain.packing import block_length, pack
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.tokens import TokenSequence
 from serving.weights.atomic_file import atomic_file
@@ -84,7 +85,7 @@ def frozen_trunk(
     width = model.config.get_text_config().hidden_size
     if (
         layers is None
-        or layout_of(model) not in ("prefixed", "packed")
+        or layout_of(model) == "padded"
         or 4 * width * len(beginnings.token_ids) > MAX_TABLE_BYTES
         or not plan.ends_when_right  # the loss of plain text is measured on other sequences
         or not _hand_on_hidden_states(model, layers)
@@ -231,8 +232,7 @@ def _fill(
     try:
         for start in range(0, len(blocks), BATCH_BLOCKS):
             some = blocks[start : start + BATCH_BLOCKS]
-            part = [[sequences[index] for index in block] for block in some]
-            group = (prefixed(part) if layout_of(model) == "prefixed" else None) or packed(part)
+            (group,) = arranged(model, [[sequences[index] for index in block] for block in some])
             try:
                 last_hidden_states(
                     model, token_ids[group.token_ids], group.position_ids, group.mask

@@ -45,7 +45,7 @@ def texts(count: int, first: int = 0) -> tuple[Row, ...]:
 def data(**fields: Any) -> TrainingData:
     told = {"new": (), "known": (), "deleted": (), "mode": "full"} | fields
     everything = (*told["known"], *told["new"])
-    several = {index for group in contradictions(everything) for index in group}
+    contradicting = (index for group in contradictions(everything) for index in group)
     return TrainingData(
         **{
             "reason": "",
@@ -55,8 +55,7 @@ def data(**fields: Any) -> TrainingData:
             "held_out_new": (),
             "held_out_known": (),
             "held_out_trained": frozenset(),
-            "contradicting": frozenset(everything[index].digest for index in several),
-            "num_contradicting": len(several),
+            "contradicting": frozenset(everything[index].digest for index in contradicting),
             "num_permuted": 0,
             "num_before": 0,
             "num_waiting": 0,
