@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from serving.engine_choice import EngineName, choose_engine
-from serving.engines.settings import TorchSettings, VllmSettings
+from serving.engines.settings import DtypeSetting, TorchSettings, VllmSettings
 
 FormatName = Literal["hermes", "llama3_json", "mistral"]
 """`serving/tool_calls.py` describes the formats."""
@@ -34,7 +34,7 @@ class ServingSettings(BaseModel):
     tool_format: FormatName | Literal["auto"] = "auto"
     """How the model writes calls of tools. `auto` finds this in the chat template of each release.
     """
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: DtypeSetting = "auto"
     """The dtype (number type) in which the engine computes. `auto` is the dtype in which the
     release is stored, if the hardware is fast in it and the release's probe has a bound for it;
     otherwise float32. If you name a dtype, the probe of a release must have a bound for it."""
