@@ -63,6 +63,10 @@ class ServingSettings(BaseModel):
     phase_seconds: float = Field(default=600, gt=0)
     """Time limit of the preflight of a swap, of its stage, and of its probe if no requests wait for
     the probe. After this time the swap ends as `failed`."""
+    barrier_seconds: float = Field(default=30, gt=0)
+    """Time limit of the commit of a swap, of its probe if new requests wait for the probe, and of
+    one write of the record `served.json`. For `sglang`, the limit of the commit is 630 seconds
+    instead, because SGLang reads the weights during the commit."""
 
     @property
     def start_seconds(self) -> float:
@@ -72,8 +76,3 @@ class ServingSettings(BaseModel):
             if choose_engine(self.engine).name == "vllm"
             else self.phase_seconds
         )
-
-    barrier_seconds: float = Field(default=30, gt=0)
-    """Time limit of the commit of a swap, of its probe if new requests wait for the probe, and of
-    one write of the record `served.json`. For `sglang`, the limit of the commit is 630 seconds
-    instead, because SGLang reads the weights during the commit."""
