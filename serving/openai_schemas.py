@@ -16,6 +16,7 @@ import functools
 import json
 import logging
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -370,9 +371,9 @@ class SamplingRequest(RequestBody):
         return "max_tokens", self.max_tokens
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
         """As in `Generation`."""
-        raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:

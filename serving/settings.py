@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from serving.engine_choice import EngineName, choose_engine
-from serving.engines.settings import TorchSettings, VllmSettings
+from serving.engines.settings import DtypeSetting, TorchSettings, VllmSettings
 
 FormatName = Literal["hermes", "llama3_json", "mistral"]
 """`serving/tool_calls.py` describes the formats."""
@@ -34,7 +34,7 @@ class ServingSettings(BaseModel):
     tool_format: FormatName | Literal["auto"] = "auto"
     """How the model writes calls of tools. `auto` finds this in the chat template of each release.
     """
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: DtypeSetting = "auto"
     """The dtype (number type) in which the engine computes. `auto` is the dtype in which the
     release is stored, if the hardware is fast in it and the release's probe has a bound for it;
     otherwise float32. If you name a dtype, the probe of a release must have a bound for it."""
@@ -63,6 +63,10 @@ class ServingSettings(BaseModel):
     phase_seconds: float = Field(default=600, gt=0)
     """Time limit of the preflight of a swap, of its stage, and of its probe if no requests wait for
     the probe. After this time the swap ends as `failed`."""
+    barrier_seconds: float = Field(default=30, gt=0)
+    """Time limit of the commit of a swap, of its probe if new requests wait for the probe, and of
+    one write of the record `served.json`. For `sglang`, the limit of the commit is 630 seconds
+    instead, because SGLang reads the weights during the commit."""
 
     @property
     def start_seconds(self) -> float:
@@ -72,8 +76,3 @@ class ServingSettings(BaseModel):
             if choose_engine(self.engine).name == "vllm"
             else self.phase_seconds
         )
-
-    barrier_seconds: float = Field(default=30, gt=0)
-    """Time limit of the commit of a swap, of its probe if new requests wait for the probe, and of
-    one write of the record `served.json`. For `sglang`, the limit of the commit is 630 seconds
-    instead, because SGLang reads the weights during the commit."""

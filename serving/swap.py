@@ -278,9 +278,7 @@ class Swapper:
             # It was a substitute, or was named only at the start of the server. Now it is the
             # release that the next start serves.
             await self._record(swap, candidate)
-            self.admission.switch(
-                replace(candidate, engine_context=previous.engine_context, stands_in_for=None)
-            )
+            self.admission.switch(replace(candidate, engine_context=previous.engine_context))
             return
         with swap.timed("stage"):
             await self._until_retired()

@@ -4,14 +4,13 @@
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from serving.errors import ReleaseError
-from serving.weights.release import FileEntry, TensorEntry, faults_in
+from serving.weights.release import faults_in
 
 INDEX_FILE = "model.safetensors.index.json"
 BIN_INDEX_FILE = "pytorch_model.bin.index.json"
@@ -44,16 +43,6 @@ class WeightsIndex(BaseModel):
 
     def to_json(self) -> str:
         return json.dumps(self.model_dump(), indent=2) + "\n"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredWeights:
-    """The shards of a release. A manifest lists the same values."""
-
-    files: dict[str, FileEntry]
-    tensors: dict[str, TensorEntry]
-    tied: dict[str, str]
-    index: WeightsIndex
 
 
 def is_shard_name(name: str) -> bool:

@@ -117,34 +117,26 @@ def _remove_locked(pipeline_dir: Path, release_id: str) -> None:
     shutil.rmtree(renamed)
 
 
-def sweep(pipeline_dir: Path) -> list[str]:
-    """Remove the temporary files and folders that killed processes have left. Returns the names of
-    the removed files and folders.
+def sweep(pipeline_dir: Path) -> None:
+    """Remove the temporary files and folders that killed processes have left. Does nothing while
+    another process holds the lock of the pipeline's folder."""
+    if pipeline_dir.is_dir():
+        with suppress(Timeout), release_lock(pipeline_dir, timeout_seconds=0):
+            sweep_locked(pipeline_dir)
 
-    Does nothing while another process holds the lock of the pipeline's folder.
+
+def sweep_locked(pipeline_dir: Path, *, is_purge: bool = False) -> None:
+    """Do what `sweep` does. The caller must hold the lock.
+
+    What cannot be removed stays, because no job should fail if another user owns a folder that
+    stood in the place of the link `current`. But with `is_purge`, the OSError is raised, because a
+    purge must not report that everything is gone.
     """
-    if not pipeline_dir.is_dir():
-        return []
-    try:
-        with release_lock(pipeline_dir, timeout_seconds=0):
-            return sweep_locked(pipeline_dir)
-    except Timeout:
-        return []
-
-
-def sweep_locked(pipeline_dir: Path, *, is_purge: bool = False) -> list[str]:
-    """Do what `sweep` does. The caller must hold the lock. What cannot be removed stays, because a
-    job must not fail because another user owns what stood in the place of the link. But a purge
-    gets the OSError: it must not say that all is gone."""
-    abandoned = [
-        entry
-        for entry in pipeline_dir.iterdir()
-        if entry.name.startswith(UNFINISHED) or is_abandoned(entry)
-    ]
-    for entry in abandoned:
+    for entry in list(pipeline_dir.iterdir()):
+        if not (entry.name.startswith(UNFINISHED) or is_abandoned(entry)):
+            continue
         with nullcontext() if is_purge else suppress(OSError):
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:
                 entry.unlink(missing_ok=True)
-    return sorted(entry.name for entry in abandoned)

@@ -4,6 +4,7 @@ tensors from shards, with torch. `.bin` shards are read only when they are conve
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from zipfile import is_zipfile
 
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 
 from serving.errors import ReleaseError, first_line
 from serving.weights.headers import digest_shard
-from serving.weights.index import StoredWeights, WeightsIndex
+from serving.weights.index import WeightsIndex
 from serving.weights.release import FileEntry, Release, TensorEntry
 
 DTYPES = {
@@ -26,6 +27,16 @@ DTYPES = {
 
 _FINITE_CHECK_ELEMENTS = 1 << 22
 """How many elements of a tensor `is_finite` checks in one operation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredWeights:
+    """The shards of a release. A manifest lists the same values."""
+
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+    tied: dict[str, str]
+    index: WeightsIndex
 
 
 def find_tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -203,47 +203,6 @@ def test_a_refused_commit_that_waits_is_told_with_the_ways_on(configure: Configu
     assert "pipeline jobs run --force --reason WHY" in advice
 
 
-def test_jobs_are_listed_with_nothing_cut_and_cancelled_with_json(
-    configure: Configure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    configure(1)
-    monkeypatch.setenv("COLUMNS", "40")
-    assert pipeline("jobs", "ls").stdout == "No job yet.\n"
-    with open_job_store(load_settings(), Home.find()) as store:
-        job = store.submit(JobSpec(command=("sleep", "1"))).job
-    assert job.id in pipeline("jobs", "ls").output
-    assert json.loads(pipeline("jobs", "inspect", "--latest", "--json").output)["id"] == job.id
-    inspected = dict(
-        line.split(maxsplit=1) for line in pipeline("jobs", "inspect", job.id).output.splitlines()
-    )
-    assert (inspected["state"], inspected["command"]) == ("SCHEDULING", "sleep 1")
-    cancelled = json.loads(pipeline("jobs", "cancel", job.id, "--json").output)
-    assert cancelled == {"job": job.id, "state": "CANCELED"}
-
-
-def test_a_job_that_runs_is_asked_to_stop_and_one_that_was_rejected_says_so(
-    configure: Configure,
-) -> None:
-    configure(1)
-    with open_job_store(load_settings(), Home.find()) as store:
-        job = store.submit(JobSpec(command=("sleep", "1"))).job
-        assert store.claim("me", 60) is not None
-        stopping = pipeline("jobs", "cancel", job.id).stdout
-        assert stopping == f"{job.id} was asked to stop\n"
-        outcome = JobOutcome(result="rejected", stage="evaluate", reason="worse by 9 %")
-        store.finish(job.id, "me", outcome)
-    shown = pipeline("jobs", "inspect", "--latest").output
-    for line in ("state         COMPLETED", "outcome       rejected in evaluate", "worse by 9 %"):
-        assert line in shown
-
-
-def test_a_command_that_is_no_program_becomes_no_job(configure: Configure) -> None:
-    configure(1)
-    refused = pipeline("jobs", "run", "nosuchcommand")
-    assert "no program 'nosuchcommand' on PATH" in str(refused.exception)
-    assert pipeline("jobs", "ls").stdout == "No job yet.\n"
-
-
 def test_rollback_goes_to_what_was_served_before_and_never_forth(configure: Configure) -> None:
     folder = configure(*free_ports(1))
     ids = [echo_release(folder, seed).id for seed in (1, 2, 3, 4)]

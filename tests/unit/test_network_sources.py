@@ -39,7 +39,10 @@ def test_a_checkpoint_that_was_saved_under_the_networks_own_names_is_read_too(
 ) -> None:
     for name in ("gpt2", "gpt_neox", "mixtral"):
         network: Any = store(name, tmp_path / name)
-        load_weights(build_network(tmp_path / name), network.state_dict())
+        built = build_network(tmp_path / name)
+        load_weights(built, network.state_dict())
+        for tensor, wanted in network.state_dict().items():
+            assert torch.equal(built.state_dict()[tensor], wanted), (name, tensor)
 
 
 @pytest.mark.parametrize(

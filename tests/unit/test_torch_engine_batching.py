@@ -285,3 +285,14 @@ def test_closing_ends_what_runs(published: Published) -> None:
                 await ask(engine, published.id, greedy(prompt(5)))
 
     asyncio.run(scenario())
+
+
+def test_a_prompt_that_does_not_fit_is_refused(published: Published) -> None:
+    """The prompts of requests were checked before, but not the texts of a probe."""
+
+    async def scenario() -> None:
+        async with engine_with(published) as engine:
+            with pytest.raises(EngineError, match="129 tokens does not fit"):
+                await ask(engine, published.id, greedy(prompt(129)))
+
+    asyncio.run(scenario())

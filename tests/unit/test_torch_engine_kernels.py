@@ -1,4 +1,5 @@
-"""Batches come in few sizes, whose kernels are there before anybody waits for them."""
+"""Matrix products: for how many rows they are computed, and with which layout. And the memory of a
+release that has left."""
 
 import asyncio
 import weakref
@@ -25,8 +26,8 @@ from tests.torch_engine_fixtures import (
     publish,
 )
 
-Kernel = tuple[tuple[int, int], int, int]
-"""Of a matrix (out, in), for so many rows, on so many threads."""
+Product = tuple[torch.Size, int]
+"""The shape [out, in] of the weight, and the number of rows."""
 
 
 @pytest.fixture(scope="module")
@@ -36,30 +37,30 @@ def releases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Published, Publi
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
-    """Those that are used, in order."""
-    used: list[Kernel] = []
+def products(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
+    """Those that are computed, in order."""
+    computed: list[Product] = []
     multiply = Linear.__call__
 
     def remember(matrix: Linear, x: Tensor) -> Tensor:
-        used.append((matrix.shape, len(x), torch.get_num_threads()))
+        computed.append((matrix._weight.shape, len(x)))
         return multiply(matrix, x)
 
     monkeypatch.setattr(Linear, "__call__", remember)
-    return used
+    return computed
 
 
 def test_the_head_computes_only_the_rows_that_are_asked_for(
-    releases: tuple[Published, Published], kernels: list[Kernel]
+    releases: tuple[Published, Published], products: list[Product]
 ) -> None:
     first = releases[0]
     head, long = (VOCAB, 64), prompt(100)
 
     async def rows_of_the_head(**changes: int) -> list[int]:
         async with engine_with(first) as engine:
-            kernels.clear()
+            products.clear()
             await ask(engine, first.id, greedy(long, 1, **changes))
-            return [rows for shape, rows, _ in kernels if shape == head]
+            return [rows for shape, rows in products if shape == head]
 
     assert asyncio.run(rows_of_the_head()) == [1]
     assert asyncio.run(rows_of_the_head(num_prompt_logprobs=0)) == [padded_count(len(long))]

@@ -41,12 +41,6 @@ class Linear:
             return _multiply_packed(x, self._weight, self.bias)
         return F.linear(x, self._weight, self.bias)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in)."""
-        rows, columns = self._weight.shape
-        return rows, columns
-
     def plain_weight(self) -> Tensor:
         """[out, in], with exactly the original values. A copy if the weight is packed."""
         return self._weight.to_dense(self._weight.dtype) if self.is_packed else self._weight

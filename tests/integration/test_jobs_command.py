@@ -1,0 +1,62 @@
+"""`pipeline jobs` lists, shows and cancels the jobs in the store, and refuses a wrong command."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from jobs.outcome import JobOutcome
+from jobs.spec import JobSpec
+from pipeline.cli.main import app
+from pipeline.job_store import open_job_store
+from pipeline.paths import Home
+from pipeline.settings import load_settings
+
+
+@pytest.fixture(autouse=True)
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "pipeline.toml"
+    path.write_text('[[pipelines]]\nname = "answers"\ndataset = "me/facts"\n')
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(path))
+    monkeypatch.setenv("PIPELINE_HOME", str(tmp_path / "home"))
+
+
+def pipeline(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_jobs_are_listed_with_nothing_cut_and_cancelled_with_json(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert pipeline("jobs", "ls").stdout == "No job yet.\n"
+    with open_job_store(load_settings(), Home.find()) as store:
+        job = store.submit(JobSpec(command=("sleep", "1"))).job
+    assert job.id in pipeline("jobs", "ls").output
+    assert json.loads(pipeline("jobs", "inspect", "--latest", "--json").output)["id"] == job.id
+    inspected = dict(
+        line.split(maxsplit=1) for line in pipeline("jobs", "inspect", job.id).output.splitlines()
+    )
+    assert (inspected["state"], inspected["command"]) == ("SCHEDULING", "sleep 1")
+    cancelled = json.loads(pipeline("jobs", "cancel", job.id, "--json").output)
+    assert cancelled == {"job": job.id, "state": "CANCELED"}
+
+
+def test_a_job_that_runs_is_asked_to_stop_and_one_that_was_rejected_says_so() -> None:
+    with open_job_store(load_settings(), Home.find()) as store:
+        job = store.submit(JobSpec(command=("sleep", "1"))).job
+        assert store.claim("me", 60) is not None
+        stopping = pipeline("jobs", "cancel", job.id).stdout
+        assert stopping == f"{job.id} was asked to stop\n"
+        outcome = JobOutcome(result="rejected", stage="evaluate", reason="worse by 9 %")
+        store.finish(job.id, "me", outcome)
+    shown = pipeline("jobs", "inspect", "--latest").output
+    for line in ("state         COMPLETED", "outcome       rejected in evaluate", "worse by 9 %"):
+        assert line in shown
+
+
+def test_a_command_that_is_no_program_becomes_no_job() -> None:
+    refused = pipeline("jobs", "run", "nosuchcommand")
+    assert "no program 'nosuchcommand' on PATH" in str(refused.exception)
+    assert pipeline("jobs", "ls").stdout == "No job yet.\n"
