@@ -7,8 +7,9 @@ It reads no files, and needs no tokenizer and no torch.
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from functools import cached_property
 from typing import Any, Literal
 
@@ -220,25 +221,26 @@ class Difference:
 
 
 def difference(old: Sequence[Row], new: Sequence[Row]) -> Difference:
-    """Compare two sets of rows. A row that occurs twice counts twice. The time is linear in the
-    number of rows.
+    """Compare two sets of rows. A row that occurs twice counts twice.
 
     A row that is gone counts as edited if there is a new version of it, and otherwise as deleted.
-    The new version is a new row with the same question. For plain text, it is a new row that
-    follows the same unchanged row in the same file.
+    The new version is a new row with the same question. For plain text, it is a new row at the same
+    place between the unchanged rows of the file.
     """
     before, after = (Counter(row.digest for row in rows) for rows in (old, new))
     added = _take(new, after - before)
     removed = _take(old, before - after)
-    old_places, new_places = _places(old, removed), _places(new, added)
-    waiting: defaultdict[Hashable, list[Row]] = defaultdict(list)
+    edited = _replaced_texts(old, new, before - after, after - before)
+    replaced = Counter(row.digest for row, _ in edited)
+    answers: defaultdict[str | None, list[Row]] = defaultdict(list)
     for row in reversed(added):
-        waiting[row.question or new_places[row.file, row.number]].append(row)
-    edited, deleted = [], []
+        answers[row.question].append(row)
+    deleted = []
     for row in removed:
-        successors = waiting[row.question or old_places[row.file, row.number]]
-        if successors:
-            edited.append((row, successors.pop()))
+        if replaced[row.digest]:
+            replaced[row.digest] -= 1
+        elif row.text is None and answers[row.question]:
+            edited.append((row, answers[row.question].pop()))
         else:
             deleted.append(row)
     return Difference(added=tuple(added), edited=tuple(edited), deleted=tuple(deleted))
@@ -266,16 +268,38 @@ def _take(rows: Sequence[Row], counts: Counter[str]) -> list[Row]:
     return taken[::-1]
 
 
-def _places(
-    rows: Sequence[Row], changed: Sequence[Row]
-) -> dict[tuple[str, int], tuple[str, str | None]]:
-    """(File, number) of each row → its file, and the digest of the last unchanged row before it in
-    this file. `changed` are the rows that were added or removed."""
-    moved = {(row.file, row.number) for row in changed}
-    anchor: dict[str, str] = {}
-    places: dict[tuple[str, int], tuple[str, str | None]] = {}
+def _replaced_texts(
+    old: Sequence[Row], new: Sequence[Row], removed: Counter[str], added: Counter[str]
+) -> list[tuple[Row, Row]]:
+    """The rows of plain text that were replaced in place, and what stands in their places.
+
+    removed, added: how often each digest occurs less or more often than before. The files are
+    aligned as a whole, because one text may stand at several places, of which one was edited.
+    """
+    removed, added = Counter(removed), Counter(added)
+    pairs: list[tuple[Row, Row]] = []
+    new_files = _texts_by_file(new)
+    for file, old_rows in _texts_by_file(old).items():
+        new_rows = new_files.get(file, [])
+        if removed.keys().isdisjoint(row.digest for row in old_rows):
+            continue
+        matcher = SequenceMatcher(
+            None, [row.digest for row in old_rows], [row.digest for row in new_rows]
+        )
+        for operation, start, end, new_start, new_end in matcher.get_opcodes():
+            if operation != "replace":
+                continue
+            for pair in zip(old_rows[start:end], new_rows[new_start:new_end], strict=False):
+                if removed[pair[0].digest] and added[pair[1].digest]:
+                    removed[pair[0].digest] -= 1
+                    added[pair[1].digest] -= 1
+                    pairs.append(pair)
+    return pairs
+
+
+def _texts_by_file(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    files: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        places[row.file, row.number] = (row.file, anchor.get(row.file))
-        if (row.file, row.number) not in moved:
-            anchor[row.file] = row.digest
-    return places
+        if row.text is not None:
+            files[row.file].append(row)
+    return dict(files)

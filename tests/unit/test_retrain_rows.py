@@ -119,6 +119,17 @@ def test_text_replaced_in_place_is_edited_and_text_removed_is_deleted() -> None:
     assert len(other_file.deleted) == 1
 
 
+def test_one_of_two_equal_texts_is_edited_at_its_place() -> None:
+    old = [*texts("one", "same", "two"), *texts("same", "x", "y", "same", file="b.txt")]
+    first = [*texts("one", "SAME", "two"), *texts("same", "x", "y", "same", file="b.txt")]
+    middle = [*texts("one", "same", "two"), *texts("SAME", "X", "y", "same", file="b.txt")]
+    for new, places in ((first, [("a.txt", 1)]), (middle, [("b.txt", 0), ("b.txt", 1)])):
+        change = difference(old, new)
+        assert [(row.file, row.number) for row, _ in change.edited] == places
+        assert [(row.file, row.number) for _, row in change.edited] == places
+        assert change.deleted == ()
+
+
 def test_of_copies_the_last_are_new_or_gone() -> None:
     assert difference(texts("a", "a"), texts("a", "a", "a")).added[0].number == 2
     (gone,) = difference(texts("x", "a", "b", "a"), texts("x", "a", "b")).deleted
