@@ -232,7 +232,10 @@ def test_a_folder_that_the_same_commit_puts_over_a_file_is_not_there_to_delete(
     dataset: Dataset,
 ) -> None:
     before = dataset.commit(add("a"))
-    with pytest.raises(EntryNotFoundError, match="doesn't exist"):
+    with (
+        pytest.raises(EntryNotFoundError, match="doesn't exist"),
+        pytest.warns(UserWarning, match="delete a folder"),
+    ):
         dataset.commit(add("a/b.txt"), CommitOperationDelete("a/"))
     assert dataset.head == before
 

@@ -76,7 +76,7 @@ def test_the_webhook_is_created_once_and_then_corrected(
     (line,) = subscribe_at_other_hubs(following(elsewhere.url, "answers", "facts"), home, tokens)
     kept = elsewhere.api.get_webhook(ours.id)
     assert [each.name for each in kept.watched] == ["ada/x", "Ada/FACTS", "ada/answers"]
-    assert kept.domains == ["repo"]
+    assert kept.domains == ["discussion", "repo"]
     elsewhere.api.delete_webhook(ours.id)
 
 
