@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from receiver.project import SETTINGS_FILE, project_folder, state_dir
+from receiver.settings import SETTINGS_FILE, project_folder, state_dir
 
 
 def settings_file() -> Path:

@@ -301,7 +301,7 @@ def _with_absolute_path(key: str, value: Any, folder: Path) -> Any:
         # If a program has no `/`, the system looks for it on PATH.
         case "command" | "on_outcome", (program, *arguments) if "/" in program:
             return (str(absolute_path(Path(program), folder)), *arguments)
-        case "tunnel", str() if not value.startswith("ssh://"):
+        case "tunnel", str():
             program, *arguments = shlex.split(value) or [""]
             if "/" in program:
                 return shlex.join([str(absolute_path(Path(program), folder)), *arguments])

@@ -23,9 +23,9 @@ from pipeline.settings import load_settings
 from pipeline.submit import retrain_rules
 from pipeline.subscriptions import credentials_of_other_hubs
 from pipeline.tokens import load_tokens, secret_in_shell
-from receiver.senders import PushSender
 from receiver.settings import ReceiverSettings
 from receiver.tunnel import HubCredentials
+from receiver.verify import PushSender
 
 app = typer.Typer(
     help="Run the webhook receiver, which starts retraining jobs. Its default port is 7860.",
@@ -39,7 +39,7 @@ def receiver(
     host: HostOption = None,
     port: PortOption = None,
     tunnel: Annotated[
-        str | None, typer.Option(help="ssh://user@host[:port], or a command that prints a URL.")
+        str | None, typer.Option(help="A command that opens a tunnel and prints its URL.")
     ] = None,
     public_url: Annotated[
         str | None, typer.Option(help="The URL at which senders reach the receiver.")
@@ -47,8 +47,7 @@ def receiver(
 ) -> None:
     if context.invoked_subcommand is not None:
         return
-    from receiver.monitoring import add_live_route, measure
-    from receiver.retrain import retrain_handler
+    from receiver.retrain import add_live_route, measure, retrain_handler
     from receiver.server import WebhooksServer
 
     home, settings = Home.find(), load_settings()

@@ -12,7 +12,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi.checks import status_code_conformance
 
-from receiver.monitoring import measure
+from receiver.retrain import measure
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 from tests.receiver_payloads import SIGNING_SECRET, hmac_hex, standard_headers

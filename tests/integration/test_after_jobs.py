@@ -245,7 +245,7 @@ def test_json_logs_carry_ids_and_exceptions() -> None:
 
 
 def test_the_receiver_counts_refused_requests_too() -> None:
-    from receiver.monitoring import measure
+    from receiver.retrain import measure
     from receiver.server import WebhooksServer
     from receiver.settings import ReceiverSettings
 

@@ -92,7 +92,7 @@ def test_the_public_url_is_what_the_settings_or_the_tunnel_say(
         return [each.url for each in made]
 
     assert posts_to(public_url="https://x.example/") == ["https://x.example/webhooks/retrain"]
-    tunnel = {"tunnel": "ssh://me@relay.example"}
+    tunnel = {"tunnel": "relay http://{address}"}
     assert posts_to(**tunnel) == [], "the receiver has not written its URL"
     remembered_urls(home.root, ReceiverSettings().port).write_text(
         '["https://t2.example", "https://t1.example"]'

@@ -2,6 +2,7 @@
 
 # ruff: noqa: F811  (a fixture that is imported and asked for)
 
+import asyncio
 import itertools
 import json
 import subprocess
@@ -19,9 +20,8 @@ from starlette.types import ASGIApp
 
 from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.store import JobStore
-from receiver.retrain import RetrainRule, _Event, _store_events, retrain_handler
-from receiver.rules import decide
-from receiver.server import WebhookPayload, WebhooksServer
+from receiver.retrain import RetrainRule, retrain_handler
+from receiver.server import WebhooksServer
 from tests.receiver_fixtures import no_secret_in_the_environment, serve, store  # noqa: F401
 from tests.receiver_payloads import (
     GITHUB_PUSH,
@@ -163,23 +163,30 @@ def test_a_delivery_that_was_stored_for_some_pipelines_is_completed(store: JobSt
     assert len(both[1]["jobs"]) == len(store.list()) == 2
 
 
-def test_the_events_of_a_batch_share_a_transaction(store: JobStore) -> None:
-    tag, push = (dataset_update(ref_update(f"refs/{ref}")) for ref in ("tags/v1", "heads/main"))
-    events = [
-        _Event(
-            webhook="hub",
-            delivery_id=f"d{number}",
-            payload=payload,
-            decision=decide(WebhookPayload.model_validate(payload), RULES),
-        )
-        for number, payload in enumerate([tag, push, tag])
-    ]
+def test_events_that_arrive_together_share_a_transaction(store: JobStore) -> None:
+    app = receiver(store).app
     commits: list[object] = []
     event.listen(store._engine, "commit", lambda connection: commits.append(connection))
-    answers = _store_events(store, events)
-    assert len(commits) == 1
-    assert [list(answer) for answer in answers] == [["ignored"], ["job"], ["ignored"]]
-    assert answers[2] == {"ignored": "'refs/tags/v1' is a tag"}
+
+    async def race() -> list[Any]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://receiver") as client:
+            posts = [
+                client.post(
+                    "/webhooks/retrain",
+                    json=dataset_update(ref_update(f"refs/{ref}")),
+                    headers={"Webhook-Id": f"{ref}{n}", "X-Webhook-Secret": "s3cret"},
+                )
+                for n in range(8)
+                for ref in ("tags/v1", "heads/main")
+            ]
+            return [answer.json() for answer in await asyncio.gather(*posts)]
+
+    answers = asyncio.run(race())
+    assert answers[::2] == [{"ignored": "'refs/tags/v1' is a tag"}] * 8
+    (job,) = store.list()
+    assert answers[1::2] == [{"job": job.id}] * 8
+    assert len(commits) < 8
 
 
 def test_ids_that_a_database_cannot_store_are_escaped(

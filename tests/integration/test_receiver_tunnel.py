@@ -1,4 +1,4 @@
-"""A receiver with a public URL: through a real sshd, through commands, and when the URL changes."""
+"""A receiver with a public URL: through a tunnel's command, and when the URL changes."""
 
 import json
 import os
@@ -18,7 +18,7 @@ import pytest
 
 from receiver import tunnel as receiver_tunnel
 from receiver.errors import OpenToEveryone, TunnelFailed
-from receiver.monitoring import measure
+from receiver.retrain import measure
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 from receiver.tunnel import HubCredentials, PublicUrl, move_webhooks, remember, remembered_urls
@@ -26,13 +26,10 @@ from receiver.webhooks import create_webhook, get_webhook
 from tests.hub_fixtures import RunningHub, wait_until
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
 from tests.receiver_payloads import dataset_update
-from tests.ssh_fixtures import Sshd, sshd
-
-__all__ = ["sshd"]
+from tests.receiver_scripts import FORWARDER_URL, ROOT, forwarder
 
 pytest_plugins = ["tests.hub_plugin"]
 
-ROOT = Path(__file__).resolve().parents[2]
 SECRET = {"X-Webhook-Secret": "s3cret"}
 
 # Says another URL each time that it is started, in lines such as relays print, and then is silent.
@@ -93,15 +90,12 @@ def commands_with(text: str) -> list[int]:
     return found
 
 
-def test_a_url_through_ssh_that_comes_back(
-    sshd: Sshd,
-    tmp_path: Path,
-    closing: list[WebhooksServer],
-    capsys: pytest.CaptureFixture[str],
+def test_a_url_that_comes_back(
+    tmp_path: Path, closing: list[WebhooksServer], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server = server_in(tmp_path)
+    server = server_in(tmp_path, tunnel_url_pattern=FORWARDER_URL)
     closing.append(server)
-    url = server.launch(prevent_thread_lock=True, share=sshd.address)
+    url = server.launch(prevent_thread_lock=True, share=forwarder(tmp_path))
     printed = capsys.readouterr().out
     assert f"  - POST {url}/webhooks/hello" in printed
     assert re.search(r"The public URL expires at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", printed)
@@ -115,10 +109,8 @@ def test_a_url_through_ssh_that_comes_back(
             got = httpx.get(f"{url}{path}", headers=headers, trust_env=False)
             assert (got.status_code, got.json()) == (404, {"error": "Not Found"}), path
 
-    sshd.kill()
-    with pytest.raises(httpx.TransportError):
-        call(url)
-    sshd.start()
+    [process] = commands_with(f"{tmp_path}/forwarder.py")
+    os.kill(process, signal.SIGKILL)
 
     def is_back() -> bool:
         try:
@@ -130,7 +122,7 @@ def test_a_url_through_ssh_that_comes_back(
     wait_until(is_back, every_seconds=0.1)
     server.close()
     assert not is_back()
-    assert commands_with(sshd.address) == []
+    assert commands_with(f"{tmp_path}/forwarder.py") == []
 
 
 def test_a_tunnel_shows_the_routes_of_handlers_only(
@@ -313,15 +305,11 @@ def test_receivers_of_one_folder_keep_their_own_urls(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("share", "reason"),
     [
-        (True, r"share='ssh://user@host\[:port\]'.*command.*`tunnel`.*--tunnel.*--public-url"),
-        ("ssh://", "not of the form ssh://user@host"),
-        ("ssh://me:password@host", "not of the form ssh://user@host"),
-        ("ssh://host:port", "is not an address"),
+        (True, r"pass as `share` a command.*`tunnel`.*--tunnel.*--public-url"),
         ("", "is empty"),
         ("'unclosed", "is not a command"),
         ("no-such-program --url {address}", "'no-such-program' is not on PATH"),
         ("sh -c 'echo quota exceeded for port {port}; exit 1'", "quota exceeded for port "),
-        ("ssh://nobody@127.0.0.1:1", "Connection refused"),
     ],
 )
 def test_a_tunnel_that_cannot_be(

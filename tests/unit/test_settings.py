@@ -13,7 +13,7 @@ from pipeline.cli.settings import settings_text
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, Settings, load_settings, write_settings_copy
-from receiver.tunnel import tunnel_of
+from receiver.tunnel import command_of
 
 FACTS = PipelineSettings(name="facts", dataset="demo/facts")
 
@@ -123,9 +123,8 @@ def test_the_program_of_the_tunnel_is_beside_the_settings(file: Path) -> None:
     program.touch(0o755)
     read = tunnel("bin/open 'a b' http://{address}")
     assert read is not None
-    arguments = tunnel_of(read, "host:1", url_pattern="x").arguments
-    assert arguments == [str(program), "a b", "http://host:1"]
-    for text in ("cloudflared tunnel --url http://{address}", "ssh://me@relay/", "  "):
+    assert command_of(read, "host:1") == [str(program), "a b", "http://host:1"]
+    for text in ("cloudflared tunnel --url http://{address}", "  "):
         assert tunnel(text) == text
 
 
