@@ -15,8 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from jobs.attempt_tokens import attempt_token
-from jobs.job import Job
+from jobs.job import Job, attempt_token
 from pipeline.after_jobs import after_jobs
 from pipeline.job_store import check_schemas, open_job_store
 from pipeline.logs import log_to_stderr
