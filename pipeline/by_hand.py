@@ -19,13 +19,13 @@ from jobs.job import Job, attempt_token
 from pipeline.after_jobs import after_jobs
 from pipeline.job_store import check_schemas, open_job_store
 from pipeline.logs import log_to_stderr
-from pipeline.newest_commit import head_finder
 from pipeline.paths import Home, settings_file
 from pipeline.retrain.own_token import OWN_TOKEN, token_of_shell
 from pipeline.services import RUNNER, Service, hub_service
 from pipeline.settings import SETTINGS_COPY, Settings, load_settings
 from pipeline.stack import Stack
 from pipeline.stack_record import at_running_stack, read_stack
+from pipeline.submit import head_finder
 from pipeline.tokens import Tokens, load_tokens
 
 logger = logging.getLogger(__name__)

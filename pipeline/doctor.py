@@ -13,14 +13,12 @@ import httpx
 from jobs.errors import JobError
 from jobs.schema import HEAD as JOBS_SCHEMA
 from pipeline.errors import PipelineError
-from pipeline.facts import READ_IT, Facts, Finding, ok, state_of, wrong
+from pipeline.facts import READ_IT, WAYS_ON, Facts, Finding, next_step, ok, state_of, wrong
 from pipeline.hub.database import check_schema, read_only
 from pipeline.hub.errors import HubError
 from pipeline.job_store import reading_jobs
-from pipeline.journal import WAYS_ON, next_step
-from pipeline.liveness import port_fault
 from pipeline.paths import settings_file
-from pipeline.services import services_of
+from pipeline.services import port_fault, services_of
 from pipeline.settings import PipelineSettings
 from pipeline.stack_record import stale_settings, suspended_stack
 from pipeline.subscriptions import ROUTE, check_other_hubs, own_webhook, unwatched_datasets

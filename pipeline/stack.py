@@ -19,16 +19,17 @@ import filelock
 from jobs.folder import write_atomically
 from jobs.process import ProcessIdentity, die_with_parent, identify, is_alive
 from pipeline.errors import PipelineError
-from pipeline.liveness import (
+from pipeline.logs import rotate
+from pipeline.paths import Home, settings_file
+from pipeline.services import (
     PROBE_INTERVAL_SECONDS,
     ChildWatch,
     LivenessProbe,
+    Service,
+    check_port,
     file_probe,
     http_probe,
 )
-from pipeline.logs import rotate
-from pipeline.paths import Home, settings_file
-from pipeline.services import Service, check_port
 from pipeline.settings import (
     HANG_SECONDS,
     SETTINGS_COPY,
@@ -63,7 +64,7 @@ class _Running:
         self.process = process
         self.record = Child(name=service.name, process=None)
         self.started_at = 0.0
-        self.probe: LivenessProbe = lambda seconds: "unknown"
+        self.probe: LivenessProbe = lambda seconds: "silent"
         self.watch: ChildWatch | None = None
         self.kill_reason: str | None = None
         """Why the stack has killed the process. None again when the process has ended."""

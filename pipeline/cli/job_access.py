@@ -15,8 +15,8 @@ from jobs.job import Job
 from jobs.store import JobStore
 from pipeline.cli.progress import follow_output, follow_stages
 from pipeline.errors import PipelineError
+from pipeline.facts import describe
 from pipeline.job_store import open_job_store, reading_jobs
-from pipeline.journal import describe
 from pipeline.paths import Home
 from pipeline.settings import load_settings
 

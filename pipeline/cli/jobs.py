@@ -33,10 +33,10 @@ from pipeline.cli.jobs_run import run
 from pipeline.cli.project import ChangesStack, project_home
 from pipeline.cli.terminal import JsonOption, PipelineOption, print_table
 from pipeline.errors import PipelineError
-from pipeline.journal import subject
-from pipeline.newest_commit import dataset_of_job
+from pipeline.facts import subject
 from pipeline.paths import Home
 from pipeline.stack_record import running_settings
+from pipeline.submit import dataset_of_job
 from pipeline.tokens import load_tokens
 
 app = typer.Typer(help="Run, list, follow, cancel and wait for jobs.", no_args_is_help=True)

@@ -16,8 +16,8 @@ from jobs.errors import StoreError
 from jobs.process import is_alive
 from pipeline.cli.project import ChangesStack, project_home
 from pipeline.errors import PipelineError
+from pipeline.facts import Journal
 from pipeline.job_store import check_schemas, open_job_store
-from pipeline.journal import Journal
 from pipeline.paths import Home
 from pipeline.retrain.settings import is_git_url
 from pipeline.services import services_of

@@ -14,7 +14,7 @@ from jobs.errors import StoreError
 from jobs.job import Job
 from jobs.spec import JobSpec
 from jobs.store import JobStore
-from pipeline import on_outcome
+from pipeline import after_jobs
 from pipeline.after_jobs import Outcomes
 from pipeline.paths import Home
 from pipeline.settings import SETTINGS_COPY, PipelineSettings, load_settings
@@ -149,10 +149,10 @@ def test_a_url_gets_the_outcome_again_where_it_was_busy(
     url_and_bodies: tuple[str, list[dict[str, object]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(on_outcome, "WAITS_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(after_jobs, "WAITS_SECONDS", (0.0, 0.0))
     url, bodies = url_and_bodies
     job = end_one(store, "rejected")
-    assert on_outcome.notify(pipeline(f"{url}/busy"), job, tmp_path)
+    assert after_jobs.notify(pipeline(f"{url}/busy"), job, tmp_path)
     assert [(body["pipeline"], body["result"], body["id"]) for body in bodies] == [
         ("facts", "rejected", job.id)
     ] * 2
@@ -167,7 +167,7 @@ def test_a_command_gets_the_outcome_on_its_input_and_ids_in_its_environment(
         "open(os.environ['JOB_DIR'] + '/told', 'w'))"
     )
     job = end_one(store)
-    assert on_outcome.notify(pipeline((sys.executable, "-c", code)), job, tmp_path)
+    assert after_jobs.notify(pipeline((sys.executable, "-c", code)), job, tmp_path)
     outcome, job_id, result = json.loads((tmp_path / "told").read_text())
     assert (outcome["result"], job_id, result) == ("promoted", job.id, "promoted")
 
@@ -181,7 +181,7 @@ def test_a_program_with_a_relative_path_is_beside_the_settings(
     (tmp_path / "pipeline.toml").write_text(
         '[[pipelines]]\nname = "facts"\ndataset = "local/facts"\non_outcome = ["./tell.sh"]\n'
     )
-    assert on_outcome.notify(load_settings().pipeline("facts"), end_one(store), tmp_path)
+    assert after_jobs.notify(load_settings().pipeline("facts"), end_one(store), tmp_path)
     assert json.loads((tmp_path / "told").read_text())["result"] == "promoted"
 
 
@@ -199,7 +199,7 @@ def test_a_command_reads_the_settings_file_that_it_chooses(
         "from pipeline.settings import load_settings; "
         "open(os.environ['JOB_DIR'] + '/port', 'w').write(str(load_settings().hub.port))"
     )
-    assert on_outcome.notify(pipeline((sys.executable, "-c", code)), end_one(store), tmp_path)
+    assert after_jobs.notify(pipeline((sys.executable, "-c", code)), end_one(store), tmp_path)
     assert (tmp_path / "port").read_text() == "2222"
 
 
@@ -221,18 +221,18 @@ def test_who_cannot_be_told_is_logged(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(on_outcome, "WAITS_SECONDS", (0.0,))
+    monkeypatch.setattr(after_jobs, "WAITS_SECONDS", (0.0,))
     job = end_one(store)
-    assert not on_outcome.notify(pipeline(told), job, tmp_path)
+    assert not after_jobs.notify(pipeline(told), job, tmp_path)
     assert f"on_outcome of facts failed for {job.id}" in caplog.text
 
 
 def test_a_command_that_hangs_is_ended(
     store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(on_outcome, "TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(after_jobs, "TIMEOUT_SECONDS", 0.2)
     began = time.monotonic()
-    assert not on_outcome.notify(pipeline(("sleep", "60")), end_one(store), tmp_path)
+    assert not after_jobs.notify(pipeline(("sleep", "60")), end_one(store), tmp_path)
     assert time.monotonic() - began < 30
 
 

@@ -14,10 +14,9 @@ import pytest
 
 from jobs.process import IS_LINUX
 from pipeline.errors import PipelineError
-from pipeline.liveness import Answer, ChildWatch
 from pipeline.logs import MAX_BYTES
 from pipeline.paths import Home, settings_file
-from pipeline.services import RUNNER, hub_service, services_of
+from pipeline.services import RUNNER, Answer, ChildWatch, hub_service, services_of
 from pipeline.settings import load_settings
 from pipeline.stack import Stack
 from pipeline.stack_record import Child, read_stack
