@@ -9,15 +9,14 @@ has the dataset, or with `git ls-remote`.
 import json
 import logging
 import os
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from jobs.errors import HeadAway, NoHead
 from jobs.folder import SPEC
@@ -32,7 +31,7 @@ from pipeline.retrain.hub_away import OVERLOADED
 from pipeline.retrain.own_token import own_token
 from pipeline.retrain.settings import RetrainSettings, SkipIf, is_git_url
 from pipeline.retrain.snapshot import DatasetHub
-from pipeline.settings import PipelineSettings, Settings, fault_text
+from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import Tokens, load_tokens
 from receiver.payload import WebhookPayload
 from receiver.rules import DEFAULT_BRANCH, RetrainRule, full_ref
@@ -341,49 +340,6 @@ def _dataset_of(
 ) -> Dataset:
     token = load_tokens(home.tokens_file).hub
     return Dataset.of(pipeline.dataset, settings.other_hub(pipeline), hub_url, token)
-
-
-def override(pipeline: PipelineSettings, assignments: Sequence[str]) -> PipelineSettings:
-    """The pipeline's settings, changed for one run by these assignments, such as
-    `train.max_tokens=500000`.
-
-    An assignment `TABLE.KEY=VALUE` sets one key in one table of the pipeline's settings. The value
-    is written as in TOML, except that a text needs no quotes. Raises PipelineError with a message
-    that names the wrong key.
-    """
-    values = pipeline.model_dump(exclude_unset=True)
-    for assignment in assignments:
-        path, equals, text = assignment.partition("=")
-        table, dot, key = path.strip().partition(".")
-        if not equals or not dot or not key:
-            raise PipelineError(
-                f"--set {assignment} is not TABLE.KEY=VALUE, as in --set train.max_tokens=500000"
-            )
-        if table not in _tables():
-            raise PipelineError(
-                f"--set {assignment}: unknown table {table!r}; known: {', '.join(_tables())}"
-            )
-        values.setdefault(table, {})[key] = _value(text.strip())
-    try:
-        return PipelineSettings.model_validate(values)
-    except ValidationError as error:
-        faults = (
-            fault_text(("pipelines", *fault["loc"]), fault["type"], fault["msg"], fault["input"])
-            for fault in error.errors()
-        )
-        raise PipelineError(f"--set: {'; '.join(faults)}") from None
-
-
-def _tables() -> list[str]:
-    fields = PipelineSettings.model_fields.items()
-    return [name for name, field in fields if isinstance(field.default, BaseModel)]
-
-
-def _value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 # The job of which this process is a part

@@ -12,6 +12,7 @@ from pipeline.cli.main import app
 from pipeline.cli.settings import settings_text
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
+from pipeline.retrain.settings import TrainSettings
 from pipeline.settings import PipelineSettings, Settings, load_settings, write_settings_copy
 from receiver.tunnel import command_of
 
@@ -275,3 +276,10 @@ def test_an_address_of_ipv6_stands_in_brackets(file: Path) -> None:
     pipeline = PipelineSettings(name="a", dataset="o/d", port=8000)
     assert settings.server_url(pipeline) == "http://[::1]:8000"
     assert settings.hub_url == "http://[::1]:8070"
+
+
+def test_the_digest_tells_settings_that_shape_the_weights_from_those_that_do_not() -> None:
+    plain = TrainSettings().digest()
+    assert TrainSettings(max_tokens=7).digest() != plain
+    assert TrainSettings(max_tokens=TrainSettings().max_tokens).digest() == plain
+    assert TrainSettings(checkpoint_seconds=1, num_processes=2).digest() == plain
