@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from jobs.process import identify
+from pipeline.doctor import RESTART, check_other_hubs
 from pipeline.facts import Facts
 from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.stack_record import StackRecord
 from pipeline.subscriptions import (
-    check_other_hubs,
     credentials_of_other_hubs,
     subscribe_at_other_hubs,
 )
@@ -144,9 +144,8 @@ def test_doctor_says_what_keeps_a_hub_from_telling(
     assert me is not None
     record = StackRecord(process=me, started_at=0.0, is_ready=True, children=())
     home.stack_file.write_text(record.model_dump_json())
-    again = "pipeline down, then pipeline up"
     missing = f"no webhook at {elsewhere.url} reports pushes to ada/answers"
-    assert found() == [("wrong", missing, again)]
+    assert found() == [("wrong", missing, RESTART)]
 
     (line,) = subscribe_at_other_hubs(settings, home, tokens)
     (ours,) = [each for each in elsewhere.api.list_webhooks() if each.id in line]
@@ -160,4 +159,4 @@ def test_doctor_says_what_keeps_a_hub_from_telling(
     monkeypatch.delenv("HF_TOKEN")
     [(level, message, step)] = found()
     assert level == "wrong" and f"there is no token for {elsewhere.url}" in message
-    assert step is not None and step.endswith(f"then {again}")
+    assert step is not None and step.endswith("then pipeline down, then pipeline up")
