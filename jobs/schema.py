@@ -99,7 +99,7 @@ JOBS = Table(
     Column("cancel_requested", Boolean, nullable=False),
     Column("by_hand", Boolean, nullable=False),
     Column("waits_for", Text),
-    # When the handlers of `pipeline/after_jobs.py` got the outcome.
+    # When the handlers of `pipeline/runner/after_jobs.py` got the outcome.
     Column("handled_at", Float),
     _unique_in_state("one_pending_job_per_pipeline", "SCHEDULING", "pipeline", "by_hand"),
     _unique_in_state("one_running_job_per_pipeline", "RUNNING", "pipeline"),

@@ -11,14 +11,14 @@ import typer
 
 from jobs.job import Job
 from jobs.store import JobStore
-from pipeline.by_hand import with_runner
 from pipeline.cli.job_access import follow_to_end, open_store, report_end
 from pipeline.cli.terminal import JsonOption, PipelineOption
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
+from pipeline.runner.by_hand import with_runner
+from pipeline.runner.submit import submit_command, submit_retraining
 from pipeline.settings import PipelineSettings, Settings
-from pipeline.stack_record import running_settings, stale_settings
-from pipeline.submit import submit_command, submit_retraining
+from pipeline.stack.record import running_settings, stale_settings
 
 
 def run(

@@ -14,14 +14,14 @@ from pipeline.cli.project import ChangesStack
 from pipeline.cli.terminal import HostOption, JsonOption, PortOption, without_none
 from pipeline.cli.webhooks import hub_access, secrets_in
 from pipeline.errors import PipelineError
-from pipeline.job_store import open_job_store
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
 from pipeline.retrain.own_token import own_token
 from pipeline.retrain.settings import is_git_url
+from pipeline.runner.job_store import open_job_store
+from pipeline.runner.submit import retrain_rules
 from pipeline.settings import load_settings
-from pipeline.submit import retrain_rules
-from pipeline.subscriptions import credentials_of_other_hubs
+from pipeline.stack.subscriptions import credentials_of_other_hubs
 from pipeline.tokens import load_tokens, secret_in_shell
 from receiver.settings import ReceiverSettings
 from receiver.tunnel import HubCredentials

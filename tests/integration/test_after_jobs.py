@@ -19,8 +19,13 @@ from jobs.errors import JobNotFound
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import Delivery, JobStore
-from pipeline import after_jobs as module
-from pipeline.after_jobs import (
+from pipeline.hub.cipher import Cipher
+from pipeline.hub.database import open_database
+from pipeline.hub.webhooks.store import HubWatchedItem, WebhookRequest, create_webhook
+from pipeline.logs import JsonFormatter
+from pipeline.paths import Home
+from pipeline.runner import after_jobs as module
+from pipeline.runner.after_jobs import (
     RunnerMetrics,
     _prune_hourly,
     after_jobs,
@@ -28,12 +33,7 @@ from pipeline.after_jobs import (
     prune_job_folders,
     remove_unneeded_files,
 )
-from pipeline.hub.cipher import Cipher
-from pipeline.hub.database import open_database
-from pipeline.hub.webhooks.store import HubWatchedItem, WebhookRequest, create_webhook
-from pipeline.job_store import open_job_store
-from pipeline.logs import JsonFormatter
-from pipeline.paths import Home
+from pipeline.runner.job_store import open_job_store
 from pipeline.settings import Settings, load_settings
 from serving.weights.release import RELEASE_FILE, Lineage, Release
 from tests.after_jobs_fixtures import end_one, store
@@ -165,8 +165,8 @@ def test_the_thread_that_removes_old_jobs_outlives_an_error(
         stop.set()
         return []
 
-    monkeypatch.setattr("pipeline.after_jobs.prune", fails_once)
-    monkeypatch.setattr("pipeline.after_jobs.PRUNE_SECONDS", 0.01)
+    monkeypatch.setattr("pipeline.runner.after_jobs.prune", fails_once)
+    monkeypatch.setattr("pipeline.runner.after_jobs.PRUNE_SECONDS", 0.01)
     _prune_hourly(load_settings(), Home(root=tmp_path), store, stop)
     assert stop.is_set()
 

@@ -16,10 +16,10 @@ from jobs.job import Job
 from jobs.runner import Runner
 from jobs.store import JobStore
 from pipeline.cli.main import app
-from pipeline.job_store import open_job_store
 from pipeline.paths import Home
+from pipeline.runner.job_store import open_job_store
+from pipeline.runner.submit import head_finder
 from pipeline.settings import load_settings
-from pipeline.submit import head_finder
 from pipeline.tokens import load_tokens
 from receiver import listen
 from receiver.retrain import RetrainRule, retrain_handler

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from jobs.process import identify
-from pipeline.doctor import RESTART, check_other_hubs
-from pipeline.facts import Facts
+from pipeline.doctor.checks import RESTART, check_other_hubs
+from pipeline.doctor.facts import Facts
 from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, Settings
-from pipeline.stack_record import StackRecord
-from pipeline.subscriptions import (
+from pipeline.stack.record import StackRecord
+from pipeline.stack.subscriptions import (
     credentials_of_other_hubs,
     subscribe_at_other_hubs,
 )

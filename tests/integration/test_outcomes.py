@@ -14,9 +14,9 @@ from jobs.errors import StoreError
 from jobs.job import Job
 from jobs.spec import JobSpec
 from jobs.store import JobStore
-from pipeline import after_jobs
-from pipeline.after_jobs import Outcomes
 from pipeline.paths import Home
+from pipeline.runner import after_jobs
+from pipeline.runner.after_jobs import Outcomes
 from pipeline.settings import SETTINGS_COPY, PipelineSettings, load_settings
 from tests.after_jobs_fixtures import end_one, store
 
@@ -87,7 +87,7 @@ def test_the_last_outcome_is_told_before_the_thread_ends(store: JobStore, tmp_pa
 def test_the_thread_outlives_an_error(
     store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr("pipeline.after_jobs.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("pipeline.runner.after_jobs.RETRY_SECONDS", 0.01)
     told: list[str] = []
     outcomes = Outcomes(store, [lambda job: told.append(job.id)])
     outcomes.poll()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.push_remarks import MAX_BYTES, PushRemarks
+from pipeline.doctor.push_remarks import MAX_BYTES, PushRemarks
 from pipeline.retrain.settings import ColumnSettings, DataSettings
 from pipeline.settings import PipelineSettings
 from tests.hub_fixtures import RunningHub, git_processes_of_hub, running_hub
@@ -75,7 +75,7 @@ def test_an_unexpected_error_of_the_check_does_not_refuse_the_push(
     def breaks(*_: object) -> None:
         raise TypeError("unhashable")
 
-    monkeypatch.setattr("pipeline.push_remarks.read_dataset", breaks)
+    monkeypatch.setattr("pipeline.doctor.push_remarks.read_dataset", breaks)
     assert push(hub, clone, {"good.jsonl": GOOD * 2}) == []
     (record,) = [each for each in caplog.records if "was not checked" in each.message]
     assert record.exc_info is not None, "the log has the traceback"

@@ -16,10 +16,10 @@ from jobs.process import IS_LINUX
 from pipeline.errors import PipelineError
 from pipeline.logs import MAX_BYTES
 from pipeline.paths import Home, settings_file
-from pipeline.services import RUNNER, Answer, ChildWatch, hub_service, services_of
 from pipeline.settings import load_settings
-from pipeline.stack import Stack
-from pipeline.stack_record import Child, read_stack
+from pipeline.stack.record import Child, read_stack
+from pipeline.stack.services import RUNNER, Answer, ChildWatch, hub_service, services_of
+from pipeline.stack.supervisor import Stack
 from tests.ports import free_ports
 from tests.stack_fixtures import (
     Workplace,
@@ -112,7 +112,7 @@ def _answers(url: str) -> bool:
 def test_a_service_that_cannot_be_started_is_tried_again_while_the_others_stay_up(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.stack.RESTART_SECONDS", (0.05,))
+    monkeypatch.setattr("pipeline.stack.supervisor.RESTART_SECONDS", (0.05,))
     stack = Stack(home, [hub_service(load_settings()), RUNNER])
     stack.start()
     stack.mark_ready()
@@ -146,7 +146,7 @@ def test_a_full_disk_does_not_end_the_restarts_in_a_stack_for_one_job(
     def disk_is_full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("pipeline.stack.RESTART_SECONDS", (0.05,))
+    monkeypatch.setattr("pipeline.stack.supervisor.RESTART_SECONDS", (0.05,))
     stack = Stack(home, [hub_service(load_settings())])
     stack.start()  # `mark_ready` is not called, as in `with_runner`
     try:
@@ -168,7 +168,7 @@ def test_a_full_disk_does_not_end_the_restarts_in_a_stack_for_one_job(
 def test_a_service_that_a_signal_without_a_name_ended_is_started_again(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.stack.RESTART_SECONDS", (0.05,))
+    monkeypatch.setattr("pipeline.stack.supervisor.RESTART_SECONDS", (0.05,))
     stack = Stack(home, [hub_service(load_settings())])
     stack.start()
     try:
@@ -220,7 +220,7 @@ def test_a_service_that_comes_back_has_the_settings_of_the_start(changed: str, h
 
 
 def test_a_damaged_record_is_written_again(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.stack.FILES_SECONDS", 0.0)
+    monkeypatch.setattr("pipeline.stack.supervisor.FILES_SECONDS", 0.0)
     stack = Stack(home, [])
     stack.start()
     try:
@@ -267,8 +267,10 @@ def test_start_tells_that_it_waits_and_ends_after_the_services_own_time(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr("pipeline.stack.time", clock)
-    monkeypatch.setattr("pipeline.stack.http_probe", lambda url: lambda seconds: "silent")
+    monkeypatch.setattr("pipeline.stack.supervisor.time", clock)
+    monkeypatch.setattr(
+        "pipeline.stack.supervisor.http_probe", lambda url: lambda seconds: "silent"
+    )
     told: list[str] = []
     service = replace(hub_service(load_settings()), start_seconds=35)
     with pytest.raises(PipelineError, match=r"hub did not answer on .* within 35 s; its log: "):

@@ -17,12 +17,12 @@ from jobs.outcome import JobOutcome
 from jobs.process import identify
 from jobs.spec import JobSpec, RevisionRange
 from pipeline.cli.main import app
-from pipeline.job_store import open_job_store
 from pipeline.paths import Home
+from pipeline.runner.job_store import open_job_store
+from pipeline.runner.submit import submit_retraining
 from pipeline.settings import load_settings, settings_digest
-from pipeline.stack_record import Child, StackRecord, running_settings
-from pipeline.submit import submit_retraining
-from pipeline.subscriptions import subscribe
+from pipeline.stack.record import Child, StackRecord, running_settings
+from pipeline.stack.subscriptions import subscribe
 from pipeline.tokens import load_tokens
 from serving import engine_choice
 from serving.weights import release_store

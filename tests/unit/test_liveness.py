@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from pipeline.services import file_probe
+from pipeline.stack.services import file_probe
 
 
 def test_a_service_that_touches_its_file_works(tmp_path: Path) -> None:

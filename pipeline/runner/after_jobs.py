@@ -30,9 +30,9 @@ from jobs.job import Job
 from jobs.store import JobStore
 from pipeline.hub.errors import HubError
 from pipeline.hub.webhooks.store import jobs_of_webhooks
-from pipeline.job_store import open_job_store
 from pipeline.paths import Home
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
+from pipeline.runner.job_store import open_job_store
 from pipeline.settings import SETTINGS_COPY, PipelineSettings, Settings
 from serving.errors import ReleaseError
 from serving.weights.atomic_file import is_replacement

@@ -23,12 +23,12 @@ from jobs.outcome import JobOutcome
 from jobs.process import is_alive
 from jobs.store import JobStore
 from pipeline.errors import PipelineError
-from pipeline.job_store import reading_jobs
 from pipeline.paths import Home
-from pipeline.services import health, server_state
+from pipeline.runner.job_store import reading_jobs
+from pipeline.runner.submit import Dataset
 from pipeline.settings import PipelineSettings, Settings
-from pipeline.stack_record import Child, StackRecord, read_stack
-from pipeline.submit import Dataset
+from pipeline.stack.record import Child, StackRecord, read_stack
+from pipeline.stack.services import health, server_state
 from pipeline.tokens import Tokens, read_tokens
 from receiver.webhooks import WebhookRecord, list_webhooks
 from serving.engine_choice import EngineChoice, choose_engine

@@ -11,16 +11,16 @@ import httpx
 
 from jobs.errors import JobError
 from jobs.schema import HEAD as JOBS_SCHEMA
+from pipeline.doctor.facts import READ_IT, WAYS_ON, Facts, Finding, next_step, ok, state_of, wrong
 from pipeline.errors import PipelineError
-from pipeline.facts import READ_IT, WAYS_ON, Facts, Finding, next_step, ok, state_of, wrong
 from pipeline.hub.database import check_schema, read_only
 from pipeline.hub.errors import HubError
-from pipeline.job_store import reading_jobs
 from pipeline.paths import settings_file
-from pipeline.services import port_fault, services_of
+from pipeline.runner.job_store import reading_jobs
 from pipeline.settings import PipelineSettings
-from pipeline.stack_record import stale_settings, suspended_stack
-from pipeline.subscriptions import ROUTE, other_hubs, own_webhook, unwatched_datasets
+from pipeline.stack.record import stale_settings, suspended_stack
+from pipeline.stack.services import port_fault, services_of
+from pipeline.stack.subscriptions import ROUTE, other_hubs, own_webhook, unwatched_datasets
 from pipeline.tokens import read_tokens
 from receiver.errors import NotAllowed, ReceiverError
 from receiver.webhooks import WebhookRecord
