@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import (
@@ -363,7 +362,7 @@ def job_from_row(
     row: Row[Any],
     delivery_ids: Sequence[str] = (),
     paused: Collection[str] = (),
-    running: Mapping[str, int] = MappingProxyType({}),
+    running: Mapping[str, int] = {},
 ) -> Job:
     """`running` maps each pipeline that has a running job to the job's number."""
     waits_for = row.waits_for

@@ -18,7 +18,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from receiver.errors import BodyTooLarge, ReceiverError
+from receiver.errors import ReceiverError
 from receiver.payload import WebhookPayload
 from receiver.settings import ReceiverSettings
 from receiver.verify import Proof, read_event
@@ -123,9 +123,6 @@ def guarded_route(
                     except ReceiverError as refusal:
                         error = {"error": str(refusal)}
                         return JSONResponse(error, status_code=refusal.status_code)
-                    except TimeoutError:
-                        error = {"error": "The body did not arrive in time."}
-                        return JSONResponse(error, status_code=408)
                     except ClientDisconnect:
                         return Response(status_code=400)
                     if not isinstance(event, bytes):
@@ -150,8 +147,11 @@ async def _read_event(
     # Check the headers before the body is read, so that a stranger cannot fill the memory with
     # bodies.
     check_body = proof.check_headers(request.headers, request.query_params)
-    async with asyncio.timeout(settings.body_timeout_seconds):
-        body = await _read_body(request, settings.max_body_bytes, count)
+    try:
+        async with asyncio.timeout(settings.body_timeout_seconds):
+            body = await _read_body(request, settings.max_body_bytes, count)
+    except TimeoutError:
+        raise HTTPException(408, "The body did not arrive in time.") from None
     check_body(body)
     sent_id = sent_delivery_id(request.headers)
     request.state.delivery_id = sent_id or hashlib.sha256(body).hexdigest()
@@ -159,7 +159,7 @@ async def _read_event(
 
 
 async def _read_body(request: Request, limit: int, count: Callable[[int], None]) -> bytes:
-    too_large = BodyTooLarge(f"The body is larger than {limit} bytes.")
+    too_large = HTTPException(413, f"The body is larger than {limit} bytes.")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
         raise too_large

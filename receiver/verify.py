@@ -17,7 +17,6 @@ import hmac
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Literal
 from urllib.parse import unquote_to_bytes
 
@@ -45,7 +44,6 @@ BodyCheck = Callable[[bytes], None]
 
 SIGNING_PREFIX = "whsec_"
 _SECRET_HEADER = "x-webhook-secret"
-_NO_QUERY: Mapping[str, str] = MappingProxyType({})
 _FORM_FIELD = b"payload="
 _EVENT_HEADERS: dict[PushSender, tuple[str, tuple[str, ...]]] = {
     "github": ("x-github-event", ("push",)),
@@ -77,9 +75,7 @@ class Proof:
                 )
             check_signing_secret(secret)
 
-    def check_headers(
-        self, headers: Mapping[str, str], query: Mapping[str, str] = _NO_QUERY
-    ) -> BodyCheck:
+    def check_headers(self, headers: Mapping[str, str], query: Mapping[str, str] = {}) -> BodyCheck:
         """Do the part of the check that needs only the headers. Returns a function that does the
         rest of the check when it is called with the body.
 
