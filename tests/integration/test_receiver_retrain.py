@@ -4,10 +4,8 @@
 
 import asyncio
 import itertools
-import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import httpx
 import pytest
 from sqlalchemy import event
 from starlette.testclient import TestClient
-from starlette.types import ASGIApp
 
 from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.store import JobStore
@@ -222,21 +219,6 @@ def test_a_github_push_to_a_repository_by_url(store: JobStore) -> None:
     assert answer == {"job": job.id}
     assert job.spec.revisions is not None
     assert job.spec.revisions.repo == url
-
-
-def test_the_answer_comes_quickly(store: JobStore, serve: Callable[[ASGIApp], str]) -> None:
-    """The promise is well under 50 ms at p99; the bound leaves room for a busy machine."""
-    url = serve(receiver(store).app)
-    seconds = []
-    with httpx.Client(headers={"X-Webhook-Secret": "s3cret"}) as client:
-        for number in range(100):
-            payload = dataset_update(ref_update(new=f"{number:040x}"))
-            began = time.perf_counter()
-            client.post(
-                f"{url}/webhooks/retrain", json=payload, headers={"Webhook-Id": f"{number}"}
-            )
-            seconds.append(time.perf_counter() - began)
-    assert sorted(seconds)[50] < 0.05, json.dumps([round(s, 4) for s in seconds])
 
 
 def test_importing_the_receiver_is_light(tmp_path: Path) -> None:
