@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
-from pipeline.card_head import MAX_HEAD_CHARACTERS
 from pipeline.errors import PipelineError
+from pipeline.formats import MAX_HEAD_CHARACTERS, Pointer, may_be_pointer
 from pipeline.hub.contents.trees import changed_files, find_paths, list_paths, read_file
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.repositories.objects import read_blobs
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repository
-from pipeline.pointers import Pointer, may_be_pointer
 from pipeline.retrain.data_files import CARD, is_needed, sort_files, why_no_data
 from pipeline.retrain.dataset import read_dataset
 from pipeline.retrain.errors import DataError
