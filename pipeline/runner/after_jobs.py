@@ -1,8 +1,8 @@
 """Does the work that follows the end of a job, in threads of the runner's process.
 
 When a job ends, the first thread counts the outcome (how the job ended) in the runner's metrics for
-Prometheus. It also removes files that only a running job needs, and sends the outcome to the URL or
-the command that the setting `on_outcome` names. Once an hour, the second thread removes the folders
+Prometheus. It also removes files that only a running job needs, and hands the outcome to the
+command of the setting `on_outcome`. Once an hour, the second thread removes the folders
 of jobs after `keep_days` (a setting under `[jobs]`), and deletes jobs from the job store after at
 least KEEP_JOBS_DAYS.
 """
@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -45,9 +44,6 @@ POLL_SECONDS = 0.2
 RETRY_SECONDS = 5.0
 """After an error of the store, `Outcomes.follow` waits this long before it tries again."""
 TIMEOUT_SECONDS = 30.0
-WAITS_SECONDS = (0.0, 1.0, 5.0)
-"""The seconds to wait before each attempt to post the outcome to a URL. A command is run only once.
-"""
 KEEP_JOBS_DAYS = 90.0
 KEEP_JOBS = 1000
 """This many of the newest jobs of each pipeline stay in the store, however old they are. This many
@@ -266,21 +262,36 @@ class _QueueCollector(Collector):
 
 
 def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
-    """Report the job's outcome. Returns True if the URL or the command accepted the outcome.
-    Returns False if the report failed, if `on_outcome` is not set, or if the job has no outcome.
+    """Run the command `on_outcome`, which gets the job's outcome as JSON on its standard input.
+    Returns True if the command succeeded. Returns False if it failed, if `on_outcome` is not set,
+    or if the job has no outcome.
 
-    If the report fails, this function logs a warning. It raises no error, because the job has
+    If the command fails, this function logs a warning. It raises no error, because the job has
     already ended.
     """
-    if pipeline.on_outcome is None or job.outcome is None:
+    command = pipeline.on_outcome
+    if command is None or job.outcome is None:
         return False
     ids = {"pipeline": pipeline.name, "job_id": job.id}
     body = json.dumps({"pipeline": pipeline.name, **job.outcome.model_dump(mode="json")})
+    # Leave out the variable that names the stack's copy of the settings file. Otherwise a
+    # `pipeline` command in the user's command would read the copy instead of the settings file.
+    of_runner = {name: each for name, each in os.environ.items() if name != SETTINGS_COPY}
+    of_job = {"JOB_ID": job.id, "JOB_DIR": str(job_dir), "PIPELINE_OUTCOME": job.outcome.result}
     try:
-        if isinstance(pipeline.on_outcome, str):
-            _post(pipeline.on_outcome, body, job.id)
-        else:
-            _run_command(pipeline.on_outcome, body, job, job_dir)
+        done = subprocess.run(
+            command,
+            input=body.encode(),
+            env={**of_runner, **of_job},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+        if done.returncode != 0:
+            words = done.stderr.decode(errors="replace").strip().splitlines()
+            said = f": {words[-1]}" if words else ""
+            raise OSError(f"{command[0]} exited with {done.returncode}{said}")
     except Exception as error:
         logger.warning(
             "on_outcome of %s failed for %s: %s", pipeline.name, job.id, error, extra=ids
@@ -288,47 +299,6 @@ def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
         return False
     logger.info("on_outcome of %s received the outcome of %s", pipeline.name, job.id, extra=ids)
     return True
-
-
-def _post(url: str, body: str, job_id: str) -> None:
-    headers = {"Content-Type": "application/json", "Webhook-Id": job_id}
-    for attempt, wait in enumerate(WAITS_SECONDS, start=1):
-        time.sleep(wait)
-        try:
-            httpx.post(
-                url, content=body, headers=headers, timeout=TIMEOUT_SECONDS, trust_env=False
-            ).raise_for_status()
-        except httpx.HTTPError:
-            if attempt == len(WAITS_SECONDS):
-                raise
-        else:
-            return
-
-
-def _run_command(command: Sequence[str], body: str, job: Job, job_dir: Path) -> None:
-    assert job.outcome is not None
-    # Leave out the variable that names the stack's copy of the settings file. Otherwise a
-    # `pipeline` command in the user's command would read the copy instead of the settings file.
-    of_runner = {name: each for name, each in os.environ.items() if name != SETTINGS_COPY}
-    done = subprocess.run(
-        command,
-        input=body.encode(),
-        env={
-            **of_runner,
-            "JOB_ID": job.id,
-            "JOB_DIR": str(job_dir),
-            "PIPELINE_OUTCOME": job.outcome.result,
-        },
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
-    if done.returncode != 0:
-        words = done.stderr.decode(errors="replace").strip().splitlines()
-        raise OSError(
-            f"{command[0]} exited with {done.returncode}" + (f": {words[-1]}" if words else "")
-        )
 
 
 # Old jobs

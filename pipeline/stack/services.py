@@ -127,7 +127,9 @@ def _check_ports_differ(services: Sequence[Service], metrics_port: int) -> None:
 
 
 def _describe(service: Service) -> str:
-    return "completion server" if service.arguments[0] == "serve" else service.name
+    if service.arguments[0] != "serve":
+        return service.name
+    return "completion server" + (f" of {service.pipeline}" if service.name != "serve" else "")
 
 
 def check_port(service: Service) -> None:
