@@ -24,8 +24,6 @@ from receiver.payload import WebhookPayload
 from receiver.rules import RetrainRule, decide
 from receiver.webhooks_server import WebhooksServer
 
-__all__ = ["RetrainRule", "add_live_route", "measure", "retrain_handler"]
-
 logger = logging.getLogger(__name__)
 
 Answer = dict[str, str | list[str]]

@@ -168,11 +168,8 @@ def launch_job(
         # A handler may launch several jobs for one delivery, so the source names the command too.
         digest = hashlib.sha256(json.dumps(list(command)).encode()).hexdigest()
         delivery = Delivery(source=f"{path} {digest}", id=id)
-    return (
-        _opened(where)
-        .submit(JobSpec(command=tuple(command)), payload=dict(payload), delivery=delivery)
-        .job.id
-    )
+    spec = JobSpec(command=tuple(command))
+    return _opened(where).submit(spec, payload=dict(payload), delivery=delivery).job.id
 
 
 @cache

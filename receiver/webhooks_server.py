@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
-from jinja2 import Environment, Template
+from jinja2 import Template
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -398,7 +398,8 @@ class WebhooksServer:
         here = request.base_url.replace(path=request.scope.get("root_path", ""))
         url = self._public_url() or str(here)
         webhooks = list(self.registered_webhooks.values())
-        return HTMLResponse(_page_template().render(url=url.rstrip("/"), webhooks=webhooks))
+        page = _page_template().render(url=url.rstrip("/"), webhooks=webhooks, senders=_SENDERS)
+        return HTMLResponse(page)
 
 
 def _application_of(ui: Any) -> ASGIApp:
@@ -460,6 +461,4 @@ _SENDERS = {"github": "GitHub", "gitea": "Gitea", "gitlab": "GitLab"}
 @cache
 def _page_template() -> Template:
     source = files("receiver").joinpath("landing.html").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"sender": lambda scheme: _SENDERS.get(scheme, scheme)}
-    return environment.from_string(source)
+    return Template(source, autoescape=True, trim_blocks=True, lstrip_blocks=True)

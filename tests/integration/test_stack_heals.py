@@ -330,30 +330,6 @@ def test_time_in_which_the_watching_process_was_away_does_not_count() -> None:
 
 
 @pytest.mark.slow
-def test_every_service_of_a_stack_comes_back_from_a_hang(workplace: Workplace) -> None:
-    configure(workplace)
-    env = workplace.env | {  # type: ignore[operator]
-        "PIPELINE_STACK__HANG_SECONDS": "3",
-    }
-    workplace = Workplace(workplace.folder, env)
-    with stack_up(workplace):
-        home = Home(workplace.home)
-        before = {each: child(home, each) for each in ("hub", "serve", "runner", "receiver")}
-        time.sleep(1)  # all have answered once
-        for each in before.values():
-            assert each.process is not None
-            os.kill(each.process.pid, signal.SIGSTOP)
-
-        def services() -> dict[str, tuple[str, int]]:
-            found = workplace.json("status")["services"]
-            return {each["name"]: (each["state"], each["restarts"]) for each in found}
-
-        until(lambda: set(services().values()) == {("up", 1)})
-        for each in ("hub", "serving", "receiver"):
-            until(lambda each=each: _answers(f"{workplace.url(each)}/live"))  # type: ignore[misc]
-
-
-@pytest.mark.slow
 def test_a_new_tokens_file_and_another_shell_change_nothing(workplace: Workplace) -> None:
     configure(workplace)
     with stack_up(workplace):
