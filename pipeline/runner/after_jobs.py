@@ -173,14 +173,14 @@ class Outcomes:
 # Metrics
 
 
-class RunnerMetrics:
+class RunnerMetrics(Collector):
     """The metrics, in a registry of their own. The counters begin at 0 each time a runner starts.
     Prometheus detects that a counter was reset, and still computes the right rates."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
         self.registry = CollectorRegistry()
-        self.registry.register(_QueueCollector(store))
+        self.registry.register(self)
         self._outcomes = Counter(
             "pipeline_outcomes",
             "Jobs that ended, by outcome",
@@ -220,16 +220,10 @@ class RunnerMetrics:
         """Serve the metrics on loopback, in a thread that ends with the process. Raises OSError."""
         start_http_server(port, addr="127.0.0.1", registry=self.registry)
 
-
-class _QueueCollector(Collector):
-    """Counts the waiting and running jobs each time Prometheus asks for the metrics. The numbers
-    come from the job store, because a count in the runner's memory would be lost if the runner was
-    killed."""
-
-    def __init__(self, store: JobStore) -> None:
-        self._store = store
-
     def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Counts the waiting and running jobs each time Prometheus asks for the metrics. The
+        numbers come from the job store, because a count in the runner's memory would be lost if the
+        runner was killed."""
         jobs = GaugeMetricFamily(
             "pipeline_jobs", "Jobs that have not ended", labels=["pipeline", "state"]
         )
