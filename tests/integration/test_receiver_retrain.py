@@ -3,7 +3,6 @@
 # ruff: noqa: F811  (a fixture that is imported and asked for)
 
 import asyncio
-import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -72,21 +71,6 @@ def test_a_commit_becomes_a_job(store: JobStore, post: Callable[..., dict[str, A
     assert store.of_commit(NEW) == [job]
 
 
-def test_a_burst_is_one_pending_job_with_all_deliveries(
-    store: JobStore,
-    post: Callable[..., dict[str, Any]],
-) -> None:
-    shas = [f"{number:040x}" for number in range(1, 12)]
-    answers = [
-        post(dataset_update(ref_update(old=old, new=new)), new)
-        for old, new in itertools.pairwise(shas)
-    ]
-    (job,) = store.list()
-    assert answers == [{"job": job.id}] * 10
-    assert job.spec.revisions is not None
-    assert job.spec.revisions.delivery_ids == tuple(shas[1:])
-
-
 def test_a_repeated_delivery_gets_the_first_job_even_from_another_process(
     store: JobStore,
     post: Callable[..., dict[str, Any]],
@@ -105,27 +89,6 @@ def finish(store: JobStore, result: OutcomeResult) -> None:
     job = store.claim("me", 60)
     assert job is not None
     store.finish(job.id, "me", JobOutcome(result=result))
-
-
-@pytest.mark.parametrize("end", ["before it began", "while it is stopped", "cancelled", "failed"])
-def test_a_repeated_delivery_whose_job_was_cancelled_or_failed_gets_a_new_one(
-    store: JobStore, post: Callable[..., dict[str, Any]], end: str
-) -> None:
-    first = post(dataset_update(), "d1")
-    if end == "before it began":
-        store.cancel(first["job"])
-    elif end == "while it is stopped":
-        assert store.claim("me", 60) is not None
-        store.cancel(first["job"])
-    else:
-        finish(store, end)  # type: ignore[arg-type]
-    second = post(dataset_update(), "d1")
-    assert second["job"] != first["job"]
-    assert store.get(second["job"]).state == "SCHEDULING"
-    assert post(dataset_update(), "d1") == second, "it waits, so it is not made a second time"
-    store.cancel(second["job"])
-    later = post(dataset_update(ref_update(new="c" * 40)), "d2")
-    assert post(dataset_update(), "d1") == later, "that trains on the head"
 
 
 def test_without_an_id_the_body_is_the_id(

@@ -18,7 +18,6 @@ import pytest
 
 from receiver import tunnel as receiver_tunnel
 from receiver.errors import OpenToEveryone, TunnelFailed
-from receiver.retrain import measure
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 from receiver.tunnel import HubCredentials, PublicUrl, move_webhooks, remember, remembered_urls
@@ -123,30 +122,6 @@ def test_a_url_that_comes_back(
     server.close()
     assert not is_back()
     assert commands_with(f"{tmp_path}/forwarder.py") == []
-
-
-def test_a_tunnel_shows_the_routes_of_handlers_only(
-    tmp_path: Path,
-    relay: str,
-    closing: list[WebhooksServer],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """This one is told the receiver's own port beforehand, so the host tells its requests."""
-    server = server_in(tmp_path, tunnel_url_pattern=r"https://\w+\.relay\.example")
-    measure(server)
-    closing.append(server)
-    url = server.launch(prevent_thread_lock=True, share=relay)
-    page = re.search(r"Open (\S+)/ to see", capsys.readouterr().out)
-    assert page is not None
-    public = {"Host": url.removeprefix("https://")}
-    for path in ("/", "/docs", "/openapi.json", "/metrics", "/health"):
-        assert httpx.get(f"{page[1]}{path}", trust_env=False).status_code == 200, path
-        got = httpx.get(f"{page[1]}{path}", headers=public, trust_env=False)
-        assert got.status_code == 404, path
-    assert call(page[1], SECRET | public) == 200
-    assert call(page[1], public) == 401
-    unknown = httpx.post(f"{page[1]}/webhooks/none", headers=public, trust_env=False)
-    assert unknown.json() == {"error": "Not Found"}
 
 
 def test_when_the_url_changes_webhooks_are_moved(
