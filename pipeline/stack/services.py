@@ -22,9 +22,10 @@ from pipeline.settings import Settings
 
 START_SECONDS = 60.0
 """A service may need this long to import its modules, open its database and listen."""
-Answer = Literal["works", "silent", "dead"]
+Answer = Literal["works", "silent", "dead", "unknown"]
 """What a probe found out. `works`: the child answered. `silent`: the child gave no answer. `dead`:
-the child answered that it cannot work any more and must be restarted."""
+the child answered that it cannot work any more and must be restarted. `unknown`: the child may
+work, but has no way to answer."""
 LivenessProbe = Callable[[float], Answer]
 """A function that asks the child once. It waits for the child's answer for at most the given number
 of seconds."""
@@ -187,8 +188,8 @@ class ChildWatch:
             began = time.monotonic()
             answer = self._probe(self._interval)
             self._is_dead = answer == "dead"
-            if answer == "works":
-                self._has_answered = True
+            if answer in ("works", "unknown"):
+                self._has_answered |= answer == "works"
                 self._silent_seconds = 0.0
             self._stop.wait(max(0.0, self._interval - (time.monotonic() - began)))
             if answer == "silent":
@@ -209,8 +210,13 @@ def http_probe(url: str) -> LivenessProbe:
 
 
 def file_probe(file: Path) -> LivenessProbe:
-    """The probe for a service that has no port, but touches `file` again and again while it works:
-    the file's modification time must have changed since the last probe."""
+    """The probe for a service that has no port, but touches `file` again and again while it works.
+
+    The answer is `works` if the file's modification time has changed since the last probe. If the
+    time has not changed, or if the file does not exist, the probe tries to touch the file itself.
+    If this succeeds, the answer is `silent`. If it fails, for example because the file system is
+    read-only, the service cannot touch the file either, and the answer is `unknown`.
+    """
 
     def touched_at() -> int | None:
         try:
@@ -223,7 +229,14 @@ def file_probe(file: Path) -> LivenessProbe:
     def probe(_: float) -> Answer:
         nonlocal seen
         before, seen = seen, touched_at()
-        return "silent" if seen in (None, before) else "works"
+        if seen is not None and seen != before:
+            return "works"
+        try:
+            file.touch()
+        except OSError:
+            return "unknown"
+        seen = touched_at()
+        return "silent"
 
     return probe
 

@@ -64,7 +64,7 @@ class _Running:
         self.process = process
         self.record = Child(name=service.name, process=None)
         self.started_at = 0.0
-        self.probe: LivenessProbe = lambda seconds: "silent"
+        self.probe: LivenessProbe = lambda seconds: "unknown"
         self.watch: ChildWatch | None = None
         self.kill_reason: str | None = None
         """Why the stack has killed the process. None again when the process has ended."""
