@@ -461,4 +461,5 @@ _SENDERS = {"github": "GitHub", "gitea": "Gitea", "gitlab": "GitLab"}
 @cache
 def _page_template() -> Template:
     source = files("receiver").joinpath("landing.html").read_text(encoding="utf-8")
-    return Template(source, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template: Template = Template(source, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return template

@@ -153,7 +153,7 @@ class OtherHub:
         return None
 
 
-def credentials_ofother_hubs(
+def credentials_of_other_hubs(
     settings: Settings, home: Home, tokens: Tokens
 ) -> list[HubCredentials]:
     """The other hubs, with the user's own token. When the receiver's public URL changes, the
@@ -163,7 +163,7 @@ def credentials_ofother_hubs(
     return [HubCredentials(endpoint=each.url, token=each.token) for each in found if each.token]
 
 
-def subscribe_atother_hubs(settings: Settings, home: Home, tokens: Tokens) -> Iterator[str]:
+def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> Iterator[str]:
     """Create the webhooks on the other hubs, or correct the webhooks that exist. Yields one line of
     text for each hub. The line says what the hub does now, or what the user must do. If a hub
     cannot be reached, this function raises no error, because the stack can also run without this
