@@ -183,11 +183,6 @@ def test_the_environment_overrules_the_file(file: Path, monkeypatch: pytest.Monk
             2 * '[[pipelines]]\nname = "a"\ndataset = "o/d"\n',
             ["two pipelines are called a"],
         ),
-        (
-            '[[pipelines]]\nname = "a"\ndataset = "o/d"\nport = 8002\n'
-            '[[pipelines]]\nname = "b"\ndataset = "o/d"\n',
-            ["port 8002"],
-        ),
     ],
 )
 def test_a_fault_names_the_key_its_place_and_the_likely_spelling(

@@ -89,6 +89,9 @@ def test_several_pipelines_have_one_address(
     }
     with pytest.raises(PipelineError, match="port 8000 is set for both"):
         urls(one + two + "port = 8000\n")
+    both = "port 8001 is set for both the completion server of a and the completion server of b"
+    with pytest.raises(PipelineError, match=both):
+        urls(one + two + "port = 8001\n")
 
 
 def test_the_addresses_of_a_running_stack_with_a_gateway(
