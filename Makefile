@@ -25,7 +25,7 @@ N ?= 100
 # processes suit two cores, because most tests wait more than they compute. On a larger machine:
 # make test WORKERS=4
 WORKERS ?= 3
-# Several tests may train at the same time on the same cores. SHORT_SPINS in jobs/environment.py
+# Several tests may train at the same time on the same cores. SHORT_SPINS in jobs/job.py
 # explains why their threads must then not wait at full speed.
 export GOMP_SPINCOUNT ?= 3000
 # --no-loadscope-reorder keeps the order of the test folders. The longest modules are in the first

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from jobs.agent import Attempt, run
-from jobs.environment import SHORT_SPINS, thread_variables
 from jobs.errors import LaunchError
+from jobs.job import SHORT_SPINS, thread_variables
 from jobs.preload import PRELOAD
 from jobs.process import IS_LINUX
 

@@ -18,11 +18,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jobs.agent import BEAT_NOW, Attempt
-from jobs.environment import job_environment
 from jobs.errors import JobNotFound, LaunchError, LeaseLost, SealBroken, StoreError
 from jobs.folder import is_of_another_job
 from jobs.fork_server import ForkServer
-from jobs.job import FindHead, Job, delivery_ids, failure, log_fields
+from jobs.job import FindHead, Job, delivery_ids, failure, job_environment, log_fields
 from jobs.outcome import JobOutcome
 from jobs.outcome_of_exit import Exit, StopReason, record_end, record_outcome
 from jobs.process import (

@@ -1,16 +1,22 @@
-"""The tables of the job store, and the connections to its database, which is a SQLite file or a
-Postgres server.
+"""The tables of the job store, their rows, and the connections to its database, which is a SQLite
+file or a Postgres server. A function with the argument `connection` runs in the caller's
+transaction.
+
+A *push job* belongs to a pipeline and was not submitted by hand. The docstring of the package
+`jobs` explains the other terms, such as "lease".
 
 A pipeline may have one running job and two pending jobs: one created by pushes, and one submitted
 by a person (`by_hand`). Two partial unique indexes enforce this limit, so even a bug cannot create
 more jobs.
 """
 
+import json
 import os
 import re
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +30,8 @@ from sqlalchemy import (
     Index,
     Integer,
     MetaData,
+    Row,
+    Select,
     String,
     Table,
     Text,
@@ -32,6 +40,7 @@ from sqlalchemy import (
     insert,
     inspect,
     make_url,
+    select,
     text,
     update,
 )
@@ -43,9 +52,16 @@ from sqlalchemy.exc import (
 )
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from jobs.errors import OtherSchema, StoreError
+from jobs.errors import JobNotFound, LeaseLost, OtherSchema, StoreError
+from jobs.job import Job, final_state
+from jobs.outcome import JobOutcome
+from jobs.spec import JobSpec
 
 METADATA = MetaData()
+
+MAX_DIGITS = 9
+"""A job id with more digits than this is never looked up: its number might be too large for a
+column of the type INTEGER in Postgres."""
 
 BUSY_SECONDS = 10
 """How long a SQLite connection waits for another connection's lock."""
@@ -82,7 +98,7 @@ JOBS = Table(
     Column("cancel_requested", Boolean, nullable=False),
     Column("by_hand", Boolean, nullable=False),
     Column("waits_for", Text),
-    # When the handlers of `pipeline/after_jobs.py` got the outcome.
+    # When the handlers of `pipeline/runner/after_jobs.py` got the outcome.
     Column("handled_at", Float),
     _unique_in_state("one_pending_job_per_pipeline", "SCHEDULING", "pipeline", "by_hand"),
     _unique_in_state("one_running_job_per_pipeline", "RUNNING", "pipeline"),
@@ -324,3 +340,139 @@ def _checked_revision(engine: Engine, connection: Connection) -> str | None:
             "changed; use that version, or move the database away to begin with an empty one."
         )
     return revision
+
+
+# Rows
+
+
+def job_id_of(number: int) -> str:
+    return f"j{number:06d}"
+
+
+def number_of(job_id: str) -> int:
+    """The number in a job id: 12 for `j000012`. Raises JobNotFound if the text is not a job id."""
+    digits = job_id.removeprefix("j")
+    is_number = digits.isascii() and digits.isdigit() and len(digits) <= MAX_DIGITS
+    if not is_number or job_id_of(int(digits)) != job_id:
+        raise JobNotFound(job_id)
+    return int(digits)
+
+
+def job_from_row(
+    row: Row[Any],
+    delivery_ids: Sequence[str] = (),
+    paused: Collection[str] = (),
+    running: Mapping[str, int] = {},
+) -> Job:
+    """`running` maps each pipeline that has a running job to the job's number."""
+    waits_for = row.waits_for
+    if row.state == "SCHEDULING" and row.pipeline in running:
+        waits_for = f"{job_id_of(running[row.pipeline])} is running"
+    if row.state == "SCHEDULING" and not row.by_hand and row.pipeline in paused:
+        waits_for = f"{row.pipeline} is paused; to go on: pipeline resume {row.pipeline}"
+    outcome = None if row.outcome is None else JobOutcome.model_validate_json(row.outcome)
+    return Job(
+        id=job_id_of(row.number),
+        state=row.state,
+        spec=with_revisions(
+            JobSpec.model_validate_json(row.spec), delivery_ids=tuple(dict.fromkeys(delivery_ids))
+        ),
+        payload=None if row.payload is None else json.loads(row.payload),
+        outcome=outcome if row.ended_at is not None else None,
+        last_failure=outcome if row.ended_at is None else None,
+        created_at=row.created_at,
+        run_after=row.run_after,
+        started_at=row.started_at,
+        ended_at=row.ended_at,
+        attempt=row.attempt,
+        num_lost=row.num_lost,
+        owner=row.owner,
+        lease_until=row.lease_until,
+        handle=row.handle,
+        cancel_requested=row.cancel_requested,
+        by_hand=row.by_hand,
+        waits_for=waits_for,
+    )
+
+
+def spec_as_json(spec: JobSpec) -> str:
+    """The text for the `spec` column. The delivery ids are left out, because they are rows of the
+    table `deliveries`."""
+    return with_revisions(spec, delivery_ids=()).model_dump_json()
+
+
+def with_revisions(spec: JobSpec, **values: Any) -> JobSpec:
+    """The spec with these values in its range of commits. A spec without a range stays as it is."""
+    if spec.revisions is None:
+        return spec
+    revisions = spec.revisions.model_copy(update=values)
+    return spec.model_copy(update={"revisions": revisions})
+
+
+def select_jobs(connection: Connection, query: Select[Any]) -> list[Job]:
+    """The jobs that `query` selects, in the order of the query, each job with its delivery ids."""
+    rows = connection.execute(query).all()
+    delivery_ids: defaultdict[int, list[str]] = defaultdict(list)
+    numbers = query.with_only_columns(JOBS.c.number)
+    links = select(DELIVERIES.c.job_number, DELIVERIES.c.id)
+    links = links.where(DELIVERIES.c.job_number.in_(numbers)).order_by(DELIVERIES.c.arrival)
+    for number, delivery_id in connection.execute(links):
+        delivery_ids[number].append(delivery_id)
+    paused = connection.scalars(select(PAUSES.c.pipeline)).all()
+    is_busy = JOBS.c.pipeline.is_not(None), JOBS.c.state == "RUNNING"
+    busy = connection.execute(select(JOBS.c.pipeline, JOBS.c.number).where(*is_busy))
+    running = {row.pipeline: row.number for row in busy}
+    return [job_from_row(row, delivery_ids[row.number], paused, running) for row in rows]
+
+
+def fetch_job(connection: Connection, number: int) -> Job:
+    found = select_jobs(connection, select(JOBS).where(JOBS.c.number == number))
+    if not found:
+        raise JobNotFound(job_id_of(number))
+    return found[0]
+
+
+def update_job(connection: Connection, job_id: str, **values: Any) -> Job:
+    number = number_of(job_id)
+    connection.execute(update(JOBS).where(JOBS.c.number == number).values(**values))
+    return fetch_job(connection, number)
+
+
+def fetch_leased(connection: Connection, job_id: str, owner: str) -> Job:
+    """The job. Raises LeaseLost if the job is not running, or if the lease is not `owner`'s any
+    more. It does not check whether the lease has run out. Raises JobNotFound if there is no such
+    job."""
+    job = fetch_job(connection, number_of(job_id))
+    if job.state != "RUNNING" or job.owner != owner:
+        raise LeaseLost(job_id, owner)
+    return job
+
+
+def end_job(connection: Connection, job: Job, outcome: JobOutcome | None, now: float) -> Job:
+    """End the job with this outcome. Returns the ended job."""
+    return update_job(
+        connection,
+        job.id,
+        state=final_state(outcome),
+        outcome=None if outcome is None else outcome.model_dump_json(),
+        ended_at=now,
+        owner=None,
+        lease_until=None,
+    )
+
+
+def is_pending(pipeline: str, *, by_hand: bool) -> Any:
+    """The SQL condition for one pending job of the pipeline. With `by_hand`, this is the job that
+    was submitted by hand. Without `by_hand`, it is the push job."""
+    return (
+        (JOBS.c.pipeline == pipeline) & (JOBS.c.state == "SCHEDULING") & (JOBS.c.by_hand == by_hand)
+    )
+
+
+def is_paused() -> Any:
+    """The SQL condition for push jobs of paused pipelines."""
+    return JOBS.c.by_hand.is_(False) & JOBS.c.pipeline.in_(select(PAUSES.c.pipeline))
+
+
+def matches_delivery(source: str, delivery_id: str) -> tuple[Any, ...]:
+    return DELIVERIES.c.source == source, DELIVERIES.c.id == delivery_id

@@ -14,7 +14,6 @@ from typing import Any, Self
 
 from sqlalchemy import Connection, Engine, delete, func, insert, select, text
 
-from jobs.claims import HEAD_RETRY_SECONDS, Claims, is_claimable, is_waiting
 from jobs.errors import JobNotFound, LeaseLost
 from jobs.job import (
     OPEN_STATES,
@@ -27,18 +26,15 @@ from jobs.job import (
     delivery_ids,
 )
 from jobs.outcome import JobOutcome
-from jobs.retention import forget_jobs
-from jobs.rows import (
-    end_job,
-    fetch_job,
-    fetch_leased,
+from jobs.queue import (
+    HEAD_RETRY_SECONDS,
+    Claims,
     final_failure,
+    forget_jobs,
     give_way,
-    is_paused,
-    job_id_of,
-    number_of,
-    select_jobs,
-    update_job,
+    is_claimable,
+    is_waiting,
+    submit_all,
 )
 from jobs.schema import (
     CHANGES,
@@ -47,12 +43,19 @@ from jobs.schema import (
     PAUSES,
     check_schema,
     connect,
+    end_job,
+    fetch_job,
+    fetch_leased,
+    is_paused,
+    job_id_of,
     migrate,
+    number_of,
     reading,
+    select_jobs,
+    update_job,
     writing,
 )
 from jobs.spec import JobSpec
-from jobs.submissions import submit_all
 
 __all__ = ["HEAD_RETRY_SECONDS", "Delivery", "JobRequest", "JobStore", "Submission"]
 

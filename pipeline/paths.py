@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from receiver.project import SETTINGS_FILE, project_folder, state_dir
+from receiver.settings import SETTINGS_FILE, project_folder, state_dir
 
 
 def settings_file() -> Path:
@@ -40,7 +40,7 @@ class Home:
         """Holds the secrets that the services share (`pipeline/tokens.py`)."""
         self.own_webhook_file = root / "own-webhook"
         """Holds the id of the stack's own webhook on the stack's own hub
-        (`pipeline/subscriptions.py`)."""
+        (`pipeline/stack/subscriptions.py`)."""
         self.stack_file = root / "stack.json"
         """While a stack is up, this file holds the process ids and addresses of its services."""
         self.settings_copy = root / "settings.toml"

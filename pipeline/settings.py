@@ -106,15 +106,10 @@ class PipelineSettings(BaseModel):
     The program runs in the job's folder. When it has trained, it has to call
     `pipeline releases promote FOLDER`, which judges the new weights, makes a release from them, and
     serves it."""
-    on_outcome: (
-        Annotated[str, Field(pattern=r"^https?://")]
-        | Annotated[tuple[str, ...], Field(min_length=1)]
-        | None
-    ) = None
-    """Where to report the outcome of each job: a URL, which gets the outcome as JSON in a POST, or
-    a command with its arguments, which gets the same JSON on standard input. A relative path of the
-    program starts at the folder of the settings file. If your own trainer (`command`) succeeds
-    without writing an `outcome.json`, there is no outcome to report."""
+    on_outcome: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """A command with its arguments, which gets the outcome of each job as JSON on standard input. A
+    relative path of the program starts at the folder of the settings file. If your own trainer
+    (`command`) succeeds without writing an `outcome.json`, there is no outcome to report."""
     data: DataSettings = DataSettings()
     train: TrainSettings = TrainSettings()
     gate: GateSettings = GateSettings()
@@ -204,15 +199,10 @@ class Settings(BaseSettings):
         return tuple(with_absolute_paths(pipeline, folder) for pipeline in value)
 
     @model_validator(mode="after")
-    def _names_and_ports_differ(self) -> "Settings":
+    def _names_differ(self) -> "Settings":
         names = [pipeline.name for pipeline in self.pipelines]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two pipelines are called {', '.join(twice)}; names must differ")
-        ports = [self.server_port(pipeline) for pipeline in self.pipelines]
-        if shared := sorted({port for port in ports if ports.count(port) > 1}):
-            raise ValueError(
-                f"two pipelines have their server on port {shared[0]}; set `port` in one of them"
-            )
         return self
 
     def pipeline(self, name: str | None) -> PipelineSettings:
@@ -301,7 +291,7 @@ def _with_absolute_path(key: str, value: Any, folder: Path) -> Any:
         # If a program has no `/`, the system looks for it on PATH.
         case "command" | "on_outcome", (program, *arguments) if "/" in program:
             return (str(absolute_path(Path(program), folder)), *arguments)
-        case "tunnel", str() if not value.startswith("ssh://"):
+        case "tunnel", str():
             program, *arguments = shlex.split(value) or [""]
             if "/" in program:
                 return shlex.join([str(absolute_path(Path(program), folder)), *arguments])

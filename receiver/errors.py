@@ -5,7 +5,6 @@ is its secret or its signature.
 ReceiverError            the base class; the message is for a person
 ├── ProofMissing         answered 401
 ├── ProofWrong           answered 403
-├── BodyTooLarge         answered 413
 ├── NotAnEvent           answered 422
 ├── NoJobStore           answered 500
 ├── OpenToEveryone       the server is not started, or the handler is not added
@@ -34,12 +33,6 @@ class ProofWrong(ReceiverError):
     """The secret or the signature is wrong."""
 
     status_code = 403
-
-
-class BodyTooLarge(ReceiverError):
-    """The body has more bytes than `ReceiverSettings.max_body_bytes`."""
-
-    status_code = 413
 
 
 class NotAnEvent(ReceiverError):

@@ -6,34 +6,17 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Sequence
 
 import uvicorn
 
-from receiver.errors import AddressUnavailable, OpenToEveryone
-from serving.http.listening import is_only_loopback, listening_socket
+from receiver.errors import AddressUnavailable
+from serving.http.listening import listening_socket
 from serving.http.server import freeze_imports
 
 _HOW_TO_SET_ADDRESS = (
     "`host` and `port` under [receiver]. In a script, use `launch(server_name=…, server_port=…)` or"
     " `GRADIO_SERVER_PORT=… python app.py`; port 0 takes a free port"
 )
-
-
-def refuse_beyond_loopback(host: str, unproven: Sequence[str]) -> None:
-    """Raise `OpenToEveryone` if other machines can reach `host`. `unproven` lists the paths of the
-    handlers that have no secret; the error message names these paths. Raises `AddressUnavailable`
-    if `host` is not a valid name."""
-    try:
-        is_closed = is_only_loopback(host)
-    except OSError as error:
-        raise _no_address(host, error) from error
-    if not is_closed:
-        raise OpenToEveryone(
-            f"Other machines can reach {host or 'every address of this machine'}, and there is no"
-            f" secret for {', '.join(unproven) or 'the handlers'}. Set `WEBHOOK_SECRET`, pass"
-            " `webhook_secret=`, or listen only on 127.0.0.1."
-        )
 
 
 def bind(host: str, port: int, *, how_to_set_address: str = _HOW_TO_SET_ADDRESS) -> socket.socket:
@@ -46,7 +29,7 @@ def bind(host: str, port: int, *, how_to_set_address: str = _HOW_TO_SET_ADDRESS)
     try:
         return listening_socket(host, port)
     except socket.gaierror as error:
-        raise _no_address(host, error) from error
+        raise no_address(host, error) from error
     except OSError as error:
         reason = (
             f"Port {port} on {host} is in use by another program: stop that program, or choose"
@@ -93,7 +76,7 @@ def serve_in_thread(server: uvicorn.Server, *listening: socket.socket) -> thread
     return thread
 
 
-def _no_address(host: str, error: OSError) -> AddressUnavailable:
+def no_address(host: str, error: OSError) -> AddressUnavailable:
     return AddressUnavailable(
         f"{host!r} is not a host name or address of this machine: {error.strerror}. Use another"
         " name, or an address such as 127.0.0.1."

@@ -1,27 +1,34 @@
-"""The handler that starts retrainings: it submits a job for each push to a ref of a dataset
-(normally a branch) that a pipeline follows. It ignores all other events, and its answer says why an
-event was ignored."""
+"""What the receiver of a stack adds to `WebhooksServer`: the handler that starts retrainings, and
+two routes with which other programs watch the receiver: `/metrics` for Prometheus, and `/live` for
+`pipeline up`.
+
+The handler submits a job for each push to a ref of a dataset (normally a branch) that a pipeline
+follows. It ignores all other events, and its answer says why an event was ignored.
+"""
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import anyio
 import anyio.to_thread
-from fastapi import Request
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jobs.spec import JobSpec
+from jobs.errors import StoreError
 from jobs.store import Delivery, JobRequest, JobStore
 from receiver.payload import WebhookPayload
 from receiver.rules import RetrainRule, decide
-
-__all__ = ["RetrainRule", "retrain_handler"]
+from receiver.webhooks_server import WebhooksServer
 
 logger = logging.getLogger(__name__)
 
 Answer = dict[str, str | list[str]]
+
+_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 15)
 
 
 def retrain_handler(
@@ -39,86 +46,123 @@ def retrain_handler(
     a delivery, the answer names the job that is recorded for it. But if this job failed or was
     cancelled, the delivery is handled like a new one.
     """
-    arrived: list[tuple[_Event, asyncio.Future[Answer]]] = []
+    arrived: list[tuple[list[JobRequest], asyncio.Future[list[str]]]] = []
     writing = anyio.Lock()
 
-    async def store_event(event: _Event) -> Answer:
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        arrived.append((event, answer))
+    async def submit(requests: list[JobRequest]) -> list[str]:
+        """Returns the ids of the jobs."""
+        ids: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
+        arrived.append((requests, ids))
         # Only one transaction runs at a time. The first event that gets the lock stores all events
         # that have arrived meanwhile, so that they wait for the disk only once.
         async with writing:
             batch, arrived[:] = arrived[:], []
-            try:
-                events = [event for event, _ in batch]
-                answers = await anyio.to_thread.run_sync(_store_events, store, events)
-            except Exception as error:
-                for _, waiting in batch:
-                    waiting.set_exception(error)
-            else:
-                for (_, waiting), stored in zip(batch, answers, strict=True):
-                    waiting.set_result(stored)
-        return await answer
+            if batch:
+                try:
+                    asked = [one for requests, _ in batch for one in requests]
+                    stored = iter(await anyio.to_thread.run_sync(store.submit_all, asked))
+                except Exception as error:
+                    for _, waiting in batch:
+                        waiting.set_exception(error)
+                else:
+                    for requests, waiting in batch:
+                        waiting.set_result([next(stored).job.id for _ in requests])
+        return await ids
 
     async def retrain(payload: WebhookPayload, request: Request) -> Answer:
-        event = _Event(
-            webhook=_storable(payload.webhook.id),
-            delivery_id=request.state.delivery_id,
-            payload=await request.json(),
-            decision=decide(payload, rules),
+        delivery_id = request.state.delivery_id
+        extra = {"delivery_id": delivery_id}
+        specs = decide(payload, rules)
+        if isinstance(specs, str):
+            logger.info("delivery %s: %s", delivery_id, specs, extra=extra)
+            return {"ignored": specs}
+        # The source of each delivery contains the pipeline's name. Without this name, all requests
+        # of one event would have the same source and the same delivery id. The store would then
+        # take the second request for a repeat of the first.
+        webhook, body = _storable(payload.webhook.id), await request.json()
+        ids = await submit(
+            [
+                JobRequest(
+                    spec=spec,
+                    payload=body,
+                    delivery=Delivery(source=f"{webhook}/{spec.pipeline}", id=delivery_id),
+                )
+                for spec in specs
+            ]
         )
-        answer = await store_event(event)
-        job = answer.get("job")
-        logger.info(
-            "delivery %s: %s",
-            event.delivery_id,
-            answer["ignored"] if job is None else f"job {job}",
-            extra={"delivery_id": event.delivery_id} | ({"job_id": job} if job is not None else {}),
-        )
-        return answer
+        logger.info("delivery %s: job %s", delivery_id, ids[0], extra=extra | {"job_id": ids[0]})
+        return {"job": ids[0]} if len(ids) == 1 else {"job": ids[0], "jobs": ids}
 
     return retrain
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Event:
-    webhook: str
-    """The id of the webhook."""
-    delivery_id: str
-    payload: dict[str, Any]
-    decision: tuple[JobSpec, ...] | str
-    """The specs of the jobs to submit, or the reason why the event needs no job."""
-
-    def requests(self) -> list[JobRequest]:
-        """One request per job; empty if the event needs no job. The source of each delivery
-        contains the pipeline's name. Without this name, all requests of one event would have the
-        same source and the same delivery id. The store would then take the second request for a
-        repeat of the first."""
-        specs = () if isinstance(self.decision, str) else self.decision
-        return [
-            JobRequest(
-                spec=spec,
-                payload=self.payload,
-                delivery=Delivery(source=f"{self.webhook}/{spec.pipeline}", id=self.delivery_id),
-            )
-            for spec in specs
-        ]
-
-
-def _store_events(store: JobStore, events: Sequence[_Event]) -> list[Answer]:
-    submissions = store.submit_all([one for event in events for one in event.requests()])
-    jobs = iter(submissions)
-    answers: list[Answer] = []
-    for event in events:
-        if isinstance(event.decision, str):
-            answers.append({"ignored": event.decision})
-        else:
-            ids = [next(jobs).job.id for _ in event.decision]
-            answers.append({"job": ids[0]} if len(ids) == 1 else {"job": ids[0], "jobs": ids})
-    return answers
 
 
 def _storable(text: str) -> str:
     """The text, escaped to ASCII and cut to 200 characters. Without the escapes, databases would
     refuse some characters, such as NUL and lone surrogates."""
     return ascii(text)[1:-1][:200]
+
+
+def measure(server: WebhooksServer) -> None:
+    """Count the requests to the handlers, measure how long their answers take, and add the route
+    `/metrics`."""
+    registry = CollectorRegistry()
+    requests = Counter(
+        "receiver_requests",
+        "Requests by path and HTTP status, including refused requests",
+        ["path", "status"],
+        registry=registry,
+    )
+    seconds = Histogram(
+        "receiver_seconds",
+        "Seconds from a request to its answer",
+        ["path"],
+        buckets=_SECONDS,
+        registry=registry,
+    )
+
+    def measured(app: ASGIApp) -> ASGIApp:
+        async def call(scope: Scope, receive: Receive, send: Send) -> None:
+            path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+            if path not in server.registered_webhooks:
+                await app(scope, receive, send)
+                return
+
+            # If the handler raises an error, Starlette answers 500, after this function has ended.
+            status, began = 500, time.perf_counter()
+
+            async def send_noting_status(message: Message) -> None:
+                nonlocal status
+                status = message.get("status", status)
+                await send(message)
+
+            try:
+                await app(scope, receive, send_noting_status)
+            finally:
+                requests.labels(path, status).inc()
+                seconds.labels(path).observe(time.perf_counter() - began)
+
+        return call
+
+    server.app.add_middleware(measured)
+
+    @server.app.get("/metrics", response_class=PlainTextResponse)
+    def metrics() -> Response:
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
+
+
+def add_live_route(app: FastAPI, store: JobStore) -> None:
+    """Add the route `/live`, which reads the job store before it answers. `pipeline up` requests
+    this route again and again, and restarts the receiver if there is no answer for some time. Call
+    this function before the app serves requests.
+
+    If the store fails, the answer has status 200 and names the error. If the answer had status 503,
+    `pipeline up` would restart the receiver, but a restart does not repair a database.
+    """
+
+    @app.get("/live")
+    def alive() -> dict[str, str]:
+        try:
+            store.list(limit=1)
+        except StoreError as error:
+            return {"status": "ok", "database": str(error)}
+        return {"status": "ok"}

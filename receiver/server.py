@@ -1,20 +1,29 @@
 """The names that a receiver script imports.
 
 A script decorates its functions with `webhook_endpoint`, which creates one server for all of them.
-A script that needs its own server uses `WebhooksServer` instead.
+A script that needs its own server uses `WebhooksServer` instead. A function calls `launch_job` if
+its work must not be lost.
 """
 
+import hashlib
+import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 from receiver import autostart
-from receiver.launching import launch_job
+from receiver.errors import NoJobStore
+from receiver.guard import HANDLED
 from receiver.payload import WebhookPayload
+from receiver.settings import state_dir
 from receiver.verify import ProofScheme
 from receiver.webhooks_server import WebhooksServer
+
+if TYPE_CHECKING:
+    from jobs.store import JobStore
 
 __all__ = ["WebhookPayload", "WebhooksServer", "launch_job", "webhook_endpoint"]
 
@@ -115,3 +124,56 @@ def _cancel_autostart() -> None:
 
 def _is_redefined(earlier: Callable[..., Any], now: Callable[..., Any]) -> bool:
     return (earlier.__module__, earlier.__qualname__) == (now.__module__, now.__qualname__)
+
+
+def launch_job(
+    command: Sequence[str],
+    payload: WebhookPayload | Mapping[str, Any],
+    *,
+    store: str | Path | None = None,
+) -> str:
+    """Submit a job that runs `command`, and return the id of the job.
+
+    When this function returns, the job is on disk. The stack's runner starts it now or, if no stack
+    is up, at the next `pipeline up`. The command finds `payload` in its environment variable
+    `WEBHOOK_PAYLOAD`. If the sender repeats the delivery that is being handled, the same call
+    returns the same job, unless this job has failed or was cancelled.
+
+    Args:
+        command: The program and its arguments. The job runs in a folder of its own, so use absolute
+            paths.
+        store: The URL or the file of the job store. Default: `$PIPELINE_JOBS__DATABASE_URL`, or the
+            file in the state folder of the project.
+
+    Raises:
+        NoJobStore: There is no such file, because no stack was ever up there.
+        StoreError: The store failed. The handler should let this error pass: the sender then gets
+            an error, and repeats the delivery.
+    """
+    from jobs.spec import JobSpec
+    from jobs.store import Delivery
+
+    given = store or os.environ.get("PIPELINE_JOBS__DATABASE_URL")
+    where = str(given or state_dir() / "jobs" / "jobs.sqlite")
+    if "://" not in where and not Path(where).exists():
+        raise NoJobStore(
+            f"There is no job store {where}: start the stack once (`pipeline up`), run this"
+            ' program in its project or after `eval "$(pipeline env)"`, or pass `store`.'
+        )
+    if isinstance(payload, WebhookPayload):
+        payload = payload.model_dump(mode="json", exclude_unset=True)
+    delivery = None
+    if (handled := HANDLED.get()) is not None:
+        path, id = handled
+        # A handler may launch several jobs for one delivery, so the source names the command too.
+        digest = hashlib.sha256(json.dumps(list(command)).encode()).hexdigest()
+        delivery = Delivery(source=f"{path} {digest}", id=id)
+    spec = JobSpec(command=tuple(command))
+    return _opened(where).submit(spec, payload=dict(payload), delivery=delivery).job.id
+
+
+@cache
+def _opened(where: str) -> "JobStore":
+    from jobs.store import JobStore
+
+    return JobStore.open(where)

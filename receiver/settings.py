@@ -1,14 +1,23 @@
-"""The settings of a receiver. This module reads no file: the caller passes the settings to the
-server."""
+"""The settings of a receiver, and the project of this process: the folder that has the settings
+file and the state folder of a stack. This module reads no file: the caller passes the settings to
+the server."""
 
 import os
 import re
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from receiver.errors import AddressUnavailable
 from receiver.verify import ProofScheme
+
+SETTINGS_FILE = "pipeline.toml"
+STATE_FOLDER = ".pipeline"
+PROJECT_OF_SHELL = "PIPELINE_PROJECT"
+"""`pipeline env` sets this variable to the folder of its project, so that commands also work in a
+clone that is elsewhere. The working folder comes first: after `cd` to another project, all commands
+act on that project."""
 
 
 def _regular_expression(pattern: str) -> str:
@@ -33,12 +42,11 @@ class ReceiverSettings(BaseModel):
     With a public URL, every handler needs a secret. A request to the host name of the public URL
     reaches only the handlers, except in a Space."""
     tunnel: Annotated[str, Field(min_length=1)] | None = None
-    """The tunnel that opens a public URL: `ssh://user@host[:port]`, or a command that prints the
-    URL, for example `cloudflared tunnel --url http://{address}`. In pipeline.toml, a relative path
-    of the program starts at the folder of pipeline.toml. With a tunnel, every handler needs a
-    secret."""
+    """The tunnel that opens a public URL: a command that prints the URL, for example
+    `cloudflared tunnel --url http://{address}`. In pipeline.toml, a relative path of the program
+    starts at the folder of pipeline.toml. With a tunnel, every handler needs a secret."""
     tunnel_url_pattern: Annotated[str, AfterValidator(_regular_expression)] = r"https://[\w.-]+"
-    """A regular expression. Its first match in the output of a tunnel command is the public URL."""
+    """A regular expression. Its first match in the output of the tunnel is the public URL."""
     tunnel_lifetime_seconds: float = Field(default=72 * 3600.0, gt=0)
     """How long the provider keeps the tunnel open. The receiver opens a new tunnel before this time
     ends."""
@@ -88,3 +96,19 @@ def settings_of_this_process(given: ReceiverSettings | None) -> ReceiverSettings
         raise AddressUnavailable(
             f"GRADIO_SERVER_PORT={found['port']} is not a port from 0 to 65535."
         ) from None
+
+
+def project_folder() -> Path:
+    """The nearest folder that has a settings file or a state folder: the working folder or one
+    above it. If there is none, the project of this shell, else the working folder."""
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if any(os.path.exists(folder / name) for name in (SETTINGS_FILE, STATE_FOLDER)):
+            return folder
+    return Path(os.environ.get(PROJECT_OF_SHELL, here))
+
+
+def state_dir() -> Path:
+    """The state folder of the stack: `$PIPELINE_HOME`, or the `.pipeline` of the project."""
+    named = os.environ.get("PIPELINE_HOME")
+    return Path(named).absolute() if named is not None else project_folder() / STATE_FOLDER

@@ -1,8 +1,8 @@
 """Keeps a receiver reachable at a public URL, and the webhooks on hubs up to date with this URL.
 
-A tunnel is a command, such as `ssh -R`, that makes the receiver reachable from elsewhere and prints
-the URL. From `PublicUrl.open` to `PublicUrl.close`, everyone can reach the receiver. The caller
-must check that this is allowed.
+A tunnel is a command that makes the receiver reachable from elsewhere and prints the URL. From
+`PublicUrl.open` to `PublicUrl.close`, everyone can reach the receiver. The caller must check that
+this is allowed.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from jobs.folder import read_json, write_atomically
 from receiver.errors import NotAllowed, ReceiverError, TunnelFailed
@@ -54,16 +53,6 @@ class HubCredentials:
     token: str | None = field(default=None, repr=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tunnel:
-    """How to open a tunnel, and how to find its URL."""
-
-    arguments: Sequence[str]
-    pattern: str
-    """A regular expression. Its first group is the URL without `beginning`."""
-    beginning: str = ""
-
-
 class PublicUrl:
     """The public URL of a receiver.
 
@@ -72,7 +61,7 @@ class PublicUrl:
             tunnel, `public_url` must already lead to the receiver.
         remembered: The file that lists the present public URL and the former ones.
         hubs: The hubs whose webhooks are updated when the URL changes.
-        tunnel: An `ssh://` address, or a command. None to use `public_url` of the settings.
+        tunnel: The command of the tunnel (`command_of`). None to use `public_url` of the settings.
         address: `host:port`, to which the tunnel leads.
     """
 
@@ -110,8 +99,7 @@ class PublicUrl:
             assert self._settings.public_url is not None
             self._use(self._settings.public_url.rstrip("/"))
         else:
-            pattern = self._settings.tunnel_url_pattern
-            self._start(self._keep_open, tunnel_of(self._tunnel, self._address, pattern))
+            self._start(self._keep_open, command_of(self._tunnel, self._address))
             try:
                 self._has_begun.wait()
             except BaseException:
@@ -137,12 +125,12 @@ class PublicUrl:
         thread.start()
         self._threads.append(thread)
 
-    def _keep_open(self, tunnel: Tunnel) -> None:
+    def _keep_open(self, command: Sequence[str]) -> None:
         pause = 1.0
         while True:
             began = time.monotonic()
             try:
-                self._run(tunnel)
+                self._run(command)
             except (OSError, RuntimeError) as error:  # the latter: no thread could be started
                 self._last_output = str(error)
             self._has_begun.set()
@@ -158,13 +146,13 @@ class PublicUrl:
                 return
             pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
 
-    def _run(self, tunnel: Tunnel) -> None:
+    def _run(self, command: Sequence[str]) -> None:
         """Run the command until it ends, until its lifetime is nearly over, or until `close` is
         called."""
         lines: deque[str] = deque(["nothing"], maxlen=5)
-        url = None
+        url, pattern = None, self._settings.tunnel_url_pattern
         with subprocess.Popen(
-            _ending_with_this_process(tunnel.arguments),
+            _ending_with_this_process(command),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -182,10 +170,10 @@ class PublicUrl:
                     _end(process)
                 assert process.stdout is not None
                 for line in map(str.strip, process.stdout):
-                    if line and not line.startswith(("debug", "OpenSSH")):
+                    if line:
                         lines.append(line[:300])
-                    if url is None and (found := re.search(tunnel.pattern, line)) is not None:
-                        url = tunnel.beginning + found[1].rstrip("/")
+                    if url is None and (found := re.search(pattern, line)) is not None:
+                        url = found[0].rstrip("/")
                         timer.cancel()
                         lifetime = self._settings.tunnel_lifetime_seconds
                         timer = _ending_after(lifetime * (1 - RENEWED_EARLY), process)
@@ -224,68 +212,30 @@ def tunnel_to_open(share: bool | str, settings: ReceiverSettings) -> str | None:
         return share
     if share and settings.tunnel is None and settings.public_url is None:
         raise TunnelFailed(
-            "share=True needs a tunnel: pass share='ssh://user@host[:port]' or a command that"
-            " prints a public URL, or set `tunnel` (`pipeline receiver --tunnel`). If senders can"
-            " reach this server without one, set `public_url` (`pipeline receiver --public-url`)."
+            "share=True needs a tunnel: pass as `share` a command that prints a public URL, or set"
+            " `tunnel` (`pipeline receiver --tunnel`). If senders can reach this server without"
+            " one, set `public_url` (`pipeline receiver --public-url`)."
         )
     return settings.tunnel if share else None
 
 
-def tunnel_of(text: str, address: str, url_pattern: str) -> Tunnel:
-    """The tunnel that makes `address` (`host:port`) public.
-
-    Args:
-        text: `ssh://user@host[:port]`, or a command. In a command, `{address}` is replaced by
-            `address`, and `{port}` by the port of `address`.
-        url_pattern: A regular expression. If `text` is a command, the first match of the
-            expression in the command's output is the URL.
-
-    Raises:
-        TunnelFailed: `text` is neither an ssh address nor a command, or its program is not
-            installed.
-    """
-    if text.startswith("ssh://"):
-        tunnel = _through_ssh(text, address)
-    else:
-        filled = text.replace("{address}", address).replace("{port}", address.rpartition(":")[2])
-        try:
-            arguments = shlex.split(filled)
-        except ValueError as error:
-            raise TunnelFailed(f"The tunnel {text!r} is not a command: {error}.") from error
-        if not arguments:
-            raise TunnelFailed("The tunnel is empty: set ssh://user@host[:port] or a command.")
-        tunnel = Tunnel(arguments=arguments, pattern=f"({url_pattern})")
-    if shutil.which(tunnel.arguments[0]) is None:
-        raise TunnelFailed(
-            f"The tunnel's program {tunnel.arguments[0]!r} is not on PATH: install it, or use"
-            " another tunnel."
-        )
-    return tunnel
-
-
-def _through_ssh(text: str, address: str) -> Tunnel:
+def command_of(tunnel: str, address: str) -> list[str]:
+    """The command line `tunnel` as a list. In it, `{address}` is replaced by `address`
+    (`host:port`), and `{port}` by the port of `address`. Raises `TunnelFailed` if it is not a
+    command, or if its program is not installed."""
+    filled = tunnel.replace("{address}", address).replace("{port}", address.rpartition(":")[2])
     try:
-        parts = urlsplit(text)
-        host, _ = parts.hostname, parts.port  # a wrong port raises an error only when it is read
+        command = shlex.split(filled)
     except ValueError as error:
-        raise TunnelFailed(f"The tunnel {text!r} is not an address: {error}.") from error
-    if not host or parts.password or parts.path.strip("/") or parts.query:
+        raise TunnelFailed(f"The tunnel {tunnel!r} is not a command: {error}.") from error
+    if not command:
+        raise TunnelFailed("The tunnel is empty: set a command that prints a public URL.")
+    if shutil.which(command[0]) is None:
         raise TunnelFailed(
-            f"The tunnel {text!r} is not of the form ssh://user@host[:port]. Put keys and other"
-            " options into ~/.ssh/config."
+            f"The tunnel's program {command[0]!r} is not on PATH: install it, or use another"
+            " tunnel."
         )
-    return Tunnel(
-        arguments=[
-            *("ssh", "-v", "-N", "-T", "-oBatchMode=yes", "-oControlPath=none"),
-            *("-oConnectTimeout=10", "-oExitOnForwardFailure=yes"),
-            *("-oServerAliveInterval=5", "-oServerAliveCountMax=3"),
-            # With port 0, the ssh server chooses the public port, and ssh prints this port.
-            *("-R", f"*:0:{address}"),
-            *("--", text.rstrip("/")),  # ssh takes the whole `ssh://` address
-        ],
-        pattern=r"Allocated port (\d+) for remote forward",
-        beginning=f"http://[{host}]:" if ":" in host else f"http://{host}:",
-    )
+    return command
 
 
 def _ending_with_this_process(arguments: Sequence[str]) -> list[str]:

@@ -1,11 +1,14 @@
 """`WebhooksServer`: a web server with one POST route per handler, and a landing page that lists the
-handlers. A `RequestGuard` checks each request to a handler."""
+handlers. `receiver/guard.py` checks each request to a handler."""
 
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -13,26 +16,25 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
+from jinja2 import Template
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from receiver import listen
 from receiver.errors import OpenToEveryone
-from receiver.guard import IdempotencyCache, RequestGuard, guarded_route
-from receiver.handlers import (
+from receiver.guard import (
     REFUSALS,
+    IdempotencyCache,
     RegisteredWebhook,
     annotate,
     answer_handler_error,
-    as_secrets,
+    guarded_route,
     health,
     refuse,
     refuse_unreadable,
 )
-from receiver.landing import greeting, landing_page
-from receiver.project import state_dir
-from receiver.settings import ReceiverSettings, is_space, settings_of_this_process
+from receiver.settings import ReceiverSettings, is_space, settings_of_this_process, state_dir
 from receiver.tunnel import HubCredentials, PublicUrl, remembered_urls, tunnel_to_open
 from receiver.verify import Proof, ProofScheme
 from serving.http.bodies import BodiesInFlight
@@ -43,6 +45,7 @@ from serving.http.cross_site import (
     other_host,
     other_site,
 )
+from serving.http.listening import is_only_loopback
 from serving.http.server import Server, http_config
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -96,7 +99,7 @@ class WebhooksServer:
         self.fastapi_app = self.app
         """The name that `huggingface_hub` uses. A script may add routes to the application before
         or after `launch`."""
-        self.app.add_middleware(_Entrance, refusal=self._refusal)
+        self.app.add_middleware(self._entrance)
         self.app.exception_handler(RequestValidationError)(refuse_unreadable)
         self.app.exception_handler(HTTPException)(refuse)
         self.app.exception_handler(Exception)(answer_handler_error)
@@ -156,7 +159,8 @@ class WebhooksServer:
             route = f"/webhooks/{(path or handler.__name__).strip('/')}"
             if route in self.registered_webhooks:
                 raise ValueError(f"Webhook {route} already exists.")
-            secrets = as_secrets(webhook_secret or self._webhook_secret)
+            given = webhook_secret or self._webhook_secret or ()
+            secrets = (given,) if isinstance(given, str) else tuple(given)
             webhook = RegisteredWebhook(
                 path=route,
                 handler=handler,
@@ -198,9 +202,9 @@ class WebhooksServer:
         Args:
             prevent_thread_lock: Serve in a thread, and return at once.
             server_name, server_port: Replace the host and the port of the settings.
-            share: True opens the tunnel that the setting `tunnel` names. A string opens the tunnel
-                that the string names: `ssh://user@host`, or a command. With a tunnel, every handler
-                needs a secret. In a Space, `share` is ignored, because a Space has a public URL.
+            share: True opens the tunnel of the setting `tunnel`. A string is the command of another
+                tunnel. With a tunnel, every handler needs a secret. In a Space, `share` is ignored,
+                because a Space has a public URL.
 
         Raises:
             OpenToEveryone: Other machines could reach a handler that has no secret.
@@ -232,7 +236,7 @@ class WebhooksServer:
         ends_at = None if self._public is None else self._public.ends_at
         # The page is public in a Space only.
         page = url if is_space() else local
-        print(greeting(url, self.registered_webhooks, unproven, ends_at, page=page), flush=True)
+        print(_greeting(url, self.registered_webhooks, unproven, ends_at, page=page), flush=True)
 
         server = Server(http_config(self.app, shutdown_seconds=self.settings.shutdown_seconds))
         self._host = host
@@ -303,6 +307,20 @@ class WebhooksServer:
             return self._public.url
         return self.settings.public_url and self.settings.public_url.rstrip("/")
 
+    def _entrance(self, app: ASGIApp) -> ASGIApp:
+        """Middleware that refuses requests before they reach a route."""
+
+        async def enter(scope: Scope, receive: Receive, send: Send) -> None:
+            refusal = None if scope["type"] == "lifespan" else self._refusal(scope)
+            if refusal is None:
+                await app(scope, receive, send)
+            elif scope["type"] == "http":
+                await refusal(scope, receive, send)
+            else:
+                await send({"type": "websocket.close", "code": 1008})
+
+        return enter
+
     def _refusal(self, scope: Scope) -> JSONResponse | None:
         """The answer to a request that may not reach its route; None if it may.
 
@@ -351,19 +369,26 @@ class WebhooksServer:
                 "Everyone can reach a public URL, but there is no secret for"
                 f" {', '.join(unproven)}: set `WEBHOOK_SECRET`, or pass `webhook_secret=`.{where}"
             )
-        listen.refuse_beyond_loopback(host, unproven)
+        try:
+            is_closed = is_only_loopback(host)
+        except OSError as error:
+            raise listen.no_address(host, error) from error
+        if not is_closed:
+            raise OpenToEveryone(
+                f"Other machines can reach {host or 'every address of this machine'}, and there is"
+                f" no secret for {', '.join(unproven)}. Set `WEBHOOK_SECRET`, pass"
+                " `webhook_secret=`, or listen only on 127.0.0.1."
+            )
 
     def _add_route(self, webhook: RegisteredWebhook) -> None:
         annotate(webhook.handler)
-        guard = RequestGuard(
-            webhook=webhook, settings=self.settings, bodies=self._bodies, cache=self._cache
-        )
+        guarded = guarded_route(webhook, self.settings, self._bodies, self._cache)
         self.app.router.add_api_route(
             webhook.path,
             webhook.handler,
             methods=["POST"],
             responses=REFUSALS,
-            route_class_override=guarded_route(guard),
+            route_class_override=guarded,
         )
 
     def _landing_page(self, request: Request) -> HTMLResponse:
@@ -372,24 +397,9 @@ class WebhooksServer:
         # is `root_path`.
         here = request.base_url.replace(path=request.scope.get("root_path", ""))
         url = self._public_url() or str(here)
-        return HTMLResponse(landing_page(url.rstrip("/"), list(self.registered_webhooks.values())))
-
-
-class _Entrance:
-    """Refuses requests before they reach a route."""
-
-    def __init__(self, app: ASGIApp, *, refusal: Callable[[Scope], JSONResponse | None]) -> None:
-        self._app = app
-        self._refusal = refusal
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = None if scope["type"] == "lifespan" else self._refusal(scope)
-        if refusal is None:
-            await self._app(scope, receive, send)
-        elif scope["type"] == "http":
-            await refusal(scope, receive, send)
-        else:
-            await send({"type": "websocket.close", "code": 1008})
+        webhooks = list(self.registered_webhooks.values())
+        page = _page_template().render(url=url.rstrip("/"), webhooks=webhooks, senders=_SENDERS)
+        return HTMLResponse(page)
 
 
 def _application_of(ui: Any) -> ASGIApp:
@@ -406,3 +416,50 @@ def _application_of(ui: Any) -> ASGIApp:
         raise TypeError(f"ui is a {type(ui).__name__}: pass an ASGI application or a gradio.Blocks")
     application: ASGIApp = ui
     return application
+
+
+def _greeting(
+    url: str,
+    paths: Iterable[str],
+    unproven: Sequence[str],
+    ends_at: float | None,
+    *,
+    page: str,
+) -> str:
+    """The text to print.
+
+    Args:
+        url: The URL at which senders reach the server, without a slash at the end.
+        paths: The paths of all handlers.
+        unproven: The paths of the handlers without a secret.
+        ends_at: When the public URL of the tunnel expires. None without a tunnel.
+        page: The URL of the landing page, without a slash at the end.
+    """
+    lines = ["", "Webhooks are correctly setup and ready to use:"]
+    lines += [f"  - POST {url}{path}" for path in paths]
+    if unproven:
+        lines += [
+            "These webhooks have no secret, so every program on this machine can call them:"
+            f" {', '.join(unproven)}",
+            "To add a secret, set `WEBHOOK_SECRET` as environment variable or pass it at"
+            " initialization: `WebhooksServer(webhook_secret='my_secret', ...)`",
+        ]
+    if ends_at is not None:
+        until = datetime.fromtimestamp(ends_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        lines.append(
+            f"The public URL expires at {until}; the tunnel is renewed before that time. If the URL"
+            " changes, the webhooks that post to the old URL are changed to the new URL."
+        )
+    return "\n".join(
+        [*lines, f"Open {page}/ to see how to create a webhook that posts to these URLs."]
+    )
+
+
+_SENDERS = {"github": "GitHub", "gitea": "Gitea", "gitlab": "GitLab"}
+
+
+@cache
+def _page_template() -> Template:
+    source = files("receiver").joinpath("landing.html").read_text(encoding="utf-8")
+    template: Template = Template(source, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return template

@@ -17,8 +17,7 @@ from sqlalchemy import create_engine, select, text
 from jobs.job import Job, failure
 from jobs.outcome import JobOutcome
 from jobs.process import identify
-from jobs.rows import job_id_of, matches_delivery
-from jobs.schema import DELIVERIES, reading
+from jobs.schema import DELIVERIES, job_id_of, matches_delivery, reading
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import Delivery, JobStore
 from tests.ports import free_port

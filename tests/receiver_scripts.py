@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,6 +11,34 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+
+FORWARDER = """
+import asyncio, sys
+host, port = sys.argv[1].rsplit(":", 1)
+
+async def copy(reader, writer):
+    while piece := await reader.read(65536):
+        writer.write(piece)
+    writer.close()
+
+async def forward(reader, writer):
+    answers, requests = await asyncio.open_connection(host, port)
+    await asyncio.gather(copy(reader, requests), copy(answers, writer))
+
+async def main():
+    server = await asyncio.start_server(forward, "127.0.0.1", 0)
+    print("http://127.0.0.1:%d" % server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+asyncio.run(main())
+"""
+FORWARDER_URL = r"http://[\w.:]+"
+
+
+def forwarder(folder: Path) -> str:
+    """A tunnel command that forwards connections, and prints its URL."""
+    (folder / "forwarder.py").write_text(FORWARDER)
+    return f"{shlex.join([sys.executable, f'{folder}/forwarder.py'])} {{address}}"
 
 
 @contextlib.contextmanager

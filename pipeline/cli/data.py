@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from pipeline.cli.terminal import JsonOption, PipelineOption
-from pipeline.data_check import check_data, pipeline_of
+from pipeline.doctor.data_check import check_data, pipeline_of
 from pipeline.paths import Home
 from pipeline.settings import load_settings
 

@@ -7,9 +7,9 @@ import typer
 from pipeline.paths import Home, settings_file
 from pipeline.retrain.own_token import TOKEN_OF_ENV
 from pipeline.settings import no_settings_file
-from pipeline.stack_record import running_settings
+from pipeline.stack.record import running_settings
 from pipeline.tokens import load_tokens
-from receiver.project import PROJECT_OF_SHELL, project_folder
+from receiver.settings import PROJECT_OF_SHELL, project_folder
 
 app = typer.Typer()
 

@@ -23,9 +23,9 @@ from pipeline.hub.repositories.names import RepositoryName, repository_name
 from pipeline.hub.repositories.store import Repositories
 from pipeline.hub.state_folder import stopped_hub
 from pipeline.hub.tokens import check_name, create_token, list_tokens, revoke_token
-from pipeline.job_store import open_job_store
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
+from pipeline.runner.job_store import open_job_store
 from pipeline.settings import load_settings
 from pipeline.tokens import load_tokens
 from pipeline.traces import Traces, find_traces, jobs_in_the_way, needed_commits, remove_traces
@@ -47,9 +47,9 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The name of t
 def hub(context: typer.Context, host: HostOption = None, port: PortOption = None) -> None:
     if context.invoked_subcommand is not None:
         return
+    from pipeline.doctor.push_remarks import PushRemarks
     from pipeline.hub.app import create_app
     from pipeline.hub.server import serve
-    from pipeline.push_remarks import PushRemarks
 
     home, settings = Home.find(), load_settings()
     log_to_stderr(settings.logs, "hub")
@@ -64,7 +64,7 @@ def hub(context: typer.Context, host: HostOption = None, port: PortOption = None
             jobs_store=store,
             needed_commits=partial(needed_commits, home, store),
             remarks_on=PushRemarks(
-                [each for each in settings.pipelines if settings.is_on_own_hub(each)], home
+                [each for each in settings.pipelines if settings.is_on_own_hub(each)]
             ),
         )
         serve(app, hub_settings)

@@ -14,10 +14,10 @@ from rich.console import Console
 from jobs.job import Job
 from jobs.store import JobStore
 from pipeline.cli.progress import follow_output, follow_stages
+from pipeline.doctor.facts import describe
 from pipeline.errors import PipelineError
-from pipeline.job_store import open_job_store, reading_jobs
-from pipeline.journal import describe
 from pipeline.paths import Home
+from pipeline.runner.job_store import open_job_store, reading_jobs
 from pipeline.settings import load_settings
 
 JobArgument = Annotated[str | None, typer.Argument(help="A job's id, as `jobs ls` shows it.")]

@@ -14,7 +14,6 @@ import typer
 from jobs.job import Job
 from jobs.logs import follow_log, read_log
 from jobs.store import JobStore
-from pipeline.by_hand import run_jobs
 from pipeline.cli.job_access import (
     JobArgument,
     LatestOption,
@@ -32,11 +31,12 @@ from pipeline.cli.job_access import (
 from pipeline.cli.jobs_run import run
 from pipeline.cli.project import ChangesStack, project_home
 from pipeline.cli.terminal import JsonOption, PipelineOption, print_table
+from pipeline.doctor.facts import subject
 from pipeline.errors import PipelineError
-from pipeline.journal import subject
-from pipeline.newest_commit import dataset_of_job
 from pipeline.paths import Home
-from pipeline.stack_record import running_settings
+from pipeline.runner.by_hand import run_jobs
+from pipeline.runner.submit import dataset_of_job
+from pipeline.stack.record import running_settings
 from pipeline.tokens import load_tokens
 
 app = typer.Typer(help="Run, list, follow, cancel and wait for jobs.", no_args_is_help=True)

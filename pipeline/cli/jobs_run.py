@@ -11,14 +11,14 @@ import typer
 
 from jobs.job import Job
 from jobs.store import JobStore
-from pipeline.by_hand import with_runner
 from pipeline.cli.job_access import follow_to_end, open_store, report_end
 from pipeline.cli.terminal import JsonOption, PipelineOption
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
+from pipeline.runner.by_hand import with_runner
+from pipeline.runner.submit import submit_command, submit_retraining
 from pipeline.settings import PipelineSettings, Settings
-from pipeline.stack_record import running_settings, stale_settings
-from pipeline.submit import override, submit_command, submit_retraining
+from pipeline.stack.record import running_settings, stale_settings
 
 
 def run(
@@ -32,12 +32,6 @@ def run(
     mode: Annotated[
         Literal["full", "delta"] | None,
         typer.Option(help="Train in this mode, even if no row has changed."),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="TABLE.KEY=VALUE", help="A setting for this run only. May be repeated."
-        ),
     ] = None,
     payload: Annotated[
         Path | None, typer.Option(help="A file with the payload of the job, as JSON.")
@@ -57,12 +51,11 @@ def run(
     as a job instead, with the environment variables of a job.
 
     If the rows, the base model and the training settings are the same as for the served release,
-    the retraining ends as `unchanged`, without training. With --mode, --set or --force, it always
-    trains: --mode full trains the base model on every row, and --mode delta the served release on
-    the changed rows; --set changes a setting, as in --set train.max_tokens=500000; --force makes
-    and serves a new release even if the gate refuses the new rows or the new weights. If a job of
-    the pipeline is running, the retraining waits until that job has ended. The retraining is never
-    merged with the job of a push.
+    the retraining ends as `unchanged`, without training. With --mode or --force, it always trains:
+    --mode full trains the base model on every row, and --mode delta the served release on the
+    changed rows; --force makes and serves a new release even if the gate refuses the new rows or
+    the new weights. If a job of the pipeline is running, the retraining waits until that job has
+    ended. The retraining is never merged with the job of a push.
 
     If no stack is up, `jobs run` starts a hub and a runner for the job. The exit code says how a
     retraining ended: 0 promoted, published or unchanged; 1 failed; 3 rejected by the gate;
@@ -71,12 +64,10 @@ def run(
     """
     home = Home.find()
     loaded = running_settings(home)
-    changes = [f"train.mode={mode}"] if mode is not None else []
-    changes += settings or []
-    if command and (force or changes):
+    if command and (force or mode is not None):
         raise PipelineError(
-            "--force, --mode and --set work only for a retraining; leave them out, or leave out "
-            "the command"
+            "--force and --mode work only for a retraining; leave them out, or leave out the "
+            "command"
         )
     if command and payload is not None and revision is not None:
         raise PipelineError(
@@ -90,7 +81,10 @@ def run(
         program = _program(command[0])
         of_pipeline = _pipeline_of_command(loaded, pipeline, revision)
     else:
-        chosen = override(loaded.pipeline(pipeline), changes)
+        chosen = loaded.pipeline(pipeline)
+        if mode is not None:
+            train = chosen.train.model_copy(update={"mode": mode})
+            chosen = chosen.model_copy(update={"train": train})
 
     def submit(store: JobStore, hub_url: str) -> Job:
         if command:
@@ -113,7 +107,7 @@ def run(
             revision=revision,
             payload=content,
             force_reason=reason,
-            skip_if="never" if changes else "nothing_changed",
+            skip_if="never" if mode is not None else "nothing_changed",
         )
 
     run_to_end(home, loaded, submit, detach=detach, as_json=as_json)

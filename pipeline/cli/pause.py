@@ -6,7 +6,7 @@ import typer
 
 from pipeline.cli.job_access import open_store
 from pipeline.cli.project import ChangesStack, project_home
-from pipeline.stack_record import running_settings
+from pipeline.stack.record import running_settings
 
 app = typer.Typer()
 

@@ -18,7 +18,7 @@ from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.retrain.metrics import Metric, read_metrics
-from pipeline.stack_record import read_stack
+from pipeline.stack.record import read_stack
 
 POLL_SECONDS = 0.1
 NO_RUNNER_SECONDS = 15.0

@@ -14,18 +14,18 @@ from pipeline.cli.project import ChangesStack
 from pipeline.cli.terminal import HostOption, JsonOption, PortOption, without_none
 from pipeline.cli.webhooks import hub_access, secrets_in
 from pipeline.errors import PipelineError
-from pipeline.job_store import open_job_store
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
 from pipeline.retrain.own_token import own_token
 from pipeline.retrain.settings import is_git_url
+from pipeline.runner.job_store import open_job_store
+from pipeline.runner.submit import retrain_rules
 from pipeline.settings import load_settings
-from pipeline.submit import retrain_rules
-from pipeline.subscriptions import credentials_of_other_hubs
+from pipeline.stack.subscriptions import credentials_of_other_hubs
 from pipeline.tokens import load_tokens, secret_in_shell
-from receiver.senders import PushSender
 from receiver.settings import ReceiverSettings
 from receiver.tunnel import HubCredentials
+from receiver.verify import PushSender
 
 app = typer.Typer(
     help="Run the webhook receiver, which starts retraining jobs. Its default port is 7860.",
@@ -39,7 +39,7 @@ def receiver(
     host: HostOption = None,
     port: PortOption = None,
     tunnel: Annotated[
-        str | None, typer.Option(help="ssh://user@host[:port], or a command that prints a URL.")
+        str | None, typer.Option(help="A command that opens a tunnel and prints its URL.")
     ] = None,
     public_url: Annotated[
         str | None, typer.Option(help="The URL at which senders reach the receiver.")
@@ -47,8 +47,7 @@ def receiver(
 ) -> None:
     if context.invoked_subcommand is not None:
         return
-    from receiver.monitoring import add_live_route, measure
-    from receiver.retrain import retrain_handler
+    from receiver.retrain import add_live_route, measure, retrain_handler
     from receiver.server import WebhooksServer
 
     home, settings = Home.find(), load_settings()

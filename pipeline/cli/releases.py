@@ -17,17 +17,22 @@ from jobs.spec import RevisionRange
 from pipeline.cli.jobs_run import run_to_end
 from pipeline.cli.project import ChangesStack
 from pipeline.cli.terminal import JsonOption, PipelineOption, print_table
+from pipeline.doctor.facts import record_going_back
 from pipeline.errors import PipelineError
-from pipeline.going_back import record_going_back
-from pipeline.lineage import lineage_of_job, pipeline_of_job, spec_of_job
-from pipeline.liveness import server_state
 from pipeline.paths import Home
 from pipeline.retrain.__main__ import main
 from pipeline.retrain.job import RetrainJob
 from pipeline.retrain.settings import RetrainSettings
+from pipeline.runner.submit import (
+    lineage_of_job,
+    pipeline_of_job,
+    retrain_rule,
+    spec_of_job,
+    submit_retraining,
+)
 from pipeline.settings import PipelineSettings, load_settings
-from pipeline.stack_record import running_settings
-from pipeline.submit import retrain_rule, submit_retraining
+from pipeline.stack.record import running_settings
+from pipeline.stack.services import server_state
 from pipeline.tokens import load_tokens
 from receiver.rules import full_ref
 from serving.engine_choice import choose_engine

@@ -8,11 +8,11 @@ import typer
 from jobs.folder import COMPUTING
 from pipeline.cli.terminal import HostOption, PipelineOption, PortOption, without_none
 from pipeline.errors import PipelineError
-from pipeline.gateway import create_app as create_gateway
-from pipeline.job_store import is_token_of_running_job
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
+from pipeline.runner.job_store import is_token_of_running_job
 from pipeline.settings import load_settings
+from pipeline.stack.gateway import create_app as create_gateway
 from pipeline.tokens import load_tokens
 from receiver import listen
 from serving.http.server import Server, http_config

@@ -17,7 +17,7 @@ from pipeline.settings import (
     load_settings,
     value_fault_text,
 )
-from receiver.project import SETTINGS_FILE
+from receiver.settings import SETTINGS_FILE
 
 app = typer.Typer()
 

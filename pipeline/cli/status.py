@@ -12,11 +12,11 @@ import typer
 
 from pipeline.cli.project import project_home
 from pipeline.cli.terminal import JsonOption, print_table
-from pipeline.doctor import check_services, check_webhooks, examine, faults
-from pipeline.facts import Facts, state_of
+from pipeline.doctor.checks import check_services, check_webhooks, examine, faults
+from pipeline.doctor.facts import Facts, state_of
 from pipeline.paths import Home
 from pipeline.settings import Settings
-from pipeline.stack_record import running_settings
+from pipeline.stack.record import running_settings
 from receiver.errors import ReceiverError
 
 app = typer.Typer()

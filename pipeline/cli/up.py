@@ -15,16 +15,16 @@ import typer
 from jobs.errors import StoreError
 from jobs.process import is_alive
 from pipeline.cli.project import ChangesStack, project_home
+from pipeline.doctor.facts import Journal
 from pipeline.errors import PipelineError
-from pipeline.job_store import check_schemas, open_job_store
-from pipeline.journal import Journal
 from pipeline.paths import Home
 from pipeline.retrain.settings import is_git_url
-from pipeline.services import services_of
+from pipeline.runner.job_store import check_schemas, open_job_store
 from pipeline.settings import Settings, load_settings
-from pipeline.stack import STOP_SECONDS, Stack, lock_stack
-from pipeline.stack_record import read_stack, suspended_stack
-from pipeline.subscriptions import subscribe, subscribe_at_other_hubs
+from pipeline.stack.record import read_stack, suspended_stack
+from pipeline.stack.services import services_of
+from pipeline.stack.subscriptions import subscribe, subscribe_at_other_hubs
+from pipeline.stack.supervisor import STOP_SECONDS, Stack, lock_stack
 from pipeline.tokens import load_tokens
 
 app = typer.Typer()

@@ -22,7 +22,7 @@ from dotenv import dotenv_values
 from pipeline.cli.project import ChangesStack, project_home
 from pipeline.cli.terminal import JsonOption, QuietOption, print_table
 from pipeline.errors import PipelineError
-from pipeline.stack_record import running_settings
+from pipeline.stack.record import running_settings
 from pipeline.tokens import load_tokens
 from receiver.webhooks import (
     WebhookRecord,

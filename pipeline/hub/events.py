@@ -20,7 +20,7 @@ from functools import partial
 
 from sqlalchemy import Connection, insert
 
-from jobs.environment import COMMITTER_DOMAIN
+from jobs.job import COMMITTER_DOMAIN
 from pipeline.hub import schema
 from pipeline.hub.database import Database
 from pipeline.hub.discussions import Discussion, DiscussionEvent

@@ -22,8 +22,7 @@ from sqlalchemy.exc import OperationalError
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from jobs.attempt_tokens import PREFIX, job_of_token
-from jobs.environment import COMMITTER_DOMAIN
+from jobs.job import COMMITTER_DOMAIN, PREFIX, job_of_token
 from jobs.store import JobStore
 from pipeline.hub.database import Database
 from pipeline.hub.errors import (

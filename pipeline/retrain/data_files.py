@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from pipeline.card_head import HEAD, HeadLoader
+from pipeline.formats import HEAD, HeadLoader
 from pipeline.retrain.errors import DataError
 from pipeline.retrain.settings import DataSettings, SplitSettings
 

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from pipeline.pointers import Pointer, may_be_pointer
+from pipeline.formats import Pointer, may_be_pointer
 from pipeline.retrain.data_files import NEEDED, shown, why_no_data
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.snapshot import Revision

@@ -8,8 +8,7 @@ import httpx
 import pytest
 from huggingface_hub import HfApi
 
-from jobs.attempt_tokens import attempt_token
-from jobs.job import Job
+from jobs.job import Job, attempt_token
 from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.hub.database import open_database

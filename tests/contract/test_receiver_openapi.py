@@ -12,14 +12,10 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi.checks import status_code_conformance
 
-from receiver.monitoring import measure
+from receiver.retrain import measure
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 from tests.receiver_payloads import SIGNING_SECRET, hmac_hex, standard_headers
-
-NUM_EXAMPLES = pytest.mark.parametrize(
-    "num_examples", [10, pytest.param(100, marks=pytest.mark.slow)]
-)
 
 CHECKS = [not_a_server_error, status_code_conformance]
 READABLE = ("/", "/health", "/metrics")
@@ -73,11 +69,9 @@ def operations(url: str) -> dict[str, APIOperation]:
     return {operation.path: operation for operation in found}
 
 
-def examples(
-    operation: APIOperation, mode: GenerationMode, num_examples: int, test: Callable[[Case], None]
-) -> None:
+def examples(operation: APIOperation, mode: GenerationMode, test: Callable[[Case], None]) -> None:
     settings = hypothesis.settings(
-        max_examples=num_examples,
+        max_examples=10,
         deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck),
         database=None,
@@ -89,22 +83,18 @@ def test_every_route_is_described(operations: dict[str, APIOperation]) -> None:
     assert set(operations) == {*READABLE, *(f"/webhooks/{path}" for path in PATHS)}
 
 
-@NUM_EXAMPLES
 @pytest.mark.parametrize("path", READABLE)
-def test_what_anyone_may_read(
-    operations: dict[str, APIOperation], path: str, num_examples: int
-) -> None:
+def test_what_anyone_may_read(operations: dict[str, APIOperation], path: str) -> None:
     def check(case: Case) -> None:
         case.call_and_validate()
 
-    examples(operations[path], GenerationMode.POSITIVE, num_examples, check)
+    examples(operations[path], GenerationMode.POSITIVE, check)
 
 
-@NUM_EXAMPLES
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=str)
 @pytest.mark.parametrize("path", PATHS)
 def test_no_answer_is_a_5xx_and_nothing_is_accepted_without_proof(
-    operations: dict[str, APIOperation], path: str, mode: GenerationMode, num_examples: int
+    operations: dict[str, APIOperation], path: str, mode: GenerationMode
 ) -> None:
     def check(case: Case) -> None:
         for headers in ({}, WRONG):
@@ -113,4 +103,4 @@ def test_no_answer_is_a_5xx_and_nothing_is_accepted_without_proof(
         if mode is GenerationMode.POSITIVE:
             assert answer.status_code not in (401, 403), "the proof holds"
 
-    examples(operations[f"/webhooks/{path}"], mode, num_examples, check)
+    examples(operations[f"/webhooks/{path}"], mode, check)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import doctor
-from pipeline.facts import Facts
+from pipeline.doctor import checks as doctor
+from pipeline.doctor.facts import Facts
 from pipeline.paths import Home
 from pipeline.settings import Settings
 from tests.stack_fixtures import Workplace, configure, findings, stack_up, workplace

@@ -19,15 +19,21 @@ from jobs.errors import JobNotFound
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import Delivery, JobStore
-from pipeline import retention
-from pipeline.after_jobs import _prune_hourly, after_jobs
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import open_database
 from pipeline.hub.webhooks.store import HubWatchedItem, WebhookRequest, create_webhook
-from pipeline.job_store import open_job_store
 from pipeline.logs import JsonFormatter
 from pipeline.paths import Home
-from pipeline.runner_metrics import RunnerMetrics
+from pipeline.runner import after_jobs as module
+from pipeline.runner.after_jobs import (
+    RunnerMetrics,
+    _prune_hourly,
+    after_jobs,
+    prune,
+    prune_job_folders,
+    remove_unneeded_files,
+)
+from pipeline.runner.job_store import open_job_store
 from pipeline.settings import Settings, load_settings
 from serving.weights.release import RELEASE_FILE, Lineage, Release
 from tests.after_jobs_fixtures import end_one, store
@@ -73,8 +79,8 @@ def test_folders_of_old_jobs_go_and_their_place_in_the_list_stays(
     for job in (old, of_a_release, running):
         (tmp_path / job.id).mkdir()
         (tmp_path / job.id / "log.txt").write_text("words")
-    assert retention.prune_job_folders(store, tmp_path, keep_days=1) == []
-    removed = retention.prune_job_folders(store, tmp_path, keep_days=1e-12, kept={of_a_release.id})
+    assert prune_job_folders(store, tmp_path, keep_days=1) == []
+    removed = prune_job_folders(store, tmp_path, keep_days=1e-12, kept={of_a_release.id})
     assert removed == [old.id]
     assert not (tmp_path / old.id).exists()
     assert store.get(old.id).outcome is not None
@@ -83,7 +89,7 @@ def test_folders_of_old_jobs_go_and_their_place_in_the_list_stays(
 def test_jobs_are_forgotten_when_no_delivery_can_be_repeated_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "KEEP_JOBS", 1)
+    monkeypatch.setattr(module, "KEEP_JOBS", 1)
     monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
     home, settings, now = Home(tmp_path), load_settings(), time.time()
     home.hub_dir.mkdir()
@@ -109,15 +115,15 @@ def test_jobs_are_forgotten_when_no_delivery_can_be_repeated_any_more(
             create_webhook(connection, request, Cipher(Fernet.generate_key()))
         database.close()
         now += 89 * 86400
-        retention.prune(settings, home, store)
+        prune(settings, home, store)
         assert len(store.list()) == 4
         now += 2 * 86400
         longer = settings.model_copy(
             update={"hub": settings.hub.model_copy(update={"keep_deliveries_days": 91})}
         )
-        retention.prune(longer, home, store)
+        prune(longer, home, store)
         assert len(store.list()) == 4, "the hub can still replay their deliveries"
-        retention.prune(settings, home, store)
+        prune(settings, home, store)
         assert [job.id for job in store.list()] == [newest.id, of_a_release.id, copied.id]
         with pytest.raises(JobNotFound):
             store.get(old.id)
@@ -131,10 +137,10 @@ def test_nothing_is_removed_while_a_manifest_cannot_be_read(tmp_path: Path) -> N
         folder = home.jobs_dir / end_one(store).id
         folder.mkdir()
         with pytest.raises(OSError, match=RELEASE_FILE):
-            retention.prune(Settings(), home, store)
+            prune(Settings(), home, store)
         assert folder.is_dir()
         (home.releases_dir / "facts" / "r000001-00000000" / RELEASE_FILE).rmdir()
-        assert retention.prune(Settings(), home, store) == [folder.name]
+        assert prune(Settings(), home, store) == [folder.name]
 
 
 def test_old_folders_that_were_put_aside_are_removed_too(store: JobStore, tmp_path: Path) -> None:
@@ -143,7 +149,7 @@ def test_old_folders_that_were_put_aside_are_removed_too(store: JobStore, tmp_pa
         folder.mkdir()
         (folder / "log.txt").write_text("of another database")
     os.utime(aside, (time.time() - 3 * 86400,) * 2)
-    assert retention.prune_job_folders(store, tmp_path, keep_days=1) == [aside.name]
+    assert prune_job_folders(store, tmp_path, keep_days=1) == [aside.name]
     assert lately.exists() and not aside.exists()
 
 
@@ -159,8 +165,8 @@ def test_the_thread_that_removes_old_jobs_outlives_an_error(
         stop.set()
         return []
 
-    monkeypatch.setattr("pipeline.retention.prune", fails_once)
-    monkeypatch.setattr("pipeline.after_jobs.PRUNE_SECONDS", 0.01)
+    monkeypatch.setattr("pipeline.runner.after_jobs.prune", fails_once)
+    monkeypatch.setattr("pipeline.runner.after_jobs.PRUNE_SECONDS", 0.01)
     _prune_hourly(load_settings(), Home(root=tmp_path), store, stop)
     assert stop.is_set()
 
@@ -173,9 +179,9 @@ def test_what_only_a_next_attempt_needed_goes_at_once(store: JobStore, tmp_path:
     (folder / "checkpoints" / "step-1.pt").write_bytes(b"much")
     for name in (".spec.json.123", ".replacing-0a1b2c3d", ".lock", "outcome.json"):
         (folder / name).touch()
-    retention.remove_unneeded_files(job, folder)
+    remove_unneeded_files(job, folder)
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "outcome.json"]
-    retention.remove_unneeded_files(job, tmp_path / "gone")
+    remove_unneeded_files(job, tmp_path / "gone")
 
 
 def test_what_a_trainer_of_ones_own_calls_checkpoints_stays(
@@ -186,7 +192,7 @@ def test_what_a_trainer_of_ones_own_calls_checkpoints_stays(
     for name in ("checkpoints", ".spec.json.1"):
         (folder / name).mkdir(parents=True)
     (folder / ".ckpt.10.pt").touch()
-    retention.remove_unneeded_files(job, folder)
+    remove_unneeded_files(job, folder)
     left = sorted(path.name for path in folder.iterdir())
     assert left == [".ckpt.10.pt", ".spec.json.1", "checkpoints"]
 
@@ -245,7 +251,7 @@ def test_json_logs_carry_ids_and_exceptions() -> None:
 
 
 def test_the_receiver_counts_refused_requests_too() -> None:
-    from receiver.monitoring import measure
+    from receiver.retrain import measure
     from receiver.server import WebhooksServer
     from receiver.settings import ReceiverSettings
 

@@ -26,10 +26,7 @@ from tests.receiver_payloads import (
     dataset_update,
     hmac_hex,
 )
-from tests.receiver_scripts import ROOT, on_port, running
-from tests.ssh_fixtures import Sshd, sshd
-
-__all__ = ["sshd"]
+from tests.receiver_scripts import FORWARDER_URL, ROOT, forwarder, on_port, running
 
 PAGE = (ROOT / "docs" / "webhooks.md").read_text()
 PORT = "7861"
@@ -229,10 +226,11 @@ def test_a_receiver_that_launches_jobs(tmp_path: Path) -> None:
 
 
 @section("A public URL")
-def test_a_public_url(sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_public_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [script] = BLOCKS["A public URL"]
     monkeypatch.chdir(tmp_path)  # where `.pipeline/receiver-urls.json` is made
-    code = script.replace("ssh://me@relay.example", sshd.address)
+    code = script.replace("cloudflared tunnel --url http://{address}", forwarder(tmp_path))
+    code = code.replace(r"https://[\w-]+\.trycloudflare\.com", FORWARDER_URL)
     with running(tmp_path, code.replace("Settings(", f"Settings(port={free_port()}, ")) as (
         url,
         printed,

@@ -15,8 +15,8 @@ import pytest
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec
 from jobs.store import JobStore
-from pipeline import doctor
-from pipeline.facts import Facts, Finding
+from pipeline.doctor import checks as doctor
+from pipeline.doctor.facts import Facts, Finding
 from pipeline.paths import Home
 from pipeline.settings import load_settings
 from tests.ports import free_port

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from pipeline.gateway import create_app
+from pipeline.stack.gateway import create_app
 from serving.app import create_app as server_app
 from serving.settings import ServingSettings
 from serving.swap_schemas import request_swap

@@ -12,8 +12,8 @@ import pytest
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 
+from pipeline.formats import Pointer
 from pipeline.hub.large_files.store import LargeFiles
-from pipeline.pointers import Pointer
 from tests.hub_fixtures import RunningHub, commit_file, running_hub
 
 ROWS = "".join(f'{{"text": "row {number}"}}\n' for number in range(5000))

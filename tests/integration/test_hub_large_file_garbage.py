@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.formats import Pointer
 from pipeline.hub.large_files import xet_store
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.large_files.xet_store import XetStore
 from pipeline.hub.repositories.garbage import purge
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.state_folder import stopped_hub
-from pipeline.pointers import Pointer
 from tests.hub_fixtures import RunningHub, commit_file, running_hub
 
 

@@ -20,7 +20,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub._commit_api import _upload_files
 from huggingface_hub.utils import _xet
 
-from pipeline.pointers import Pointer
+from pipeline.formats import Pointer
 from tests.hub_fixtures import (
     SECRET_KEY,
     TOKEN,

@@ -20,8 +20,8 @@ from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
 from pipeline.cli.main import app
-from pipeline.job_store import open_job_store
 from pipeline.paths import Home
+from pipeline.runner.job_store import open_job_store
 from pipeline.settings import load_settings
 from serving.weights import release_removal, release_store
 from serving.weights.release import RELEASE_FILE, Lineage, Release

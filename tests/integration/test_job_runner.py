@@ -11,9 +11,8 @@ from sqlalchemy import create_engine, delete, text
 from jobs.errors import StoreError
 from jobs.folder import LOG
 from jobs.logs import follow_log, read_log
-from jobs.rows import number_of
 from jobs.runner import Runner
-from jobs.schema import JOBS
+from jobs.schema import JOBS, number_of
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec, Resources
 from jobs.store import Delivery, JobStore

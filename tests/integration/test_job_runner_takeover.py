@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from jobs.agent import Attempt
-from jobs.attempt_tokens import attempt_token, job_of_token
 from jobs.errors import LaunchError
 from jobs.folder import OUTCOME
 from jobs.fork_server import ForkServer
-from jobs.job import Job
+from jobs.job import Job, attempt_token, job_of_token
 from jobs.process import identify, name_of, process_here
 from jobs.runner import Runner
 from jobs.store import JobStore

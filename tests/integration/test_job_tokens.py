@@ -4,10 +4,10 @@ from pathlib import Path
 
 import httpx
 
-from jobs.attempt_tokens import attempt_token
+from jobs.job import attempt_token
 from jobs.spec import JobSpec
-from pipeline.job_store import is_token_of_running_job, open_job_store
 from pipeline.paths import Home
+from pipeline.runner.job_store import is_token_of_running_job, open_job_store
 from pipeline.settings import Settings
 from pipeline.tokens import load_tokens
 from tests.serving_fixtures import echo_app, echo_release, running

@@ -9,8 +9,8 @@ from typer.testing import CliRunner, Result
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec
 from pipeline.cli.main import app
-from pipeline.job_store import open_job_store
 from pipeline.paths import Home
+from pipeline.runner.job_store import open_job_store
 from pipeline.settings import load_settings
 
 

@@ -14,8 +14,8 @@ from jobs.outcome import JobOutcome
 from jobs.store import JobStore
 from pipeline.cli import jobs
 from pipeline.cli.main import app
-from pipeline.job_store import open_job_store
 from pipeline.paths import Home
+from pipeline.runner.job_store import open_job_store
 from pipeline.settings import load_settings
 from tests.jobs_fixtures import DONE, FAILED, delivery, spec
 

@@ -16,9 +16,9 @@ from jobs.job import Job
 from jobs.runner import Runner
 from jobs.store import JobStore
 from pipeline.cli.main import app
-from pipeline.job_store import open_job_store
-from pipeline.newest_commit import head_finder
 from pipeline.paths import Home
+from pipeline.runner.job_store import open_job_store
+from pipeline.runner.submit import head_finder
 from pipeline.settings import load_settings
 from pipeline.tokens import load_tokens
 from receiver import listen
@@ -172,21 +172,6 @@ def _arrives(loop: Loop, commit: str) -> bool:
     return True
 
 
-def test_a_force_push_there_and_back_trains_the_first_commit_again(loop: Loop) -> None:
-    a = loop.commit("a")
-    loop.push()
-    loop.ended(1)
-    b = loop.commit("b")
-    loop.push()
-    loop.ended(2)
-    loop.hub.git("reset", "-q", "--hard", a, cwd=loop.clone)
-    loop.push()
-    loop.ended(3)
-    assert [trained(job) for job in reversed(loop.store.list())] == [a, b, a]
-    ranges = [job.spec.revisions for job in reversed(loop.store.list())]
-    assert [each and each.old_sha for each in ranges] == [None, a, b]
-
-
 def test_a_commit_in_the_middle_of_a_push_is_waited_for(loop: Loop) -> None:
     """The hub answers whether the head that was trained contains it."""
     middle = loop.commit("a")
@@ -199,15 +184,3 @@ def test_a_commit_in_the_middle_of_a_push_is_waited_for(loop: Loop) -> None:
     later = loop.commit("c")
     timed_out = CliRunner().invoke(app, ["jobs", "wait", "--commit", later, "--timeout", "0.5"])
     assert timed_out.exit_code == 124, "it is not pushed yet"
-
-
-def test_a_branch_that_was_deleted_ends_its_job_with_the_reason(loop: Loop) -> None:
-    a = loop.commit("a")
-    loop.store.pause("facts")
-    loop.push()
-    wait_until(lambda: loop.store.of_commit(a))
-    loop.hub.git("push", "-q", "origin", ":main", cwd=loop.clone)
-    loop.store.resume("facts")
-    ended = loop.ended(1)
-    assert ended.state == "ERROR" and ended.outcome is not None
-    assert ended.outcome.reason == "dataset local/facts has no commit on main; push one"

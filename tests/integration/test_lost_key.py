@@ -9,7 +9,7 @@ from cryptography.fernet import Fernet
 
 from pipeline.paths import Home
 from pipeline.settings import Settings, load_settings
-from pipeline.subscriptions import ROUTE, subscribe
+from pipeline.stack.subscriptions import ROUTE, subscribe
 from pipeline.tokens import Tokens
 from tests.hub_fixtures import TOKEN, RunningHub, commit_file, recording_receiver, running_hub
 from tests.hub_fixtures import wait_until as until

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from jobs.process import identify
-from pipeline.facts import Facts
+from pipeline.doctor.checks import RESTART, check_other_hubs
+from pipeline.doctor.facts import Facts
 from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, Settings
-from pipeline.stack_record import StackRecord
-from pipeline.subscriptions import (
-    check_other_hubs,
+from pipeline.stack.record import StackRecord
+from pipeline.stack.subscriptions import (
     credentials_of_other_hubs,
     subscribe_at_other_hubs,
 )
@@ -92,7 +92,7 @@ def test_the_public_url_is_what_the_settings_or_the_tunnel_say(
         return [each.url for each in made]
 
     assert posts_to(public_url="https://x.example/") == ["https://x.example/webhooks/retrain"]
-    tunnel = {"tunnel": "ssh://me@relay.example"}
+    tunnel = {"tunnel": "relay http://{address}"}
     assert posts_to(**tunnel) == [], "the receiver has not written its URL"
     remembered_urls(home.root, ReceiverSettings().port).write_text(
         '["https://t2.example", "https://t1.example"]'
@@ -144,9 +144,8 @@ def test_doctor_says_what_keeps_a_hub_from_telling(
     assert me is not None
     record = StackRecord(process=me, started_at=0.0, is_ready=True, children=())
     home.stack_file.write_text(record.model_dump_json())
-    again = "pipeline down, then pipeline up"
     missing = f"no webhook at {elsewhere.url} reports pushes to ada/answers"
-    assert found() == [("wrong", missing, again)]
+    assert found() == [("wrong", missing, RESTART)]
 
     (line,) = subscribe_at_other_hubs(settings, home, tokens)
     (ours,) = [each for each in elsewhere.api.list_webhooks() if each.id in line]
@@ -160,4 +159,4 @@ def test_doctor_says_what_keeps_a_hub_from_telling(
     monkeypatch.delenv("HF_TOKEN")
     [(level, message, step)] = found()
     assert level == "wrong" and f"there is no token for {elsewhere.url}" in message
-    assert step is not None and step.endswith(f"then {again}")
+    assert step is not None and step.endswith("then pipeline down, then pipeline up")

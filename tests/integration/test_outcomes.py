@@ -1,11 +1,9 @@
-"""An outcome is told, once: to what counts it, and by `on_outcome` to whom the settings name."""
+"""An outcome is told, once: to what counts it, and by the command `on_outcome`."""
 
 import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,16 +12,16 @@ from jobs.errors import StoreError
 from jobs.job import Job
 from jobs.spec import JobSpec
 from jobs.store import JobStore
-from pipeline import on_outcome
-from pipeline.after_jobs import Outcomes
 from pipeline.paths import Home
+from pipeline.runner import after_jobs
+from pipeline.runner.after_jobs import Outcomes
 from pipeline.settings import SETTINGS_COPY, PipelineSettings, load_settings
 from tests.after_jobs_fixtures import end_one, store
 
 __all__ = ["store"]
 
 
-def pipeline(told: str | tuple[str, ...]) -> PipelineSettings:
+def pipeline(told: tuple[str, ...]) -> PipelineSettings:
     return PipelineSettings(name="facts", dataset="local/facts", on_outcome=told)
 
 
@@ -87,7 +85,7 @@ def test_the_last_outcome_is_told_before_the_thread_ends(store: JobStore, tmp_pa
 def test_the_thread_outlives_an_error(
     store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr("pipeline.after_jobs.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("pipeline.runner.after_jobs.RETRY_SECONDS", 0.01)
     told: list[str] = []
     outcomes = Outcomes(store, [lambda job: told.append(job.id)])
     outcomes.poll()
@@ -118,46 +116,6 @@ def test_the_thread_outlives_an_error(
         thread.join()
 
 
-@pytest.fixture
-def url_and_bodies() -> Iterator[tuple[str, list[dict[str, object]]]]:
-    bodies: list[dict[str, object]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            bodies.append({**json.loads(body), "id": self.headers["Webhook-Id"]})
-            self.send_response(503 if self.path == "/busy" and len(bodies) == 1 else 204)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", bodies
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def test_a_url_gets_the_outcome_again_where_it_was_busy(
-    store: JobStore,
-    tmp_path: Path,
-    url_and_bodies: tuple[str, list[dict[str, object]]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(on_outcome, "WAITS_SECONDS", (0.0, 0.0))
-    url, bodies = url_and_bodies
-    job = end_one(store, "rejected")
-    assert on_outcome.notify(pipeline(f"{url}/busy"), job, tmp_path)
-    assert [(body["pipeline"], body["result"], body["id"]) for body in bodies] == [
-        ("facts", "rejected", job.id)
-    ] * 2
-
-
 def test_a_command_gets_the_outcome_on_its_input_and_ids_in_its_environment(
     store: JobStore, tmp_path: Path
 ) -> None:
@@ -167,7 +125,7 @@ def test_a_command_gets_the_outcome_on_its_input_and_ids_in_its_environment(
         "open(os.environ['JOB_DIR'] + '/told', 'w'))"
     )
     job = end_one(store)
-    assert on_outcome.notify(pipeline((sys.executable, "-c", code)), job, tmp_path)
+    assert after_jobs.notify(pipeline((sys.executable, "-c", code)), job, tmp_path)
     outcome, job_id, result = json.loads((tmp_path / "told").read_text())
     assert (outcome["result"], job_id, result) == ("promoted", job.id, "promoted")
 
@@ -181,7 +139,7 @@ def test_a_program_with_a_relative_path_is_beside_the_settings(
     (tmp_path / "pipeline.toml").write_text(
         '[[pipelines]]\nname = "facts"\ndataset = "local/facts"\non_outcome = ["./tell.sh"]\n'
     )
-    assert on_outcome.notify(load_settings().pipeline("facts"), end_one(store), tmp_path)
+    assert after_jobs.notify(load_settings().pipeline("facts"), end_one(store), tmp_path)
     assert json.loads((tmp_path / "told").read_text())["result"] == "promoted"
 
 
@@ -199,7 +157,7 @@ def test_a_command_reads_the_settings_file_that_it_chooses(
         "from pipeline.settings import load_settings; "
         "open(os.environ['JOB_DIR'] + '/port', 'w').write(str(load_settings().hub.port))"
     )
-    assert on_outcome.notify(pipeline((sys.executable, "-c", code)), end_one(store), tmp_path)
+    assert after_jobs.notify(pipeline((sys.executable, "-c", code)), end_one(store), tmp_path)
     assert (tmp_path / "port").read_text() == "2222"
 
 
@@ -208,35 +166,30 @@ def test_a_command_reads_the_settings_file_that_it_chooses(
     [
         ("there-is-no-such-program",),
         (sys.executable, "-c", "import sys; sys.exit('the list is closed')"),
-        "http://127.0.0.1:1/",
-        "http://a\x00b/",
-        "http://a..b/",
         ("true", "\x00"),
     ],
 )
 def test_who_cannot_be_told_is_logged(
-    told: str | tuple[str, ...],
+    told: tuple[str, ...],
     store: JobStore,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(on_outcome, "WAITS_SECONDS", (0.0,))
     job = end_one(store)
-    assert not on_outcome.notify(pipeline(told), job, tmp_path)
+    assert not after_jobs.notify(pipeline(told), job, tmp_path)
     assert f"on_outcome of facts failed for {job.id}" in caplog.text
 
 
 def test_a_command_that_hangs_is_ended(
     store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(on_outcome, "TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(after_jobs, "TIMEOUT_SECONDS", 0.2)
     began = time.monotonic()
-    assert not on_outcome.notify(pipeline(("sleep", "60")), end_one(store), tmp_path)
+    assert not after_jobs.notify(pipeline(("sleep", "60")), end_one(store), tmp_path)
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize("wrong", ["ftp://example.org", "example.org", 5, []])
-def test_what_is_neither_url_nor_command_is_refused(wrong: object) -> None:
+@pytest.mark.parametrize("wrong", ["http://example.org", 5, []])
+def test_what_is_no_command_is_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match="on_outcome"):
         PipelineSettings.model_validate({"name": "a", "dataset": "b/c", "on_outcome": wrong})

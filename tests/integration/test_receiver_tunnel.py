@@ -1,4 +1,4 @@
-"""A receiver with a public URL: through a real sshd, through commands, and when the URL changes."""
+"""A receiver with a public URL: through a tunnel's command, and when the URL changes."""
 
 import json
 import os
@@ -18,7 +18,6 @@ import pytest
 
 from receiver import tunnel as receiver_tunnel
 from receiver.errors import OpenToEveryone, TunnelFailed
-from receiver.monitoring import measure
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 from receiver.tunnel import HubCredentials, PublicUrl, move_webhooks, remember, remembered_urls
@@ -26,13 +25,10 @@ from receiver.webhooks import create_webhook, get_webhook
 from tests.hub_fixtures import RunningHub, wait_until
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
 from tests.receiver_payloads import dataset_update
-from tests.ssh_fixtures import Sshd, sshd
-
-__all__ = ["sshd"]
+from tests.receiver_scripts import FORWARDER_URL, ROOT, forwarder
 
 pytest_plugins = ["tests.hub_plugin"]
 
-ROOT = Path(__file__).resolve().parents[2]
 SECRET = {"X-Webhook-Secret": "s3cret"}
 
 # Says another URL each time that it is started, in lines such as relays print, and then is silent.
@@ -93,15 +89,12 @@ def commands_with(text: str) -> list[int]:
     return found
 
 
-def test_a_url_through_ssh_that_comes_back(
-    sshd: Sshd,
-    tmp_path: Path,
-    closing: list[WebhooksServer],
-    capsys: pytest.CaptureFixture[str],
+def test_a_url_that_comes_back(
+    tmp_path: Path, closing: list[WebhooksServer], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server = server_in(tmp_path)
+    server = server_in(tmp_path, tunnel_url_pattern=FORWARDER_URL)
     closing.append(server)
-    url = server.launch(prevent_thread_lock=True, share=sshd.address)
+    url = server.launch(prevent_thread_lock=True, share=forwarder(tmp_path))
     printed = capsys.readouterr().out
     assert f"  - POST {url}/webhooks/hello" in printed
     assert re.search(r"The public URL expires at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", printed)
@@ -115,10 +108,8 @@ def test_a_url_through_ssh_that_comes_back(
             got = httpx.get(f"{url}{path}", headers=headers, trust_env=False)
             assert (got.status_code, got.json()) == (404, {"error": "Not Found"}), path
 
-    sshd.kill()
-    with pytest.raises(httpx.TransportError):
-        call(url)
-    sshd.start()
+    [process] = commands_with(f"{tmp_path}/forwarder.py")
+    os.kill(process, signal.SIGKILL)
 
     def is_back() -> bool:
         try:
@@ -130,31 +121,7 @@ def test_a_url_through_ssh_that_comes_back(
     wait_until(is_back, every_seconds=0.1)
     server.close()
     assert not is_back()
-    assert commands_with(sshd.address) == []
-
-
-def test_a_tunnel_shows_the_routes_of_handlers_only(
-    tmp_path: Path,
-    relay: str,
-    closing: list[WebhooksServer],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """This one is told the receiver's own port beforehand, so the host tells its requests."""
-    server = server_in(tmp_path, tunnel_url_pattern=r"https://\w+\.relay\.example")
-    measure(server)
-    closing.append(server)
-    url = server.launch(prevent_thread_lock=True, share=relay)
-    page = re.search(r"Open (\S+)/ to see", capsys.readouterr().out)
-    assert page is not None
-    public = {"Host": url.removeprefix("https://")}
-    for path in ("/", "/docs", "/openapi.json", "/metrics", "/health"):
-        assert httpx.get(f"{page[1]}{path}", trust_env=False).status_code == 200, path
-        got = httpx.get(f"{page[1]}{path}", headers=public, trust_env=False)
-        assert got.status_code == 404, path
-    assert call(page[1], SECRET | public) == 200
-    assert call(page[1], public) == 401
-    unknown = httpx.post(f"{page[1]}/webhooks/none", headers=public, trust_env=False)
-    assert unknown.json() == {"error": "Not Found"}
+    assert commands_with(f"{tmp_path}/forwarder.py") == []
 
 
 def test_when_the_url_changes_webhooks_are_moved(
@@ -313,15 +280,11 @@ def test_receivers_of_one_folder_keep_their_own_urls(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("share", "reason"),
     [
-        (True, r"share='ssh://user@host\[:port\]'.*command.*`tunnel`.*--tunnel.*--public-url"),
-        ("ssh://", "not of the form ssh://user@host"),
-        ("ssh://me:password@host", "not of the form ssh://user@host"),
-        ("ssh://host:port", "is not an address"),
+        (True, r"pass as `share` a command.*`tunnel`.*--tunnel.*--public-url"),
         ("", "is empty"),
         ("'unclosed", "is not a command"),
         ("no-such-program --url {address}", "'no-such-program' is not on PATH"),
         ("sh -c 'echo quota exceeded for port {port}; exit 1'", "quota exceeded for port "),
-        ("ssh://nobody@127.0.0.1:1", "Connection refused"),
     ],
 )
 def test_a_tunnel_that_cannot_be(

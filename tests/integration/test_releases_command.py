@@ -18,8 +18,8 @@ from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from pipeline.cli.main import app
 from pipeline.errors import PipelineError
-from pipeline.job_store import open_job_store
 from pipeline.paths import Home
+from pipeline.runner.job_store import open_job_store
 from pipeline.settings import load_settings
 from pipeline.tokens import load_tokens
 from serving.app import create_app

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.formats import Pointer
 from pipeline.hub.large_files.store import LargeFiles
-from pipeline.pointers import Pointer
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.git_snapshot import GitDataset
 from pipeline.retrain.snapshot import DatasetHub

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from pipeline.data_check import check_data
+from pipeline.doctor.data_check import check_data
 from pipeline.paths import Home
 from pipeline.retrain import base_model
 from pipeline.retrain.base_model import train_tokenizer

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline.liveness import http_probe
+from pipeline.stack.services import http_probe
 from serving.engine import EngineError
 from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine import engine as torch_engine

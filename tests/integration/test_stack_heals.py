@@ -14,13 +14,12 @@ import pytest
 
 from jobs.process import IS_LINUX
 from pipeline.errors import PipelineError
-from pipeline.liveness import Answer, ChildWatch
 from pipeline.logs import MAX_BYTES
 from pipeline.paths import Home, settings_file
-from pipeline.services import RUNNER, hub_service, services_of
 from pipeline.settings import load_settings
-from pipeline.stack import Stack
-from pipeline.stack_record import Child, read_stack
+from pipeline.stack.record import Child, read_stack
+from pipeline.stack.services import RUNNER, Answer, ChildWatch, hub_service, services_of
+from pipeline.stack.supervisor import Stack
 from tests.ports import free_ports
 from tests.stack_fixtures import (
     Workplace,
@@ -113,7 +112,7 @@ def _answers(url: str) -> bool:
 def test_a_service_that_cannot_be_started_is_tried_again_while_the_others_stay_up(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.stack.RESTART_SECONDS", (0.05,))
+    monkeypatch.setattr("pipeline.stack.supervisor.RESTART_SECONDS", (0.05,))
     stack = Stack(home, [hub_service(load_settings()), RUNNER])
     stack.start()
     stack.mark_ready()
@@ -147,7 +146,7 @@ def test_a_full_disk_does_not_end_the_restarts_in_a_stack_for_one_job(
     def disk_is_full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("pipeline.stack.RESTART_SECONDS", (0.05,))
+    monkeypatch.setattr("pipeline.stack.supervisor.RESTART_SECONDS", (0.05,))
     stack = Stack(home, [hub_service(load_settings())])
     stack.start()  # `mark_ready` is not called, as in `with_runner`
     try:
@@ -169,7 +168,7 @@ def test_a_full_disk_does_not_end_the_restarts_in_a_stack_for_one_job(
 def test_a_service_that_a_signal_without_a_name_ended_is_started_again(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.stack.RESTART_SECONDS", (0.05,))
+    monkeypatch.setattr("pipeline.stack.supervisor.RESTART_SECONDS", (0.05,))
     stack = Stack(home, [hub_service(load_settings())])
     stack.start()
     try:
@@ -221,7 +220,7 @@ def test_a_service_that_comes_back_has_the_settings_of_the_start(changed: str, h
 
 
 def test_a_damaged_record_is_written_again(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.stack.FILES_SECONDS", 0.0)
+    monkeypatch.setattr("pipeline.stack.supervisor.FILES_SECONDS", 0.0)
     stack = Stack(home, [])
     stack.start()
     try:
@@ -268,8 +267,10 @@ def test_start_tells_that_it_waits_and_ends_after_the_services_own_time(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr("pipeline.stack.time", clock)
-    monkeypatch.setattr("pipeline.stack.http_probe", lambda url: lambda seconds: "silent")
+    monkeypatch.setattr("pipeline.stack.supervisor.time", clock)
+    monkeypatch.setattr(
+        "pipeline.stack.supervisor.http_probe", lambda url: lambda seconds: "silent"
+    )
     told: list[str] = []
     service = replace(hub_service(load_settings()), start_seconds=35)
     with pytest.raises(PipelineError, match=r"hub did not answer on .* within 35 s; its log: "):
@@ -326,30 +327,6 @@ def test_time_in_which_the_watching_process_was_away_does_not_count() -> None:
         assert set(kill_reasons) == {None}
     finally:
         watch.stop()
-
-
-@pytest.mark.slow
-def test_every_service_of_a_stack_comes_back_from_a_hang(workplace: Workplace) -> None:
-    configure(workplace)
-    env = workplace.env | {  # type: ignore[operator]
-        "PIPELINE_STACK__HANG_SECONDS": "3",
-    }
-    workplace = Workplace(workplace.folder, env)
-    with stack_up(workplace):
-        home = Home(workplace.home)
-        before = {each: child(home, each) for each in ("hub", "serve", "runner", "receiver")}
-        time.sleep(1)  # all have answered once
-        for each in before.values():
-            assert each.process is not None
-            os.kill(each.process.pid, signal.SIGSTOP)
-
-        def services() -> dict[str, tuple[str, int]]:
-            found = workplace.json("status")["services"]
-            return {each["name"]: (each["state"], each["restarts"]) for each in found}
-
-        until(lambda: set(services().values()) == {("up", 1)})
-        for each in ("hub", "serving", "receiver"):
-            until(lambda each=each: _answers(f"{workplace.url(each)}/live"))  # type: ignore[misc]
 
 
 @pytest.mark.slow

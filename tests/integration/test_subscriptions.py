@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, Settings
-from pipeline.subscriptions import ROUTE, subscribe
+from pipeline.stack.subscriptions import ROUTE, subscribe
 from pipeline.tokens import Tokens, load_tokens
 from receiver.settings import ReceiverSettings
 from tests.hub_fixtures import TOKEN, RunningHub, running_hub

@@ -22,7 +22,7 @@ from jobs.job import Job
 from jobs.runner import Runner
 from jobs.settings import JobsSettings
 from jobs.store import JobStore
-from pipeline.newest_commit import head_finder
+from pipeline.runner.submit import head_finder
 from pipeline.tokens import Tokens
 from receiver.retrain import RetrainRule, retrain_handler
 from receiver.server import WebhooksServer

@@ -13,15 +13,15 @@ from cryptography.fernet import Fernet
 from jobs.errors import HeadAway
 from jobs.process import identify
 from jobs.spec import JobSpec
-from pipeline import by_hand
-from pipeline.by_hand import with_runner
 from pipeline.errors import PipelineError
-from pipeline.job_store import open_job_store
 from pipeline.paths import Home
-from pipeline.services import Service
+from pipeline.runner import by_hand
+from pipeline.runner.by_hand import with_runner
+from pipeline.runner.job_store import open_job_store
+from pipeline.runner.submit import submit_retraining
 from pipeline.settings import HANG_SECONDS, PipelineSettings, Settings, load_settings
-from pipeline.stack_record import Child, StackRecord
-from pipeline.submit import submit_retraining
+from pipeline.stack.record import Child, StackRecord
+from pipeline.stack.services import Service
 from pipeline.tokens import Tokens
 from tests.jobs_fixtures import until
 

@@ -15,11 +15,11 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message, Scope
 
+from pipeline.formats import MAX_POINTER_BYTES, MIN_POINTER_BYTES, Pointer
 from pipeline.hub.errors import BadRequest, Conflict
 from pipeline.hub.large_files import store
 from pipeline.hub.large_files.store import CHUNK_BYTES, LargeFiles
 from pipeline.hub.routes.file_answers import answer
-from pipeline.pointers import MAX_POINTER_BYTES, MIN_POINTER_BYTES, Pointer
 
 CONTENT = random.Random(17).randbytes(2 * CHUNK_BYTES + 17)
 OID = hashlib.sha256(CONTENT).hexdigest()

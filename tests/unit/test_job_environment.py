@@ -9,9 +9,8 @@ from cryptography.fernet import Fernet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.environment import COMMITTER_DOMAIN, MAX_INLINE_BYTES, inline_payload, job_environment
 from jobs.errors import SealBroken
-from jobs.job import Job
+from jobs.job import COMMITTER_DOMAIN, MAX_INLINE_BYTES, Job, inline_payload, job_environment
 from jobs.sealed import seal, unseal
 from jobs.spec import JobSpec, Resources
 

@@ -9,7 +9,7 @@ from jobs.job import Job
 from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.spec import JobSpec
 from jobs.store import JobStore
-from pipeline.journal import Journal, advice_after_refusal
+from pipeline.doctor.facts import Journal, advice_after_refusal
 
 
 def test_after_an_error_of_the_store_the_next_call_returns_the_lines(

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from jobs.spec import JobSpec
-from pipeline.lineage import lineage_of_job
+from pipeline.runner.submit import lineage_of_job
 from tests.receiver_payloads import dataset_update, ref_update
 
 

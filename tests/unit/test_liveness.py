@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.liveness import file_probe
+from pipeline.stack.services import file_probe
 
 
 def test_a_service_that_touches_its_file_works(tmp_path: Path) -> None:

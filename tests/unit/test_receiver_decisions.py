@@ -12,8 +12,7 @@ from jobs.spec import JobSpec
 from receiver.errors import NotAnEvent, ProofMissing, ProofWrong
 from receiver.payload import WebhookPayload
 from receiver.rules import RetrainRule, decide
-from receiver.senders import NotAPush, PushSender, read_event
-from receiver.verify import Proof, ProofScheme
+from receiver.verify import Proof, ProofScheme, PushSender, read_event
 from tests.property.test_receiver_payloads import BODIES, JSON, REFS
 from tests.receiver_payloads import (
     GITEA_PUSH,
@@ -104,13 +103,6 @@ def test_a_payload_is_refused_or_leads_to_jobs_or_to_a_reason(sent: Sent) -> Non
     assert_is_refused_or_decided(sent)
 
 
-@pytest.mark.slow
-@settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(sent=SENT)
-def test_ten_thousand_payloads_are_refused_or_decided(sent: Sent) -> None:
-    assert_is_refused_or_decided(sent)
-
-
 def assert_is_refused_or_decided(sent: Sent) -> None:
     scheme, headers, body = sent
     proof = Proof(scheme=scheme, secrets=(SIGNING_SECRET,))
@@ -124,7 +116,7 @@ def assert_is_refused_or_decided(sent: Sent) -> None:
     except NotAnEvent:
         assert scheme in PUSHES
         return
-    if isinstance(event, NotAPush):
+    if not isinstance(event, bytes):
         assert not is_push(scheme, headers, body)
         return
     try:
@@ -143,13 +135,3 @@ def assert_answers_for(spec: JobSpec, payload: WebhookPayload) -> None:
     assert spec.pipeline in {rule.pipeline for rule in RULES}
     assert spec.revisions is not None
     assert spec.revisions.new_sha in told or spec.revisions.new_sha == payload.repo.headSha
-
-
-@settings(max_examples=1_000, deadline=None)
-@given(body=st.binary(max_size=200), header=st.text("0123456789abcdef=sha", max_size=80))
-def test_no_made_up_signature_holds(body: bytes, header: str) -> None:
-    for scheme, name in (("github", "x-hub-signature-256"), ("gitea", "x-gitea-signature")):
-        proof = Proof(scheme=scheme, secrets=("s3cret",))  # type: ignore[arg-type]
-        if header not in (hmac_hex("s3cret", body), f"sha256={hmac_hex('s3cret', body)}"):
-            with pytest.raises(ProofWrong):
-                proof.check_headers({name: header})(body)

@@ -7,8 +7,8 @@ from pydantic import ValidationError
 
 from jobs.spec import RevisionRange
 from pipeline.paths import Home
+from pipeline.runner.submit import retrain_rule
 from pipeline.settings import PipelineSettings, Settings, load_settings
-from pipeline.submit import retrain_rule
 from receiver.payload import WebhookPayload
 from receiver.rules import RetrainRule, decide
 from tests.receiver_payloads import dataset_update

@@ -12,8 +12,9 @@ from pipeline.cli.main import app
 from pipeline.cli.settings import settings_text
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
+from pipeline.retrain.settings import TrainSettings
 from pipeline.settings import PipelineSettings, Settings, load_settings, write_settings_copy
-from receiver.tunnel import tunnel_of
+from receiver.tunnel import command_of
 
 FACTS = PipelineSettings(name="facts", dataset="demo/facts")
 
@@ -123,9 +124,8 @@ def test_the_program_of_the_tunnel_is_beside_the_settings(file: Path) -> None:
     program.touch(0o755)
     read = tunnel("bin/open 'a b' http://{address}")
     assert read is not None
-    arguments = tunnel_of(read, "host:1", url_pattern="x").arguments
-    assert arguments == [str(program), "a b", "http://host:1"]
-    for text in ("cloudflared tunnel --url http://{address}", "ssh://me@relay/", "  "):
+    assert command_of(read, "host:1") == [str(program), "a b", "http://host:1"]
+    for text in ("cloudflared tunnel --url http://{address}", "  "):
         assert tunnel(text) == text
 
 
@@ -182,11 +182,6 @@ def test_the_environment_overrules_the_file(file: Path, monkeypatch: pytest.Monk
         (
             2 * '[[pipelines]]\nname = "a"\ndataset = "o/d"\n',
             ["two pipelines are called a"],
-        ),
-        (
-            '[[pipelines]]\nname = "a"\ndataset = "o/d"\nport = 8002\n'
-            '[[pipelines]]\nname = "b"\ndataset = "o/d"\n',
-            ["port 8002"],
         ),
     ],
 )
@@ -276,3 +271,10 @@ def test_an_address_of_ipv6_stands_in_brackets(file: Path) -> None:
     pipeline = PipelineSettings(name="a", dataset="o/d", port=8000)
     assert settings.server_url(pipeline) == "http://[::1]:8000"
     assert settings.hub_url == "http://[::1]:8070"
+
+
+def test_the_digest_tells_settings_that_shape_the_weights_from_those_that_do_not() -> None:
+    plain = TrainSettings().digest()
+    assert TrainSettings(max_tokens=7).digest() != plain
+    assert TrainSettings(max_tokens=TrainSettings().max_tokens).digest() == plain
+    assert TrainSettings(checkpoint_seconds=1, num_processes=2).digest() == plain

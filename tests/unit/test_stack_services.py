@@ -12,14 +12,14 @@ import pytest
 from jobs.process import identify
 from pipeline.cli.status import status_report
 from pipeline.cli.up import _detach, down
-from pipeline.doctor import check_services
+from pipeline.doctor.checks import check_services
+from pipeline.doctor.facts import Facts
 from pipeline.errors import PipelineError
-from pipeline.facts import Facts
 from pipeline.paths import Home
-from pipeline.services import Service, check_port, services_of
 from pipeline.settings import load_settings
-from pipeline.stack import Stack
-from pipeline.stack_record import Child, StackRecord, running_settings
+from pipeline.stack.record import Child, StackRecord, running_settings
+from pipeline.stack.services import Service, check_port, services_of
+from pipeline.stack.supervisor import Stack
 from tests.ports import free_port
 
 
@@ -89,6 +89,9 @@ def test_several_pipelines_have_one_address(
     }
     with pytest.raises(PipelineError, match="port 8000 is set for both"):
         urls(one + two + "port = 8000\n")
+    both = "port 8001 is set for both the completion server of a and the completion server of b"
+    with pytest.raises(PipelineError, match=both):
+        urls(one + two + "port = 8001\n")
 
 
 def test_the_addresses_of_a_running_stack_with_a_gateway(
@@ -191,7 +194,7 @@ def test_a_service_that_must_be_restarted_is_not_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
-    monkeypatch.setattr("pipeline.stack.http_probe", lambda url: lambda seconds: "dead")
+    monkeypatch.setattr("pipeline.stack.supervisor.http_probe", lambda url: lambda seconds: "dead")
     url = f"http://127.0.0.1:{free_port()}"
     stack = Stack(Home(tmp_path), [Service(name="hub", arguments=("--help",), url=url)])
     with pytest.raises(PipelineError, match=r"hub answered .* must be restarted; its log: .*hub"):

@@ -12,9 +12,9 @@ from typing import IO, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
+from pipeline.formats import OID
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.repositories.names import changed_path, new_file_path
-from pipeline.pointers import OID
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 MAX_OPERATIONS = 100_000

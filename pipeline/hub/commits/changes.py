@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from pipeline.formats import Pointer
 from pipeline.hub.commits.body import CommitBody, Operation
 from pipeline.hub.contents.attributes import ATTRIBUTES_FILE, large_file_paths, tracking_line
 from pipeline.hub.contents.trees import Entry, read_tree
@@ -15,7 +16,6 @@ from pipeline.hub.git.process import git
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.repositories.names import parents_of
 from pipeline.hub.repositories.store import Repository
-from pipeline.pointers import Pointer
 
 MAX_GIT_BYTES = 10 * 1024 * 1024
 """A file with more bytes is stored as a large file, even if `.gitattributes` does not list it."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import yaml
 from pydantic_core import to_jsonable_python
 
-from pipeline.card_head import HEAD, MAX_HEAD_CHARACTERS, HeadLoader
+from pipeline.formats import HEAD, MAX_HEAD_CHARACTERS, HeadLoader
 
 README = "README.md"
 

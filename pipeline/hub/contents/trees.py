@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pipeline.formats import Pointer
 from pipeline.hub.errors import EntryNotFound, RequestError
 from pipeline.hub.git.process import git, output_of
 from pipeline.hub.repositories.names import is_path
 from pipeline.hub.repositories.objects import look_up, pointers_of
 from pipeline.hub.repositories.store import Repository
-from pipeline.pointers import Pointer
 
 SMALL_FILE_BYTES = 1024 * 1024
 _CHUNK_BYTES = 256 * 1024

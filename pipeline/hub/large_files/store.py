@@ -19,8 +19,8 @@ from typing import BinaryIO
 from starlette.concurrency import run_in_threadpool
 
 from jobs.folder import fsync_dir
+from pipeline.formats import OID
 from pipeline.hub.errors import BadRequest, Conflict
-from pipeline.pointers import OID
 
 CHUNK_BYTES = 1024 * 1024
 """How many bytes of a file are in memory at a time."""

@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 from starlette.concurrency import run_in_threadpool
 
+from pipeline.formats import OID
 from pipeline.hub.errors import BadRequest, TooLarge
 from pipeline.hub.large_files.store import LargeFiles, make_folder, publish, temporary_file
 from pipeline.hub.large_files.xet_format import (
@@ -30,7 +31,6 @@ from pipeline.hub.large_files.xet_format import (
     read_shard,
     read_terms,
 )
-from pipeline.pointers import OID
 
 _making = threading.Lock()
 

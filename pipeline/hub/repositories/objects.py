@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from pipeline.formats import Pointer, may_be_pointer
 from pipeline.hub.git.process import git, lines_of
 from pipeline.hub.repositories.names import SHA
 from pipeline.hub.repositories.store import Repository
-from pipeline.pointers import Pointer, may_be_pointer
 
 _BLOBS_PER_PROCESS = 10_000
 

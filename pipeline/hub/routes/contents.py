@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from pipeline.formats import Pointer
 from pipeline.hub.contents.cards import README, Card, parse_card
 from pipeline.hub.contents.history import last_commits, list_commits, resolve_revision
 from pipeline.hub.contents.trees import (
@@ -26,7 +27,6 @@ from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes import file_answers
 from pipeline.hub.routes.access import API, FILES, Readable
-from pipeline.pointers import Pointer
 
 COMMITS_PER_PAGE = 1000
 MAX_PATHS = 10_000

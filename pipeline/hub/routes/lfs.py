@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, StringConstraints
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from pipeline.formats import OID
 from pipeline.hub.cipher import GRANT_SECONDS, Cipher
 from pipeline.hub.errors import Forbidden, NotFound
 from pipeline.hub.http_json import Json, chunks, hub_url, json_body
@@ -23,7 +24,6 @@ from pipeline.hub.repositories.store import Repository
 from pipeline.hub.routes import file_answers
 from pipeline.hub.routes.access import API, FILES, Readable, Who, Writer
 from pipeline.hub.service import Hub, HubOf
-from pipeline.pointers import OID
 
 _MAX_OBJECTS = 10_000
 

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.attempt_tokens import attempt_token, job_of_token
-from jobs.job import Job
+from jobs.job import Job, attempt_token, job_of_token
 from jobs.store import JobStore
 from tests.jobs_fixtures import DONE, lost, spec
 

@@ -8,8 +8,7 @@ from sqlalchemy import create_engine, event, inspect, text
 
 from jobs.errors import OtherSchema, StoreError
 from jobs.job import delivery_ids as delivery_ids_of
-from jobs.rows import update_job
-from jobs.schema import writing
+from jobs.schema import update_job, writing
 from jobs.store import JobStore
 from tests.jobs_fixtures import delivery, spec
 

@@ -1,5 +1,7 @@
 """The landing page, and what may take its place."""
 
+import html
+import re
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ def test_the_landing_page_says_what_is_registered_and_how_to_call_it(
     assert "s3cret" not in page
     assert "<b>" not in page, "names are escaped"
     assert 'name="viewport"' in page
+    assert "<script" not in page and "http" not in page.replace("http://testserver", "")
 
 
 def test_the_landing_page_warns_of_an_open_handler_and_shows_the_public_url() -> None:
@@ -43,6 +46,22 @@ def test_the_landing_page_warns_of_an_open_handler_and_shows_the_public_url() ->
     assert "Secret: not set" in page
     assert "--url https://hooks.example/webhooks/first " in page
     assert "a valid Gitea signature" in page
+    assert "choose the content type <code>application/json</code>" in page
+
+
+def test_each_command_names_the_secret_that_the_handler_asks_for() -> None:
+    def commands(server: WebhooksServer) -> list[str]:
+        server.add_webhook("/shared")(lambda payload: None)
+        server.add_webhook("/own", webhook_secret="another")(lambda payload: None)
+        page = html.unescape(TestClient(server.app).get("/").text)
+        return re.findall(r"--secret ([^<]+)</pre>", page)
+
+    assert commands(WebhooksServer(webhook_secret="s3cret")) == [
+        '"$WEBHOOK_SECRET"',
+        "SECRET-OF-THIS-HANDLER",
+    ]
+    stack = WebhooksServer(webhook_secret="s3cret", secret_in_shell="$(cat tokens.json)")
+    assert commands(stack) == ["$(cat tokens.json)", "SECRET-OF-THIS-HANDLER"]
 
 
 def test_a_ui_of_ones_own_takes_the_place_of_the_landing_page() -> None:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from receiver import listen
 from receiver.errors import AddressUnavailable, OpenToEveryone
 from receiver.listen import bind
-from receiver.monitoring import measure
+from receiver.retrain import measure
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 from tests.jobs_fixtures import until

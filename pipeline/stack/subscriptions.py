@@ -9,7 +9,6 @@ from http import HTTPStatus
 from typing import Any
 
 from jobs.folder import read_json, write_atomically
-from pipeline.facts import Facts, Finding, ok, wrong
 from pipeline.paths import Home
 from pipeline.retrain.own_token import own_token
 from pipeline.settings import Settings
@@ -30,8 +29,6 @@ from serving.http.cross_site import host_name, is_loopback_name
 ROUTE = "/webhooks/retrain"
 """The receiver's route for pushes. The receivers of other stacks have the same route, and such a
 stack may have a webhook on this hub. So this path does not make a webhook the stack's own."""
-_CHECK = "another hub"
-_RESTART = "pipeline down, then pipeline up"
 
 
 def own_webhook(
@@ -122,7 +119,7 @@ def _create(dataset: str, settings: Settings, tokens: Tokens) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OtherHub:
+class OtherHub:
     url: str
     datasets: list[str]
     """The datasets on this hub that pipelines follow."""
@@ -137,22 +134,21 @@ class _OtherHub:
         found = list_webhooks(endpoint=self.url, token=self.token)
         return next((each for each in found if each.url == self.post_to), None)
 
-    def hindrance(self) -> Finding | None:
-        """Why this hub cannot report pushes before the user has changed something."""
+    def hindrance(self) -> tuple[str, str] | None:
+        """Why this hub cannot report pushes before the user has changed something, and what the
+        user can change. None if it can report pushes."""
         names = ", ".join(self.datasets)
         if self.post_to is None:
-            return wrong(
-                _CHECK,
+            return (
                 f"{self.url} cannot reach this receiver to report pushes to {names}",
                 "set `tunnel` or `public_url` under [receiver], then pipeline down and pipeline up;"
                 " until then, train by hand: pipeline jobs run",
             )
         if self.token is None:
-            return wrong(
-                _CHECK,
+            return (
                 f"there is no token for {self.url}, which has {names}",
                 "run `hf auth login`, or set HF_TOKEN to a token that may manage webhooks there, "
-                f"then {_RESTART}",
+                "then pipeline down, then pipeline up",
             )
         return None
 
@@ -163,7 +159,7 @@ def credentials_of_other_hubs(
     """The other hubs, with the user's own token. When the receiver's public URL changes, the
     receiver uses the token to correct the URL in its webhook on the hub. Empty if the user has no
     token."""
-    found = _other_hubs(settings, home, tokens)
+    found = other_hubs(settings, home, tokens)
     return [HubCredentials(endpoint=each.url, token=each.token) for each in found if each.token]
 
 
@@ -172,10 +168,10 @@ def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> I
     text for each hub. The line says what the hub does now, or what the user must do. If a hub
     cannot be reached, this function raises no error, because the stack can also run without this
     hub."""
-    for hub in _other_hubs(settings, home, tokens):
+    for hub in other_hubs(settings, home, tokens):
         names = ", ".join(hub.datasets)
         if (hindrance := hub.hindrance()) is not None:
-            yield f"{hindrance.message}; {hindrance.next_step}"
+            yield "; ".join(hindrance)
             continue
         try:
             webhook_id = _subscribe(hub, tokens.webhook)
@@ -191,39 +187,8 @@ def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> I
             yield f"{hub.url} reports pushes to {names}: {webhook_id} posts to {hub.post_to}"
 
 
-def check_other_hubs(facts: Facts) -> Iterator[Finding]:
-    """For `pipeline doctor`: checks whether the webhooks on the other hubs exist and are enabled.
-    Yields nothing if no stack is up, if no pipeline follows a dataset on another hub, or if the
-    stack's tokens cannot be read."""
-    if facts.stack is None or facts.tokens is None:
-        return
-    for hub in _other_hubs(facts.settings, facts.home, facts.tokens):
-        if (hindrance := hub.hindrance()) is not None:
-            yield hindrance
-            continue
-        try:
-            ours = hub.webhook()
-        except ReceiverError as error:
-            yield wrong(_CHECK, f"{hub.url} does not list its webhooks: {error}", _RESTART)
-            continue
-        if (
-            ours is None
-            or "repo" not in ours.domains
-            or unwatched_datasets(hub.datasets, ours.watched)
-        ):
-            names = ", ".join(hub.datasets)
-            yield wrong(_CHECK, f"no webhook at {hub.url} reports pushes to {names}", _RESTART)
-        elif ours.status != "enabled":
-            yield wrong(
-                _CHECK,
-                f"{ours.id} at {hub.url} is {ours.status}",
-                f"pipeline webhooks enable {ours.id} --endpoint {hub.url}",
-            )
-        else:
-            yield ok(_CHECK, f"{ours.id} at {hub.url} posts to {ours.url}")
-
-
-def _other_hubs(settings: Settings, home: Home, tokens: Tokens) -> list[_OtherHub]:
+def other_hubs(settings: Settings, home: Home, tokens: Tokens) -> list[OtherHub]:
+    """The other hubs that have datasets which pipelines follow."""
     followed: dict[str, list[str]] = {}
     for pipeline in settings.pipelines:
         hub = settings.other_hub(pipeline)
@@ -231,7 +196,7 @@ def _other_hubs(settings: Settings, home: Home, tokens: Tokens) -> list[_OtherHu
             followed[hub].append(pipeline.dataset)
     token = own_token(os.environ, tokens.hub)
     return [
-        _OtherHub(
+        OtherHub(
             url=hub,
             datasets=datasets,
             token=token,
@@ -241,7 +206,7 @@ def _other_hubs(settings: Settings, home: Home, tokens: Tokens) -> list[_OtherHu
     ]
 
 
-def _subscribe(hub: _OtherHub, secret: str) -> str:
+def _subscribe(hub: OtherHub, secret: str) -> str:
     """Create or correct the webhook; returns its id. This webhook keeps what it watches, because
     the user may have added something. The user's other webhooks do not change."""
     ours = hub.webhook()

@@ -2,33 +2,25 @@
 branch, a file is not read, or a row cannot be read. Git and the Hugging Face clients show these
 remarks, so the person sees a mistake without looking into the job's log."""
 
-import json
 import logging
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
-from pipeline.card_head import MAX_HEAD_CHARACTERS
-from pipeline.data_check import tokenizer_folder
 from pipeline.errors import PipelineError
+from pipeline.formats import MAX_HEAD_CHARACTERS, Pointer, may_be_pointer
 from pipeline.hub.contents.trees import changed_files, find_paths, list_paths, read_file
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.repositories.objects import read_blobs
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repository
-from pipeline.paths import Home
-from pipeline.pointers import Pointer, may_be_pointer
-from pipeline.retrain.base_model import CHAT_TEMPLATE, PRESETS
-from pipeline.retrain.chat import render
 from pipeline.retrain.data_files import CARD, is_needed, sort_files, why_no_data
 from pipeline.retrain.dataset import read_dataset
 from pipeline.retrain.errors import DataError
 from pipeline.retrain.report import grouped
-from pipeline.retrain.rows import Row
 from pipeline.settings import PipelineSettings
 from receiver.rules import full_ref
-from serving.chat_template import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +34,6 @@ CHECKED_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 """Only rows of files with these suffixes are checked. The hub does not open compressed files, such
 as `.jsonl.gz` and `.parquet`: a small compressed file may become so large when it is unpacked that
 it fills the hub's memory."""
-MAX_RENDERED = 200
-"""The chat template is tried with this many conversations."""
 MAX_NAMED = 5
 """The remarks name at most this many faults of rows, this many missing files, and this many files
 that the pipeline does not read."""
@@ -52,8 +42,7 @@ that the pipeline does not read."""
 class PushRemarks:
     """Writes the remarks on pushes to the datasets of `pipelines`."""
 
-    def __init__(self, pipelines: Sequence[PipelineSettings], home: Home) -> None:
-        self._home = home
+    def __init__(self, pipelines: Sequence[PipelineSettings]) -> None:
         # Each pipeline with the ref of the branch that it follows.
         self._pipelines = [(one, full_ref(one.ref)) for one in pipelines]
 
@@ -108,7 +97,7 @@ class PushRemarks:
                 continue
             if is_pushed_branch:
                 yield from _ignored_data_files(repository, change, pipelines)
-            yield from _unreadable_rows(repository, change, pipelines, self._home)
+            yield from _unreadable_rows(repository, change, pipelines)
 
 
 def _has_long_card(repository: Repository, change: RefChange) -> bool:
@@ -161,46 +150,16 @@ def _paths_and_card(repository: Repository, commit: str) -> tuple[Sequence[str],
     return list_paths(repository, commit), card
 
 
-def _refused(rows: Iterable[Row], pipeline: PipelineSettings, home: Home) -> Iterator[DataError]:
-    """The first conversations, if the chat template refuses them. Empty if the template is not on
-    this disk."""
-    talks = list(islice((row for row in rows if row.messages is not None), MAX_RENDERED))
-    template = _template(pipeline, home) if talks else None
-    if template is None:
-        return
-    for row in talks:
-        try:
-            render(row, template)
-        except DataError as error:
-            yield error
-
-
-def _template(pipeline: PipelineSettings, home: Home) -> ChatTemplate | None:
-    """The chat template with which a job would begin."""
-    folder = tokenizer_folder(pipeline, home)
-    if folder is None:
-        is_preset = pipeline.base_model in PRESETS
-        return ChatTemplate(CHAT_TEMPLATE, {}) if is_preset else None
-    try:
-        from serving.tokenizer import load_chat_template
-    except ImportError:
-        return None  # nothing is served from this installation
-    return load_chat_template(folder, json.loads((folder / "tokenizer_config.json").read_bytes()))
-
-
 def _has_checked_rows(path: str) -> bool:
     return path.lower().endswith(CHECKED_SUFFIXES)
 
 
 def _unreadable_rows(
-    repository: Repository,
-    change: RefChange,
-    pipelines: Sequence[PipelineSettings],
-    home: Home,
+    repository: Repository, change: RefChange, pipelines: Sequence[PipelineSettings]
 ) -> Iterator[str]:
     """Remarks on the changed files: large files whose content is missing, and rows that a job of
-    one of the pipelines could not read, or could not show to its model. If the files have more than
-    MAX_BYTES in total, the only remark is that nothing was checked."""
+    one of the pipelines could not read. If the files have more than MAX_BYTES in total, the only
+    remark is that nothing was checked."""
     assert change.new_sha is not None
     files = changed_files(repository, change.old_sha, change.new_sha)
     wanted = [
@@ -240,8 +199,7 @@ def _unreadable_rows(
             yield f"{len(missing) - MAX_NAMED} more large files were not uploaded."
         for pipeline in pipelines:
             bad: list[DataError] = []
-            dataset = read_dataset(folder, paths, pipeline.data, bad.append)
-            bad += _refused(dataset.train, pipeline, home)
+            read_dataset(folder, paths, pipeline.data, bad.append)
             problems = grouped(bad)
             yield from problems[:MAX_NAMED]
             if len(problems) > MAX_NAMED:

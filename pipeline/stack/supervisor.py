@@ -19,23 +19,24 @@ import filelock
 from jobs.folder import write_atomically
 from jobs.process import ProcessIdentity, die_with_parent, identify, is_alive
 from pipeline.errors import PipelineError
-from pipeline.liveness import (
-    PROBE_INTERVAL_SECONDS,
-    ChildWatch,
-    LivenessProbe,
-    file_probe,
-    http_probe,
-)
 from pipeline.logs import rotate
 from pipeline.paths import Home, settings_file
-from pipeline.services import Service, check_port
 from pipeline.settings import (
     HANG_SECONDS,
     SETTINGS_COPY,
     settings_digest,
     write_settings_copy,
 )
-from pipeline.stack_record import Child, StackRecord, last_record
+from pipeline.stack.record import Child, StackRecord, last_record
+from pipeline.stack.services import (
+    PROBE_INTERVAL_SECONDS,
+    ChildWatch,
+    LivenessProbe,
+    Service,
+    check_port,
+    file_probe,
+    http_probe,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class Stack:
         self._settings_digest = settings_digest()
         self._has_started = False
         """Whether `start` has succeeded. `_is_ready` does not tell this: a stack for one job
-        (`pipeline/by_hand.py`) starts, but is never marked as ready."""
+        (`pipeline/runner/by_hand.py`) starts, but is never marked as ready."""
         self._is_ready = False
         self._lock: filelock.BaseFileLock | None = None
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import PipelineError
+from pipeline.formats import Pointer, may_be_pointer
 from pipeline.hub.repositories.names import repository_name
 from pipeline.hub.repositories.store import Repositories
 from pipeline.paths import Home
-from pipeline.pointers import Pointer, may_be_pointer
 from pipeline.retrain.base_model import (
     CONTEXT,
     PRESETS,

@@ -2,7 +2,6 @@
 and what to do about the fault, but repairs nothing."""
 
 import shutil
-import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,18 +11,16 @@ import httpx
 
 from jobs.errors import JobError
 from jobs.schema import HEAD as JOBS_SCHEMA
+from pipeline.doctor.facts import READ_IT, WAYS_ON, Facts, Finding, next_step, ok, state_of, wrong
 from pipeline.errors import PipelineError
-from pipeline.facts import READ_IT, Facts, Finding, ok, state_of, wrong
 from pipeline.hub.database import check_schema, read_only
 from pipeline.hub.errors import HubError
-from pipeline.job_store import reading_jobs
-from pipeline.journal import WAYS_ON, next_step
-from pipeline.liveness import port_fault
 from pipeline.paths import settings_file
-from pipeline.services import services_of
+from pipeline.runner.job_store import reading_jobs
 from pipeline.settings import PipelineSettings
-from pipeline.stack_record import stale_settings, suspended_stack
-from pipeline.subscriptions import ROUTE, check_other_hubs, own_webhook, unwatched_datasets
+from pipeline.stack.record import stale_settings, suspended_stack
+from pipeline.stack.services import port_fault, services_of
+from pipeline.stack.subscriptions import ROUTE, other_hubs, own_webhook, unwatched_datasets
 from pipeline.tokens import read_tokens
 from receiver.errors import NotAllowed, ReceiverError
 from receiver.webhooks import WebhookRecord
@@ -33,9 +30,6 @@ from serving.weights.verify import verify_release
 
 SPARE_BYTES = 1 << 30
 """How many bytes must be free on the disk. If fewer are free, the next release may not fit."""
-OLDEST_GIT = (2, 31)
-"""The first version of git that reads the environment variable `GIT_CONFIG_COUNT`. `pipeline env`
-sets this variable."""
 NEEDED_TO_TRAIN = ("torch", "transformers", "datasets", "safetensors")
 INSTALL_TORCH = "in the folder of hotpush: pip install -e '.[torch]'"
 RESTART = "pipeline down && pipeline up --detach"
@@ -59,18 +53,10 @@ def check_programs(facts: Facts) -> Iterator[Finding]:
     yield ok("engine", f"{facts.engine.name}, because {facts.engine.reason}")
     if facts.engine.name == "torch" and find_spec("torch") is None:
         yield wrong("torch", "it is not installed", INSTALL_TORCH)
-    git = shutil.which("git")
-    if git is None:
-        yield wrong("git", "it is not on PATH", "install git")
-        return
-    done = subprocess.run([git, "--version"], capture_output=True, text=True, check=False)
-    words = done.stdout.split()
-    number = words[2] if len(words) > 2 else ""
-    parts = tuple(int(part) for part in number.split(".")[:2] if part.isdigit())
-    if parts < OLDEST_GIT:
-        yield wrong("git", f"its version is {number or 'unknown'}", "install git 2.31 or newer")
+    if (git := shutil.which("git")) is None:
+        yield wrong("git", "it is not on PATH", "install git 2.31 or newer")
     else:
-        yield ok("git", number)
+        yield ok("git", git)
 
 
 def check_state_folder(facts: Facts) -> Iterator[Finding]:
@@ -236,6 +222,38 @@ def _check_own_webhook(facts: Facts, ours: WebhookRecord | None) -> Iterator[Fin
         yield ok("webhook", f"{ours.id} delivers to {url}")
         return
     yield wrong("webhook", fault, step)
+
+
+def check_other_hubs(facts: Facts) -> Iterator[Finding]:
+    """Whether the webhooks on the other hubs exist and are enabled. Yields nothing if no stack is
+    up, if no pipeline follows a dataset on another hub, or if the stack's tokens cannot be read."""
+    if facts.stack is None or facts.tokens is None:
+        return
+    check = "another hub"
+    for hub in other_hubs(facts.settings, facts.home, facts.tokens):
+        if (hindrance := hub.hindrance()) is not None:
+            yield wrong(check, *hindrance)
+            continue
+        try:
+            ours = hub.webhook()
+        except ReceiverError as error:
+            yield wrong(check, f"{hub.url} does not list its webhooks: {error}", RESTART)
+            continue
+        if (
+            ours is None
+            or "repo" not in ours.domains
+            or unwatched_datasets(hub.datasets, ours.watched)
+        ):
+            names = ", ".join(hub.datasets)
+            yield wrong(check, f"no webhook at {hub.url} reports pushes to {names}", RESTART)
+        elif ours.status != "enabled":
+            yield wrong(
+                check,
+                f"{ours.id} at {hub.url} is {ours.status}",
+                f"pipeline webhooks enable {ours.id} --endpoint {hub.url}",
+            )
+        else:
+            yield ok(check, f"{ours.id} at {hub.url} posts to {ours.url}")
 
 
 def check_deliveries(facts: Facts) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ use the job store."""
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from jobs.attempt_tokens import PREFIX, job_of_token
+from jobs.job import PREFIX, job_of_token
 from jobs.store import JobStore
 from pipeline.hub.database import check_schema
 from pipeline.paths import Home

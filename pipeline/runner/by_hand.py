@@ -15,18 +15,17 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from jobs.attempt_tokens import attempt_token
-from jobs.job import Job
-from pipeline.after_jobs import after_jobs
-from pipeline.job_store import check_schemas, open_job_store
+from jobs.job import Job, attempt_token
 from pipeline.logs import log_to_stderr
-from pipeline.newest_commit import head_finder
 from pipeline.paths import Home, settings_file
 from pipeline.retrain.own_token import OWN_TOKEN, token_of_shell
-from pipeline.services import RUNNER, Service, hub_service
+from pipeline.runner.after_jobs import after_jobs
+from pipeline.runner.job_store import check_schemas, open_job_store
+from pipeline.runner.submit import head_finder
 from pipeline.settings import SETTINGS_COPY, Settings, load_settings
-from pipeline.stack import Stack
-from pipeline.stack_record import at_running_stack, read_stack
+from pipeline.stack.record import at_running_stack, read_stack
+from pipeline.stack.services import RUNNER, Service, hub_service
+from pipeline.stack.supervisor import Stack
 from pipeline.tokens import Tokens, load_tokens
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,490 @@
+"""Decides which job a submission leads to, which job a runner takes next, and which old jobs are
+deleted. It does the work of `JobStore.submit`, `JobStore.claim` and `JobStore.forget`.
+
+A *push job* belongs to a pipeline and was not submitted by hand. It trains the head of its ref. So
+a delivery only marks the pipeline as behind: it is linked to the pipeline's pending push job, and
+the order in which deliveries arrive does not matter.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import Connection, Engine, delete, func, insert, select, update
+
+from jobs.errors import HeadAway, JobNotFound, NoHead, PendingJob
+from jobs.job import (
+    TRANSITIONS,
+    Delivery,
+    FindHead,
+    Head,
+    Job,
+    JobRequest,
+    Submission,
+    delivery_ids,
+    failure,
+)
+from jobs.outcome import JobOutcome
+from jobs.schema import (
+    DELIVERIES,
+    JOBS,
+    end_job,
+    fetch_job,
+    is_paused,
+    is_pending,
+    job_from_row,
+    job_id_of,
+    matches_delivery,
+    number_of,
+    reading,
+    select_jobs,
+    spec_as_json,
+    update_job,
+    with_revisions,
+    writing,
+)
+from jobs.spec import JobSpec
+
+HEAD_RETRY_SECONDS = 5.0
+"""If the head of a job's ref cannot be read, it is read again after this time."""
+
+BATCH = 100
+"""One transaction deletes at most this many jobs, with all their deliveries."""
+_ENDED_STATES = tuple(state for state, following in TRANSITIONS.items() if not following)
+
+DeliveryKey = tuple[str, str]
+"""A delivery's source and id."""
+
+
+def submit_all(
+    connection: Connection, requests: Sequence[JobRequest], now: float
+) -> list[Submission]:
+    """Submit the requests in order, by the rules of `JobStore.submit`. Raises PendingJob if a
+    request is by hand, and the pipeline already has a pending job that was submitted by hand."""
+    batch = _Batch(connection, now)
+    known = _known_deliveries(connection, [each.delivery for each in requests if each.delivery])
+    answers = dict(known)
+    new: dict[DeliveryKey, dict[str, Any]] = {}
+    submissions = []
+    for request in requests:
+        delivery = request.delivery
+        if delivery is None:
+            submissions.append(batch.submit(request))
+            continue
+        key = delivery.source, delivery.id
+        job = batch.job(answers[key]) if key in answers else None
+        if job is not None and not _failed_or_cancelled(job):
+            submissions.append(Submission(job=job, is_new=False, how="duplicate"))
+            continue
+        submissions.append(batch.submit(request))
+        answers[key] = number_of(submissions[-1].job.id)
+        if key not in known:
+            revisions = request.spec.revisions
+            new[key] = {
+                "source": delivery.source,
+                "id": delivery.id,
+                "announced": None if revisions is None else revisions.new_sha,
+                "received_at": now,
+                "job_number": answers[key],
+            }
+    batch.write()
+    if new:
+        arrived = connection.scalar(select(func.max(DELIVERIES.c.arrival))) or 0
+        rows = [{**row, "arrival": at} for at, row in enumerate(new.values(), start=arrived + 1)]
+        connection.execute(insert(DELIVERIES), rows)
+    # The recorded job failed or was cancelled.
+    for key in [key for key in known if answers[key] != known[key]]:
+        answer = update(DELIVERIES).where(*matches_delivery(*key))
+        connection.execute(answer.values(job_number=answers[key]))
+    return submissions
+
+
+def due_at(spec: JobSpec, first_seen: float, now: float) -> float:
+    """When a pending job may start. Its first delivery arrived at the time `first_seen`, and its
+    last one at the time `now`. All times are seconds since the epoch."""
+    return min(first_seen + spec.max_wait_seconds, now + spec.debounce_seconds)
+
+
+def _known_deliveries(
+    connection: Connection, deliveries: Sequence[Delivery]
+) -> Mapping[DeliveryKey, int]:
+    """The deliveries that the store has already recorded: key of the delivery → number of its
+    job."""
+    ids: defaultdict[str, list[str]] = defaultdict(list)
+    for delivery in deliveries:
+        ids[delivery.source].append(delivery.id)
+    known = {}
+    # Use one query per source. With a list of (source, id) pairs, SQLite would not use the index
+    # and would compare every row.
+    for source in ids:
+        query = select(DELIVERIES.c.id, DELIVERIES.c.job_number)
+        is_asked = DELIVERIES.c.source == source, DELIVERIES.c.id.in_(ids[source])
+        for row in connection.execute(query.where(*is_asked)):
+            known[source, row.id] = row.job_number
+    return known
+
+
+class _Batch:
+    """The submissions of one transaction. New jobs are inserted at once. A changed pending job is
+    written only once, by `write`, because one transaction may have many deliveries for it."""
+
+    def __init__(self, connection: Connection, now: float) -> None:
+        self._connection = connection
+        self._now = now
+        self._pending: dict[str, Job | None] = {}
+        """Pipeline → its pending push job, with the changes that are not written yet."""
+        self._changed: set[str] = set()
+
+    def submit(self, request: JobRequest) -> Submission:
+        spec = request.spec
+        pipeline = spec.pipeline
+        if pipeline is None or request.by_hand:
+            if pipeline is not None:
+                query = select(JOBS.c.number).where(is_pending(pipeline, by_hand=True))
+                if (number := self._connection.scalar(query)) is not None:
+                    raise PendingJob(job_id_of(number), pipeline)
+            return Submission(job=self._insert(request), is_new=True, how="created")
+        spec = with_revisions(spec, old_sha=None, new_sha=None, delivery_ids=())
+        pending = self._pending_job(pipeline)
+        if pending is None:
+            job = self._pending[pipeline] = self._insert(replace(request, spec=spec))
+            return Submission(job=job, is_new=True, how="created")
+        if spec.revisions is None:
+            spec = spec.model_copy(update={"revisions": pending.spec.revisions})
+        run_after = due_at(spec, pending.created_at, self._now)
+        job = replace(pending, spec=spec, payload=request.payload, run_after=run_after)
+        self._pending[pipeline] = job
+        self._changed.add(pipeline)
+        return Submission(job=job, is_new=False, how="merged")
+
+    def job(self, number: int) -> Job:
+        """The job, with the changes that this batch has made so far."""
+        for job in self._pending.values():
+            if job is not None and number_of(job.id) == number:
+                return job
+        row = self._connection.execute(select(JOBS).where(JOBS.c.number == number)).one_or_none()
+        if row is None:
+            raise JobNotFound(job_id_of(number))
+        return job_from_row(row)
+
+    def write(self) -> None:
+        for pipeline in self._changed:
+            job = self._pending[pipeline]
+            assert job is not None
+            self._connection.execute(
+                update(JOBS)
+                .where(JOBS.c.number == number_of(job.id))
+                .values(
+                    spec=spec_as_json(job.spec),
+                    run_after=job.run_after,
+                    payload=_as_json(job.payload),
+                )
+            )
+
+    def _pending_job(self, pipeline: str) -> Job | None:
+        if pipeline not in self._pending:
+            query = select(JOBS).where(is_pending(pipeline, by_hand=False))
+            row = self._connection.execute(query).one_or_none()
+            self._pending[pipeline] = None if row is None else job_from_row(row)
+        return self._pending[pipeline]
+
+    def _insert(self, request: JobRequest) -> Job:
+        spec = request.spec
+        row = self._connection.execute(
+            insert(JOBS)
+            .values(
+                pipeline=spec.pipeline,
+                head=None if spec.revisions is None else spec.revisions.new_sha,
+                state="SCHEDULING",
+                spec=spec_as_json(spec),
+                payload=_as_json(request.payload),
+                created_at=self._now,
+                run_after=due_at(spec, self._now, self._now),
+                attempt=0,
+                num_lost=0,
+                cancel_requested=False,
+                by_hand=request.by_hand,
+            )
+            .returning(*JOBS.c)
+        ).one()
+        return job_from_row(row)
+
+
+def _failed_or_cancelled(job: Job) -> bool:
+    """Whether the job failed, was cancelled, or still runs but will be cancelled. If the sender
+    repeats a delivery of such a job, the pipeline is behind again. A job that completed before it
+    could be cancelled does not count as cancelled, because it has done its work."""
+    return job.state in ("ERROR", "CANCELED") or (job.cancel_requested and not job.has_ended)
+
+
+def _as_json(payload: dict[str, Any] | None) -> str | None:
+    return None if payload is None else json.dumps(payload)
+
+
+# Claims
+
+
+class Claims:
+    """`now` returns the store's time."""
+
+    def __init__(self, engine: Engine, now: Callable[[Connection], float]) -> None:
+        self._engine = engine
+        self._now = now
+
+    def claim(self, owner: str, lease_seconds: float, find_head: FindHead | None) -> Job | None:
+        if (again := self._claim_again(owner, lease_seconds)) is not None:
+            return again
+        while (job := self._due()) is not None:
+            head, failed = None, None
+            try:
+                if job.trains_head and find_head is not None:
+                    head = find_head(job)
+            except HeadAway as away:
+                self._wait_for_head(job, str(away))
+                return None
+            except NoHead as error:
+                failed = failure(job, stage="claim", reason=str(error))
+            claimed = self._take(job, owner, lease_seconds, head, failed)
+            if claimed is not None:
+                return claimed
+        return None
+
+    def _claim_again(self, owner: str, lease_seconds: float) -> Job | None:
+        with reading(self._engine) as connection:
+            due = is_waiting() & ((JOBS.c.run_after <= self._now(connection)) | gives_way())
+            query = select(JOBS.c.number).where(due).order_by(JOBS.c.run_after, JOBS.c.number)
+            number = connection.scalar(query.limit(1))
+        if number is None:
+            return None
+        with writing(self._engine) as connection:
+            # Check again under the write lock.
+            job = next(
+                iter(select_jobs(connection, select(JOBS).where(due, JOBS.c.number == number))),
+                None,
+            )
+            if job is None:
+                return None
+            now = self._now(connection)
+            if job.last_failure is not None:
+                ended = give_way(connection, job, job.last_failure, now)
+                if ended is not None:
+                    return ended
+            return update_job(
+                connection,
+                job.id,
+                owner=owner,
+                lease_until=now + lease_seconds,
+                outcome=None,
+                # The time without an attempt does not count against the job's time limit.
+                started_at=JOBS.c.started_at + (now - JOBS.c.lease_until),
+            )
+
+    def _due(self) -> Job | None:
+        """The job that `claim` tries to take, with `old_sha` in its range."""
+        with reading(self._engine) as connection:
+            due = select(JOBS).where(is_claimable(), JOBS.c.run_after <= self._now(connection))
+            due = due.order_by(JOBS.c.run_after, JOBS.c.number).limit(1)
+            job = next(iter(select_jobs(connection, due)), None)
+            if job is None or not job.trains_head:
+                return job
+            old_sha = previous_head(connection, job)
+            return replace(job, spec=with_revisions(job.spec, old_sha=old_sha))
+
+    def _wait_for_head(self, job: Job, reason: str) -> None:
+        with writing(self._engine) as connection:
+            if fetch_job(connection, number_of(job.id)).state == "SCHEDULING":
+                run_after = self._now(connection) + HEAD_RETRY_SECONDS
+                update_job(connection, job.id, run_after=run_after, waits_for=reason)
+
+    def _take(
+        self,
+        job: Job,
+        owner: str,
+        lease_seconds: float,
+        head: Head | None,
+        failed: JobOutcome | None,
+    ) -> Job | None:
+        """Give the lease of the pending job to `owner`. None if the job cannot be taken any more,
+        or if a delivery has arrived since the job was read: the head may be older than that."""
+        with writing(self._engine) as connection:
+            now = self._now(connection)
+            still_due = select(JOBS).where(
+                is_claimable(), JOBS.c.run_after <= now, JOBS.c.number == number_of(job.id)
+            )
+            found = next(iter(select_jobs(connection, still_due)), None)
+            if found is None or delivery_ids(found) != delivery_ids(job):
+                return None
+            values: dict[str, Any] = {}
+            if head is not None:
+                spec = with_revisions(job.spec, new_sha=head.sha)
+                payload = job.payload if job.by_hand and job.payload is not None else head.payload
+                values = {
+                    "spec": spec_as_json(spec),
+                    "payload": json.dumps(payload),
+                    "head": head.sha,
+                }
+            claimed = update_job(
+                connection,
+                job.id,
+                state="RUNNING",
+                attempt=1,
+                started_at=now,
+                owner=owner,
+                lease_until=now + lease_seconds,
+                waits_for=None,
+                **values,
+            )
+            if failed is not None:
+                return end_job(connection, claimed, failed, now)
+            if head is None or job.by_hand:
+                return claimed
+            last = job_that_trained(connection, claimed, head)
+            if last is None:
+                return claimed
+            result = last.outcome.result if last.outcome is not None else "completed"
+            unchanged = JobOutcome(
+                result="unchanged",
+                stage="claim",
+                reason=f"{last.id} has trained on {head.sha[:12]} already: {result}.",
+                delivery_ids=delivery_ids(claimed),
+                job_id=job.id,
+                dataset_revision=head.sha,
+            )
+            return end_job(connection, claimed, unchanged, now)
+
+
+def previous_head(connection: Connection, job: Job) -> str | None:
+    """The commit of the pipeline's last push job that has one. None if there is no such job."""
+    query = select(JOBS.c.head).where(
+        JOBS.c.pipeline == job.spec.pipeline,
+        JOBS.c.by_hand.is_(False),
+        JOBS.c.head.is_not(None),
+        JOBS.c.number < number_of(job.id),
+    )
+    head: str | None = connection.scalar(query.order_by(JOBS.c.number.desc()).limit(1))
+    return head
+
+
+def job_that_trained(connection: Connection, job: Job, head: Head) -> Job | None:
+    """The newest ended job of the pipeline, if it has trained `head` in the same way as `job`
+    would: with the same settings and the same command. Otherwise None.
+
+    Older jobs do not count. Suppose that somebody pushes the commits A, B and again A. The third
+    push needs a training, because the weights have learned B since the first.
+    """
+    query = select(JOBS).where(JOBS.c.pipeline == job.spec.pipeline, JOBS.c.ended_at.is_not(None))
+    # Do not order by `ended_at`: the clock may have been set back.
+    row = connection.execute(query.order_by(JOBS.c.number.desc()).limit(1)).one_or_none()
+    if row is None or (row.state, row.head) != ("COMPLETED", head.sha):
+        return None
+    last = job_from_row(row)
+    is_same = (last.spec.settings, last.spec.command) == (job.spec.settings, job.spec.command)
+    return last if is_same else None
+
+
+def is_claimable() -> Any:
+    """The SQL condition for pending jobs that need not wait for another job: no other job of the
+    same pipeline is running, and the pipeline is not paused. (Plain commands have no pipeline, so
+    they block nobody.) The condition does not check whether the time `run_after` has come."""
+    running = JOBS.alias("running")
+    blocked = (
+        select(running.c.number)
+        .where(running.c.pipeline == JOBS.c.pipeline, running.c.state == "RUNNING")
+        .exists()
+    )
+    return (JOBS.c.state == "SCHEDULING") & ~blocked & (JOBS.c.pipeline.is_(None) | ~is_paused())
+
+
+def is_waiting() -> Any:
+    """The SQL condition for jobs that have been started and wait for their next attempt."""
+    return (JOBS.c.state == "RUNNING") & JOBS.c.owner.is_(None)
+
+
+def gives_way() -> Any:
+    """The SQL condition for push jobs of which an attempt has failed, while a push job of the
+    pipeline is pending (`fetch_successor`)."""
+    newer = JOBS.alias("newer")
+    successor = select(newer.c.number).where(
+        newer.c.pipeline == JOBS.c.pipeline,
+        newer.c.state == "SCHEDULING",
+        newer.c.by_hand.is_(False),
+    )
+    return JOBS.c.by_hand.is_(False) & JOBS.c.outcome.is_not(None) & successor.exists()
+
+
+def fetch_successor(connection: Connection, job: Job) -> Job | None:
+    """The pipeline's pending push job. It trains the head of the ref, so it covers the commits of
+    the push job `job` if `job` fails. None if no push job is pending, and for a job by hand."""
+    if job.spec.pipeline is None or job.by_hand:
+        return None
+    pending = select(JOBS).where(is_pending(job.spec.pipeline, by_hand=False))
+    return next(iter(select_jobs(connection, pending)), None)
+
+
+def give_way(connection: Connection, job: Job, failed: JobOutcome, now: float) -> Job | None:
+    """End this push job if a push job of the pipeline is pending. `failed` is the outcome of the
+    last attempt. Returns the ended job; None if there is no such push job."""
+    successor = fetch_successor(connection, job)
+    if successor is None:
+        return None
+    return end_job(
+        connection, job, final_failure(failed, f"{successor.id} trains on the newest commit."), now
+    )
+
+
+def final_failure(failed: JobOutcome, why_no_more: str) -> JobOutcome:
+    """The outcome of a job, made from the outcome of its last attempt. `why_no_more` says why there
+    is no further attempt."""
+    reason = " ".join(filter(None, (failed.reason, why_no_more)))
+    return failed.model_copy(update={"reason": reason, "may_pass": False})
+
+
+# Deleting old jobs
+
+
+def forget_jobs(
+    engine: Engine, before: float, *, newest: int, kept: Collection[str]
+) -> Sequence[str]:
+    """See `JobStore.forget`. Searches without the store's write lock, and deletes in small
+    transactions, so that submissions never wait long for the lock."""
+    with reading(engine) as connection:
+        deleted = [
+            number
+            for number in _old_jobs(connection, before, newest)
+            if job_id_of(number) not in kept
+        ]
+    for start in range(0, len(deleted), BATCH):
+        numbers = deleted[start : start + BATCH]
+        with writing(engine) as connection:
+            connection.execute(delete(DELIVERIES).where(DELIVERIES.c.job_number.in_(numbers)))
+            connection.execute(delete(JOBS).where(JOBS.c.number.in_(numbers)))
+    return [job_id_of(number) for number in deleted]
+
+
+def _old_jobs(connection: Connection, before: float, newest: int) -> Iterator[int]:
+    """The numbers of the jobs that ended before the time `before`, lowest first. Leaves out the
+    last `newest` jobs of each pipeline, and the last `newest` plain commands."""
+    # The condition on `ended_at` alone would select the right jobs, but there is no index on
+    # `ended_at`, so the database would read all jobs that have ended. The condition on `run_after`
+    # makes the database use an index. A job normally ends after its `run_after`. So if `ended_at`
+    # is smaller than `before`, `run_after` normally is smaller too, and the query finds the job.
+    # There is one exception: a job that ended while it waited for its first or its next attempt may
+    # have ended before its `run_after`. Such a job is deleted a little later than other jobs.
+    old = select(JOBS.c.number, JOBS.c.pipeline).where(
+        JOBS.c.state.in_(_ENDED_STATES), JOBS.c.run_after < before, JOBS.c.ended_at < before
+    )
+    oldest_kept: dict[str | None, int] = {}
+    for number, pipeline in connection.execute(old.order_by(JOBS.c.number)).all():
+        if pipeline not in oldest_kept:
+            kept = (
+                select(JOBS.c.number)
+                .where(JOBS.c.pipeline.is_not_distinct_from(pipeline))
+                .order_by(JOBS.c.number.desc())
+                .offset(newest - 1)
+                .limit(1)
+            )
+            oldest_kept[pipeline] = connection.scalar(kept) or 0
+        if number < oldest_kept[pipeline]:
+            yield number

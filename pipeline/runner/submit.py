@@ -1,0 +1,401 @@
+"""Makes jobs from the settings of a pipeline: the rules (`RetrainRule`) by which the receiver makes
+a job from a push, and the jobs that a person asks for. Such a job either retrains the model on a
+commit, or runs a command.
+
+The head (the newest commit) of the ref that a pipeline follows is read from the API of the hub that
+has the dataset, or with `git ls-remote`.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+from pydantic import ValidationError
+
+from jobs.errors import HeadAway, NoHead
+from jobs.folder import SPEC
+from jobs.job import FindHead, Head, Job
+from jobs.spec import JobSpec, Resources, RevisionRange
+from jobs.store import JobStore
+from pipeline.errors import PipelineError
+from pipeline.paths import Home
+from pipeline.retrain.errors import HubAway, SnapshotError
+from pipeline.retrain.git_snapshot import GitDataset
+from pipeline.retrain.hub_away import OVERLOADED
+from pipeline.retrain.own_token import own_token
+from pipeline.retrain.settings import RetrainSettings, SkipIf, is_git_url
+from pipeline.retrain.snapshot import DatasetHub
+from pipeline.settings import PipelineSettings, Settings
+from pipeline.tokens import Tokens, load_tokens
+from receiver.payload import WebhookPayload
+from receiver.rules import DEFAULT_BRANCH, RetrainRule, full_ref
+from serving.weights.release import Lineage
+
+logger = logging.getLogger(__name__)
+
+ASK_SECONDS = 5.0
+"""How long to wait for an answer. The runner does nothing else meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """A dataset, and where it is."""
+
+    name: str
+    """`owner/name` on a hub, or a git URL."""
+    hub_url: str
+    """The hub that has the dataset. Not used for a git URL."""
+    token: str | None = field(repr=False)
+    if_missing: str
+    """The end of the error message for a missing dataset. It says what the user can do."""
+
+    @classmethod
+    def of(cls, name: str, other_hub: str | None, own_hub: str, token: str) -> "Dataset":
+        """The dataset `name` on the hub `other_hub` or, if that is None, on the stack's own hub,
+        which has the URL `own_hub` and the token `token`."""
+        if other_hub is None or is_git_url(name):
+            missing = "`pipeline up` creates it"
+            return cls(name=name, hub_url=own_hub, token=token, if_missing=missing)
+        return cls(
+            name=name,
+            hub_url=other_hub,
+            token=own_token(os.environ, token),
+            if_missing="or your token may not read it: set HF_TOKEN, or run `hf auth login`",
+        )
+
+    def head(self, ref: str) -> str:
+        """The commit that `ref` points to. Raises HeadAway, or NoHead if there is no such ref."""
+        if is_git_url(self.name):
+            try:
+                return GitDataset(self.name, Path(os.devnull)).head(ref, ASK_SECONDS)
+            except HubAway as error:
+                raise HeadAway(str(error)) from error
+            except SnapshotError as error:
+                raise NoHead(str(error)) from error
+        branch = ref.removeprefix("refs/heads/")
+        return self._commit(branch, f"has no commit on {branch}; push one")
+
+    def commit(self, revision: str) -> str:
+        """The full id of the commit `revision`. For a git URL, this is `revision` itself, without a
+        check. Raises HeadAway, or NoHead if there is no such commit."""
+        if is_git_url(self.name):
+            return revision
+        missing = f"has no commit {revision!r}; push this commit, or leave --revision out"
+        return self._commit(revision, missing)
+
+    def _commit(self, revision: str, if_missing: str) -> str:
+        # The name of a branch may contain a character that would end the URL's path, such as #.
+        url = f"{self.hub_url}/api/datasets/{self.name}/revision/{quote(revision, safe='')}"
+        headers = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
+        try:
+            answer = httpx.get(url, headers=headers, timeout=ASK_SECONDS, follow_redirects=True)
+            if answer.status_code in OVERLOADED or answer.status_code >= 500:
+                answer.raise_for_status()
+            found = answer.json() if answer.is_success else {}
+            sha = found.get("sha") if isinstance(found, dict) else None
+        except (httpx.HTTPError, ValueError) as error:
+            raise HeadAway(
+                f"could not ask the hub at {self.hub_url} for {self.name}@{revision}: {error}; "
+                "check that this hub is up"
+            ) from error
+        if isinstance(sha, str):
+            return sha
+        if answer.is_success or answer.headers.get("X-Error-Code") == "RevisionNotFound":
+            raise NoHead(f"dataset {self.name} {if_missing}")
+        raise NoHead(f"there is no dataset {self.name} on {self.hub_url}; {self.if_missing}")
+
+    def contains(self, commit: str, head: str, cache_dir: Path) -> bool:
+        """Whether `commit` is in the history of `head`. For a dataset on a hub, the hub lists this
+        history. For a git URL, git looks into the repository that the jobs of the pipeline have
+        fetched into `cache_dir`. False if the history cannot be read."""
+        try:
+            if is_git_url(self.name):
+                return GitDataset(self.name, cache_dir).is_ancestor(commit, head)
+            hub = DatasetHub(self.name, cache_dir, self.hub_url, self.token or False)
+            return hub.is_ancestor(commit, head)
+        except SnapshotError:
+            return False
+
+    def push_payload(
+        self, revisions: RevisionRange, delivered: dict[str, Any] | None, webhook: str
+    ) -> dict[str, Any]:
+        """The payload that the hub would send for a push of `revisions`. What does not depend on
+        the commit comes from the payload that a hub has `delivered`; without one, the payload names
+        `webhook` as its webhook."""
+        delivered = delivered or {}
+        place = f"datasets/{self.name}"
+        repo = delivered.get("repo") or {
+            "type": "dataset",
+            "name": self.name,
+            "id": self.name,
+            "private": True,
+            "owner": {"id": self.name if is_git_url(self.name) else self.name.partition("/")[0]},
+            "url": {"web": self.name}
+            if is_git_url(self.name)
+            else {"web": f"{self.hub_url}/{place}", "api": f"{self.hub_url}/api/{place}"},
+            "headSha": revisions.new_sha,
+        }
+        if revisions.ref == DEFAULT_BRANCH:
+            repo = repo | {"headSha": revisions.new_sha}
+        shas = {"oldSha": revisions.old_sha, "newSha": revisions.new_sha}
+        moved = {"ref": revisions.ref} | {key: sha for key, sha in shas.items() if sha is not None}
+        return {
+            "event": {"action": "update", "scope": "repo.content"},
+            "repo": repo,
+            "webhook": delivered.get("webhook") or {"id": webhook, "version": 3},
+            "updatedRefs": [moved],
+        }
+
+
+def dataset_of_job(job: Job, hub_url: str, tokens: Tokens) -> Dataset:
+    """The dataset of a job with a range of commits. `hub_url` is the URL of the stack's own hub."""
+    assert job.spec.revisions is not None
+    other_hub = job.spec.env.get("DATASET_ENDPOINT")
+    return Dataset.of(job.spec.revisions.repo, other_hub, hub_url, tokens.hub)
+
+
+def head_finder(hub_url: str, tokens: Tokens) -> FindHead:
+    """The function that reads heads for the job store (`JobStore.claim`)."""
+
+    def find_head(job: Job) -> Head:
+        assert job.spec.revisions is not None
+        dataset = dataset_of_job(job, hub_url, tokens)
+        try:
+            sha = dataset.head(job.spec.revisions.ref)
+        except HeadAway as away:
+            if str(away) != job.waits_for:
+                logger.warning("Job %s waits: %s", job.id, away, extra={"job_id": job.id})
+            raise
+        revisions = job.spec.revisions.model_copy(update={"new_sha": sha})
+        webhook = "by-hand" if job.by_hand else "retrain"
+        return Head(sha=sha, payload=dataset.push_payload(revisions, job.payload, webhook))
+
+    return find_head
+
+
+def retrain_rules(settings: Settings, home: Home) -> tuple[RetrainRule, ...]:
+    return tuple(retrain_rule(settings, home, pipeline) for pipeline in settings.pipelines)
+
+
+def retrain_rule(
+    settings: Settings,
+    home: Home,
+    pipeline: PipelineSettings,
+    *,
+    force_reason: str | None = None,
+    skip_if: SkipIf = "no_row_changed",
+) -> RetrainRule:
+    """The rule of one pipeline. If the settings change later, this rule does not change.
+
+    Pass `force_reason` and `skip_if` only for a job that a person submits by hand.
+    `RetrainSettings` (`pipeline/retrain/settings.py`) explains both arguments.
+    """
+    ref, other_hub = full_ref(pipeline.ref), settings.other_hub(pipeline)
+    retrain = RetrainSettings(
+        pipeline=pipeline.name,
+        dataset=pipeline.dataset,
+        dataset_endpoint=other_hub or "hub",
+        ref=ref,
+        base_model=str(pipeline.base_folder() or pipeline.base_model),
+        base_model_endpoint=pipeline.base_model_endpoint,
+        releases_dir=home.releases_dir,
+        bases_dir=home.bases_dir,
+        keep=pipeline.keep,
+        data=pipeline.data,
+        train=pipeline.train,
+        gate=pipeline.gate,
+        force_reason=force_reason,
+        skip_if=skip_if,
+    )
+    trainer = {} if pipeline.command is None else {"command": pipeline.command}
+    return RetrainRule(
+        **trainer,
+        pipeline=pipeline.name,
+        dataset=pipeline.dataset,
+        endpoint=other_hub,
+        ref=ref,
+        debounce_seconds=pipeline.debounce_seconds,
+        max_wait_seconds=pipeline.max_wait_seconds,
+        settings=retrain.model_dump(mode="json"),
+        env={
+            "PIPELINE_NAME": pipeline.name,
+            "PIPELINE_SERVER_URL": settings.server_url(pipeline),
+            # The hub that has the dataset. The user's own trainer cannot use HF_ENDPOINT for this:
+            # HF_ENDPOINT is always the stack's own hub. If the dataset is on the stack's own hub,
+            # the runner sets the variable, because only the runner knows the hub's present port.
+            **({"DATASET_ENDPOINT": other_hub} if other_hub is not None else {}),
+        },
+        resources=Resources(
+            num_threads=settings.jobs.num_threads, timeout_seconds=settings.jobs.timeout_seconds
+        ),
+    )
+
+
+def submit_retraining(
+    store: JobStore,
+    home: Home,
+    settings: Settings,
+    *,
+    hub_url: str,
+    pipeline: PipelineSettings,
+    revision: str | None = None,
+    payload: dict[str, Any] | None = None,
+    force_reason: str | None = None,
+    skip_if: SkipIf = "nothing_changed",
+) -> Job:
+    """Submit the retraining of one commit. The job starts as soon as no other job of the pipeline
+    runs.
+
+    The job retrains on the commit `revision`. If `revision` is None, the job retrains on the commit
+    that `payload` names for the branch that the pipeline follows. If `payload` is None or names no
+    commit for this branch, the job retrains on the head (the newest commit) of the branch.
+
+    `hub_url` is the URL of the stack's own hub. `RetrainSettings` explains `force_reason` and
+    `skip_if`.
+
+    A commit that is not named is not chosen now: the job gets the head of the branch when it
+    starts, so that it never trains on an older commit than a job that started before it.
+
+    Raises NoHead for an unknown commit, HeadAway if the hub (or the git server) cannot be reached,
+    and PipelineError for an invalid payload. If the dataset is a git URL, this function does not
+    check whether the commit `revision` exists; if it does not exist, the job fails. Raises
+    PendingJob if the pipeline already has a pending job that was submitted by hand.
+    """
+    rule = retrain_rule(settings, home, pipeline, force_reason=force_reason, skip_if=skip_if)
+    dataset = _dataset_of(hub_url, home, settings, pipeline)
+    sha = revision or (_pushed_commit(payload, rule.ref) if payload is not None else None)
+    if sha is None:
+        dataset.head(rule.ref)  # raises an error if there is none
+    else:
+        sha = dataset.commit(sha)
+    revisions = RevisionRange(repo=pipeline.dataset, ref=rule.ref, new_sha=sha)
+    if payload is None and sha is not None:
+        payload = dataset.push_payload(revisions, None, "by-hand")
+    # The job need not wait for deliveries, because a job by hand gets none.
+    spec = rule.job_spec(revisions).model_copy(update={"debounce_seconds": 0.0})
+    return store.submit(spec, payload=payload, by_hand=True).job
+
+
+def submit_command(
+    store: JobStore,
+    home: Home,
+    settings: Settings,
+    *,
+    hub_url: str,
+    pipeline: PipelineSettings | None,
+    revision: str | None = None,
+    payload: dict[str, Any] | None = None,
+    command: tuple[str, ...],
+) -> Job:
+    """Submit a command. If `pipeline` is not None, the command gets the environment variables of
+    the pipeline's jobs.
+
+    If there is a `pipeline` but no `payload`, the command gets a payload that this function makes:
+    the payload that the hub would send for a push of the commit `revision`. If `revision` is None,
+    the payload is for the newest commit of the pipeline's branch. If the hub cannot name the newest
+    commit, for example because the branch has no commit yet, the command gets no payload. Do not
+    pass both `payload` and `revision`.
+
+    Raises NoHead for an unknown `revision`, and HeadAway if the hub cannot be asked for it. If the
+    dataset is a git URL, this function does not check whether the commit `revision` exists.
+    """
+    env = {}
+    if pipeline is not None:
+        env = retrain_rule(settings, home, pipeline).env
+        if payload is None:
+            dataset = _dataset_of(hub_url, home, settings, pipeline)
+            ref = full_ref(pipeline.ref)
+            try:
+                sha = dataset.head(ref) if revision is None else dataset.commit(revision)
+            except (NoHead, HeadAway):
+                if revision is not None:
+                    raise
+            else:
+                revisions = RevisionRange(repo=pipeline.dataset, ref=ref, new_sha=sha)
+                payload = dataset.push_payload(revisions, None, "by-hand")
+    spec = JobSpec(command=command, env=env)
+    return store.submit(spec, payload=payload, by_hand=True).job
+
+
+def _pushed_commit(payload: dict[str, Any], ref: str) -> str | None:
+    """The commit that the payload names for this ref; None if the payload names no such commit."""
+    try:
+        webhook = WebhookPayload.model_validate(payload)
+    except ValidationError as error:
+        faults = "; ".join(
+            f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:3]
+        )
+        raise PipelineError(f"--payload is not a webhook payload: {faults}") from None
+    return next((each.newSha for each in webhook.updatedRefs or () if each.ref == ref), None)
+
+
+def _dataset_of(
+    hub_url: str, home: Home, settings: Settings, pipeline: PipelineSettings
+) -> Dataset:
+    token = load_tokens(home.tokens_file).hub
+    return Dataset.of(pipeline.dataset, settings.other_hub(pipeline), hub_url, token)
+
+
+# The job of which this process is a part
+
+
+def spec_of_job(environment: Mapping[str, str]) -> JobSpec | None:
+    """The spec of the job that has these environment variables; None outside a job. Raises
+    PipelineError if `JOB_DIR` contains no readable spec."""
+    if "JOB_ID" not in environment or "JOB_DIR" not in environment:
+        return None
+    file = Path(environment["JOB_DIR"]) / SPEC
+    try:
+        return JobSpec.model_validate_json(file.read_bytes())
+    except (OSError, ValidationError):
+        raise PipelineError(
+            f"{file} is not the spec of a job; outside a job, unset JOB_ID and JOB_DIR"
+        ) from None
+
+
+def pipeline_of_job(environment: Mapping[str, str]) -> str | None:
+    """Also None if the job is a command that was submitted without a pipeline."""
+    spec = spec_of_job(environment)
+    return None if spec is None else spec.pipeline or environment.get("PIPELINE_NAME")
+
+
+def lineage_of_job(environment: Mapping[str, str], ref: str) -> Lineage:
+    """The job and the commit for which it runs; all fields are None or empty outside a job.
+
+    The commit comes from the job's spec. But if a person submitted the job as a command, the spec
+    names no commit. Then it is the commit to which the push in the job's payload moved `ref` or, if
+    it did not move `ref`, the first ref that it moved.
+    """
+    spec = spec_of_job(environment)
+    if spec is None:
+        return Lineage()
+    commit = spec.revisions or _commit_of_payload(environment, ref)
+    if commit is None:
+        return Lineage(job_id=environment["JOB_ID"])
+    return Lineage(
+        job_id=environment["JOB_ID"],
+        dataset=commit.repo,
+        dataset_ref=commit.ref,
+        dataset_revision=commit.new_sha,
+        delivery_ids=commit.delivery_ids,
+    )
+
+
+def _commit_of_payload(environment: Mapping[str, str], ref: str) -> RevisionRange | None:
+    try:
+        text = Path(environment["WEBHOOK_PAYLOAD_FILE"]).read_text()
+        payload = WebhookPayload.model_validate(json.loads(text))
+    except (KeyError, OSError, ValueError):
+        return None
+    if payload.repo.type != "dataset":
+        return None
+    moved = {update.ref: update.newSha for update in payload.updatedRefs or ()}
+    found = ref if ref in moved else next(iter(moved), DEFAULT_BRANCH)
+    sha = moved.get(found) or payload.repo.headSha
+    return RevisionRange(repo=payload.repo.name, ref=found, new_sha=sha)
