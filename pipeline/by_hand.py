@@ -22,7 +22,7 @@ from pipeline.job_store import check_schemas, open_job_store
 from pipeline.logs import log_to_stderr
 from pipeline.newest_commit import head_finder
 from pipeline.paths import Home, settings_file
-from pipeline.retrain.own_token import OWN_TOKEN, token_of_shell
+from pipeline.retrain.sources import OWN_TOKEN, token_of_shell
 from pipeline.services import RUNNER, Service, hub_service
 from pipeline.settings import SETTINGS_COPY, Settings, load_settings
 from pipeline.stack import Stack

@@ -14,11 +14,8 @@ from jobs.errors import HeadAway, NoHead
 from jobs.job import FindHead, Head, Job
 from jobs.spec import RevisionRange
 from pipeline.retrain.errors import HubAway, SnapshotError
-from pipeline.retrain.git_snapshot import GitDataset
-from pipeline.retrain.hub_away import OVERLOADED
-from pipeline.retrain.own_token import own_token
 from pipeline.retrain.settings import is_git_url
-from pipeline.retrain.snapshot import DatasetHub
+from pipeline.retrain.sources import OVERLOADED, DatasetHub, GitDataset, own_token
 from pipeline.tokens import Tokens
 from receiver.rules import DEFAULT_BRANCH
 

@@ -20,12 +20,11 @@ from pipeline.hub.repositories.store import Repository
 from pipeline.paths import Home
 from pipeline.pointers import Pointer, may_be_pointer
 from pipeline.retrain.base_model import CHAT_TEMPLATE, PRESETS
-from pipeline.retrain.chat import render
-from pipeline.retrain.data_files import CARD, is_needed, sort_files, why_no_data
-from pipeline.retrain.dataset import read_dataset
+from pipeline.retrain.data import grouped
+from pipeline.retrain.dataset import CARD, is_needed, read_dataset, sort_files, why_no_data
 from pipeline.retrain.errors import DataError
-from pipeline.retrain.report import grouped
 from pipeline.retrain.rows import Row
+from pipeline.retrain.tokens import render
 from pipeline.settings import PipelineSettings
 from receiver.rules import full_ref
 from serving.chat_template import ChatTemplate

@@ -13,7 +13,7 @@ from jobs.job import Job
 from jobs.store import JobStore
 from pipeline.hub.webhooks.store import jobs_of_webhooks
 from pipeline.paths import Home
-from pipeline.retrain.job_folder import CHECKPOINTS_DIR
+from pipeline.retrain.job import CHECKPOINTS_DIR
 from pipeline.settings import Settings
 from serving.errors import ReleaseError
 from serving.weights.atomic_file import is_replacement

@@ -15,9 +15,9 @@ from typing import Any
 
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
-from pipeline.retrain.job_folder import write_record
-from pipeline.retrain.parent import damaged_releases, find_parent
-from pipeline.retrain.snapshot import DatasetSnapshot, Revision
+from pipeline.retrain.job import write_record
+from pipeline.retrain.snapshot import DatasetSnapshot, damaged_releases, find_parent
+from pipeline.retrain.sources import Revision
 
 DATASET = "me/facts"
 SMALL = {"learning_rate": 4e-3, "checkpoint_seconds": 0.05, "min_replay_tokens": 1_600}
@@ -62,7 +62,7 @@ class Pipeline:
         for path, content in contents.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_bytes(content)
-        return Revision.of(sha, folder, files)
+        return Revision(sha=sha, folder=folder, files=tuple(files))
 
     def job(self, revision: Revision, *, no_delta: str | None = None, **settings: Any) -> Path:
         """A job folder for `revision` that has its snapshot."""
@@ -81,7 +81,7 @@ class Pipeline:
             sha = str(parent.lineage.dataset_revision)
             old = self.home / "revisions" / sha
             found = (path.relative_to(old).as_posix() for path in old.rglob("*") if path.is_file())
-            base = Revision.of(sha, old, found)
+            base = Revision(sha=sha, folder=old, files=tuple(found))
         return DatasetSnapshot(
             dataset=DATASET,
             ref="refs/heads/main",
@@ -127,7 +127,7 @@ class Pipeline:
 
     def run(self, folder: Path, **more: str) -> JobOutcome:
         """The job to its end, in this process: imports are paid once."""
-        from pipeline.retrain.__main__ import main
+        from pipeline.retrain.run import main
 
         code = main(self.environ(folder, **more))
         outcome = JobOutcome.model_validate_json((folder / "outcome.json").read_bytes())

@@ -17,8 +17,8 @@ from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
-from pipeline.retrain.own_token import own_token
 from pipeline.retrain.settings import is_git_url
+from pipeline.retrain.sources import own_token
 from pipeline.settings import load_settings
 from pipeline.submit import retrain_rules
 from pipeline.subscriptions import credentials_of_other_hubs

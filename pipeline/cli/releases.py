@@ -22,8 +22,8 @@ from pipeline.going_back import record_going_back
 from pipeline.lineage import lineage_of_job, pipeline_of_job, spec_of_job
 from pipeline.liveness import server_state
 from pipeline.paths import Home
-from pipeline.retrain.__main__ import main
 from pipeline.retrain.job import RetrainJob
+from pipeline.retrain.run import main
 from pipeline.retrain.settings import RetrainSettings
 from pipeline.settings import PipelineSettings, load_settings
 from pipeline.stack_record import running_settings

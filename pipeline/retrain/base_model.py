@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.retrain.errors import BaseModelAway, BaseModelError
-from pipeline.retrain.hub_away import is_away
-from pipeline.retrain.own_token import cached_login
 from pipeline.retrain.rows import Row
+from pipeline.retrain.sources import cached_login, is_away
 from serving.errors import first_line
 from serving.weights.atomic_file import fsync_dir
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from jobs.temporary_failures import is_temporary
-from pipeline.retrain import job_folder
 from pipeline.retrain.errors import TrainError
+from pipeline.retrain.job import CHECKPOINT, read_record, write_record
 from pipeline.retrain.rows import Row
 from serving.weights.atomic_file import REPLACING, atomic_file
 
@@ -92,7 +92,7 @@ def save(job_dir: Path, checkpoint: Checkpoint, state: State) -> None:
     try:
         with atomic_file(path) as file:
             torch.save(state, file)
-        job_folder.write_record(job_dir / job_folder.CHECKPOINT, checkpoint)
+        write_record(job_dir / CHECKPOINT, checkpoint)
     except (OSError, RuntimeError) as error:
         raise TrainError(
             f"the checkpoint {path} could not be written ({error}); is there space on its disk?"
@@ -105,7 +105,7 @@ def save(job_dir: Path, checkpoint: Checkpoint, state: State) -> None:
 def load(job_dir: Path) -> tuple[Checkpoint, State] | None:
     """The last checkpoint of this job and its state. None if there is no readable checkpoint: the
     training then starts again. Raises a temporary error, such as MemoryError."""
-    checkpoint = job_folder.read_record(job_dir / job_folder.CHECKPOINT, Checkpoint)
+    checkpoint = read_record(job_dir / CHECKPOINT, Checkpoint)
     if checkpoint is None or not (job_dir / checkpoint.file).is_file():
         return None
     path = job_dir / checkpoint.file
@@ -121,5 +121,5 @@ def load(job_dir: Path) -> tuple[Checkpoint, State] | None:
 
 def is_finished(job_dir: Path, round_number: int) -> bool:
     """Whether the training of this round is over, so that only its weights need be loaded."""
-    checkpoint = job_folder.read_record(job_dir / job_folder.CHECKPOINT, Checkpoint)
+    checkpoint = read_record(job_dir / CHECKPOINT, Checkpoint)
     return checkpoint is not None and checkpoint.finished and checkpoint.round == round_number

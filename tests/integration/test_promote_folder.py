@@ -9,10 +9,10 @@ import torch
 
 from jobs.outcome import JobOutcome
 from pipeline.retrain import base_model, run
-from pipeline.retrain.__main__ import main
 from pipeline.retrain.job import RetrainJob
+from pipeline.retrain.run import main
 from pipeline.retrain.settings import RetrainSettings
-from pipeline.retrain.snapshot import Revision
+from pipeline.retrain.sources import Revision
 from serving.weights.release_store import (
     clear_pending,
     load_release,

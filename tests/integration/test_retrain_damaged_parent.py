@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.retrain import base_model, run
-from pipeline.retrain.metrics import MetricsWriter
+from pipeline.retrain.job import MetricsWriter
 from pipeline.retrain.snapshot import DatasetSnapshot
 from serving.weights.release_store import (
     clear_pending,

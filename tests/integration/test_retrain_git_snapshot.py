@@ -9,11 +9,9 @@ from threading import Thread
 import pytest
 
 from jobs.temporary_failures import is_temporary
-from pipeline.retrain import git_snapshot
 from pipeline.retrain.errors import HubAway, SnapshotError
-from pipeline.retrain.git_snapshot import GitDataset
-from pipeline.retrain.parent import Parent
-from pipeline.retrain.snapshot import Revision, _take
+from pipeline.retrain.snapshot import Parent, _take
+from pipeline.retrain.sources import GitDataset, Revision
 from serving.weights.release import Lineage
 from tests.disk_fixtures import fill, small_disk
 from tests.hub_fixtures import git_env, run_git
@@ -67,7 +65,7 @@ def test_a_commit_without_files_is_an_empty_revision(remote: Path, tmp_path: Pat
     run_git("push", "-q", "origin", "HEAD:main", cwd=clone, env=ENV)
     dataset = GitDataset(f"file://{remote}", tmp_path / "cache")
     revision = dataset.download(dataset.head("refs/heads/main"))
-    assert (revision.files, revision.others) == ((), ())
+    assert revision.files == ()
     assert dataset.is_ancestor(first, revision.sha)
 
 
@@ -137,12 +135,9 @@ def test_a_server_that_answers_with_an_error(status: int, is_away: bool, tmp_pat
     assert isinstance(caught.value, HubAway) == is_away
 
 
-def test_a_server_that_never_answers(
-    remote: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(git_snapshot, "FETCH_SECONDS", 0.0)
+def test_a_server_that_never_answers(remote: Path, tmp_path: Path) -> None:
     with pytest.raises(HubAway, match="git took longer than 0 s"):
-        GitDataset(f"file://{remote}", tmp_path / "cache").head("refs/heads/main")
+        GitDataset(f"file://{remote}", tmp_path / "cache").head("refs/heads/main", seconds=0.0)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.retrain import base_model
-from pipeline.retrain.metrics import Stage, read_metrics
+from pipeline.retrain.job import Stage, read_metrics
 from serving.weights.release_store import load_release, pending_release, release_ids
 from serving.weights.verify import verify_release
 from tests.retrain_fixtures import BREAKING, SMALL, TINY, Pipeline, facts, few_anchors, jsonl

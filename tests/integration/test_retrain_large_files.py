@@ -10,8 +10,7 @@ import pytest
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.pointers import Pointer
 from pipeline.retrain.errors import HubAway, SnapshotError
-from pipeline.retrain.git_snapshot import GitDataset
-from pipeline.retrain.snapshot import DatasetHub
+from pipeline.retrain.sources import DatasetHub, GitDataset
 from tests.hub_fixtures import TOKEN, RunningHub, git_env, run_git, running_hub
 
 ENV = git_env("http://127.0.0.1", "unused")

@@ -19,8 +19,8 @@ from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.retrain.base_model import find_base
 from pipeline.retrain.checkpoint import Checkpoint
-from pipeline.retrain.job_folder import read_record as read_job_record
-from pipeline.retrain.metrics import read_metrics
+from pipeline.retrain.job import read_metrics
+from pipeline.retrain.job import read_record as read_job_record
 from pipeline.retrain.rows import Row
 from tests.jobs_fixtures import until
 from tests.jobs_program import session_niceness

@@ -12,7 +12,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from pipeline.retrain.errors import PromoteError, SwapDeferred, TemporaryError
-from pipeline.retrain.promote import Promotion, promote
+from pipeline.retrain.run import Promotion, promote
 from serving.errors import Superseded
 from serving.swap_schemas import SwapRequest, SwapResult
 from serving.weights.release_store import clear_pending, pending_release, set_current, set_pending
@@ -72,7 +72,7 @@ def test_a_live_release_is_promoted_with_the_token(tmp_path: Path) -> None:
             server_url=url + "/",
             admin_token="secret",
         )
-    assert found.result == "promoted"
+    assert found[0] == "promoted"
     assert tokens == ["Bearer secret"]
 
 
@@ -105,8 +105,8 @@ def test_a_newer_release_supersedes(tmp_path: Path) -> None:
         result="superseded", release=RELEASE, phase="preflight", superseded_by="r000004-0123abcd"
     )
     found = asked(tmp_path, (409, newer))
-    assert found.result == "superseded"
-    assert "r000004" in str(found.reason)
+    assert found[0] == "superseded"
+    assert "r000004" in str(found[1])
     assert pending_release(tmp_path) is None
 
 
@@ -123,7 +123,7 @@ def test_a_deferred_swap_is_asked_for_again(tmp_path: Path) -> None:
     deferred = SwapResult(result="deferred", release=RELEASE, phase="barrier")
     live = SwapResult(result="live", release=RELEASE, phase="live")
     found = asked(tmp_path, (503, deferred), (200, live), patience_seconds=30)
-    assert found.result == "promoted"
+    assert found[0] == "promoted"
     with pytest.raises(SwapDeferred, match="pipeline releases swap") as caught:
         asked(tmp_path, (503, deferred))
     assert isinstance(caught.value, TemporaryError), "the job gets another attempt"
@@ -161,8 +161,8 @@ def test_a_release_that_somebody_chose_meanwhile_stands(tmp_path: Path, is_serve
             admin_token=None,
             patience_seconds=30,
         )
-    assert found.result == "superseded"
-    assert "r000001-0123abcd was taken instead" in str(found.reason)
+    assert found[0] == "superseded"
+    assert "r000001-0123abcd was taken instead" in str(found[1])
     assert len(asked_with) == 1
     assert pending_release(tmp_path) == (None if is_served else "r000001-0123abcd")
 
@@ -194,7 +194,7 @@ def test_no_server_leaves_the_release_pending(tmp_path: Path) -> None:
     for url in (None, f"http://127.0.0.1:{port}"):
         started = time.monotonic()
         found = promote(tmp_path, RELEASE, instead_of=FIRST, server_url=url, admin_token=None)
-        assert found.result == "published"
+        assert found[0] == "published"
         assert pending_release(tmp_path) == RELEASE
         assert time.monotonic() - started < 5
 
@@ -219,5 +219,5 @@ def test_a_server_that_dies_during_the_swap_leaves_the_release_pending(tmp_path:
         patience_seconds=0,
     )
     thread.join()
-    assert found.result == "published"
+    assert found[0] == "published"
     assert pending_release(tmp_path) == RELEASE

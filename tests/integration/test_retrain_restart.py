@@ -13,9 +13,8 @@ from pipeline.retrain import base_model
 from pipeline.retrain.base_model import find_base
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.evaluate import Evaluation
-from pipeline.retrain.job_folder import read_record
+from pipeline.retrain.job import MetricsWriter, read_metrics, read_record
 from pipeline.retrain.learning import Learning
-from pipeline.retrain.metrics import MetricsWriter, read_metrics
 from pipeline.retrain.rows import Row
 from serving.weights.release_store import load_release, release_ids
 from tests.retrain_fixtures import SMALL, TINY, Pipeline, facts, few_anchors, jsonl, unrelated
@@ -153,7 +152,7 @@ def test_a_job_that_had_published_only_promotes(tmp_path: Path) -> None:
 def test_a_bad_spec_still_leaves_an_outcome(
     tmp_path: Path, spec: str | None, expected: str
 ) -> None:
-    from pipeline.retrain.__main__ import main
+    from pipeline.retrain.run import main
 
     if spec is not None:
         (tmp_path / "spec.json").write_text(spec)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pipeline.retrain import base_model, run
-from pipeline.retrain.metrics import MetricsWriter
-from pipeline.retrain.snapshot import Revision
+from pipeline.retrain.job import MetricsWriter
+from pipeline.retrain.sources import Revision
 from serving.weights.release_store import (
     clear_pending,
     load_release,

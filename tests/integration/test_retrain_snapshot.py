@@ -7,8 +7,8 @@ import pytest
 
 from pipeline.retrain import snapshot
 from pipeline.retrain.errors import HubAway, SnapshotError
-from pipeline.retrain.parent import Parent
-from pipeline.retrain.snapshot import DatasetHub, take_snapshot
+from pipeline.retrain.snapshot import Parent, take_snapshot
+from pipeline.retrain.sources import DatasetHub
 from serving.weights.release import Lineage
 from tests.hub_fixtures import RunningHub, commit_file, running_hub
 from tests.retrain_fixtures import DATASET

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pipeline.retrain import objectives
+from pipeline.retrain import loss
 from pipeline.retrain import train as loop
-from pipeline.retrain.base_answers import AnchorTarget
+from pipeline.retrain.loss import AnchorTarget
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import TokenSequence
@@ -42,7 +42,7 @@ def gradient(
     progress = loop.TrainingState(streak=[0] * len(plan.sequences), due=[0] * len(plan.sequences))
     with monkeypatch.context() as patched:
         patched.setattr(loop, "rank", lambda: rank)
-        for module in (loop, objectives):
+        for module in (loop, loss):
             patched.setattr(module, "world_size", lambda: count)
         patched.setattr(loop, "add_up", lambda model, numbers: numbers)
         patched.setattr(torch.optim.AdamW, "step", step)

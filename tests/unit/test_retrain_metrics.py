@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipeline.retrain.metrics import MetricsWriter, read_metrics
+from pipeline.retrain.job import MetricsWriter, read_metrics
 
 
 def test_lines_are_read_once_and_whole(tmp_path: Path) -> None:

@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 
-from pipeline.retrain.base_answers import AnchorTarget
-from pipeline.retrain.head import Head
-from pipeline.retrain.objectives import keep_base
+from pipeline.retrain.loss import AnchorTarget, keep_base
+from pipeline.retrain.model import Head
 from tests.training_fixtures import VOCABULARY, make_model, one_thread, plan_of, rows
 from tests.unit.test_retrain_group import anchor, gradient
 

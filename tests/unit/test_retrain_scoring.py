@@ -5,12 +5,18 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipeline.retrain import scoring
-from pipeline.retrain.head import Head
+from pipeline.retrain import loss
 from pipeline.retrain.layout import last_hidden_states
-from pipeline.retrain.loss import MIN_SLICE_ROWS, SLICE_BYTES, slice_rows, summed_loss
+from pipeline.retrain.loss import (
+    MIN_SLICE_ROWS,
+    SLICE_BYTES,
+    RowLoss,
+    row_losses,
+    slice_rows,
+    summed_loss,
+)
+from pipeline.retrain.model import Head
 from pipeline.retrain.packing import MIN_PREFIX, ROUNDED_TO, packed, prefixed, row_groups
-from pipeline.retrain.scoring import RowLoss, row_losses
 from pipeline.retrain.tokens import TokenSequence
 
 PROMPT = (5, 3, 8)
@@ -120,7 +126,7 @@ def test_rows_that_are_added_in_bfloat16_change_no_gradient(
 ) -> None:
     found = []
     for rounded_to in (1, ROUNDED_TO):
-        monkeypatch.setattr("pipeline.retrain.head.ROUNDED_TO", rounded_to)
+        monkeypatch.setattr("pipeline.retrain.model.ROUNDED_TO", rounded_to)
         torch.manual_seed(4)
         hidden, weight, bias = (
             torch.randn(*shape, requires_grad=True) for shape in ((5, 16), (30, 16), (30,))
@@ -143,10 +149,10 @@ def test_a_slice_is_bounded_in_bytes_but_never_too_thin() -> None:
 def test_a_cpu_trains_in_bfloat16_if_that_is_fast_and_the_network_is_large(
     model: LlamaForCausalLM, is_fast: bool, is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scoring, "is_fast_in_bfloat16", lambda device_type: is_fast)
+    monkeypatch.setattr(loss, "is_fast_in_bfloat16", lambda device_type: is_fast)
     limit = model.num_parameters() if is_large else model.num_parameters() + 1
-    monkeypatch.setattr(scoring, "BFLOAT16_PARAMETERS", limit)
-    with scoring.training_autocast(model):
+    monkeypatch.setattr(loss, "BFLOAT16_PARAMETERS", limit)
+    with loss.training_autocast(model):
         assert torch.is_autocast_enabled("cpu") is (is_fast and is_large)
-    with scoring.autocast(model.device):
+    with loss.autocast(model.device):
         assert not torch.is_autocast_enabled("cpu"), "measurements stay exact"
