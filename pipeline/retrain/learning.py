@@ -15,11 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.retrain.anchors import ANSWERS_DIR, base_answers, load_anchors
 from pipeline.retrain.base_model import PRESETS, Base, find_base
-from pipeline.retrain.checkpoint import Checkpoint, is_finished
+from pipeline.retrain.checkpoint import Checkpoint, is_finished, run_group, world_size
 from pipeline.retrain.data import TrainingData, too_long
 from pipeline.retrain.evaluate import FULL_ROUND, Evaluation, compare
 from pipeline.retrain.export import export, make_probe, probe_texts, round_weights
-from pipeline.retrain.group import run_group, world_size
 from pipeline.retrain.job import BASE, RetrainJob, read_record, write_record
 from pipeline.retrain.loss import AnchorTarget
 from pipeline.retrain.lowrank import low_rank

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipeline.retrain.group import world_size
+from pipeline.retrain.checkpoint import world_size
 from pipeline.retrain.layout import arranged, last_hidden_states
 from pipeline.retrain.model import Head, head_of, pad_rows
 from pipeline.retrain.packing import ROUNDED_TO, Blocks, block_length, pack

@@ -17,15 +17,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import httpx
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.pointers import Pointer, may_be_pointer
 from pipeline.retrain.dataset import NEEDED, is_needed, shown, why_no_data
 from pipeline.retrain.errors import HubAway, SnapshotError
 from serving.errors import first_line
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 OWN_TOKEN = "OWN_HF_TOKEN"
 """The environment variable in which a job finds the user's own token."""
@@ -65,12 +67,14 @@ OVERLOADED = (429, 502, 503, 504)
 
 
 def is_away(error: BaseException) -> bool:
+    """Whether this error of the hub's client means that the hub cannot be reached, or is too busy
+    to answer."""
     import httpx2  # the hub's client raises its errors
     from huggingface_hub.errors import HfHubHTTPError
 
     # The client may hide a failed connection as the cause of an error about missing files.
     return any(
-        isinstance(each, (httpx.TransportError, httpx2.TransportError))
+        isinstance(each, httpx2.TransportError)
         or (isinstance(each, HfHubHTTPError) and each.response.status_code in OVERLOADED)
         for each in (error, error.__cause__)
     )
@@ -103,12 +107,8 @@ class DatasetHub:
 
     def head(self, ref: str) -> str:
         """The commit that `ref` points to. Raises SnapshotError."""
-        from huggingface_hub import HfApi
-
         with self._translated(f"{ref} of {self.dataset}"):
-            info = HfApi(endpoint=self.endpoint, token=self.token).dataset_info(
-                self.dataset, revision=ref.removeprefix("refs/heads/")
-            )
+            info = self._api.dataset_info(self.dataset, revision=ref.removeprefix("refs/heads/"))
         if info.sha is None:
             raise SnapshotError(f"{ref} of dataset {self.dataset} has no commit yet; push one")
         return info.sha
@@ -116,26 +116,19 @@ class DatasetHub:
     def download(self, sha: str) -> Revision:
         """Download the files of the commit `sha` that a job needs. Files in the cache are not
         downloaded again. Raises SnapshotError."""
-        from huggingface_hub import HfApi, snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()  # they would fill the job's log
         with self._translated(f"revision {sha} of {self.dataset}"):
-            files = HfApi(endpoint=self.endpoint, token=self.token).list_repo_files(
-                self.dataset, repo_type="dataset", revision=sha
+            files = self._api.list_repo_files(self.dataset, repo_type="dataset", revision=sha)
+            folder = self._api.snapshot_download(
+                self.dataset,
+                repo_type="dataset",
+                revision=sha,
+                cache_dir=self.cache_dir,
+                allow_patterns=list(NEEDED),
             )
-            folder = Path(
-                snapshot_download(
-                    self.dataset,
-                    repo_type="dataset",
-                    revision=sha,
-                    cache_dir=self.cache_dir,
-                    endpoint=self.endpoint,
-                    token=self.token,
-                    allow_patterns=list(NEEDED),
-                )
-            )
-        return Revision(sha=sha, folder=folder, files=tuple(sorted(files)))
+        return Revision(sha=sha, folder=Path(folder), files=tuple(sorted(files)))
 
     def is_ancestor(self, old: str, new: str) -> bool:
         """Whether `old` is in the history of `new`. Reads the history from `new` backwards."""
@@ -156,6 +149,12 @@ class DatasetHub:
         if others:
             cache.delete_revisions(*others).execute()
 
+    @property
+    def _api(self) -> "HfApi":
+        from huggingface_hub import HfApi
+
+        return HfApi(self.endpoint, self.token)
+
     def _history(self, sha: str) -> Iterator[str]:
         # Do not use HfApi.list_repo_commits: it fetches the whole history before it returns.
         from huggingface_hub import constants
@@ -173,11 +172,10 @@ class DatasetHub:
     def _translated(self, what: str) -> Iterator[None]:
         """Turns errors of the hub's client into a SnapshotError or HubAway."""
         import httpx2  # the hub's client raises its errors
-        from huggingface_hub.errors import HfHubHTTPError
 
         try:
             yield
-        except (HfHubHTTPError, httpx.HTTPError, httpx2.HTTPError, OSError) as error:
+        except (httpx2.HTTPError, OSError) as error:
             reason = _reason(error, self.token_source if self.token else None)
             raise (HubAway if is_away(error) else SnapshotError)(
                 f"{what} could not be fetched from {self.endpoint or 'huggingface.co'}: {reason}"

@@ -89,7 +89,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.retrain.group import process_group
+from pipeline.retrain.checkpoint import process_group
 
 def threads():
     names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
