@@ -130,8 +130,16 @@ def retrain(job: RetrainJob) -> JobOutcome:
 
 def _retrain(job: RetrainJob) -> JobOutcome:
     not_judged = None
-    snapshot, release = _published_before(job)
-    if snapshot is None or release is None:
+    snapshot = read_record(job.dir / SNAPSHOT, DatasetSnapshot)
+    release = read_record(job.dir / RELEASE, Release)
+    if snapshot is not None and release is not None:
+        # The job was restarted after it had published its release.
+        job.record_progress(
+            dataset_revision=release.lineage.dataset_revision,
+            parent_release=release.lineage.parent,
+            counts=Counts.model_validate((release.evaluation or {}).get("counts", {})),
+        )
+    else:
         snapshot, parent = _snapshot(job)
         try:
             data = _data(job, snapshot, parent)
@@ -171,21 +179,6 @@ def _retrain(job: RetrainJob) -> JobOutcome:
         not_judged,
     )
     return job.outcome(result, "; ".join(filter(None, reasons)) or None)
-
-
-def _published_before(job: RetrainJob) -> tuple[DatasetSnapshot | None, Release | None]:
-    """The snapshot and the release of this job, if the job was restarted after it had published its
-    release. Otherwise (None, None)."""
-    snapshot = read_record(job.dir / SNAPSHOT, DatasetSnapshot)
-    release = read_record(job.dir / RELEASE, Release)
-    if snapshot is None or release is None:
-        return None, None
-    job.record_progress(
-        dataset_revision=release.lineage.dataset_revision,
-        parent_release=release.lineage.parent,
-        counts=Counts.model_validate((release.evaluation or {}).get("counts", {})),
-    )
-    return snapshot, release
 
 
 def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
