@@ -10,11 +10,11 @@ import pytest
 
 from jobs.temporary_failures import is_temporary
 from pipeline.retrain.errors import HubAway, SnapshotError
-from pipeline.retrain.snapshot import Parent, _take
+from pipeline.retrain.snapshot import _take
 from pipeline.retrain.sources import GitDataset, Revision
-from serving.weights.release import Lineage
 from tests.disk_fixtures import fill, small_disk
 from tests.hub_fixtures import git_env, run_git
+from tests.retrain_fixtures import seen_by_a_release
 
 ENV = git_env("http://127.0.0.1", "unused")
 
@@ -146,11 +146,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield disk
 
 
-def after_release_of(dataset: str, sha: str) -> Parent:
-    lineage = Lineage(dataset=dataset, dataset_revision=sha)
-    return Parent(id="r000001-aaaaaaaa", folder=Path("none"), lineage=lineage, evaluation={})
-
-
 def test_an_outage_does_not_turn_a_delta_into_a_full_training(
     remote: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +155,7 @@ def test_an_outage_does_not_turn_a_delta_into_a_full_training(
     # The new revision is in the cache. Only the fetch of the base revision meets the outage.
     dataset.dataset = "http://127.0.0.1:9/x.git"
     with pytest.raises(HubAway):
-        _take(dataset, "refs/heads/main", new, after_release_of(dataset.dataset, seen))
+        _take(dataset, "refs/heads/main", new, seen_by_a_release(dataset.dataset, seen))
 
 
 def test_a_full_disk_is_temporary_and_the_next_attempt_succeeds(
@@ -169,7 +164,7 @@ def test_a_full_disk_is_temporary_and_the_next_attempt_succeeds(
     base, sha = push(remote, "zero"), push(remote, os.urandom(100_000).hex())
     dataset = GitDataset(f"file://{remote}", disk / "cache")
     dataset.download(base)
-    parent = after_release_of(dataset.dataset, sha)
+    parent = seen_by_a_release(dataset.dataset, sha)
     for leave in (0, 40_000, 150_000):
         fill(disk, leave=leave)
         with pytest.raises(SnapshotError, match="could not be fetched") as caught:
