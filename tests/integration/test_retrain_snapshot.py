@@ -58,6 +58,29 @@ def test_a_revision_is_its_data_files_at_that_commit(
     assert found.download(second).folder.exists()
 
 
+def test_history_is_followed_over_its_pages_to_the_commit_that_is_looked_for(
+    hub: RunningHub, worktree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed(hub, worktree, "0\n")
+    first = pushed(hub, worktree, "1\n")
+    for number in range(60):
+        hub.git("commit", "-q", "--allow-empty", "-m", str(number), cwd=worktree)
+    last = pushed(hub, worktree, "2\n")
+    walked: list[str] = []
+    history = DatasetHub._history
+
+    def counted(self: DatasetHub, sha: str) -> Iterator[str]:
+        for each in history(self, sha):
+            walked.append(each)
+            yield each
+
+    monkeypatch.setattr(DatasetHub, "_history", counted)
+    found = dataset(hub, tmp_path / "cache")
+    assert found.is_ancestor(first, last)
+    assert (walked[0], walked[-1], len(walked)) == (last, first, 62)
+    assert not found.is_ancestor(last, first)
+
+
 @pytest.mark.parametrize(
     ("name", "sha", "expected"),
     [
