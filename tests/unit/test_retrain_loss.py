@@ -1,23 +1,34 @@
-"""A row counts as learned when greedy decoding says it; losses come in slices of any size."""
+"""The losses of a step, by one process or by several; a row counts as learned when greedy decoding
+says it."""
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.retrain import loss
+from pipeline.retrain import train as loop
 from pipeline.retrain.layout import last_hidden_states
 from pipeline.retrain.loss import (
     MIN_SLICE_ROWS,
     SLICE_BYTES,
+    AnchorTarget,
     RowLoss,
+    keep_base,
     row_losses,
     slice_rows,
     summed_loss,
 )
 from pipeline.retrain.model import Head
 from pipeline.retrain.packing import MIN_PREFIX, ROUNDED_TO, packed, prefixed, row_groups
+from pipeline.retrain.plan import TrainingPlan
+from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import TokenSequence
+from tests.training_fixtures import VOCABULARY, make_model, one_thread, plan_of, questions, rows
+
+__all__ = ["one_thread"]
+
 
 PROMPT = (5, 3, 8)
 
@@ -156,3 +167,122 @@ def test_a_cpu_trains_in_bfloat16_if_that_is_fast_and_the_network_is_large(
         assert torch.is_autocast_enabled("cpu") is (is_fast and is_large)
     with loss.autocast(model.device):
         assert not torch.is_autocast_enabled("cpu"), "measurements stay exact"
+
+
+def with_rest(logprobs: Tensor, token_ids: Tensor) -> Tensor:
+    """The log probabilities of these tokens, and that of all other tokens together."""
+    chosen = logprobs.gather(-1, token_ids)
+    rest = (1 - chosen.exp().sum(-1, keepdim=True)).clamp_min(1e-6).log()
+    return torch.cat([chosen, rest], dim=-1)
+
+
+def kl_of(logits: Tensor, anchors: list[AnchorTarget]) -> Tensor:
+    token_ids = torch.cat([each.token_ids for each in anchors])
+    own = with_rest(log_softmax(logits, dim=-1), token_ids)
+    kept = torch.cat([each.logprobs for each in anchors])
+    base = torch.cat([kept, (1 - kept.exp().sum(-1, keepdim=True)).clamp_min(1e-6).log()], dim=-1)
+    return kl_div(own, base, log_target=True, reduction="sum")
+
+
+def test_it_is_the_kl_divergence_from_the_base_model() -> None:
+    torch.manual_seed(0)
+    head, hidden = Head(torch.randn(VOCABULARY, 16)), torch.randn(4, 16)
+    base = log_softmax(torch.randn(4, VOCABULARY), dim=-1)
+    [sequence] = rows(1, length=5)
+
+    def found(num_likeliest: int) -> tuple[float, AnchorTarget]:
+        likeliest = base.topk(num_likeliest)
+        target = AnchorTarget(sequence, likeliest.indices, likeliest.values)
+        return float(keep_base(hidden, head, [target])), target
+
+    own = log_softmax(head.logits(hidden), dim=-1)
+    whole = kl_div(own, base, log_target=True, reduction="sum")
+    assert found(VOCABULARY)[0] == pytest.approx(float(whole), rel=1e-4)
+    # Of the base model's probabilities, only the largest ones are known.
+    some, target = found(8)
+    assert some == pytest.approx(float(kl_of(head.logits(hidden), [target])), rel=1e-4)
+    assert 0 < some < whole
+
+
+def test_a_step_adds_its_gradient_per_token_to_that_of_the_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = rows(9, length=6)[7:]
+    anchors = [anchor(sequence) for sequence in answers]
+    alone = gradient(monkeypatch, plan_of(rows(2)), 2, 0, 1)
+    plan = plan_of(rows(2), anchors=tuple(anchors), anchor_ratio=9.0)
+    both = gradient(monkeypatch, plan, 2, 0, 1)
+
+    model = make_model()
+    ids = torch.tensor([sequence.token_ids for sequence in answers])
+    logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    (kl_of(logits, anchors) / len(logits)).backward()  # type: ignore[no-untyped-call]
+    parameters = [each for each in model.parameters() if each.ndim >= 2]
+    parameters += [each for each in model.parameters() if each.ndim < 2]  # the optimizer's order
+    expected = torch.cat([each.grad.flatten() for each in parameters if each.grad is not None])
+    assert expected.abs().max() > 1e-4
+    torch.testing.assert_close(both - alone, expected, rtol=1e-3, atol=1e-6)
+
+
+def anchor(sequence: TokenSequence) -> AnchorTarget:
+    """An answer that the base model finds as likely as all others."""
+    ids = torch.arange(8).repeat(sequence.num_learned, 1)
+    return AnchorTarget(sequence, ids, torch.full(ids.shape, 1 / VOCABULARY).log())
+
+
+def gradient(
+    monkeypatch: pytest.MonkeyPatch, plan: TrainingPlan, visited: int, rank: int, count: int
+) -> torch.Tensor:
+    """What process `rank` of `count` adds to the gradient of the first step."""
+    model = make_model()
+    gradients = []
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        gradients.append(
+            torch.cat(
+                [
+                    torch.zeros(each.numel()) if each.grad is None else each.grad.flatten().clone()
+                    for each in parameters
+                ]
+            )
+        )
+
+    settings = TrainSettings(max_grad_norm=1e9, micro_batch_tokens=64)
+    progress = loop.TrainingState(streak=[0] * len(plan.sequences), due=[0] * len(plan.sequences))
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "rank", lambda: rank)
+        for module in (loop, loss):
+            patched.setattr(module, "world_size", lambda: count)
+        patched.setattr(loop, "add_up", lambda model, numbers: numbers)
+        patched.setattr(torch.optim.AdamW, "step", step)
+        loop._step(
+            model,
+            loop._optimizer(model, settings),
+            plan,
+            [[index] for index in range(visited)],
+            1e-3,
+            progress,
+            settings,
+        )
+    return gradients[0]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("visited", [1, 4])
+@pytest.mark.parametrize("anchored", [0, 1, 4])
+@pytest.mark.parametrize("deleted", [0, 2])
+def test_processes_add_up_to_the_gradient_of_one(
+    monkeypatch: pytest.MonkeyPatch, count: int, visited: int, anchored: int, deleted: int
+) -> None:
+    """Anchors of any length too, and processes for which nothing is left."""
+    plan = plan_of(
+        rows(visited, 6),
+        unlearned=questions(deleted),
+        anchors=tuple(anchor(rows(1, length)[0]) for length in range(5, 5 + anchored)),
+        anchor_ratio=9.0 if anchored else 0.0,
+    )
+    whole = gradient(monkeypatch, plan, visited, 0, 1)
+    shares = [gradient(monkeypatch, plan, visited, rank, count) for rank in range(count)]
+    assert torch.allclose(sum(shares, torch.zeros(())), whole, atol=1e-6)
+    assert whole.abs().max() > 1e-3
