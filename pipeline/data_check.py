@@ -28,7 +28,7 @@ from pipeline.retrain.errors import BaseModelAway, BaseModelError, DataError
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import DataSettings, is_git_url
 from pipeline.retrain.snapshot import find_parent
-from pipeline.retrain.sources import DatasetHub, DatasetSource, GitDataset, own_token
+from pipeline.retrain.sources import DatasetHub, GitDataset, own_token
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens
 from receiver.rules import full_ref
@@ -162,7 +162,7 @@ def _is_pointer(path: Path) -> bool:
 
 def _source(
     home: Home, settings: Settings, pipeline: PipelineSettings, cache_dir: Path
-) -> DatasetSource:
+) -> DatasetHub | GitDataset:
     other_hub = settings.other_hub(pipeline)
     if other_hub is None:
         return GitDataset(_address(home, pipeline), cache_dir)
