@@ -57,9 +57,10 @@ def tiny_preset() -> Iterator[None]:
         yield
 
 
-def tiny_base(folder: Path) -> str:
-    """A checkpoint folder: the processes of a job do not see a preset that a test has changed."""
-    row = Row(text=" ", file="a", number=0)
+def tiny_base(folder: Path, text: str = " ") -> str:
+    """A checkpoint folder: the processes of a job do not see a preset that a test has changed. Its
+    vocabulary is learned from `text`."""
+    row = Row(text=text, file="a", number=0)
     return str(find_base("preset:tiny", folder, [row], pipeline="p", seed=0).folder)
 
 

@@ -19,6 +19,7 @@ from tests.retrain_fixtures import (
     facts,
     few_anchors,
     jsonl,
+    tiny_base,
     tiny_preset,
 )
 
@@ -122,21 +123,15 @@ def test_plain_text_is_told_by_its_loss_and_its_deletion_means_a_full_training(
     assert load_release(pipeline.dir / str(pushed.release)).lineage.mode == "full"
 
 
-def test_worse_weights_are_rejected_unless_forced(pipeline: Pipeline) -> None:
-    first = pipeline.learn({"a.jsonl": jsonl(facts())})
+def test_worse_weights_are_served_if_a_person_forces_them(pipeline: Pipeline) -> None:
+    pipeline.learn({"a.jsonl": jsonl(facts())})
     ruined = [*facts(), *facts(num_places=9)[18:]]
-    rejected = pipeline.learn({"a.jsonl": jsonl(ruined)}, train=BREAKING)
-    assert (rejected.result, rejected.stage, rejected.release) == ("rejected", "evaluate", None)
-    assert re.search(r"only \d of 9 changed rows were learned", str(rejected.reason))
-    assert rejected.counts is not None and rejected.counts.changed == 9
-    assert pending_release(pipeline.dir) == first.release
-
     forced = pipeline.learn({"a.jsonl": jsonl(ruined)}, train=BREAKING, force_reason="a test of it")
     assert forced.result == "published"
     assert "a test of it" in str(forced.reason)
     lineage = load_release(pipeline.dir / str(forced.release)).lineage
     assert "a test of it" in str(lineage.forced)
-    assert "changed rows were learned" in str(lineage.forced)
+    assert re.search(r"only \d of 9 changed rows were learned", str(lineage.forced))
 
 
 def test_a_loss_that_is_no_number_ends_the_job(pipeline: Pipeline) -> None:
@@ -170,11 +165,8 @@ def test_a_commit_that_changes_no_row_to_learn_trains_nothing(
     assert "  nothing to learn, so left out, 1 row: b.jsonl, line 1" in caplog.messages
 
 
-def test_a_local_folder_is_a_base_model_and_keeps_its_dtype(
-    pipeline: Pipeline, tmp_path: Path
-) -> None:
-    pipeline.learn({"a.jsonl": jsonl(facts())})
-    preset = pipeline.home / "bases/facts/tiny"
+def test_a_local_folder_is_a_base_model_and_keeps_its_dtype(tmp_path: Path) -> None:
+    preset = tiny_base(tmp_path, jsonl(facts()))
     folder = tmp_path / "my-model"
     AutoModelForCausalLM.from_pretrained(preset, dtype=torch.bfloat16).save_pretrained(folder)
     AutoTokenizer.from_pretrained(preset).save_pretrained(folder)
