@@ -328,7 +328,7 @@ def read_dataset(
     card = (folder / CARD).read_text("utf-8", "replace") if CARD in files else ""
     paths = frozenset(files)
     found = sort_files(paths, settings, card)
-    columns = RowColumns.of(settings.columns)
+    columns = RowColumns(settings.columns.model_dump(exclude_none=True))
     by_file: dict[str, tuple[Row, ...]] = {}
     for file in chain.from_iterable(found.splits.values()):
         if target := _link_target(folder, file, paths):
