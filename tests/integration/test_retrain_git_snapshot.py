@@ -45,7 +45,7 @@ def test_a_revision_is_its_data_files_at_that_commit(remote: Path, tmp_path: Pat
     dataset = GitDataset(f"file://{remote}", tmp_path / "cache")
     assert dataset.head("refs/heads/main") == second
     revision = dataset.download(first)
-    assert revision.files == ("data/rows.jsonl", "secret.jsonl")
+    assert revision.files == (".gitattributes", "data/rows.jsonl", "secret.jsonl")
     assert (revision.folder / "data/rows.jsonl").read_text() == "one"
     link = revision.folder / "secret.jsonl"
     assert not link.is_symlink() and "of this machine" not in link.read_text()

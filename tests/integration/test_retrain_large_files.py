@@ -74,7 +74,8 @@ def test_a_job_of_a_git_url_learns_the_content(remote: Remote, tmp_path: Path) -
     sha = remote.push(train=ROWS, other=b'{"text": "two"}\n')
     dataset = GitDataset(remote.url_with_login, tmp_path / "cache")
     revision = dataset.download(sha)
-    assert revision.files == ("other.jsonl", "train.jsonl")
+    others = {".gitattributes", ".lfsconfig", "picture.png"}
+    assert set(revision.files) == {"other.jsonl", "train.jsonl"} | others
     assert (revision.folder / "train.jsonl").read_bytes() == ROWS
     # No row is in it, so nobody asks for its content.
     assert (revision.folder / "picture.png").read_bytes().startswith(b"version https://git-lfs")
