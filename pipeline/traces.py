@@ -25,7 +25,7 @@ from jobs.folder import SPEC, read_json
 from jobs.job import Job
 from jobs.store import JobStore
 from pipeline.paths import Home
-from pipeline.retrain.job_folder import SNAPSHOT
+from pipeline.retrain.job import SNAPSHOT
 from serving.errors import ReleaseError
 from serving.weights.release import Release
 from serving.weights.release_removal import sweep_locked

@@ -9,15 +9,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
-from pipeline.retrain.job_folder import write_record
-from pipeline.retrain.parent import damaged_releases, find_parent
-from pipeline.retrain.snapshot import DatasetSnapshot, Revision
+from pipeline.retrain.base_model import PRESETS, find_base
+from pipeline.retrain.job import write_record
+from pipeline.retrain.rows import Row
+from pipeline.retrain.snapshot import DatasetSnapshot, Parent, damaged_releases, find_parent
+from pipeline.retrain.sources import Revision
+from serving.weights.release import Lineage
+from serving.weights.release_store import clear_pending, set_current
 
 DATASET = "me/facts"
 SMALL = {"learning_rate": 4e-3, "checkpoint_seconds": 0.05, "min_replay_tokens": 1_600}
@@ -38,6 +44,36 @@ TINY = {
     "num_key_value_heads": 2,
 }
 """A preset that trains in a second."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tiny_preset() -> Iterator[None]:
+    """For modules that import it: the preset is TINY, and trains on one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "preset:tiny", TINY)
+        yield
+
+
+def tiny_base(folder: Path, text: str = " ") -> str:
+    """A checkpoint folder: the processes of a job do not see a preset that a test has changed. Its
+    vocabulary is learned from `text`."""
+    row = Row(text=text, file="a", number=0)
+    return str(find_base("preset:tiny", folder, [row], pipeline="p", seed=0).folder)
+
+
+def serve(pipeline_dir: Path, release: str, stands_in_for: str | None = None) -> None:
+    """What a server does once a release is live."""
+    set_current(pipeline_dir, release, stands_in_for=stands_in_for)
+    clear_pending(pipeline_dir, release)
+
+
+def seen_by_a_release(dataset: str, sha: str) -> Parent:
+    """A release that was trained on this revision."""
+    lineage = Lineage(dataset=dataset, dataset_revision=sha)
+    return Parent(id="r000001-aaaaaaaa", folder=Path("none"), lineage=lineage, evaluation={})
 
 
 class Pipeline:
@@ -62,7 +98,7 @@ class Pipeline:
         for path, content in contents.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_bytes(content)
-        return Revision.of(sha, folder, files)
+        return Revision(sha=sha, folder=folder, files=tuple(files))
 
     def job(self, revision: Revision, *, no_delta: str | None = None, **settings: Any) -> Path:
         """A job folder for `revision` that has its snapshot."""
@@ -81,7 +117,7 @@ class Pipeline:
             sha = str(parent.lineage.dataset_revision)
             old = self.home / "revisions" / sha
             found = (path.relative_to(old).as_posix() for path in old.rglob("*") if path.is_file())
-            base = Revision.of(sha, old, found)
+            base = Revision(sha=sha, folder=old, files=tuple(found))
         return DatasetSnapshot(
             dataset=DATASET,
             ref="refs/heads/main",
@@ -127,7 +163,7 @@ class Pipeline:
 
     def run(self, folder: Path, **more: str) -> JobOutcome:
         """The job to its end, in this process: imports are paid once."""
-        from pipeline.retrain.__main__ import main
+        from pipeline.retrain.run import main
 
         code = main(self.environ(folder, **more))
         outcome = JobOutcome.model_validate_json((folder / "outcome.json").read_bytes())

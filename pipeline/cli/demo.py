@@ -34,7 +34,7 @@ from pipeline.cli.terminal import JsonOption, print_table
 from pipeline.cli.up import up
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
-from pipeline.retrain.metrics import read_metrics
+from pipeline.retrain.job import read_metrics
 from pipeline.settings import load_settings
 from pipeline.tokens import load_tokens
 

@@ -5,7 +5,7 @@ import shlex
 import typer
 
 from pipeline.paths import Home, settings_file
-from pipeline.retrain.own_token import TOKEN_OF_ENV
+from pipeline.retrain.sources import TOKEN_OF_ENV
 from pipeline.settings import no_settings_file
 from pipeline.stack.record import running_settings
 from pipeline.tokens import load_tokens

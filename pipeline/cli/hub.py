@@ -64,7 +64,7 @@ def hub(context: typer.Context, host: HostOption = None, port: PortOption = None
             jobs_store=store,
             needed_commits=partial(needed_commits, home, store),
             remarks_on=PushRemarks(
-                [each for each in settings.pipelines if settings.is_on_own_hub(each)]
+                [each for each in settings.pipelines if settings.is_on_own_hub(each)], home
             ),
         )
         serve(app, hub_settings)

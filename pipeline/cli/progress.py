@@ -17,7 +17,7 @@ from jobs.logs import read_log
 from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
-from pipeline.retrain.metrics import Metric, read_metrics
+from pipeline.retrain.job import Metric, read_metrics
 from pipeline.stack.record import read_stack
 
 POLL_SECONDS = 0.1

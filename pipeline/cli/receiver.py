@@ -16,8 +16,8 @@ from pipeline.cli.webhooks import hub_access, secrets_in
 from pipeline.errors import PipelineError
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
-from pipeline.retrain.own_token import own_token
 from pipeline.retrain.settings import is_git_url
+from pipeline.retrain.sources import own_token
 from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import retrain_rules
 from pipeline.settings import load_settings

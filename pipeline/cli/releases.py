@@ -20,8 +20,8 @@ from pipeline.cli.terminal import JsonOption, PipelineOption, print_table
 from pipeline.doctor.facts import record_going_back
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
-from pipeline.retrain.__main__ import main
 from pipeline.retrain.job import RetrainJob
+from pipeline.retrain.run import main
 from pipeline.retrain.settings import RetrainSettings
 from pipeline.runner.submit import (
     lineage_of_job,

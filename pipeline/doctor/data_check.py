@@ -22,17 +22,13 @@ from pipeline.retrain.base_model import (
     longest_sequence,
     train_tokenizer,
 )
-from pipeline.retrain.data import divide
-from pipeline.retrain.data_files import shown, why_no_data
-from pipeline.retrain.dataset import check_not_empty, read_dataset
+from pipeline.retrain.data import DataReport, divide, report_on
+from pipeline.retrain.dataset import check_not_empty, read_dataset, shown, why_no_data
 from pipeline.retrain.errors import BaseModelAway, BaseModelError, DataError
-from pipeline.retrain.git_snapshot import GitDataset
-from pipeline.retrain.own_token import own_token
-from pipeline.retrain.parent import find_parent
-from pipeline.retrain.report import DataReport, report_on
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import DataSettings, is_git_url
-from pipeline.retrain.snapshot import DatasetHub, DatasetSource
+from pipeline.retrain.snapshot import find_parent
+from pipeline.retrain.sources import DatasetHub, GitDataset, own_token
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens
 from receiver.rules import full_ref
@@ -157,7 +153,7 @@ def _files(
     with tempfile.TemporaryDirectory() as temporary:
         source = _source(home, settings, pipeline, Path(temporary))
         revision = source.download(source.head(full_ref(pipeline.ref)))
-        yield revision.folder, (*revision.files, *revision.others), ()
+        yield revision.folder, revision.files, ()
 
 
 def _is_pointer(path: Path) -> bool:
@@ -166,7 +162,7 @@ def _is_pointer(path: Path) -> bool:
 
 def _source(
     home: Home, settings: Settings, pipeline: PipelineSettings, cache_dir: Path
-) -> DatasetSource:
+) -> DatasetHub | GitDataset:
     other_hub = settings.other_hub(pipeline)
     if other_hub is None:
         return GitDataset(_address(home, pipeline), cache_dir)

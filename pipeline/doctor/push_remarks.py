@@ -2,12 +2,14 @@
 branch, a file is not read, or a row cannot be read. Git and the Hugging Face clients show these
 remarks, so the person sees a mistake without looking into the job's log."""
 
+import json
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 
+from pipeline.doctor.data_check import tokenizer_folder
 from pipeline.errors import PipelineError
 from pipeline.formats import MAX_HEAD_CHARACTERS, Pointer, may_be_pointer
 from pipeline.hub.contents.trees import changed_files, find_paths, list_paths, read_file
@@ -15,12 +17,16 @@ from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.repositories.objects import read_blobs
 from pipeline.hub.repositories.refs import RefChange
 from pipeline.hub.repositories.store import Repository
-from pipeline.retrain.data_files import CARD, is_needed, sort_files, why_no_data
-from pipeline.retrain.dataset import read_dataset
+from pipeline.paths import Home
+from pipeline.retrain.base_model import CHAT_TEMPLATE, PRESETS
+from pipeline.retrain.data import grouped
+from pipeline.retrain.dataset import CARD, is_needed, read_dataset, sort_files, why_no_data
 from pipeline.retrain.errors import DataError
-from pipeline.retrain.report import grouped
+from pipeline.retrain.rows import Row
+from pipeline.retrain.tokens import render
 from pipeline.settings import PipelineSettings
 from receiver.rules import full_ref
+from serving.chat_template import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +40,8 @@ CHECKED_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 """Only rows of files with these suffixes are checked. The hub does not open compressed files, such
 as `.jsonl.gz` and `.parquet`: a small compressed file may become so large when it is unpacked that
 it fills the hub's memory."""
+MAX_RENDERED = 200
+"""The chat template is tried with this many conversations."""
 MAX_NAMED = 5
 """The remarks name at most this many faults of rows, this many missing files, and this many files
 that the pipeline does not read."""
@@ -42,7 +50,8 @@ that the pipeline does not read."""
 class PushRemarks:
     """Writes the remarks on pushes to the datasets of `pipelines`."""
 
-    def __init__(self, pipelines: Sequence[PipelineSettings]) -> None:
+    def __init__(self, pipelines: Sequence[PipelineSettings], home: Home) -> None:
+        self._home = home
         # Each pipeline with the ref of the branch that it follows.
         self._pipelines = [(one, full_ref(one.ref)) for one in pipelines]
 
@@ -97,7 +106,7 @@ class PushRemarks:
                 continue
             if is_pushed_branch:
                 yield from _ignored_data_files(repository, change, pipelines)
-            yield from _unreadable_rows(repository, change, pipelines)
+            yield from _unreadable_rows(repository, change, pipelines, self._home)
 
 
 def _has_long_card(repository: Repository, change: RefChange) -> bool:
@@ -150,16 +159,46 @@ def _paths_and_card(repository: Repository, commit: str) -> tuple[Sequence[str],
     return list_paths(repository, commit), card
 
 
+def _refused(rows: Iterable[Row], pipeline: PipelineSettings, home: Home) -> Iterator[DataError]:
+    """The first conversations, if the chat template refuses them. Empty if the template is not on
+    this disk."""
+    talks = list(islice((row for row in rows if row.messages is not None), MAX_RENDERED))
+    template = _template(pipeline, home) if talks else None
+    if template is None:
+        return
+    for row in talks:
+        try:
+            render(row, template)
+        except DataError as error:
+            yield error
+
+
+def _template(pipeline: PipelineSettings, home: Home) -> ChatTemplate | None:
+    """The chat template with which a job would begin."""
+    folder = tokenizer_folder(pipeline, home)
+    if folder is None:
+        is_preset = pipeline.base_model in PRESETS
+        return ChatTemplate(CHAT_TEMPLATE, {}) if is_preset else None
+    try:
+        from serving.tokenizer import load_chat_template
+    except ImportError:
+        return None  # nothing is served from this installation
+    return load_chat_template(folder, json.loads((folder / "tokenizer_config.json").read_bytes()))
+
+
 def _has_checked_rows(path: str) -> bool:
     return path.lower().endswith(CHECKED_SUFFIXES)
 
 
 def _unreadable_rows(
-    repository: Repository, change: RefChange, pipelines: Sequence[PipelineSettings]
+    repository: Repository,
+    change: RefChange,
+    pipelines: Sequence[PipelineSettings],
+    home: Home,
 ) -> Iterator[str]:
     """Remarks on the changed files: large files whose content is missing, and rows that a job of
-    one of the pipelines could not read. If the files have more than MAX_BYTES in total, the only
-    remark is that nothing was checked."""
+    one of the pipelines could not read, or could not show to its model. If the files have more than
+    MAX_BYTES in total, the only remark is that nothing was checked."""
     assert change.new_sha is not None
     files = changed_files(repository, change.old_sha, change.new_sha)
     wanted = [
@@ -199,7 +238,8 @@ def _unreadable_rows(
             yield f"{len(missing) - MAX_NAMED} more large files were not uploaded."
         for pipeline in pipelines:
             bad: list[DataError] = []
-            read_dataset(folder, paths, pipeline.data, bad.append)
+            dataset = read_dataset(folder, paths, pipeline.data, bad.append)
+            bad += _refused(dataset.train, pipeline, home)
             problems = grouped(bad)
             yield from problems[:MAX_NAMED]
             if len(problems) > MAX_NAMED:

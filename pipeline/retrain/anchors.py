@@ -1,19 +1,51 @@
 """Anchors: everyday prompts that show what a base model knew before it was trained here.
 
-The base model answers them once. The answers to some anchors are mixed into training, so that the
-model keeps them. The other anchors are never trained on. They show how far the answers have drifted
-(moved away from those of the base model).
+The base model answers them once; its answers are kept in a folder under `bases/`. The answers to
+some anchors are mixed into training, so that the model keeps them. The other anchors are never
+trained on. They show how far the answers have drifted (moved away from those of the base model).
 """
 
 import codecs
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.retrain.errors import DataError
+from pipeline.retrain.loss import AnchorTarget, autocast, predict
+from pipeline.retrain.model import LoadedModel
+from pipeline.retrain.rows import Row
+from pipeline.retrain.tokens import (
+    TokenSequence,
+    answer_ends,
+    chat_template,
+    leave_out,
+    sequences,
+)
+from serving.conversation import normalise
+from serving.weights.atomic_file import atomic_file
+
+logger = logging.getLogger(__name__)
 
 PACKAGED = Path(__file__).with_name("anchors.jsonl")
 FORM = '`{"kind": "poem", "measured": true, "prompt": "Write a haiku about snow."}`'
+ANSWERS_DIR = "answers"
+"""The folder of the answers, under `bases/`. All pipelines share it."""
+ANSWER_TOKENS = 32
+"""The largest number of tokens in an answer."""
+LIKELIEST = 32
+"""At each token of an answer, the probabilities of this many tokens are kept: the likeliest
+ones."""
+BATCH_ROWS = 48
+"""How many answers are generated at once."""
+MEASURED_ROWS = 8
+"""The logits of this many answers are in memory at once. With a vocabulary of 49,152, the logits of
+256 tokens take 50 MB."""
 
 
 class Anchor(BaseModel):
@@ -66,3 +98,150 @@ def load_anchors(path: Path | None = None) -> tuple[Anchor, ...]:
     if not anchors:
         raise DataError.at(path, None, f"holds no anchor; write lines as {FORM}")
     return tuple(anchors)
+
+
+def base_answers(
+    folder: Path,
+    base: str,
+    anchors: Sequence[Anchor],
+    load: Callable[[], LoadedModel],
+    max_measured_tokens: int,
+    tell: Callable[[int, int], None] = lambda answered, prompts: None,
+) -> tuple[tuple[AnchorTarget, ...], tuple[AnchorTarget, ...]]:
+    """The base model's answers to `anchors`, as two tuples: answers to train on, and answers that
+    are only measured. The second tuple has at most `max_measured_tokens` tokens, but at least one
+    answer. The answers are read from `folder` if an earlier job has made them.
+
+    base: a text that identifies the base model. load: loads the base model. It is called only if
+    the answers must be made. tell: called after each batch of answers, with the number of answered
+    prompts and the number of prompts.
+    """
+    digest = hashlib.sha256(
+        "\n".join([base, *(anchor.model_dump_json() for anchor in anchors)]).encode()
+    ).hexdigest()
+    path = folder / f"anchors-{digest[:16]}.pt"
+    if not path.exists():
+        logger.info("the base model answers %d everyday prompts, once", len(anchors))
+        tell(0, len(anchors))
+        loaded = load()
+        made = _likeliest(loaded, _answer(loaded, anchors, tell))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Jobs of several pipelines may do this at the same time, but they write the same answers.
+        with atomic_file(path) as file:
+            torch.save(made, file)
+    targets = [
+        AnchorTarget(TokenSequence(token_ids, learned, number), likeliest, logprobs)
+        for number, (token_ids, learned, likeliest, logprobs) in enumerate(
+            torch.load(path, weights_only=True)
+        )
+    ]
+    trained: list[AnchorTarget] = []
+    measured: list[AnchorTarget] = []
+    left = max_measured_tokens
+    for anchor, target in zip(anchors, targets, strict=True):
+        if not anchor.measured:
+            trained.append(target)
+            continue
+        left -= len(target.sequence.token_ids)
+        if left >= 0 or not measured:
+            measured.append(target)
+    return tuple(trained), tuple(measured)
+
+
+@torch.no_grad()
+def agreement(
+    model: PreTrainedModel,
+    anchors: Sequence[AnchorTarget],
+    on_batch: Callable[[int], None] = lambda _: None,
+) -> float:
+    """The share of the tokens in the base model's answers `anchors` that `model` finds likeliest.
+
+    on_batch: called after each batch, with the number of answers in this batch.
+    """
+    num_right = num_tokens = 0
+    for start in range(0, len(anchors), MEASURED_ROWS):
+        some = anchors[start : start + MEASURED_ROWS]
+        with autocast(model.device):
+            hidden, head, labels = predict(model, [[each.sequence] for each in some])
+            num_right += int((head.logits(hidden).argmax(-1) == labels).sum())
+        num_tokens += len(labels)
+        on_batch(len(some))
+    return num_right / num_tokens
+
+
+@torch.no_grad()
+def _answer(
+    loaded: LoadedModel, anchors: Sequence[Anchor], tell: Callable[[int, int], None]
+) -> list[TokenSequence]:
+    """Generate the greedy answers, in batches that are padded on the left. The last token of an
+    answer is the end token if the model ended the answer."""
+    tokenizer, model = loaded.tokenizer, loaded.model
+    model.eval()
+    prompts = [_prompt(loaded, anchor.prompt) for anchor in anchors]
+    end = tokenizer.eos_token_id
+    ends = [*{end, *_turn_ends(tokenizer)}]
+    answers: dict[int, TokenSequence] = {}
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    for start in range(0, len(order), BATCH_ROWS):
+        rows = order[start : start + BATCH_ROWS]
+        width = max(len(prompts[index]) for index in rows)
+        ids = torch.full((len(rows), width), end, device=model.device)
+        mask = torch.zeros_like(ids)
+        for place, index in enumerate(rows):
+            ids[place, width - len(prompts[index]) :] = torch.tensor(prompts[index])
+            mask[place, width - len(prompts[index]) :] = 1
+        made = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=ANSWER_TOKENS,
+            do_sample=False,
+            repetition_penalty=1.0,
+            pad_token_id=end,
+            eos_token_id=ends,
+        )
+        for index, row in zip(rows, made[:, width:].tolist(), strict=True):
+            stop = next((place for place, each in enumerate(row, 1) if each in ends), len(row))
+            learned = (False,) * len(prompts[index]) + (True,) * stop
+            answers[index] = TokenSequence((*prompts[index], *row[:stop]), learned, index)
+        tell(len(answers), len(anchors))
+    return [answers[index] for index in range(len(anchors))]
+
+
+@torch.no_grad()
+def _likeliest(
+    loaded: LoadedModel, answers: Sequence[TokenSequence]
+) -> list[tuple[tuple[int, ...], tuple[bool, ...], Tensor, Tensor]]:
+    """The tokens of each answer with its prompt, and which of them are the answer; and at each
+    token of the answer, the likeliest tokens and their log probabilities."""
+    found = []
+    for start in range(0, len(answers), MEASURED_ROWS):
+        some = answers[start : start + MEASURED_ROWS]
+        with autocast(loaded.model.device):
+            hidden, head, _ = predict(loaded.model, [[each] for each in some])
+            logits = head.logits(hidden)
+        best = torch.log_softmax(logits, dim=-1).topk(LIKELIEST)
+        lengths = [each.num_learned for each in some]
+        parts = (torch.split(each.cpu(), lengths) for each in (best.indices, best.values))
+        for each, token_ids, logprobs in zip(some, *parts, strict=True):
+            # Without the clones, `torch.save` would write the whole tensor for each part.
+            found.append((each.token_ids, each.learned, token_ids.clone(), logprobs.clone()))
+    return found
+
+
+def _prompt(loaded: LoadedModel, text: str) -> list[int]:
+    tokenizer = loaded.tokenizer
+    template = chat_template(tokenizer)
+    if template is not None:
+        text = template.render(normalise([{"role": "user", "content": text}]))
+    ids: list[int] = tokenizer(text, add_special_tokens=template is None, verbose=False)[
+        "input_ids"
+    ]
+    ids = ids or [tokenizer.eos_token_id]
+    return ids[-(loaded.max_length - ANSWER_TOKENS) :]
+
+
+def _turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The token with which the chat template ends an answer."""
+    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
+    row = Row(messages=tuple(talk), file="anchor", number=0)
+    return answer_ends(sequences([row], tokenizer, 1 << 20, on_refused=leave_out), tokenizer)

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.retrain.errors import BaseModelAway, BaseModelError
-from pipeline.retrain.hub_away import is_away
-from pipeline.retrain.own_token import cached_login
 from pipeline.retrain.rows import Row
+from pipeline.retrain.sources import cached_login, is_away
 from serving.errors import first_line
 from serving.weights.atomic_file import fsync_dir
 
@@ -141,36 +140,29 @@ def _fetch(
     """Fetch the config, the tokenizer and possibly the weights of a model from a hub. The commit is
     `pinned`. If that is None, it is the revision in the model's id, and if there is none, the
     newest commit of `main`."""
-    import httpx2  # huggingface_hub raises the errors of httpx2 when a connection fails
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    import httpx2  # the hub's client raises its errors
+    from huggingface_hub import HfApi
 
     repo, _, revision = base_model.partition("@")
     if pinned is not None and (folder := cached_folder(cache, repo) / pinned).is_dir():
         return Base(folder=folder, revision=pinned)
-    token_or_none = token or cached_login() or False  # None would send the job's HF_TOKEN
+    # Without False, the client would send the job's HF_TOKEN.
+    api = HfApi(endpoint, token or cached_login() or False)
     try:
-        info = HfApi(endpoint, token_or_none).model_info(repo, revision=pinned or revision or None)
+        info = api.model_info(repo, revision=pinned or revision or None)
         files = needed_files([each.rfilename for each in info.siblings or ()])
         if not has_weights:
             files = [file for file in files if not file.endswith((".safetensors", ".bin"))]
-        folder = Path(
-            snapshot_download(
-                repo,
-                revision=info.sha,
-                allow_patterns=files,
-                cache_dir=cache,
-                endpoint=endpoint,
-                token=token_or_none,
-            )
+        fetched = api.snapshot_download(
+            repo, revision=info.sha, allow_patterns=files, cache_dir=cache
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, httpx2.HTTPError, OSError) as error:
+    except (httpx2.HTTPError, OSError) as error:
         reason = first_line(error)
         raise (BaseModelAway if is_away(error) else BaseModelError)(
             f"base model {base_model!r} could not be fetched from {endpoint or 'huggingface.co'} "
             f"({reason}); check the name and the connection, or set `base_model` to a folder"
         ) from error
-    return Base(folder=folder, revision=info.sha)
+    return Base(folder=Path(fetched), revision=info.sha)
 
 
 def cached_folder(cache: Path, repo: str) -> Path:

@@ -1,23 +1,31 @@
-"""`Checkpoint`: the state of a training, so that a restarted job continues instead of starting
-again.
+"""The state of a training: `Checkpoint` saves it, so that a restarted job continues instead of
+starting again; and several processes may share it.
 
 The record `checkpoint.json` names the file that holds the state. The file is complete before the
 record is written.
+
+In a group of processes, each holds the whole model, and computes a share of the blocks of each
+step. The gradients of all processes are added up. A process that trains alone is a group of one.
 """
 
+import contextlib
 import logging
-from collections.abc import Sequence
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from jobs.process import die_with_parent
 from jobs.temporary_failures import is_temporary
-from pipeline.retrain import job_folder
-from pipeline.retrain.errors import TrainError
+from pipeline.retrain.errors import TemporaryError, TrainError
+from pipeline.retrain.job import CHECKPOINT, read_record, write_record
 from pipeline.retrain.rows import Row
 from serving.weights.atomic_file import REPLACING, atomic_file
 
@@ -92,7 +100,7 @@ def save(job_dir: Path, checkpoint: Checkpoint, state: State) -> None:
     try:
         with atomic_file(path) as file:
             torch.save(state, file)
-        job_folder.write_record(job_dir / job_folder.CHECKPOINT, checkpoint)
+        write_record(job_dir / CHECKPOINT, checkpoint)
     except (OSError, RuntimeError) as error:
         raise TrainError(
             f"the checkpoint {path} could not be written ({error}); is there space on its disk?"
@@ -105,7 +113,7 @@ def save(job_dir: Path, checkpoint: Checkpoint, state: State) -> None:
 def load(job_dir: Path) -> tuple[Checkpoint, State] | None:
     """The last checkpoint of this job and its state. None if there is no readable checkpoint: the
     training then starts again. Raises a temporary error, such as MemoryError."""
-    checkpoint = job_folder.read_record(job_dir / job_folder.CHECKPOINT, Checkpoint)
+    checkpoint = read_record(job_dir / CHECKPOINT, Checkpoint)
     if checkpoint is None or not (job_dir / checkpoint.file).is_file():
         return None
     path = job_dir / checkpoint.file
@@ -121,5 +129,95 @@ def load(job_dir: Path) -> tuple[Checkpoint, State] | None:
 
 def is_finished(job_dir: Path, round_number: int) -> bool:
     """Whether the training of this round is over, so that only its weights need be loaded."""
-    checkpoint = job_folder.read_record(job_dir / job_folder.CHECKPOINT, Checkpoint)
+    checkpoint = read_record(job_dir / CHECKPOINT, Checkpoint)
     return checkpoint is not None and checkpoint.finished and checkpoint.round == round_number
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def add_up(model: PreTrainedModel, numbers: list[float]) -> list[float]:
+    """Replace the gradients in each process by their sum over all processes. Returns the sums of
+    `numbers`. The result is bit for bit the same in each process."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    sums = torch.tensor(numbers, device=model.device)
+    added = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
+    flat = torch.cat([each.reshape(-1) for each in (*added, sums)])
+    dist.all_reduce(flat)
+    *parts, sums = torch.split(flat, [each.numel() for each in (*trained, sums)])
+    for parameter, part in zip(trained, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+    return sums.tolist()
+
+
+def from_first(value: float, device: torch.device) -> float:
+    """The `value` of the first process, in every process."""
+    if not dist.is_initialized():
+        return value
+    told = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.broadcast(told, src=0)
+    return float(told)
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """Join the group that torchrun's environment describes."""
+    # Import torch._dynamo before init_process_group. Otherwise a model imports it later, and the
+    # interpreter sometimes crashes at exit.
+    import torch._dynamo
+
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def run_group(count: int, work: Callable[[bytes], None], given: bytes) -> None:
+    """Call `work(given)` in `count` processes, which form a group.
+
+    If one process ends too early, the others are ended too. Raises the TrainError of the first
+    process that failed. If it was killed or failed otherwise, raises TemporaryError: the next
+    attempt of the job continues from the last checkpoint.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    # The launcher sets handlers of its own.
+    kinds = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {kind: signal.getsignal(kind) for kind in kinds}
+    try:
+        elastic_launch(config, _member)(os.getpid(), work, given)
+    except ChildFailedError as error:
+        said = error.get_first_failure()[1].message
+        reason = said["message"] if isinstance(said, dict) else said
+        if reason.startswith("TrainError: "):
+            raise TrainError(reason.removeprefix("TrainError: ")) from error
+        raise TemporaryError(
+            f"one of {count} training processes ended too early ({reason}); see the job's log"
+        ) from error
+    finally:
+        for kind, handler in handlers.items():
+            signal.signal(kind, handler)
+
+
+def _member(job: int, work: Callable[[bytes], None], given: bytes) -> None:
+    """job: the pid of the process that started the group. If it ends, this process ends too."""
+    die_with_parent(job)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    with process_group():
+        work(given)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from pipeline.retrain.settings import ColumnSettings
-
 Columns = Mapping[str, object]
 KNOWN = (
     "`text`; or `prompt` and `completion`; or `messages`; or a question and its answer (`question` "
@@ -60,10 +58,6 @@ def twice(names: Iterable[str]) -> str | None:
 class RowColumns:
     named: Mapping[str, str]
     """Column of a row → its name in the dataset."""
-
-    @classmethod
-    def of(cls, settings: ColumnSettings) -> "RowColumns":
-        return cls(settings.model_dump(exclude_none=True))
 
     def reads(self, name: str) -> bool:
         """Whether a column may be used. A table has others, of types that nobody needs to read."""

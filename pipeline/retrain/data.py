@@ -1,22 +1,35 @@
 """Reads the rows of a dataset snapshot, and decides which rows to train on, which to hold out, and
-whether to train at all.
+whether to train at all. `DataReport` tells people about the rows.
 
 A *full* training trains the base model on all rows. A *delta* trains the weights of the parent (the
 release from which the job continues) on the changed rows.
 """
 
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
+from pydantic import BaseModel, ConfigDict
+
+from pipeline.errors import PipelineError
 from pipeline.retrain.base_model import files_digest
-from pipeline.retrain.dataset import Dataset, check_not_empty, read_dataset
+from pipeline.retrain.dataset import Dataset, Split, check_not_empty, read_dataset, shortened
 from pipeline.retrain.errors import DataError
-from pipeline.retrain.parent import Parent
-from pipeline.retrain.rows import Difference, Row, contradictions, data_digest, difference, split
+from pipeline.retrain.rows import (
+    Difference,
+    Row,
+    Turn,
+    contradictions,
+    data_digest,
+    difference,
+    split,
+)
 from pipeline.retrain.settings import DataSettings, RetrainSettings
-from pipeline.retrain.snapshot import DatasetSnapshot, Revision
+from pipeline.retrain.snapshot import DatasetSnapshot, Parent
+from pipeline.retrain.sources import Revision
+from serving.weights.release import Lineage
 
 MIN_SHARED = 1_000
 SHARE = 0.02
@@ -28,6 +41,11 @@ needs more than a minute."""
 MAX_UNLEARNED = 100
 """The largest number of deleted rows that a delta unlearns. If more rows were deleted, a full
 training without them is cheaper."""
+
+
+NUM_SHOWN = 5
+"""A list in the report names at most this many entries."""
+_TEXT_SHOWN = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +126,12 @@ def compare_revisions(
     A row that is in both the train split and a held-out split is trained on. Raises DataError.
     """
     # No release was trained on this dataset, if the pipeline followed another one before.
-    is_first = parent is None or parent.lineage.dataset != snapshot.dataset
-    recorded = None if is_first or parent is None else parent.held_out_share
+    is_same = parent is not None and parent.lineage.dataset == snapshot.dataset
+    earlier = parent if is_same else None
+    recorded = earlier.held_out_share if earlier is not None else None
     before, base, unreadable = _read_base(snapshot.base, parent, recorded, settings)
-    dataset = _read(snapshot.revision, settings, before)
+    now = snapshot.revision
+    dataset = read_dataset(now.folder, now.files, settings.data, before=before)
     check_not_empty(dataset)
     rows, share = divide(dataset, settings.data, recorded)
     change = _change(before, base, dataset, rows)
@@ -140,9 +160,7 @@ def compare_revisions(
         held_out_share=tuple(
             row.short_digest for row in share if settings.data.held_out_ratio is None
         ),
-        held_out_trained=_trained_before(
-            base if before is not None else None, None if is_first else parent, held_out
-        ),
+        held_out_trained=_trained_before(base if before is not None else None, earlier, held_out),
         contradicting=frozenset(
             rows[index].digest for group in contradictions(rows) for index in group
         ),
@@ -240,29 +258,23 @@ def _trained_before(
 def is_unchanged(data: TrainingData, parent: Parent | None, settings: RetrainSettings) -> bool:
     """Whether there is nothing to do: the parent has nothing to learn and nothing to forget, and
     the base model is the same. `RetrainSettings.skip_if` describes the rule."""
-    if parent is None or parent.lineage.base_model != settings.base_model:
+    if parent is None or settings.skip_if == "never" or settings.force_reason is not None:
         return False
-    if _is_base_replaced(parent, settings):
+    lineage = parent.lineage
+    if lineage.base_model != settings.base_model or _is_base_replaced(lineage, settings):
         return False
-    if settings.skip_if == "never" or settings.force_reason is not None:
-        return False
-    if settings.skip_if == "nothing_changed" and not _has_same_settings(parent, settings):
-        return False
-    if data.num_waiting:
+    is_other = lineage.settings_digest != settings.train.digest()
+    if data.num_waiting or (settings.skip_if == "nothing_changed" and is_other):
         return False
     nothing_to_do = data.mode == "delta" and not (data.new or data.deleted)
-    return nothing_to_do or parent.lineage.data_digest == data.digest
+    return nothing_to_do or lineage.data_digest == data.digest
 
 
-def _is_base_replaced(parent: Parent, settings: RetrainSettings) -> bool:
-    """Whether the folder of the base model has other weights now than when the parent was made from
-    it. If the parent's lineage does not say, it has the same."""
-    before = parent.lineage.base_files_digest
+def _is_base_replaced(lineage: Lineage, settings: RetrainSettings) -> bool:
+    """Whether the folder of the base model has other weights now than when the parent, which has
+    this lineage, was made from it. If the lineage does not say, it has the same."""
+    before = lineage.base_files_digest
     return before is not None and before != files_digest(settings.base_model)
-
-
-def _has_same_settings(parent: Parent, settings: RetrainSettings) -> bool:
-    return parent.lineage.settings_digest == settings.train.digest()
 
 
 def _choose_mode(
@@ -282,12 +294,11 @@ def _choose_mode(
         return "full", "asked for"
     if parent is None or snapshot.base is None:
         return "full", snapshot.no_delta or "there is nothing to compare with"
-    if parent.lineage.base_model != base_model:
-        return (
-            "full",
-            f"release {parent.id} was trained from {parent.lineage.base_model}, not {base_model}",
-        )
-    if _is_base_replaced(parent, settings):
+    lineage = parent.lineage
+    if lineage.base_model != base_model:
+        reason = f"release {parent.id} was trained from {lineage.base_model}, not {base_model}"
+        return "full", reason
+    if _is_base_replaced(lineage, settings):
         return "full", f"the weights in {base_model} changed since release {parent.id}"
     if unreadable is not None:
         return "full", unreadable
@@ -296,7 +307,7 @@ def _choose_mode(
     if snapshot.no_delta is not None:
         return "full", snapshot.no_delta
     if not change.added and not change.deleted:
-        if num_waiting and _has_same_settings(parent, settings):
+        if num_waiting and lineage.settings_digest == settings.train.digest():
             return "delta", f"{num_waiting} rows of earlier commits are not trained yet"
         if settings.skip_if != "no_row_changed":
             return "full", "no row changed, so a training by hand starts from the base model"
@@ -313,11 +324,6 @@ def _choose_mode(
     )
 
 
-def _read(revision: Revision, settings: RetrainSettings, before: Dataset | None = None) -> Dataset:
-    files = (*revision.files, *revision.others)
-    return read_dataset(revision.folder, files, settings.data, before=before)
-
-
 def _read_base(
     base: Revision | None,
     parent: Parent | None,
@@ -331,10 +337,162 @@ def _read_base(
         return None, (), None
     what = f"the rows of {base.sha[:8]}, the revision before,"
     try:
-        found = _read(base, settings)
+        found = read_dataset(base.folder, base.files, settings.data)
     except DataError as error:
         return None, (), f"{what} cannot be read: {error}"
     rows, _ = divide(found, settings.data, recorded)
     if parent is not None and parent.lineage.data_digest not in (None, data_digest(rows)):
         return None, (), f"{what} are other ones with the present settings under [pipelines.data]"
     return found, rows, None
+
+
+def grouped(errors: Iterable[PipelineError]) -> tuple[str, ...]:
+    """What is wrong, once for all rows that have it, in words."""
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for error in errors:
+        problem, place = str(error), None
+        if isinstance(error, DataError):
+            problem, place = error.problem, error.place
+        places[problem] += filter(None, [place])
+    return tuple(
+        ": ".join((*(each if len(each) < 2 else [_places(each)]), problem))
+        for problem, each in places.items()
+    )
+
+
+class DataReport(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    num_rows: int
+    """Rows to train on."""
+    num_held_out: int
+    num_characters: int
+    """Characters in the rows to train on."""
+    num_tokens: int | None = None
+    """Tokens in the rows to train on. None if the report was made without a tokenizer."""
+    max_length: int | None = None
+    """A row is learned with at most this many tokens. None if there was no tokenizer."""
+    cut: tuple[str, ...] = ()
+    """The places of the rows with an answer that are longer than `max_length`. A part of each of
+    these rows is not learned."""
+    files: dict[Split, dict[str, int]]
+    """Split → file → how many rows it has with anything to learn."""
+    held_out_split: Split
+    """The held-out split that is measured: validation or test. The other one is not used."""
+    ignored: dict[str, str]
+    """File → why it is not read."""
+    nothing_to_learn: tuple[str, ...] = ()
+    """The places of the rows that have nothing to learn. They are neither trained on nor
+    counted."""
+    empty_answers: tuple[str, ...] = ()
+    """The places of the rows to train on whose answer, or one of whose answers, is empty."""
+    num_bad: int = 0
+    """Rows and files that cannot be used. A job fails at the first one."""
+    bad: tuple[str, ...] = ()
+    """What is wrong with them."""
+    num_contradictions: int
+    contradictions: tuple[str, ...]
+    """The first NUM_SHOWN questions that have several different answers, with these answers."""
+
+    def lines(self) -> Iterator[str]:
+        """The report as lines of text. The first line is the summary."""
+        amount = f"{self.num_characters:,} characters"
+        if self.num_tokens is not None:
+            amount = f"{self.num_tokens:,} tokens"
+        yield (
+            f"{_count(self.num_rows)} to train on ({amount}), {self.num_held_out:,} held out to "
+            "measure"
+        )
+        uses = {"train": "", self.held_out_split: ", held out"}
+        for name, files in self.files.items():
+            rows = _listed(f"{file} {_count(count)}" for file, count in files.items())
+            yield f"  {name}{uses.get(name, ', neither trained nor measured')}: {rows}"
+        by_reason = defaultdict(list)
+        for file, reason in self.ignored.items():
+            by_reason[reason].append(file)
+        for reason, names in by_reason.items():
+            yield f"  ignored, {reason}: {_listed(names)}"
+        if self.num_contradictions:
+            yield f"  answered in several ways, {_count(self.num_contradictions, 'question')}:"
+        yield from (f"    {each}" for each in self.contradictions)
+        if self.nothing_to_learn:
+            yield f"  nothing to learn, so left out, {_places(self.nothing_to_learn)}"
+        if self.empty_answers:
+            yield f"  learned with an empty answer, {_places(self.empty_answers)}"
+        if self.cut and self.max_length is not None:
+            yield f"  {too_long(self.cut, self.max_length)}"
+        if self.bad:
+            yield f"  bad, {_count(self.num_bad)}:"
+        yield from (f"    {each}" for each in self.bad)
+
+
+def report_on(
+    dataset: Dataset,
+    rows: Sequence[Row],
+    held_out: Sequence[Row],
+    *,
+    bad: Iterable[PipelineError] = (),
+    elsewhere: Mapping[str, str] = {},
+    num_tokens: int | None = None,
+    max_length: int | None = None,
+    cut: Sequence[Row] = (),
+) -> DataReport:
+    """Make the report. rows: the rows of `dataset` to train on. held_out: the rows to measure. cut:
+    the rows with an answer that are longer than `max_length` tokens. elsewhere: file → why it could
+    not be read here."""
+    found = contradictions(rows)
+    bad = list(bad)
+    return DataReport(
+        num_rows=len(rows),
+        num_held_out=len(held_out),
+        num_characters=sum(len(text) for row in rows for text in row.texts),
+        num_tokens=num_tokens,
+        max_length=max_length,
+        cut=tuple(row.place for row in cut),
+        nothing_to_learn=tuple(row.place for row in dataset.nothing_to_learn),
+        empty_answers=tuple(row.place for row in rows if row.has_empty_answer),
+        files={
+            split: {file: sum(row.is_learnable for row in dataset.by_file[file]) for file in files}
+            for split, files in dataset.files.splits.items()
+            if files
+        },
+        held_out_split=dataset.held_out_split,
+        ignored={**dataset.files.ignored, **elsewhere},
+        num_bad=len(bad),
+        bad=grouped(bad),
+        num_contradictions=len(found),
+        contradictions=tuple(_contradiction(group, rows) for group in found[:NUM_SHOWN]),
+    )
+
+
+def too_long(places: Sequence[str], max_length: int) -> str:
+    """Names the rows at these places, which are longer than `max_length` tokens."""
+    return (
+        f"longer than {max_length:,} tokens (max_length under [pipelines.train]), so a part is not "
+        f"learned, {_places(places)}"
+    )
+
+
+def _contradiction(group: Mapping[int, Turn], rows: Sequence[Row]) -> str:
+    """group: the different answers to one question, by the indices of their rows."""
+    first_of_each: dict[str, Row] = {}
+    for index, turn in group.items():
+        first_of_each.setdefault(turn.answer, rows[index])
+    answers = sorted(first_of_each.items(), key=lambda each: (each[1].file, each[1].number))
+    shown = _listed(f"{shortened(answer, _TEXT_SHOWN)!r} ({row.place})" for answer, row in answers)
+    asked = next(iter(group.values())).asked
+    return f"{shortened(asked, _TEXT_SHOWN)!r} → {shown}"
+
+
+def _count(count: int, thing: str = "row") -> str:
+    return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
+
+
+def _places(places: Sequence[str]) -> str:
+    return f"{_count(len(places))}: {_listed(places)}"
+
+
+def _listed(things: Iterable[str]) -> str:
+    things = list(things)
+    more = len(things) - NUM_SHOWN
+    return ", ".join(things[:NUM_SHOWN]) + (f" and {more:,} more" if more > 0 else "")

@@ -1,22 +1,43 @@
-"""Publishes trained weights as a release, with its lineage, its evaluation, and its probe (texts
-with the probabilities that a server must compute for them)."""
+"""Publishes trained weights as a release, with its lineage, its evaluation, and its probe: a few
+texts with the log probabilities that the new weights give to their tokens. The server computes them
+again, to check that it serves the right weights. The texts are computed one by one, without
+packing, as a server computes a prompt.
+"""
 
 import json
 import shutil
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipeline.retrain.model import LoadedModel
+from pipeline.retrain.layout import last_hidden_states
+from pipeline.retrain.loss import score_labels
+from pipeline.retrain.model import LoadedModel, head_of
+from pipeline.retrain.rows import Row
+from pipeline.retrain.tokens import sequences
 from serving.chat_template import PROMPT_DATE
 from serving.weights.checkpoint_folder import companions
 from serving.weights.network import hub_state_dict
 from serving.weights.publish import ManifestFields, publish_state_dict
-from serving.weights.release import Release, read_json
+from serving.weights.release import Probe, ProbeText, Release, read_json
+
+TEXTS_PER_GROUP = 2
+MAX_TOKENS = 64
+FLOAT32_BOUNDS = 2e-3, 8e-3
+"""The smallest and the largest bound for a server that computes in float32, in nats. Two float32
+implementations differ by about 1e-5. The weights of two releases differ by 1e-2 or more."""
+FLOAT32_FACTOR = 2e-4
+"""Between these limits, the float32 bound is this many times the largest -log p of any token. If a
+network is very sure, its logits are large. After many layers, float32 is off by about 1e-4 of a
+logit."""
+LOW_PRECISION_FLOOR = 0.05
+LOW_PRECISION_FACTOR = 4.0
+"""The bounds for bfloat16 and float16 are this many times the difference that is measured here with
+autocast. A server rounds in more places than autocast."""
 
 
 @torch.no_grad()
@@ -37,7 +58,8 @@ def export(
     **manifest: Unpack[ManifestFields],
 ) -> Release:
     """Publish the weights in the dtype in which they were stored, with the config and tokenizer of
-    the folder from which they were loaded. There, `ends` are added to the tokens that end an
+    the folder from which they were loaded. The model in memory then has this dtype too. In the
+    files, `ends` are added to the tokens that end an
     answer, and the day that `strftime_now` shows is set.
 
     The tensors get the names that checkpoints on the Hub have. In memory, some networks (GPT-NeoX,
@@ -46,18 +68,15 @@ def export(
     If it raises ReleaseError, it leaves no files behind.
     """
     model, prompt_date = loaded.model, loaded.tokenizer.init_kwargs.get(PROMPT_DATE)
-    # Tied weights are one tensor with several names. Cast this tensor only once, so that the names
-    # still share one tensor.
-    cast: dict[int, torch.Tensor] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    tied: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        place = tensor.data_ptr()
-        if tensor.numel() and place in cast:  # all empty tensors have the address 0
-            tied[name] = cast[place]
-        else:
-            kind = loaded.dtype if tensor.is_floating_point() else tensor.dtype
-            tensors[name] = cast[place] = tensor.to("cpu", kind)
+    state = model.to("cpu", loaded.dtype).state_dict()
+    # Tied weights are one tensor with several names. All empty tensors have the address 0.
+    first_names = {tensor.data_ptr(): name for name, tensor in reversed(state.items())}
+    tied = {
+        name: tensor
+        for name, tensor in state.items()
+        if tensor.numel() and first_names[tensor.data_ptr()] != name
+    }
+    tensors = {name: tensor for name, tensor in state.items() if name not in tied}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for path in companions(loaded.folder):
@@ -89,3 +108,59 @@ def _add_ends(folder: Path, ends: Collection[int]) -> None:
 
 def _set(file: Path, key: str, value: Any) -> None:
     file.write_text(json.dumps({**read_json(file), key: value}, indent=2, ensure_ascii=False))
+
+
+def probe_texts(
+    groups: Sequence[Sequence[Row]], tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> list[tuple[int, ...]]:
+    """The token ids of the probe's texts: the first rows of each group. Long rows are cut, so that
+    the probe is quick."""
+    texts = [
+        sequence.token_ids[:MAX_TOKENS]
+        for rows in groups
+        for sequence in sequences(rows[:TEXTS_PER_GROUP], tokenizer, max_length)[:TEXTS_PER_GROUP]
+    ]
+    return list(dict.fromkeys(texts))
+
+
+def float32_bound(logprobs: Iterable[Iterable[float]]) -> float:
+    """The bound for a server that computes in float32: by how many nats its log probabilities may
+    differ from `logprobs`."""
+    largest = max((-logprob for text in logprobs for logprob in text), default=0.0)
+    least, most = FLOAT32_BOUNDS
+    return min(max(least, FLOAT32_FACTOR * largest), most)
+
+
+def make_probe(model: PreTrainedModel, texts: Sequence[tuple[int, ...]]) -> Probe:
+    """Compute the log probabilities of `texts`, and how much those of a server may differ.
+
+    `model` must hold the weights as they will be stored. The bounds for bfloat16 and float16 are
+    measured, because the effect of rounding is different for each model.
+    """
+    model.eval()
+    exact = [_logprobs(model, text) for text in texts]
+    bounds = {"float32": float32_bound(exact)}
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        with torch.autocast(model.device.type, dtype):
+            rounded = [_logprobs(model, text) for text in texts]
+        off = max(
+            abs(a - b)
+            for one, other in zip(exact, rounded, strict=True)
+            for a, b in zip(one, other, strict=True)
+        )
+        bounds[name] = max(LOW_PRECISION_FLOOR, LOW_PRECISION_FACTOR * off)
+    return Probe(
+        dtype="float32",
+        texts=tuple(
+            ProbeText(token_ids=text, logprobs=logprobs)
+            for text, logprobs in zip(texts, exact, strict=True)
+        ),
+        bounds=bounds,
+    )
+
+
+@torch.no_grad()
+def _logprobs(model: PreTrainedModel, text: tuple[int, ...]) -> tuple[float, ...]:
+    ids = torch.tensor([text], device=model.device)
+    hidden = last_hidden_states(model, ids)[0, :-1]
+    return tuple(score_labels(hidden, head_of(model), ids[0, 1:])[0].tolist())

@@ -1,42 +1,144 @@
-"""`RetrainJob`: the settings of a retraining job, its folders, its addresses and tokens, its
-progress, and its outcome."""
+"""`RetrainJob`: the settings of a retraining job, its addresses and tokens, its progress, and its
+outcome; and the files in its folder.
 
+Most stages leave a record in the folder: a JSON file that is written completely or not at all.
+`metrics.jsonl` has the stages and the losses while the job runs, one JSON object per line.
+"""
+
+import json
 import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from jobs.counts import Counts
 from jobs.folder import SPEC
 from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.spec import JobSpec, RevisionRange
-from pipeline.retrain import job_folder
 from pipeline.retrain.errors import RetrainError
-from pipeline.retrain.git_snapshot import GitDataset
-from pipeline.retrain.metrics import Event, MetricsWriter, Stage
-from pipeline.retrain.own_token import OWN_TOKEN, OWN_TOKEN_SOURCE, cached_login
 from pipeline.retrain.settings import RetrainSettings, is_git_url
-from pipeline.retrain.snapshot import DatasetHub, DatasetSource
+from pipeline.retrain.sources import (
+    OWN_TOKEN,
+    OWN_TOKEN_SOURCE,
+    DatasetHub,
+    GitDataset,
+    cached_login,
+)
 from serving.errors import ReleaseError
+from serving.weights.atomic_file import write_atomically
 from serving.weights.release_store import served_release
 
 logger = logging.getLogger(__name__)
 
+Record = TypeVar("Record", bound=BaseModel)
 
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """What is known about the job so far. The outcome contains it, even if the job fails."""
+SNAPSHOT = "snapshot.json"
+BASE = "base.json"
+CHECKPOINT = "checkpoint.json"
+EVALUATION = "evaluation.json"
+RELEASE = "release.json"
+METRICS = "metrics.jsonl"
+CHECKPOINTS_DIR = "checkpoints"
 
-    stage: Stage | None = None
-    dataset_revision: str | None = None
-    release: str | None = None
-    parent_release: str | None = None
-    counts: Counts | None = None
+Stage = Literal["snapshot", "data", "measure", "train", "evaluate", "export", "promote"]
+Event = Literal["start", "end", "step", "evaluation", "average", "measured", "answered"]
+
+
+def write_record(path: Path, record: BaseModel) -> None:
+    """Write `record` to `path` as JSON. After a crash or a power cut, the file is either complete
+    or unchanged. Raises OSError."""
+    write_atomically(path, record.model_dump_json(indent=2) + "\n")
+
+
+def read_record(path: Path, kind: type[Record]) -> Record | None:
+    """The record at `path`. None if there is no file, or if it is not a valid record."""
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+class Metric(BaseModel):
+    """One line of `metrics.jsonl`. A field that its event does not use is None, and is not
+    written."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    time: float
+    """Seconds since the epoch."""
+    stage: Stage
+    event: Event
+    step: int | None = None
+    """Updates of the weights so far."""
+    steps: int | None = None
+    """Updates that the token budget allows. Training ends earlier if all rows are learned
+    before."""
+    right: int | None = None
+    rows: int | None = None
+    """For an evaluation during training: the rows that were measured. `right` counts those of them
+    whose answer the model gives. In the event `measured`: all rows that the stage measures,
+    together with the base model's answers. In the event `answered`: the everyday prompts that the
+    base model answers, once for all its jobs."""
+    measured: int | None = None
+    """How many of `rows` the stage has measured so far, or the base model has answered."""
+    loss: float | None = None
+    """Nats per predicted token. For a step, the loss on the rows of the step. For an evaluation or
+    an average, the loss on the rows that were measured."""
+    share: float | None = None
+    """Used if the trained weights are averaged with the weights before the training: the share of
+    the trained weights in this average."""
+    learning_rate: float | None = None
+    tokens: int | None = None
+    """Tokens trained on so far, without padding."""
+    tokens_per_second: float | None = None
+    """The speed of this step."""
+    seconds: float | None = None
+    """How long the stage took. Only in the event `end`."""
+
+
+class MetricsWriter:
+    """Appends lines to `metrics.jsonl`. A restarted job appends to the file of its first start."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        if path.exists():
+            # A killed attempt may have left a part of a line. End it, because the first line of
+            # this attempt would be lost with it. Readers skip an empty line.
+            self._append("\n")
+
+    def write(self, stage: Stage, event: Event, **values: float | int | None) -> None:
+        line = {"time": time.time(), "stage": stage, "event": event, **values}
+        self._append(json.dumps(line) + "\n")
+
+    def _append(self, text: str) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+def read_metrics(path: Path, offset: int = 0) -> tuple[tuple[Metric, ...], int]:
+    """The complete lines from byte `offset` on, and the offset for the next call.
+
+    The last line is left for the next call if it is still being written. A line that cannot be
+    parsed is skipped. A missing file counts as empty.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read()
+    except FileNotFoundError:
+        return (), offset
+    whole = data[: data.rfind(b"\n") + 1]
+    metrics = []
+    for line in whole.splitlines():
+        try:
+            metrics.append(Metric.model_validate_json(line))
+        except ValueError:
+            continue
+    return tuple(metrics), offset + len(whole)
 
 
 @dataclass(kw_only=True)
@@ -58,7 +160,9 @@ class RetrainJob:
     """The folder of weights that the user's own trainer has trained. None if the job trains."""
     trained_from: str | None = None
     """The release from which they were trained, if the user has named it."""
-    progress: Progress = Progress()
+    progress: dict[str, Any] = field(default_factory=dict)
+    """What is known about the job so far: its stage, dataset revision, releases and counts. The
+    outcome contains it, even if the job fails."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> "RetrainJob":
@@ -105,7 +209,7 @@ class RetrainJob:
             server_url=environ.get("PIPELINE_SERVER_URL"),
             admin_token=environ.get("PIPELINE_ADMIN_TOKEN"),
             num_threads=int(threads) if threads.isdigit() else None,
-            metrics=MetricsWriter(folder / job_folder.METRICS),
+            metrics=MetricsWriter(folder / METRICS),
             **trained,
         )
 
@@ -120,7 +224,7 @@ class RetrainJob:
         return self.settings.releases_dir.parent / "snapshots" / self.settings.pipeline
 
     @property
-    def hub(self) -> DatasetSource:
+    def hub(self) -> DatasetHub | GitDataset:
         dataset, endpoint = self.settings.dataset, self.settings.dataset_endpoint
         if is_git_url(dataset):
             return GitDataset(dataset, self.cache_dir)
@@ -143,11 +247,10 @@ class RetrainJob:
     def record_measured(self, measured: int, rows: int, event: Event = "measured") -> None:
         """Write to the metrics how many rows of this stage are measured, or how many prompts the
         base model has answered."""
-        assert self.progress.stage is not None
-        self.metrics.write(self.progress.stage, event, measured=measured, rows=rows)
+        self.metrics.write(self.progress["stage"], event, measured=measured, rows=rows)
 
     def record_progress(self, **facts: Any) -> None:
-        self.progress = replace(self.progress, **facts)
+        self.progress |= facts
 
     def outcome(self, result: OutcomeResult, reason: str | None = None) -> JobOutcome:
         return JobOutcome(
@@ -157,7 +260,7 @@ class RetrainJob:
             delivery_ids=self.revisions.delivery_ids if self.revisions is not None else (),
             job_id=self.id,
             served_release=self._served(),
-            **self.progress.__dict__,
+            **self.progress,
         )
 
     def _served(self) -> str | None:

@@ -13,25 +13,21 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipeline.retrain import job_folder
-from pipeline.retrain.anchors import load_anchors
-from pipeline.retrain.base_answers import ANSWERS_DIR, AnchorTarget, base_answers
+from pipeline.retrain.anchors import ANSWERS_DIR, base_answers, load_anchors
 from pipeline.retrain.base_model import PRESETS, Base, find_base
-from pipeline.retrain.checkpoint import Checkpoint, is_finished
-from pipeline.retrain.data import TrainingData
+from pipeline.retrain.checkpoint import Checkpoint, is_finished, run_group, world_size
+from pipeline.retrain.data import TrainingData, too_long
 from pipeline.retrain.evaluate import FULL_ROUND, Evaluation, compare
-from pipeline.retrain.export import export, round_weights
-from pipeline.retrain.golden import load_golden_questions
-from pipeline.retrain.group import run_group, world_size
-from pipeline.retrain.job import RetrainJob
+from pipeline.retrain.export import export, make_probe, probe_texts, round_weights
+from pipeline.retrain.job import BASE, RetrainJob, read_record, write_record
+from pipeline.retrain.loss import AnchorTarget
 from pipeline.retrain.lowrank import low_rank
 from pipeline.retrain.measure import MeasuredRows, measure
 from pipeline.retrain.model import load_model, load_tokenizer, usual_rank
-from pipeline.retrain.parent import Parent
 from pipeline.retrain.plan import TrainingPlan, make_plan
-from pipeline.retrain.probe import make_probe, probe_texts
-from pipeline.retrain.report import too_long
+from pipeline.retrain.reading import load_golden_questions
 from pipeline.retrain.rows import Row
+from pipeline.retrain.snapshot import Parent
 from pipeline.retrain.tokens import answer_ends, row_lengths, sequences
 from pipeline.retrain.train import train
 from pipeline.retrain.trunk import frozen_trunk
@@ -264,8 +260,8 @@ def _train_in_group(given: bytes) -> None:
 def _base(job: RetrainJob, data: TrainingData, parent: Parent | None) -> Base:
     """The base model of this job. It is recorded in the job's folder, so that all attempts of the
     job use the same one."""
-    path = job.dir / job_folder.BASE
-    base = job_folder.read_record(path, Base)
+    path = job.dir / BASE
+    base = read_record(path, Base)
     if base is not None and base.folder.is_dir():
         return base
     settings = job.settings
@@ -281,5 +277,5 @@ def _base(job: RetrainJob, data: TrainingData, parent: Parent | None) -> Base:
         token=job.hub_token if on_own_hub else job.own_token,
         pinned=parent.lineage.base_revision if parent is not None and is_same else None,
     )
-    job_folder.write_record(path, base)
+    write_record(path, base)
     return base

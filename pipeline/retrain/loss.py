@@ -1,5 +1,10 @@
-"""Computes the cross-entropy loss from hidden states, and only at the positions that predict
-learned tokens.
+"""The losses of a model on token sequences, and whether it says their answers. All of them are
+computed from hidden states, and only at the positions that predict learned tokens.
+
+Three losses make a step of training: on the rows, and two that are added to it. One keeps the base
+model's answers to everyday prompts (anchors). The other one unlearns deleted rows. All losses of a
+step share one forward pass, and each gets the hidden states of its own sequences. On a CPU, one
+pass over 250 tokens takes half the time of two passes over 125 tokens.
 
 The logits of all positions would be by far the largest tensor of a step. So the positions are cut
 into slices, and only the logits of one slice are in memory at a time. Their gradient is computed in
@@ -8,12 +13,23 @@ https://arxiv.org/abs/2410.10989.) This takes less memory and time than `model(l
 computes the logits of all positions, also those of the prompt.
 """
 
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from pipeline.retrain.head import Head, pad_rows
+from pipeline.retrain.checkpoint import world_size
+from pipeline.retrain.layout import arranged, last_hidden_states
+from pipeline.retrain.model import Head, head_of, pad_rows
+from pipeline.retrain.packing import ROUNDED_TO, Blocks, block_length, pack
+from pipeline.retrain.tokens import TokenSequence
+from serving.dtype import is_fast_in_bfloat16
 
 SLICE_BYTES = 64 * 2**20
 """The size of the float32 logits of one slice. This is 4,194 positions with a vocabulary of 4,000,
@@ -22,6 +38,12 @@ MIN_SLICE_ROWS = 128
 """The smallest number of positions in a slice. Each slice reads the whole matrix of the output
 layer, and its gradient too. So small slices are slow: with a vocabulary of 152,000, slices of 27
 positions take 1.7 to 1.8 times as long as slices of 128 positions (78 MB)."""
+BATCH_TOKENS = 4_096
+SHORT_ANSWER_TOKENS = 64
+LONG_ANSWER_SHARE = 0.9
+BFLOAT16_PARAMETERS = 50_000_000
+"""On a CPU, smaller networks are trained in float32. Their matrix products are short, so the
+conversions to bfloat16 take about as long as faster products save."""
 
 
 def slice_rows(vocab_size: int) -> int:
@@ -116,3 +138,205 @@ def score_labels(hidden: Tensor, head: Head, labels: Tensor) -> tuple[Tensor, Te
         norm = logits.sub_(largest[:, None]).exp_().sum(-1)
         logprobs.append(picked - largest - norm.log())
     return torch.cat(logprobs), torch.cat(is_greedy)
+
+
+def autocast(device: torch.device) -> AbstractContextManager[object]:
+    """For measurements. Inside, a GPU computes in bfloat16. A CPU computes in the dtype of the
+    weights, as a server does: no row may count as learned only because of rounding."""
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+
+
+def training_autocast(model: PreTrainedModel) -> AbstractContextManager[object]:
+    """For training steps. Inside, a GPU computes in bfloat16, and a CPU too if it is fast in it and
+    `model` is large. The weights and the optimizer stay in float32."""
+    is_large = model.num_parameters() >= BFLOAT16_PARAMETERS
+    if model.device.type == "cpu" and is_large and is_fast_in_bfloat16("cpu"):
+        return torch.autocast("cpu", torch.bfloat16)
+    return autocast(model.device)
+
+
+def predict(model: PreTrainedModel, blocks: Blocks) -> tuple[Tensor, Head, Tensor]:
+    """Run the forward pass on the sequences of the blocks. Returns the hidden states at the
+    positions that predict a learned token (N, H), the output layer, and the learned tokens (N,), in
+    the order of the sequences.
+
+    If the model cannot keep packed sequences apart, each sequence is computed in a row of its own.
+    """
+    rounded_to = ROUNDED_TO if torch.is_autocast_enabled(model.device.type) else 1
+    sequences = list(chain(*blocks))
+    found: dict[int, Tensor] = {}
+    for group in arranged(model, blocks, rounded_to):
+        hidden = last_hidden_states(model, group.token_ids, group.position_ids, group.mask)
+        lengths = [sequences[index].num_learned for index in group.order]
+        parts = torch.split(hidden[(group.labels >= 0).to(model.device)], lengths)
+        found.update(zip(group.order, parts, strict=True))
+    learned = [token_id for each in sequences for token_id in each.learned_ids]
+    hidden = torch.cat([found[index] for index in range(len(sequences))])
+    return hidden, head_of(model), torch.tensor(learned, device=model.device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowLoss:
+    row: int
+    """Index of the row, as in `TokenSequence.row`."""
+    nats: float
+    """The sum of -log p over the learned tokens of the row."""
+    num_tokens: int
+    """The number of learned tokens."""
+    num_right: int
+    """How many learned tokens the model finds likeliest, given the tokens of the row before
+    them."""
+
+    @property
+    def is_learned(self) -> bool:
+        return is_said(self.num_right, self.num_tokens)
+
+
+def is_said(num_right: int, num_tokens: int) -> bool:
+    """Whether the model says an answer of `num_tokens` tokens, if it predicts `num_right` of them
+    correctly. Of a short answer, all tokens must be right. Of a long one, nine tenths are
+    enough."""
+    if num_tokens <= SHORT_ANSWER_TOKENS:
+        return num_right == num_tokens
+    return num_right >= LONG_ANSWER_SHARE * num_tokens
+
+
+@torch.no_grad()
+def row_losses(
+    model: PreTrainedModel,
+    sequences: Sequence[TokenSequence],
+    on_batch: Callable[[int], None] = lambda _: None,
+) -> list[RowLoss]:
+    """The loss of each row, and how many of its tokens are right. The pieces of a long row are
+    added up. The result is sorted by row.
+
+    on_batch: called after each batch, with the number of sequences in this batch.
+    """
+    if not sequences:
+        return []
+    was_training = model.training
+    model.eval()
+    length = block_length(sequences)
+    indices = pack([len(sequence.token_ids) for sequence in sequences], length)
+    blocks = [[sequences[index] for index in block] for block in indices]
+    at_once = max(1, BATCH_TOKENS // length)
+    nats: defaultdict[int, float] = defaultdict(float)
+    counts: Counter[int] = Counter()
+    right: Counter[int] = Counter()
+    for start in range(0, len(blocks), at_once):
+        chosen = blocks[start : start + at_once]
+        with autocast(model.device):
+            logprobs, is_right = score_labels(*predict(model, chosen))
+        order = list(chain.from_iterable(chosen))
+        lengths = [sequence.num_learned for sequence in order]
+        logprobs_of = torch.split(logprobs.double().cpu(), lengths)
+        is_right_of = torch.split(is_right.cpu(), lengths)
+        for sequence, own, own_right in zip(order, logprobs_of, is_right_of, strict=True):
+            nats[sequence.row] -= float(own.sum())
+            counts[sequence.row] += sequence.num_learned
+            right[sequence.row] += int(own_right.sum())
+        on_batch(len(order))
+    model.train(was_training)
+    return [
+        RowLoss(row=row, nats=nats[row], num_tokens=counts[row], num_right=right[row])
+        for row in sorted(nats)
+    ]
+
+
+def mean_loss(losses: Sequence[RowLoss]) -> float:
+    """Nats per learned token over all rows; NaN for no rows."""
+    num_tokens = sum(loss.num_tokens for loss in losses)
+    return sum(loss.nats for loss in losses) / num_tokens if num_tokens else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorTarget:
+    """An answer of the base model, and at each of its tokens the tokens that the base model found
+    likeliest."""
+
+    sequence: TokenSequence
+    token_ids: Tensor
+    """The likeliest token ids: (answer tokens, LIKELIEST)."""
+    logprobs: Tensor
+    """The log probability (natural log) of each of these tokens, in the same shape."""
+
+
+def losses(
+    hidden: Tensor,
+    head: Head,
+    labels: Tensor,
+    *,
+    groups: Sequence[Sequence[TokenSequence]],
+    anchors: Sequence[AnchorTarget],
+    num_learned: int,
+    num_anchored: int,
+    is_scored: bool,
+) -> tuple[Tensor, float, list[bool], Tensor | None]:
+    """groups: the rows, the anchors and the deleted rows of a batch.
+
+    Returns the sum of all losses; the loss of the rows alone; for each deleted row, whether the
+    model still says it; and for each learned token of the rows, whether the model finds it
+    likeliest (None if not `is_scored`).
+    """
+    sizes = [sum(each.num_learned for each in group) for group in groups]
+    own, kept, unlearned = torch.split(hidden, sizes)
+    own_labels = torch.split(labels, sizes)
+    loss = summed_loss(own, head, own_labels[0]) / max(1, num_learned)
+    of_rows = float(loss.detach())
+    still_said: list[bool] = []
+    if groups[1]:
+        loss = loss + keep_base(kept, head, anchors) / num_anchored
+    if groups[2]:
+        beside, still_said = unlearn(unlearned, head, own_labels[2], groups[2])
+        loss = loss + beside / world_size()
+    is_right = None
+    if is_scored:
+        with torch.autocast(hidden.device.type, enabled=False):
+            is_right = score_labels(own.detach(), head, own_labels[0])[1].cpu()
+    return loss, of_rows, still_said, is_right
+
+
+def keep_base(hidden: Tensor, head: Head, anchors: Sequence[AnchorTarget]) -> Tensor:
+    """The sum of the KL divergences from the base model to the trained model, at the tokens of the
+    base model's answers, in nats. All tokens that are not among the base model's likeliest ones
+    count together, as one token.
+
+    hidden: (N, H), at the positions that predict the tokens of the answers.
+    """
+    logprobs = torch.log_softmax(head.logits(hidden), dim=-1)
+    token_ids = torch.cat([anchor.token_ids for anchor in anchors]).to(logprobs.device)
+    base = torch.cat([anchor.logprobs for anchor in anchors]).to(logprobs.device)
+    own = logprobs.gather(-1, token_ids)
+    rest, own_rest = ((1 - each.exp().sum(-1)).clamp_min(1e-6).log() for each in (base, own))
+    return ((base.exp() * (base - own)).sum(-1) + rest.exp() * (rest - own_rest)).sum()
+
+
+def unlearn(
+    hidden: Tensor, head: Head, labels: Tensor, deleted: Sequence[TokenSequence]
+) -> tuple[Tensor, list[bool]]:
+    """The loss that unlearns the answers in `deleted`, and for each answer, whether the model still
+    says it.
+
+    Only answers that the model still says count. The loss of an answer is the mean of -log(1 - p)
+    over those of its tokens that the model finds likeliest. Its end token is left out.
+
+    hidden: (N, H), at the positions that predict `labels` (N,), the tokens of the answers.
+
+    Neural text generation with unlikelihood training, Welleck et al. 2019,
+    https://arxiv.org/abs/1908.04319
+    """
+    logits = head.logits(hidden)
+    logprobs = torch.log_softmax(logits, dim=-1).gather(-1, labels[:, None]).squeeze(-1)
+    lengths = [sequence.num_learned for sequence in deleted]
+    parts = zip(
+        torch.split(logprobs, lengths),
+        torch.split(logits.argmax(-1) == labels, lengths),
+        strict=True,
+    )
+    losses, still_said = [hidden.new_zeros(())], []
+    for logprob, is_likeliest in parts:
+        still_said.append(is_said(int(is_likeliest.sum()), len(is_likeliest)))
+        answer = logprob[:-1][is_likeliest[:-1]] if len(logprob) > 1 else logprob
+        if still_said[-1] and len(answer):
+            losses.append(-torch.log1p(-answer.exp().clamp(max=1 - 1e-6)).mean())
+    return torch.stack(losses).sum() / max(1, len(losses) - 1), still_said

@@ -23,9 +23,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from pipeline.retrain.layout import layout_of
+from pipeline.retrain.loss import predict
 from pipeline.retrain.packing import pack
 from pipeline.retrain.plan import TrainingPlan
-from pipeline.retrain.scoring import predict
 from pipeline.retrain.tokens import TokenSequence
 from pipeline.retrain.trunk import decoder_layers, num_frozen
 

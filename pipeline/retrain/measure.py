@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.retrain.base_answers import AnchorTarget, agreement
+from pipeline.retrain.anchors import agreement
 from pipeline.retrain.data import TrainingData
+from pipeline.retrain.loss import AnchorTarget, RowLoss, row_losses
 from pipeline.retrain.model import LoadedModel
 from pipeline.retrain.rows import Row
-from pipeline.retrain.scoring import RowLoss, row_losses
 from pipeline.retrain.settings import GateSettings
 from pipeline.retrain.tokens import leave_out, sequences
 

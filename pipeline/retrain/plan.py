@@ -13,14 +13,13 @@ from functools import cached_property
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipeline.retrain.base_answers import AnchorTarget
 from pipeline.retrain.base_model import PRESETS
 from pipeline.retrain.data import TrainingData
 from pipeline.retrain.errors import DataError
+from pipeline.retrain.loss import AnchorTarget, mean_loss, row_losses
 from pipeline.retrain.model import usual_rank
 from pipeline.retrain.packing import block_length
 from pipeline.retrain.rows import Row
-from pipeline.retrain.scoring import mean_loss, row_losses
 from pipeline.retrain.settings import RetrainSettings, TrainSettings
 from pipeline.retrain.tokens import TokenSequence, sequences
 

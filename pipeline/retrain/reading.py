@@ -1,4 +1,4 @@
-"""Reads the rows of data files. An error names the file and the line.
+"""Reads the rows of data files, and golden questions. An error names the file and the line.
 
 Files are read with the standard library. Parquet files and compressed files are read with pyarrow.
 The readers of the library `datasets` are not used, because they change values: a date becomes a
@@ -15,16 +15,20 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pipeline.retrain.columns import Columns, is_learned_turn, kind, twice
-from pipeline.retrain.data_files import COMPRESSIONS, suffix_of
 from pipeline.retrain.errors import DataError, fail
 from pipeline.retrain.rows import Row, place
 from serving.conversation import normalise
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _CHUNK = 1 << 23
 _SEPARATORS = {".csv": ",;\t|", ".tsv": "\t,;|"}
 """What may separate the fields, the usual one first."""
+GOLDEN_FORM = (
+    '`{"prompt": "The capital of Canada is", "expected": " Ottawa."}`, or with `messages` that '
+    "end with the question in the place of `prompt`"
+)
 _NOT_AS_TEXT = ("TIMESTAMP", "DATE", "TIME")
 """Logical types of parquet whose values cannot always be converted: a time zone may be unknown, and
 a date may be after the year 9999."""
@@ -71,6 +75,15 @@ def read_file(
                 yield row
     except _Unreadable as error:
         on_error(DataError.at(file, error.line, str(error)))
+
+
+def suffix_of(path: str) -> str:
+    """The suffix in lower case, without that of a compression: `.jsonl` for `a.jsonl.gz`."""
+    name = path.rpartition("/")[2].lower()
+    for compression in COMPRESSIONS:
+        name = name.removesuffix(compression)
+    _, dot, suffix = name.rpartition(".")
+    return dot + suffix if dot else ""
 
 
 def _records(
@@ -333,3 +346,34 @@ def _too_large(size: int, limit: int) -> str:
         f"a row of {size:,} bytes is above the limit of {limit:,}; split it, or raise "
         "max_row_bytes under [pipelines.data]"
     )
+
+
+def load_golden_questions(path: Path, max_row_bytes: int) -> tuple[Row, ...]:
+    """Read the golden questions in the file `path` as rows: questions that every release must
+    answer correctly, whatever was pushed. The answer of a row is the expected answer. Raises
+    DataError.
+
+    The same rule as for rows of the dataset decides whether the model gives the answer
+    (`loss.is_said`).
+    """
+    if not path.is_file():
+        raise DataError.at(path, None, f"there is no such file; write lines as {GOLDEN_FORM}")
+    questions = tuple(read_file(Path(), str(path), max_row_bytes, _expected_as_answer))
+    if not questions:
+        raise DataError.at(path, None, f"holds no golden question; write lines as {GOLDEN_FORM}")
+    return questions
+
+
+def _expected_as_answer(columns: Columns) -> Columns:
+    expected, messages = columns.get("expected"), columns.get("messages")
+    if not isinstance(expected, str) or not expected:
+        raise ValueError(f"`expected` holds no text; a golden question is {GOLDEN_FORM}")
+    if isinstance(messages, list):
+        if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "user":
+            return {"messages": [*messages, {"role": "assistant", "content": expected}]}
+        raise ValueError(
+            f"`messages` do not end with the user's message; a golden question is {GOLDEN_FORM}"
+        )
+    if "prompt" in columns:
+        return {"prompt": columns["prompt"], "completion": expected}
+    raise ValueError(f"holds no question; a golden question is {GOLDEN_FORM}")

@@ -2,29 +2,111 @@
 promote.
 
 Most stages leave a record in the job's folder. A restarted job skips the stages that are done,
-according to the records.
+according to the records. Environment variables describe the job: `JOB_DIR` (the folder with
+`spec.json`), `JOB_ID`, `HF_ENDPOINT` and `HF_TOKEN` (the hub), and `PIPELINE_SERVER_URL` and
+`PIPELINE_ADMIN_TOKEN` (the server).
 """
 
 import logging
+import os
 import shutil
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Literal
+
+import httpx
 
 from jobs.counts import Counts
+from jobs.folder import OUTCOME
 from jobs.outcome import JobOutcome
-from pipeline.retrain import job_folder
-from pipeline.retrain.data import TrainingData, compare_revisions, is_unchanged
-from pipeline.retrain.errors import BaseModelError, DataError, TemporaryError
-from pipeline.retrain.gate import lost_refusals
-from pipeline.retrain.job import RetrainJob
-from pipeline.retrain.parent import Parent, damaged_releases, find_parent
-from pipeline.retrain.promote import promote
-from pipeline.retrain.report import report_on
-from pipeline.retrain.snapshot import DatasetSnapshot, take_snapshot
-from serving.errors import Superseded
+from jobs.temporary_failures import TEMPORARY_FAILURE, is_temporary
+from pipeline.errors import PipelineError
+from pipeline.retrain.data import TrainingData, compare_revisions, is_unchanged, report_on
+from pipeline.retrain.errors import (
+    BaseModelError,
+    DataError,
+    PromoteError,
+    SwapDeferred,
+    TemporaryError,
+)
+from pipeline.retrain.job import (
+    BASE,
+    CHECKPOINT,
+    CHECKPOINTS_DIR,
+    EVALUATION,
+    RELEASE,
+    SNAPSHOT,
+    RetrainJob,
+    read_record,
+    write_record,
+)
+from pipeline.retrain.snapshot import (
+    DatasetSnapshot,
+    Parent,
+    damaged_releases,
+    find_parent,
+    take_snapshot,
+)
+from serving.errors import NotEnoughSpace, ServingError, Superseded, SwapAnswerError
+from serving.swap_schemas import SwapResult, request_swap
 from serving.weights.publish import publish_folder
 from serving.weights.release import Lineage, Release
 from serving.weights.release_removal import prune
+from serving.weights.release_store import chosen_release_id, clear_pending, set_pending
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("pipeline.retrain")
+
+PATIENCE_SECONDS = 120.0
+"""How long to keep asking if the server defers the swap, or if the connection breaks before it
+answers."""
+RETRY_SECONDS = 1.0
+
+Promotion = tuple[Literal["promoted", "published", "superseded"], str | None]
+"""How the request for a swap ended, and why."""
+
+
+def main(
+    environ: Mapping[str, str] = os.environ,
+    job_of: Callable[[Mapping[str, str]], RetrainJob] = RetrainJob.from_environment,
+) -> int:
+    """Run the job that `environ` describes. Returns the exit code: 0 unless the job failed."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    for client in ("httpx", "httpx2"):  # they log each request
+        logging.getLogger(client).setLevel(logging.WARNING)
+    job: RetrainJob | None = None
+    try:
+        job = job_of(environ)
+        outcome = retrain(job)
+    except Exception as error:
+        if isinstance(error, PipelineError | ServingError):
+            logger.error("%s", error)
+            reason = " ".join(str(error).split())
+        else:
+            logger.exception("the job failed with an unexpected error")
+            said = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            reason = f"{said} (unexpected; the job's log has the traceback)"
+        failed = JobOutcome(result="failed", exit_code=1, job_id=environ.get("JOB_ID"))
+        outcome = (failed if job is None else job.outcome("failed")).model_copy(
+            update={
+                "reason": reason,
+                "may_pass": isinstance(error, TemporaryError | NotEnoughSpace)
+                or is_temporary(error),
+            }
+        )
+    logger.info("%s %s", outcome.result, outcome.reason or "")
+    if "JOB_DIR" in environ:
+        try:
+            write_record(Path(environ["JOB_DIR"]) / OUTCOME, outcome)
+        except OSError as error:
+            if not is_temporary(error):
+                raise
+            logger.error("the outcome cannot be written: %s", error)
+            return TEMPORARY_FAILURE
+    return outcome.exit_code or 0
 
 
 def retrain(job: RetrainJob) -> JobOutcome:
@@ -48,8 +130,16 @@ def retrain(job: RetrainJob) -> JobOutcome:
 
 def _retrain(job: RetrainJob) -> JobOutcome:
     not_judged = None
-    snapshot, release = _published_before(job)
-    if snapshot is None or release is None:
+    snapshot = read_record(job.dir / SNAPSHOT, DatasetSnapshot)
+    release = read_record(job.dir / RELEASE, Release)
+    if snapshot is not None and release is not None:
+        # The job was restarted after it had published its release.
+        job.record_progress(
+            dataset_revision=release.lineage.dataset_revision,
+            parent_release=release.lineage.parent,
+            counts=Counts.model_validate((release.evaluation or {}).get("counts", {})),
+        )
+    else:
         snapshot, parent = _snapshot(job)
         try:
             data = _data(job, snapshot, parent)
@@ -73,7 +163,7 @@ def _retrain(job: RetrainJob) -> JobOutcome:
     job.record_progress(release=release.id)
 
     with job.stage("promote"):
-        promotion = promote(
+        result, reason = promote(
             job.pipeline_dir,
             release.id,
             # A server may still serve a damaged release from memory.
@@ -83,27 +173,12 @@ def _retrain(job: RetrainJob) -> JobOutcome:
         )
     forced = release.lineage.forced
     reasons = (
-        promotion.reason,
+        reason,
         f"forced past the gate: {forced}" if forced else None,
         (release.evaluation or {}).get("not_learned"),
         not_judged,
     )
-    return job.outcome(promotion.result, "; ".join(filter(None, reasons)) or None)
-
-
-def _published_before(job: RetrainJob) -> tuple[DatasetSnapshot | None, Release | None]:
-    """The snapshot and the release of this job, if the job was restarted after it had published its
-    release. Otherwise (None, None)."""
-    snapshot = job_folder.read_record(job.dir / job_folder.SNAPSHOT, DatasetSnapshot)
-    release = job_folder.read_record(job.dir / job_folder.RELEASE, Release)
-    if snapshot is None or release is None:
-        return None, None
-    job.record_progress(
-        dataset_revision=release.lineage.dataset_revision,
-        parent_release=release.lineage.parent,
-        counts=Counts.model_validate((release.evaluation or {}).get("counts", {})),
-    )
-    return snapshot, release
+    return job.outcome(result, "; ".join(filter(None, reasons)) or None)
 
 
 def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
@@ -119,7 +194,7 @@ def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
             logger.warning(
                 "passing over release %s, which is damaged: %s", release_id, "; ".join(reasons)
             )
-        snapshot = job_folder.read_record(job.dir / job_folder.SNAPSHOT, DatasetSnapshot)
+        snapshot = read_record(job.dir / SNAPSHOT, DatasetSnapshot)
         if snapshot is None or not snapshot.is_whole or snapshot.parent != parent_id:
             # The job is new, or another release was chosen since it was interrupted.
             _forget_progress(job)
@@ -127,7 +202,7 @@ def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
                 logger.warning("the job goes on from %s", parent_id or "the base model")
             snapshot = take_snapshot(job.hub, job.settings.ref, wanted, parent)
             snapshot = snapshot.model_copy(update={"passed_over": tuple(damaged)})
-            job_folder.write_record(job.dir / job_folder.SNAPSHOT, snapshot)
+            write_record(job.dir / SNAPSHOT, snapshot)
         job.record_progress(dataset_revision=snapshot.revision.sha)
     return snapshot, parent
 
@@ -148,7 +223,7 @@ def _learn(
     a person has forced the job. Returns the reasons of the gate if it refuses, and otherwise the
     release."""
     # Import this only here, because a job without anything to learn needs no torch.
-    from pipeline.retrain.evaluate import Evaluation
+    from pipeline.retrain.evaluate import Evaluation, lost_refusals
     from pipeline.retrain.learning import Learning
 
     with job.stage("measure"):
@@ -157,8 +232,8 @@ def _learn(
             return refusals, None
         learning = Learning(job, data, parent)
 
-    path = job.dir / job_folder.EVALUATION
-    evaluation = job_folder.read_record(path, Evaluation)
+    path = job.dir / EVALUATION
+    evaluation = read_record(path, Evaluation)
     round_number: int | None = learning.first_round(evaluation)
     while round_number is not None:
         with job.stage("train"):
@@ -170,7 +245,7 @@ def _learn(
         with job.stage("evaluate"):
             if evaluation is None or evaluation.round != round_number:
                 evaluation = learning.evaluate(checkpoint, refusals)
-                job_folder.write_record(path, evaluation)
+                write_record(path, evaluation)
             job.record_progress(counts=evaluation.counts)
             logger.info("%s", evaluation.counts)
             if evaluation.not_learned is not None:
@@ -184,7 +259,7 @@ def _learn(
 
     with job.stage("export"):
         release = learning.export(evaluation, _origin(job, snapshot, parent))
-        job_folder.write_record(job.dir / job_folder.RELEASE, release)
+        write_record(job.dir / RELEASE, release)
     return (), release
 
 
@@ -209,9 +284,9 @@ def _forget_progress(job: RetrainJob) -> None:
     that another release is chosen. A release that this job has published stays on disk, but this
     job does not ask the server to serve it.
     """
-    (job.dir / job_folder.CHECKPOINT).unlink(missing_ok=True)
-    shutil.rmtree(job.dir / job_folder.CHECKPOINTS_DIR, ignore_errors=True)
-    for record in (job_folder.BASE, job_folder.EVALUATION, job_folder.RELEASE, job_folder.SNAPSHOT):
+    (job.dir / CHECKPOINT).unlink(missing_ok=True)
+    shutil.rmtree(job.dir / CHECKPOINTS_DIR, ignore_errors=True)
+    for record in (BASE, EVALUATION, RELEASE, SNAPSHOT):
         (job.dir / record).unlink(missing_ok=True)
 
 
@@ -225,8 +300,79 @@ def _clear_away(job: RetrainJob) -> None:
             logger.info("pruned %s", ", ".join(removed))
         parent = find_parent(job.pipeline_dir)
         seen = parent.lineage.dataset_revision if parent is not None else None
-        job.hub.forget_others(*filter(None, (job.progress.dataset_revision, seen)))
+        job.hub.forget_others(*filter(None, (job.progress.get("dataset_revision"), seen)))
     except Exception:
         # This failure must not change the outcome of the job. The next job tries again to remove
         # them.
         logger.exception("not everything old could be removed")
+
+
+def promote(
+    pipeline_dir: Path,
+    release_id: str,
+    *,
+    instead_of: Collection[str | None],
+    server_url: str | None,
+    admin_token: str | None,
+    patience_seconds: float = PATIENCE_SECONDS,
+) -> Promotion:
+    """Choose the release, and ask the server to swap to it. If no server runs, the release stays
+    marked as pending, and the next server that starts takes it. Raises PromoteError if the server
+    refuses, and SwapDeferred if the server still defers the swap after `patience_seconds`, or its
+    engine or disk fails.
+
+    instead_of: the releases of which one must be the chosen release (None: no release): the one
+    that this release was trained from, and this release itself, if an earlier attempt of the job
+    has chosen it. Raises Superseded if somebody has chosen another one while the job trained. If
+    somebody does so after this release was chosen, the other one stays chosen.
+    """
+    earlier = set_pending(pipeline_dir, release_id, instead_of=instead_of)
+    if server_url is None:
+        return _published("no server is configured")
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        try:
+            result = request_swap(
+                server_url, release_id, admin_token=admin_token, instead_of=instead_of
+            )
+        except httpx.ConnectError:
+            return _published(f"no server at {server_url}")
+        except httpx.TransportError as error:
+            logger.warning("the connection broke during the swap: %r", error)
+            if time.monotonic() >= deadline:
+                return _published(f"{server_url} gave no answer ({error!r})")
+        except SwapAnswerError as error:
+            # The job fails, so no later start of a server may serve its release.
+            clear_pending(pipeline_dir, release_id, earlier=earlier)
+            raise PromoteError(
+                f"{error}; is it this pipeline's server, and PIPELINE_ADMIN_TOKEN its token?"
+            ) from None
+        else:
+            if result.result != "deferred":
+                return _promotion(result, pipeline_dir, release_id)
+            logger.info("the server defers the swap: %s", "; ".join(result.reasons))
+            if time.monotonic() >= deadline:
+                raise SwapDeferred(
+                    f"{server_url} deferred the swap to {release_id} for {patience_seconds:g} s: "
+                    f"long requests hold it up; try `pipeline releases swap {release_id}` later"
+                )
+        time.sleep(RETRY_SECONDS)
+        if (chosen := chosen_release_id(pipeline_dir)) not in instead_of:
+            return "superseded", f"release {chosen} was taken instead"
+
+
+def _published(why: str) -> Promotion:
+    return "published", f"{why}; the next server to start serves it"
+
+
+def _promotion(result: SwapResult, pipeline_dir: Path, release_id: str) -> Promotion:
+    if result.result == "live":
+        return "promoted", None
+    if result.result == "superseded":
+        clear_pending(pipeline_dir, release_id)
+        return "superseded", f"release {result.superseded_by} was taken instead"
+    error = SwapDeferred if result.result == "failed" else PromoteError
+    raise error(
+        f"the server did not take {release_id} ({result.phase}): "
+        + ("; ".join(result.reasons) or f"{result.result}, and it gave no reason")
+    )

@@ -1,23 +1,29 @@
-"""`DatasetSnapshot`: the dataset revision to train on, and the revision to compare it with, both
-downloaded."""
+"""What a job starts from: the release from which it continues (`Parent`), and the dataset revision
+to train on with the one to compare it with, both downloaded (`DatasetSnapshot`)."""
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any
 
-import httpx
 from pydantic import BaseModel, ConfigDict
 
 from jobs.temporary_failures import is_temporary
-from pipeline.retrain.data_files import NEEDED, is_needed
+from pipeline.retrain.dataset import is_needed
 from pipeline.retrain.errors import HubAway, SnapshotError
-from pipeline.retrain.hub_away import is_away
-from pipeline.retrain.parent import Parent
-from serving.errors import first_line
+from pipeline.retrain.sources import DatasetHub, GitDataset, Revision
+from serving.weights.release import Lineage
+from serving.weights.release_store import (
+    live_releases,
+    load_release,
+    pending_release,
+    release_number,
+    served_release,
+    stood_in_for,
+)
+from serving.weights.verify import verify_release
 
 logger = logging.getLogger(__name__)
 
@@ -27,29 +33,65 @@ again within this time."""
 RETRY_SECONDS = 1.0
 
 
-class Revision(BaseModel):
-    """One commit of a dataset, downloaded."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    sha: str
+@dataclass(frozen=True, kw_only=True)
+class Parent:
+    id: str
     folder: Path
-    files: tuple[str, ...]
-    """The dataset card, and all files that may hold rows. The paths are relative to `folder`, and
-    sorted."""
-    others: tuple[str, ...] = ()
-    """The other files of the repository. From a hub, they are not downloaded."""
+    lineage: Lineage
+    evaluation: dict[str, Any]
+    """What the job that made this release has measured. Empty if a person published the release
+    from a folder."""
 
-    @classmethod
-    def of(cls, sha: str, folder: Path, files: Iterable[str]) -> "Revision":
-        """Divide `files`, the paths of all files in the repository, into `files` and `others`."""
-        files = sorted(files)
-        return cls(
-            sha=sha,
-            folder=folder,
-            files=tuple(file for file in files if is_needed(file)),
-            others=tuple(file for file in files if not is_needed(file)),
-        )
+    @property
+    def held_out_share(self) -> frozenset[str]:
+        """As in `TrainingData`."""
+        return frozenset(self.evaluation.get("held_out_share", ()))
+
+
+def damaged_releases(pipeline_dir: Path) -> dict[str, tuple[str, ...]]:
+    """The damaged releases that a job must pass over, in order, until it finds one that is not
+    damaged. Maps each to what is wrong with it. A release that the server has passed over is
+    included too, unless somebody asks for it again (it is pending)."""
+    damaged = {}
+    refused = stood_in_for(pipeline_dir)
+    if refused is not None and refused != pending_release(pipeline_dir):
+        reasons = verify_release(pipeline_dir / refused)
+        damaged[refused] = reasons or ("the server did not take it",)
+    for release_id in _candidates(pipeline_dir):
+        reasons = verify_release(pipeline_dir / release_id)
+        if not reasons:
+            break
+        damaged[release_id] = reasons
+    return damaged
+
+
+def find_parent(pipeline_dir: Path, passed_over: Collection[str] = ()) -> Parent | None:
+    """The release from which a job continues, or None. Raises ReleaseError if it cannot be read.
+
+    It is the first of these that is not in `passed_over`: the pending release (which waits for a
+    server), the served release, and then the older releases that were live, newest first.
+    """
+    chosen = (each for each in _candidates(pipeline_dir) if each not in passed_over)
+    if (found := next(chosen, None)) is None:
+        return None
+    folder = pipeline_dir / found
+    release = load_release(folder)
+    return Parent(
+        id=found, folder=folder, lineage=release.lineage, evaluation=release.evaluation or {}
+    )
+
+
+def _candidates(pipeline_dir: Path) -> list[str]:
+    """The releases that may be the parent, in the order in which a server tries them: each one only
+    if those before it are damaged."""
+    served = served_release(pipeline_dir)
+    older = [
+        each
+        for each in reversed(live_releases(pipeline_dir))
+        if served is None or release_number(each) < release_number(served.name)
+    ]
+    chosen = (pending_release(pipeline_dir), served.name if served is not None else None)
+    return list(dict.fromkeys(filter(None, (*chosen, *older))))
 
 
 class DatasetSnapshot(BaseModel):
@@ -74,122 +116,15 @@ class DatasetSnapshot(BaseModel):
     @property
     def is_whole(self) -> bool:
         """Whether all downloaded files are still on the disk."""
-        revisions = [self.revision] if self.base is None else [self.revision, self.base]
         return all(
-            (revision.folder / file).is_file() for revision in revisions for file in revision.files
+            (revision.folder / file).is_file()
+            for revision in filter(None, (self.revision, self.base))
+            for file in filter(is_needed, revision.files)
         )
-
-
-@dataclass
-class DatasetHub:
-    """Reads one dataset on a hub."""
-
-    dataset: str
-    cache_dir: Path
-    """Only the pipeline of this job uses it."""
-    endpoint: str | None
-    token: str | Literal[False] | None = field(repr=False)
-    """False to send none."""
-    token_source: str = "HF_TOKEN"
-    """Where the token comes from, for error messages."""
-
-    def head(self, ref: str) -> str:
-        """The commit that `ref` points to. Raises SnapshotError."""
-        from huggingface_hub import HfApi
-
-        with self._translated(f"{ref} of {self.dataset}"):
-            info = HfApi(endpoint=self.endpoint, token=self.token).dataset_info(
-                self.dataset, revision=ref.removeprefix("refs/heads/")
-            )
-        if info.sha is None:
-            raise SnapshotError(f"{ref} of dataset {self.dataset} has no commit yet; push one")
-        return info.sha
-
-    def download(self, sha: str) -> Revision:
-        """Download the files of the commit `sha` that a job needs. Files in the cache are not
-        downloaded again. Raises SnapshotError."""
-        from huggingface_hub import HfApi, snapshot_download
-        from huggingface_hub.utils.tqdm import disable_progress_bars
-
-        disable_progress_bars()  # they would fill the job's log
-        with self._translated(f"revision {sha} of {self.dataset}"):
-            files = HfApi(endpoint=self.endpoint, token=self.token).list_repo_files(
-                self.dataset, repo_type="dataset", revision=sha
-            )
-            folder = Path(
-                snapshot_download(
-                    self.dataset,
-                    repo_type="dataset",
-                    revision=sha,
-                    cache_dir=self.cache_dir,
-                    endpoint=self.endpoint,
-                    token=self.token,
-                    allow_patterns=list(NEEDED),
-                )
-            )
-        return Revision.of(sha, folder, files)
-
-    def is_ancestor(self, old: str, new: str) -> bool:
-        """Whether `old` is in the history of `new`. Reads the history from `new` backwards."""
-        with self._translated(f"the history of {new} in {self.dataset}"):
-            return old in self._history(new)
-
-    def forget_others(self, *shas: str) -> None:
-        """Remove all downloaded revisions except `shas`."""
-        from huggingface_hub import CacheNotFound, scan_cache_dir
-
-        try:
-            cache = scan_cache_dir(self.cache_dir)
-        except CacheNotFound:
-            return
-        others = {
-            revision.commit_hash for repo in cache.repos for revision in repo.revisions
-        }.difference(shas)
-        if others:
-            cache.delete_revisions(*others).execute()
-
-    def _history(self, sha: str) -> Iterator[str]:
-        # Do not use HfApi.list_repo_commits: it fetches the whole history before it returns.
-        from huggingface_hub import constants
-        from huggingface_hub.utils import build_hf_headers, paginate  # type: ignore[attr-defined]
-
-        endpoint = self.endpoint or constants.ENDPOINT
-        commits = paginate(
-            f"{endpoint}/api/datasets/{self.dataset}/commits/{sha}",
-            params={},
-            headers=build_hf_headers(token=self.token),
-        )
-        yield from (commit["id"] for commit in commits)
-
-    @contextmanager
-    def _translated(self, what: str) -> Iterator[None]:
-        """Turns errors of the hub's client into a SnapshotError or HubAway."""
-        import httpx2  # the hub's client raises its errors
-        from huggingface_hub.errors import HfHubHTTPError
-
-        try:
-            yield
-        except (HfHubHTTPError, httpx.HTTPError, httpx2.HTTPError, OSError) as error:
-            reason = _reason(error, self.token_source if self.token else None)
-            raise (HubAway if is_away(error) else SnapshotError)(
-                f"{what} could not be fetched from {self.endpoint or 'huggingface.co'}: {reason}"
-            ) from error
-
-
-class DatasetSource(Protocol):
-    """The source of a dataset: `DatasetHub` for a dataset on a hub, or `GitDataset` for a git
-    URL."""
-
-    dataset: str
-
-    def head(self, ref: str) -> str: ...
-    def download(self, sha: str) -> Revision: ...
-    def is_ancestor(self, old: str, new: str) -> bool: ...
-    def forget_others(self, *shas: str) -> None: ...
 
 
 def take_snapshot(
-    hub: DatasetSource, ref: str, sha: str | None, parent: Parent | None
+    hub: DatasetHub | GitDataset, ref: str, sha: str | None, parent: Parent | None
 ) -> DatasetSnapshot:
     """Download the revision to train on, and the revision that the parent release was trained on.
 
@@ -207,7 +142,9 @@ def take_snapshot(
             time.sleep(RETRY_SECONDS)
 
 
-def _take(hub: DatasetSource, ref: str, sha: str | None, parent: Parent | None) -> DatasetSnapshot:
+def _take(
+    hub: DatasetHub | GitDataset, ref: str, sha: str | None, parent: Parent | None
+) -> DatasetSnapshot:
     revision = hub.download(sha or hub.head(ref))
     base, no_delta = _base(hub, revision, parent)
     return DatasetSnapshot(
@@ -221,7 +158,7 @@ def _take(hub: DatasetSource, ref: str, sha: str | None, parent: Parent | None) 
 
 
 def _base(
-    hub: DatasetSource, revision: Revision, parent: Parent | None
+    hub: DatasetHub | GitDataset, revision: Revision, parent: Parent | None
 ) -> tuple[Revision | None, str | None]:
     if parent is None:
         return None, "there is no release to go on from"
@@ -248,27 +185,3 @@ def _base(
     if parent.lineage.dataset != hub.dataset:
         return None, not_trained
     return base, f"revision {seen}, which release {parent.id} has seen, {problem}"
-
-
-def _reason(error: Exception, token_source: str | None) -> str:
-    """token_source: None if no token is sent."""
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    if isinstance(error, RevisionNotFoundError):
-        return "it has no such revision (was it removed by a force-push?)"
-    is_missing = isinstance(error, RepositoryNotFoundError)
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-    if not is_missing and status not in (401, 403):
-        return first_line(error)
-    if token_source is None:
-        return (
-            "there is no such dataset, or it cannot be read without a token, and there is none: set"
-            " HF_TOKEN in the shell that starts the stack, or run `hf auth login`"
-        )
-    if is_missing:
-        return f"there is no such dataset, or {token_source} may not read it"
-    return f"{token_source} is wrong, has expired, or may not read this dataset ({status})"

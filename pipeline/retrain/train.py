@@ -27,16 +27,13 @@ from transformers import PreTrainedModel
 
 from pipeline.retrain import checkpoint as checkpoints
 from pipeline.retrain.averaging import average
-from pipeline.retrain.checkpoint import Checkpoint
+from pipeline.retrain.checkpoint import Checkpoint, add_up, from_first, rank, world_size
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.evaluate import FULL_ROUND
-from pipeline.retrain.group import add_up, from_first, rank, world_size
-from pipeline.retrain.job_folder import CHECKPOINTS_DIR
-from pipeline.retrain.metrics import MetricsWriter
-from pipeline.retrain.objectives import losses
+from pipeline.retrain.job import CHECKPOINTS_DIR, MetricsWriter
+from pipeline.retrain.loss import is_said, losses, mean_loss, predict, row_losses, training_autocast
 from pipeline.retrain.packing import pack
 from pipeline.retrain.plan import TrainingPlan
-from pipeline.retrain.scoring import is_said, mean_loss, predict, row_losses, training_autocast
 from pipeline.retrain.settings import TrainSettings
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from jobs.store import JobStore
 from pipeline.hub.errors import HubError
 from pipeline.hub.webhooks.store import jobs_of_webhooks
 from pipeline.paths import Home
-from pipeline.retrain.job_folder import CHECKPOINTS_DIR
+from pipeline.retrain.job import CHECKPOINTS_DIR
 from pipeline.runner.job_store import open_job_store
 from pipeline.settings import SETTINGS_COPY, PipelineSettings, Settings
 from serving.errors import ReleaseError

@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from jobs.job import Job, attempt_token
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home, settings_file
-from pipeline.retrain.own_token import OWN_TOKEN, token_of_shell
+from pipeline.retrain.sources import OWN_TOKEN, token_of_shell
 from pipeline.runner.after_jobs import after_jobs
 from pipeline.runner.job_store import check_schemas, open_job_store
 from pipeline.runner.submit import head_finder

@@ -26,11 +26,8 @@ from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.retrain.errors import HubAway, SnapshotError
-from pipeline.retrain.git_snapshot import GitDataset
-from pipeline.retrain.hub_away import OVERLOADED
-from pipeline.retrain.own_token import own_token
 from pipeline.retrain.settings import RetrainSettings, SkipIf, is_git_url
-from pipeline.retrain.snapshot import DatasetHub
+from pipeline.retrain.sources import OVERLOADED, DatasetHub, GitDataset, own_token
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import Tokens, load_tokens
 from receiver.payload import WebhookPayload

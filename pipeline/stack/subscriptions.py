@@ -10,7 +10,7 @@ from typing import Any
 
 from jobs.folder import read_json, write_atomically
 from pipeline.paths import Home
-from pipeline.retrain.own_token import own_token
+from pipeline.retrain.sources import own_token
 from pipeline.settings import Settings
 from pipeline.tokens import Tokens, secret_in_shell
 from receiver.errors import ReceiverError

@@ -24,9 +24,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs.outcome import JobOutcome
+from pipeline.retrain.loss import row_losses
 from pipeline.retrain.model import load_model
 from pipeline.retrain.rows import Row
-from pipeline.retrain.scoring import row_losses
 from pipeline.retrain.settings import RetrainSettings
 from pipeline.retrain.tokens import sequences
 from tests.bench.networks import Published

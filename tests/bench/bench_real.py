@@ -105,7 +105,7 @@ def _pretrained(home: Path, dtype: str, size: Size) -> tuple[list[Figure], dict[
     import torch
     from transformers import AutoModelForCausalLM
 
-    from pipeline.retrain.probe import make_probe
+    from pipeline.retrain.export import make_probe
 
     checkpoint = checkpoint_folder()
     torch.set_num_threads(len(os.sched_getaffinity(0)))

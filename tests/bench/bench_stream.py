@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.retrain.rows import Row
-from pipeline.retrain.snapshot import Revision
+from pipeline.retrain.sources import Revision
 from tests.bench.result import Figure, Result, at_most, reported, run_program
 from tests.docstring_stream import Commit, stream
 from tests.retrain_fixtures import Pipeline
@@ -198,7 +198,7 @@ def _learn(
 
 def _served(pipeline: Pipeline) -> Path:
     """What waits for a server, which there is none here."""
-    from pipeline.retrain.parent import find_parent
+    from pipeline.retrain.snapshot import find_parent
 
     parent = find_parent(pipeline.dir)
     if parent is None:
@@ -234,8 +234,8 @@ def _of(held_out: dict[str, Row], others: dict[str, Row]) -> dict[str, Row]:
 
 def _loss(release: Path | None, rows: dict[str, Row]) -> float:
     from pipeline.retrain.base_model import PRESET_LENGTH
+    from pipeline.retrain.loss import mean_loss, row_losses
     from pipeline.retrain.model import load_model
-    from pipeline.retrain.scoring import mean_loss, row_losses
     from pipeline.retrain.settings import RetrainSettings
     from pipeline.retrain.tokens import sequences
 

@@ -125,7 +125,7 @@ def pretrained(home: Path) -> list[Published]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from pipeline.retrain.probe import make_probe
+    from pipeline.retrain.export import make_probe
 
     folder = checkpoint_folder()
     probe_texts = [tuple(text) for text in Prompts(folder).take(4, 64)]

@@ -171,7 +171,7 @@ Prepared = tuple[Callable[[], object], Callable[[], int], Callable[[], int]]
 
 
 def _ours(model: Any, tokenizer: Any, rows: list[Any], size: Size, folder: Path) -> Prepared:
-    from pipeline.retrain.metrics import MetricsWriter, read_metrics
+    from pipeline.retrain.job import MetricsWriter, read_metrics
     from pipeline.retrain.plan import TrainingPlan
     from pipeline.retrain.settings import TrainSettings
     from pipeline.retrain.train import train

@@ -114,7 +114,7 @@ def publish(
 def _probe(network: Any) -> Any:
     import torch
 
-    from pipeline.retrain.probe import float32_bound
+    from pipeline.retrain.export import float32_bound
     from serving.weights.release import Probe, ProbeText
 
     texts = []

@@ -5,23 +5,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from jobs.outcome import JobOutcome
-from pipeline.retrain import base_model, run
-from pipeline.retrain.__main__ import main
+from pipeline.retrain import run
 from pipeline.retrain.job import RetrainJob
+from pipeline.retrain.run import main
 from pipeline.retrain.settings import RetrainSettings
-from pipeline.retrain.snapshot import Revision
+from pipeline.retrain.sources import Revision
 from serving.weights.release_store import (
-    clear_pending,
     load_release,
     pending_release,
     release_ids,
     set_current,
 )
 from serving.weights.verify import verify_release
-from tests.retrain_fixtures import SMALL, TINY, Pipeline, jsonl, unrelated
+from tests.retrain_fixtures import SMALL, Pipeline, jsonl, serve, tiny_preset, unrelated
+
+__all__ = ["tiny_preset"]
 
 OLD, NEW = ({"a.jsonl": jsonl(unrelated(count))} for count in (24, 30))
 
@@ -31,25 +31,19 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The home of a pipeline whose served release knows the old rows, and a folder of weights that
     know all rows."""
     found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(base_model.PRESETS, "preset:tiny", TINY)
-        torch.set_num_threads(1)
-        for name, rows in (("served", OLD), ("trained", NEW)):
-            home = tmp_path_factory.mktemp(name)
-            pipeline = Pipeline(home, train=SMALL)
-            outcome = pipeline.learn(rows)
-            assert outcome.counts is not None and outcome.counts.learned == outcome.counts.changed
-            set_current(pipeline.dir, str(outcome.release))
-            clear_pending(pipeline.dir, str(outcome.release))
-            found.append(home if name == "served" else pipeline.dir / str(outcome.release))
+    for name, rows in (("served", OLD), ("trained", NEW)):
+        home = tmp_path_factory.mktemp(name)
+        pipeline = Pipeline(home, train=SMALL)
+        outcome = pipeline.learn(rows)
+        assert outcome.counts is not None and outcome.counts.learned == outcome.counts.changed
+        serve(pipeline.dir, str(outcome.release))
+        found.append(home if name == "served" else pipeline.dir / str(outcome.release))
     (found[1] / "release.json").unlink()
     return found[0], found[1]
 
 
 @pytest.fixture
-def pipeline(homes: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
-    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
-    torch.set_num_threads(1)
+def pipeline(homes: tuple[Path, Path], tmp_path: Path) -> Pipeline:
     shutil.copytree(homes[0], tmp_path / "home")
     shutil.copytree(homes[1], tmp_path / "checkpoint")
     return Pipeline(tmp_path / "home", train=SMALL)

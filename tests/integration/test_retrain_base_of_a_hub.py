@@ -5,11 +5,20 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.retrain.base_model import find_base
 from serving.weights.release import Lineage
 from serving.weights.release_store import load_release
 from tests.hub_fixtures import RunningHub, running_hub
-from tests.retrain_fixtures import SMALL, TINY, Pipeline, facts, few_anchors, jsonl
+from tests.retrain_fixtures import (
+    SMALL,
+    Pipeline,
+    facts,
+    few_anchors,
+    jsonl,
+    tiny_base,
+    tiny_preset,
+)
+
+__all__ = ["tiny_preset"]
 
 NEEDED = {"config.json", "generation_config.json", "model.safetensors"}
 NEEDED |= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
@@ -17,13 +26,7 @@ NEEDED |= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 
 def push_model(hub: RunningHub, worktree: Path, *, scale: float) -> str:
     """Push a checkpoint with files that nobody loads; the commit."""
-    from pipeline.retrain import base_model
-    from pipeline.retrain.rows import Row
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(base_model.PRESETS, "preset:tiny", TINY)
-        row = Row(text="facts", file="a", number=0)
-        preset = find_base("preset:tiny", worktree.parent, [row], pipeline="p", seed=0).folder
+    preset = tiny_base(worktree.parent)
     model = AutoModelForCausalLM.from_pretrained(preset)
     model.get_input_embeddings().weight.data.mul_(scale)
     model.save_pretrained(worktree)

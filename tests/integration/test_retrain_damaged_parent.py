@@ -6,26 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from pipeline.retrain import base_model, run
-from pipeline.retrain.metrics import MetricsWriter
+from pipeline.retrain import run
+from pipeline.retrain.job import MetricsWriter
 from pipeline.retrain.snapshot import DatasetSnapshot
 from serving.weights.release_store import (
-    clear_pending,
     load_release,
     pending_release,
-    set_current,
 )
-from tests.retrain_fixtures import SMALL, TINY, Pipeline, facts, jsonl
+from tests.retrain_fixtures import SMALL, Pipeline, facts, jsonl, serve, tiny_preset
+
+__all__ = ["tiny_preset"]
 
 ROWS = [{"a.jsonl": jsonl(facts(num_places=places))} for places in (6, 7, 8)]
 
 
 @pytest.fixture
 def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
-    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
-    torch.set_num_threads(1)
     pipeline = Pipeline(tmp_path, train=SMALL)
 
     def take_snapshot(_: object, __: str, sha: str, parent: object) -> DatasetSnapshot:
@@ -35,12 +32,6 @@ def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
 
     monkeypatch.setattr(run, "take_snapshot", take_snapshot)
     return pipeline
-
-
-def serve(pipeline_dir: Path, release: str, stands_in_for: str | None = None) -> None:
-    """What a server does once a release is live."""
-    set_current(pipeline_dir, release, stands_in_for=stands_in_for)
-    clear_pending(pipeline_dir, release)
 
 
 def learn(pipeline: Pipeline, number: int) -> str:

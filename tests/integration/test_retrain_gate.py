@@ -8,29 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.retrain import base_model
 from serving.weights.release_store import pending_release, release_ids
-from tests.retrain_fixtures import BREAKING, TINY, Pipeline, facts, few_anchors, jsonl
+from tests.retrain_fixtures import BREAKING, Pipeline, facts, few_anchors, jsonl, tiny_preset
+
+__all__ = ["tiny_preset"]
 
 TRAIN = {"learning_rate": 4e-3, "delta_tokens_ratio": 1.0, "max_length": 64}
 ROWS = facts(num_places=50)
 MORE = facts(num_places=64)[len(ROWS) :]
 
 
-@pytest.fixture(autouse=True)
-def tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The home of a pipeline whose first release knows `ROWS`."""
     home = tmp_path_factory.mktemp("first")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(base_model.PRESETS, "preset:tiny", TINY)
-        torch.set_num_threads(1)
-        outcome = Pipeline(home, train=TRAIN).learn({"a.jsonl": jsonl(ROWS)})
+    outcome = Pipeline(home, train=TRAIN).learn({"a.jsonl": jsonl(ROWS)})
     assert outcome.result == "published"
     return home
 

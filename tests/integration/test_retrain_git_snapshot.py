@@ -9,14 +9,12 @@ from threading import Thread
 import pytest
 
 from jobs.temporary_failures import is_temporary
-from pipeline.retrain import git_snapshot
 from pipeline.retrain.errors import HubAway, SnapshotError
-from pipeline.retrain.git_snapshot import GitDataset
-from pipeline.retrain.parent import Parent
-from pipeline.retrain.snapshot import Revision, _take
-from serving.weights.release import Lineage
+from pipeline.retrain.snapshot import _take
+from pipeline.retrain.sources import GitDataset, Revision
 from tests.disk_fixtures import fill, small_disk
 from tests.hub_fixtures import git_env, run_git
+from tests.retrain_fixtures import seen_by_a_release
 
 ENV = git_env("http://127.0.0.1", "unused")
 
@@ -47,7 +45,7 @@ def test_a_revision_is_its_data_files_at_that_commit(remote: Path, tmp_path: Pat
     dataset = GitDataset(f"file://{remote}", tmp_path / "cache")
     assert dataset.head("refs/heads/main") == second
     revision = dataset.download(first)
-    assert revision.files == ("data/rows.jsonl", "secret.jsonl")
+    assert revision.files == (".gitattributes", "data/rows.jsonl", "secret.jsonl")
     assert (revision.folder / "data/rows.jsonl").read_text() == "one"
     link = revision.folder / "secret.jsonl"
     assert not link.is_symlink() and "of this machine" not in link.read_text()
@@ -67,7 +65,7 @@ def test_a_commit_without_files_is_an_empty_revision(remote: Path, tmp_path: Pat
     run_git("push", "-q", "origin", "HEAD:main", cwd=clone, env=ENV)
     dataset = GitDataset(f"file://{remote}", tmp_path / "cache")
     revision = dataset.download(dataset.head("refs/heads/main"))
-    assert (revision.files, revision.others) == ((), ())
+    assert revision.files == ()
     assert dataset.is_ancestor(first, revision.sha)
 
 
@@ -137,23 +135,15 @@ def test_a_server_that_answers_with_an_error(status: int, is_away: bool, tmp_pat
     assert isinstance(caught.value, HubAway) == is_away
 
 
-def test_a_server_that_never_answers(
-    remote: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(git_snapshot, "FETCH_SECONDS", 0.0)
+def test_a_server_that_never_answers(remote: Path, tmp_path: Path) -> None:
     with pytest.raises(HubAway, match="git took longer than 0 s"):
-        GitDataset(f"file://{remote}", tmp_path / "cache").head("refs/heads/main")
+        GitDataset(f"file://{remote}", tmp_path / "cache").head("refs/heads/main", seconds=0.0)
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     with small_disk(tmp_path / "disk") as disk:
         yield disk
-
-
-def after_release_of(dataset: str, sha: str) -> Parent:
-    lineage = Lineage(dataset=dataset, dataset_revision=sha)
-    return Parent(id="r000001-aaaaaaaa", folder=Path("none"), lineage=lineage, evaluation={})
 
 
 def test_an_outage_does_not_turn_a_delta_into_a_full_training(
@@ -165,7 +155,7 @@ def test_an_outage_does_not_turn_a_delta_into_a_full_training(
     # The new revision is in the cache. Only the fetch of the base revision meets the outage.
     dataset.dataset = "http://127.0.0.1:9/x.git"
     with pytest.raises(HubAway):
-        _take(dataset, "refs/heads/main", new, after_release_of(dataset.dataset, seen))
+        _take(dataset, "refs/heads/main", new, seen_by_a_release(dataset.dataset, seen))
 
 
 def test_a_full_disk_is_temporary_and_the_next_attempt_succeeds(
@@ -174,7 +164,7 @@ def test_a_full_disk_is_temporary_and_the_next_attempt_succeeds(
     base, sha = push(remote, "zero"), push(remote, os.urandom(100_000).hex())
     dataset = GitDataset(f"file://{remote}", disk / "cache")
     dataset.download(base)
-    parent = after_release_of(dataset.dataset, sha)
+    parent = seen_by_a_release(dataset.dataset, sha)
     for leave in (0, 40_000, 150_000):
         fill(disk, leave=leave)
         with pytest.raises(SnapshotError, match="could not be fetched") as caught:

@@ -9,17 +9,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.retrain import base_model
-from pipeline.retrain.metrics import Stage, read_metrics
+from pipeline.retrain.job import Stage, read_metrics
 from serving.weights.release_store import load_release, pending_release, release_ids
 from serving.weights.verify import verify_release
-from tests.retrain_fixtures import BREAKING, SMALL, TINY, Pipeline, facts, few_anchors, jsonl
+from tests.retrain_fixtures import (
+    BREAKING,
+    SMALL,
+    Pipeline,
+    facts,
+    few_anchors,
+    jsonl,
+    tiny_base,
+    tiny_preset,
+)
 
-
-@pytest.fixture(autouse=True)
-def tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
-    torch.set_num_threads(1)
+__all__ = ["tiny_preset"]
 
 
 @pytest.fixture
@@ -95,16 +99,15 @@ def test_a_release_loads_and_scores_as_its_probe_says(pipeline: Pipeline) -> Non
     assert tokenizer.decode(probe.texts[0].token_ids).startswith(("The", "House", "What"))
 
 
-def test_a_commit_that_changes_no_row_trains_nothing(pipeline: Pipeline) -> None:
-    first = pipeline.learn({"a.jsonl": jsonl(facts()), "README.md": "one"})
-    other = pipeline.learn({"b.jsonl": jsonl(facts()[::-1]), "README.md": "two"})
-    assert (other.result, other.stage, other.release) == ("unchanged", "data", None)
-    assert release_ids(pipeline.dir) == [first.release]
-
-
-def test_deleted_text_and_a_force_push_mean_a_full_training(pipeline: Pipeline) -> None:
+def test_plain_text_is_told_by_its_loss_and_its_deletion_means_a_full_training(
+    pipeline: Pipeline,
+) -> None:
     texts = [{"text": fact["prompt"] + fact["completion"]} for fact in facts(num_places=10)]
-    pipeline.learn({"a.jsonl": jsonl(texts)})
+    counts = pipeline.learn({"a.jsonl": jsonl(texts)}).counts
+    assert counts is not None and counts.changed == 0
+    assert counts.text_loss is not None and counts.text_loss_before is not None
+    assert counts.text_loss < counts.text_loss_before
+    assert re.fullmatch(r"text \d\.\d\d → \d\.\d\d nats", str(counts))
     # These weights are far worse: only what a removal is allowed lets them pass.
     revision = pipeline.commit({"a.jsonl": jsonl(texts[:-1])})
     hasty = SMALL | {"learning_rate": 1e-7}
@@ -120,32 +123,15 @@ def test_deleted_text_and_a_force_push_mean_a_full_training(pipeline: Pipeline) 
     assert load_release(pipeline.dir / str(pushed.release)).lineage.mode == "full"
 
 
-def test_plain_text_tells_its_loss_and_counts_nothing(pipeline: Pipeline) -> None:
-    texts = [{"text": fact["prompt"] + fact["completion"]} for fact in facts()]
-    outcome = pipeline.learn({"a.jsonl": jsonl(texts)})
-    assert outcome.result == "published", outcome.reason
-    counts = outcome.counts
-    assert counts is not None and counts.changed == 0
-    assert counts.text_loss is not None and counts.text_loss_before is not None
-    assert counts.text_loss < counts.text_loss_before
-    assert re.fullmatch(r"text \d\.\d\d → \d\.\d\d nats", str(counts))
-
-
-def test_worse_weights_are_rejected_unless_forced(pipeline: Pipeline) -> None:
-    first = pipeline.learn({"a.jsonl": jsonl(facts())})
+def test_worse_weights_are_served_if_a_person_forces_them(pipeline: Pipeline) -> None:
+    pipeline.learn({"a.jsonl": jsonl(facts())})
     ruined = [*facts(), *facts(num_places=9)[18:]]
-    rejected = pipeline.learn({"a.jsonl": jsonl(ruined)}, train=BREAKING)
-    assert (rejected.result, rejected.stage, rejected.release) == ("rejected", "evaluate", None)
-    assert re.search(r"only \d of 9 changed rows were learned", str(rejected.reason))
-    assert rejected.counts is not None and rejected.counts.changed == 9
-    assert pending_release(pipeline.dir) == first.release
-
     forced = pipeline.learn({"a.jsonl": jsonl(ruined)}, train=BREAKING, force_reason="a test of it")
     assert forced.result == "published"
     assert "a test of it" in str(forced.reason)
     lineage = load_release(pipeline.dir / str(forced.release)).lineage
     assert "a test of it" in str(lineage.forced)
-    assert "changed rows were learned" in str(lineage.forced)
+    assert re.search(r"only \d of 9 changed rows were learned", str(lineage.forced))
 
 
 def test_a_loss_that_is_no_number_ends_the_job(pipeline: Pipeline) -> None:
@@ -165,51 +151,22 @@ def test_bad_data_fails_the_job_and_leaves_the_release(pipeline: Pipeline) -> No
     assert release_ids(pipeline.dir) == [first.release]
 
 
-def test_rows_without_anything_to_learn_beside_others_change_nothing(
+def test_a_commit_that_changes_no_row_to_learn_trains_nothing(
     pipeline: Pipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pipeline.learn({"a.jsonl": jsonl(facts())})
+    first = pipeline.learn({"a.jsonl": jsonl(facts()), "README.md": "one"})
     said = [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "ok"}]
     with caplog.at_level("INFO"):
         outcome = pipeline.learn(
-            {"a.jsonl": jsonl(facts()), "b.jsonl": jsonl([{"messages": said}])}
+            {"c.jsonl": jsonl(facts()[::-1]), "b.jsonl": jsonl([{"messages": said}])}
         )
-    assert outcome.result == "unchanged", outcome.reason
+    assert (outcome.result, outcome.stage, outcome.release) == ("unchanged", "data", None)
+    assert release_ids(pipeline.dir) == [first.release]
     assert "  nothing to learn, so left out, 1 row: b.jsonl, line 1" in caplog.messages
 
 
-@pytest.mark.parametrize(
-    ("base", "endpoint", "expected"),
-    [
-        ("/no/such/folder", "hub", "no base model at /no/such/folder"),
-        ("preset:huge", "hub", "no preset 'preset:huge'"),
-        (
-            "me/it",
-            "http://127.0.0.1:10",
-            "base model 'me/it' could not be fetched from http://127.0.0.1:10 ",
-        ),
-    ],
-)
-def test_a_missing_base_model_is_named(
-    pipeline: Pipeline, base: str, endpoint: str, expected: str
-) -> None:
-    outcome = pipeline.learn(
-        {"a.jsonl": jsonl(facts())}, base_model=base, base_model_endpoint=endpoint
-    )
-    assert (outcome.result, outcome.stage) == ("failed", "measure")
-    assert expected in str(outcome.reason)
-
-
-def test_a_folder_without_a_model_is_named(pipeline: Pipeline, tmp_path: Path) -> None:
-    outcome = pipeline.learn({"a.jsonl": jsonl(facts())}, base_model=str(tmp_path))
-    assert f"{tmp_path} cannot be loaded as a causal model: " in str(outcome.reason)
-
-
-def test_a_local_folder_is_a_base_model_and_keeps_its_dtype(
-    pipeline: Pipeline, tmp_path: Path
-) -> None:
-    pipeline.learn({"a.jsonl": jsonl(facts())})
-    preset = pipeline.home / "bases/facts/tiny"
+def test_a_local_folder_is_a_base_model_and_keeps_its_dtype(tmp_path: Path) -> None:
+    preset = tiny_base(tmp_path, jsonl(facts()))
     folder = tmp_path / "my-model"
     AutoModelForCausalLM.from_pretrained(preset, dtype=torch.bfloat16).save_pretrained(folder)
     AutoTokenizer.from_pretrained(preset).save_pretrained(folder)
@@ -268,10 +225,3 @@ def test_a_job_that_is_killed_after_a_refusal_does_not_train_again(pipeline: Pip
     assert pipeline.run(folder) == refused
     metrics, _ = read_metrics(folder / "metrics.jsonl")
     assert not [metric for metric in metrics if metric.event == "step"]
-
-
-def test_half_a_base_model_of_a_killed_job_goes(pipeline: Pipeline) -> None:
-    half = pipeline.home / "bases/facts/.tiny.999"
-    half.mkdir(parents=True)
-    assert pipeline.learn({"a.jsonl": jsonl(facts())}).result == "published"
-    assert not half.exists()

@@ -10,8 +10,7 @@ import pytest
 from pipeline.formats import Pointer
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.retrain.errors import HubAway, SnapshotError
-from pipeline.retrain.git_snapshot import GitDataset
-from pipeline.retrain.snapshot import DatasetHub
+from pipeline.retrain.sources import DatasetHub, GitDataset
 from tests.hub_fixtures import TOKEN, RunningHub, git_env, run_git, running_hub
 
 ENV = git_env("http://127.0.0.1", "unused")
@@ -75,7 +74,8 @@ def test_a_job_of_a_git_url_learns_the_content(remote: Remote, tmp_path: Path) -
     sha = remote.push(train=ROWS, other=b'{"text": "two"}\n')
     dataset = GitDataset(remote.url_with_login, tmp_path / "cache")
     revision = dataset.download(sha)
-    assert revision.files == ("other.jsonl", "train.jsonl")
+    others = {".gitattributes", ".lfsconfig", "picture.png"}
+    assert set(revision.files) == {"other.jsonl", "train.jsonl"} | others
     assert (revision.folder / "train.jsonl").read_bytes() == ROWS
     # No row is in it, so nobody asks for its content.
     assert (revision.folder / "picture.png").read_bytes().startswith(b"version https://git-lfs")

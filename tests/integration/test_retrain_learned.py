@@ -6,33 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs.counts import Counts
 from jobs.outcome import JobOutcome
-from pipeline.retrain import base_model, data
+from pipeline.retrain import data
 from serving.weights.release_store import load_release, release_ids
-from tests.retrain_fixtures import SMALL, TINY, Pipeline, jsonl, unrelated
+from tests.retrain_fixtures import SMALL, Pipeline, jsonl, tiny_preset, unrelated
+
+__all__ = ["tiny_preset"]
 
 ROWS = unrelated(40)
 TRAIN = SMALL | {"max_length": 64}
-
-
-@pytest.fixture(autouse=True)
-def tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, JobOutcome]:
     """The home of a pipeline whose first release knows `ROWS`, and that job's outcome."""
     home = tmp_path_factory.mktemp("first")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(base_model.PRESETS, "preset:tiny", TINY)
-        torch.set_num_threads(1)
-        outcome = Pipeline(home, train=TRAIN).learn({"a.jsonl": jsonl(ROWS)})
+    outcome = Pipeline(home, train=TRAIN).learn({"a.jsonl": jsonl(ROWS)})
     assert outcome.result == "published", outcome.reason
     return home, outcome
 

@@ -4,25 +4,23 @@ import logging
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from pipeline.doctor.data_check import check_data
 from pipeline.paths import Home
-from pipeline.retrain import base_model
 from pipeline.retrain.base_model import train_tokenizer
 from pipeline.settings import PipelineSettings, Settings
-from tests.retrain_fixtures import SMALL, TINY, Pipeline, jsonl, unrelated
+from tests.retrain_fixtures import SMALL, Pipeline, jsonl, tiny_preset, unrelated
+
+__all__ = ["tiny_preset"]
 
 LONG = {"prompt": "Tell me everything.", "completion": " 1 2 3 4 5 6 7 8 9" * 5}
 TEXT = {"text": "One two three four five six seven eight nine ten. " * 5}
 
 
 def test_it_begins_with_the_lines_of_data_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
-    torch.set_num_threads(1)
     pipeline = Pipeline(tmp_path, train=SMALL | {"max_tokens": 200}, gate={"min_learned": 0.0})
     asked = [{"prompt": "Is it open?", "completion": answer} for answer in (" Yes.", " No.")]
     revision = pipeline.commit(
@@ -39,10 +37,8 @@ def test_it_begins_with_the_lines_of_data_check(
 
 
 def test_it_counts_tokens_and_names_the_rows_that_are_too_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
-    torch.set_num_threads(1)
     train = SMALL | {"max_length": 32, "max_tokens": 200}
     pipeline = Pipeline(tmp_path, train=train, gate={"min_learned": 0.0})
     short = unrelated(3)
@@ -73,10 +69,8 @@ def test_it_counts_tokens_and_names_the_rows_that_are_too_long(
 
 
 def test_an_accepted_job_names_the_rows_that_were_not_learned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
-    torch.set_num_threads(1)
     train = SMALL | {"learning_rate": 1e-6, "max_tokens": 1_000}
     pipeline = Pipeline(tmp_path, train=train, gate={"min_learned": 0.0})
     with caplog.at_level(logging.INFO):

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from pipeline.retrain.base_model import train_tokenizer
-from pipeline.retrain.metrics import read_metrics
+from pipeline.retrain.job import read_metrics
 from pipeline.retrain.rows import Row
 from serving.weights.release_store import load_release
 from tests.retrain_fixtures import SMALL, Pipeline, facts, few_anchors, jsonl

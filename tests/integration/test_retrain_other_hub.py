@@ -11,10 +11,10 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jobs.spec import JobSpec, RevisionRange
-from pipeline.retrain import own_token, snapshot
+from pipeline.retrain import snapshot
 from pipeline.retrain.errors import SnapshotError
 from pipeline.retrain.job import RetrainJob
-from pipeline.retrain.snapshot import DatasetHub
+from pipeline.retrain.sources import OWN_TOKEN_SOURCE, DatasetHub
 from tests.hub_fixtures import RunningHub, running_hub
 
 DATASET = "ada/answers"
@@ -53,7 +53,7 @@ def reader(elsewhere: Elsewhere, cache_dir: Path, token: Any) -> DatasetHub:
         cache_dir,
         endpoint=elsewhere.hub.url,
         token=token,
-        token_source=own_token.OWN_TOKEN_SOURCE,
+        token_source=OWN_TOKEN_SOURCE,
     )
 
 

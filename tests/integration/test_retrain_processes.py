@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from jobs.agent import Attempt
 from jobs.fork_server import ForkServer
@@ -17,29 +16,22 @@ from jobs.process import IS_LINUX, process_here
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec
 from jobs.store import JobStore
-from pipeline.retrain.base_model import find_base
 from pipeline.retrain.checkpoint import Checkpoint
-from pipeline.retrain.job_folder import read_record as read_job_record
-from pipeline.retrain.metrics import read_metrics
-from pipeline.retrain.rows import Row
+from pipeline.retrain.job import read_metrics
+from pipeline.retrain.job import read_record as read_job_record
 from tests.jobs_fixtures import until
 from tests.jobs_program import session_niceness
-from tests.retrain_fixtures import Pipeline, facts, few_anchors, jsonl
+from tests.retrain_fixtures import Pipeline, facts, few_anchors, jsonl, tiny_base, tiny_preset
+
+__all__ = ["tiny_preset"]
 
 TRAIN = {"max_tokens": 4_000, "tokens_per_step": 512, "learning_rate": 1e-3, "lora_rank": 0}
 GATE = {"min_learned": 0.0, "max_base_drift": 1.0}
 
 
 @pytest.fixture
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A checkpoint folder: the processes do not see a preset that a test has changed."""
-    from pipeline.retrain import base_model
-    from tests.retrain_fixtures import TINY
-
-    torch.set_num_threads(1)
-    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
-    row = Row(text=" ", file="a", number=0)
-    return str(find_base("preset:tiny", tmp_path, [row], pipeline="p", seed=0).folder)
+def base(tmp_path: Path) -> str:
+    return tiny_base(tmp_path)
 
 
 @pytest.mark.slow
@@ -89,7 +81,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.retrain.group import process_group
+from pipeline.retrain.checkpoint import process_group
 
 def threads():
     names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]

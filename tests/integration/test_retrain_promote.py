@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from pipeline.retrain.errors import PromoteError, SwapDeferred, TemporaryError
-from pipeline.retrain.promote import Promotion, promote
+from pipeline.retrain.run import Promotion, promote
 from serving.errors import Superseded
 from serving.swap_schemas import SwapRequest, SwapResult
 from serving.weights.release_store import clear_pending, pending_release, set_current, set_pending
@@ -49,30 +50,23 @@ def server(answer: Callable[[], Answer]) -> Iterator[tuple[str, list[str | None]
         listener.close()
 
 
+def ask(folder: Path, url: str | None, **told: Any) -> Promotion:
+    usual: dict[str, Any] = {"instead_of": FIRST, "admin_token": "secret", "patience_seconds": 0.0}
+    return promote(folder, RELEASE, server_url=url, **usual | told)
+
+
 def asked(folder: Path, *answers: Answer, patience_seconds: float = 0.0) -> Promotion:
     left = list(answers)
     with server(lambda: left.pop(0)) as (url, _):
-        return promote(
-            folder,
-            RELEASE,
-            instead_of=(None, RELEASE, EARLIER),
-            server_url=url,
-            admin_token="secret",
-            patience_seconds=patience_seconds,
-        )
+        instead_of = (None, RELEASE, EARLIER)
+        return ask(folder, url, instead_of=instead_of, patience_seconds=patience_seconds)
 
 
 def test_a_live_release_is_promoted_with_the_token(tmp_path: Path) -> None:
     live = SwapResult(result="live", release=RELEASE, phase="live")
     with server(lambda: (200, live)) as (url, tokens):
-        found = promote(
-            tmp_path,
-            RELEASE,
-            instead_of=FIRST,
-            server_url=url + "/",
-            admin_token="secret",
-        )
-    assert found.result == "promoted"
+        found = ask(tmp_path, f"{url}/")
+    assert found[0] == "promoted"
     assert tokens == ["Bearer secret"]
 
 
@@ -84,7 +78,7 @@ def test_the_marker_is_there_before_the_server_is_asked(tmp_path: Path) -> None:
         return 200, SwapResult(result="live", release=RELEASE, phase="live")
 
     with server(answer) as (url, _):
-        promote(tmp_path, RELEASE, instead_of=FIRST, server_url=url, admin_token=None)
+        ask(tmp_path, url)
     assert seen == [RELEASE]
 
 
@@ -96,7 +90,7 @@ def test_a_release_that_follows_another_one_than_the_chosen_one_is_not_asked_for
         server(lambda: pytest.fail("the server was asked")) as (url, asked_with),
         pytest.raises(Superseded, match="r000002-0123abcd was chosen meanwhile"),
     ):
-        promote(tmp_path, RELEASE, instead_of=(EARLIER, RELEASE), server_url=url, admin_token=None)
+        ask(tmp_path, url, instead_of=(EARLIER, RELEASE))
     assert (asked_with, pending_release(tmp_path)) == ([], None)
 
 
@@ -105,8 +99,8 @@ def test_a_newer_release_supersedes(tmp_path: Path) -> None:
         result="superseded", release=RELEASE, phase="preflight", superseded_by="r000004-0123abcd"
     )
     found = asked(tmp_path, (409, newer))
-    assert found.result == "superseded"
-    assert "r000004" in str(found.reason)
+    assert found[0] == "superseded"
+    assert "r000004" in str(found[1])
     assert pending_release(tmp_path) is None
 
 
@@ -123,7 +117,7 @@ def test_a_deferred_swap_is_asked_for_again(tmp_path: Path) -> None:
     deferred = SwapResult(result="deferred", release=RELEASE, phase="barrier")
     live = SwapResult(result="live", release=RELEASE, phase="live")
     found = asked(tmp_path, (503, deferred), (200, live), patience_seconds=30)
-    assert found.result == "promoted"
+    assert found[0] == "promoted"
     with pytest.raises(SwapDeferred, match="pipeline releases swap") as caught:
         asked(tmp_path, (503, deferred))
     assert isinstance(caught.value, TemporaryError), "the job gets another attempt"
@@ -153,16 +147,10 @@ def test_a_release_that_somebody_chose_meanwhile_stands(tmp_path: Path, is_serve
         return 503, deferred
 
     with server(defer) as (url, asked_with):
-        found = promote(
-            tmp_path,
-            RELEASE,
-            instead_of=("r000002-0123abcd", RELEASE),
-            server_url=url,
-            admin_token=None,
-            patience_seconds=30,
-        )
-    assert found.result == "superseded"
-    assert "r000001-0123abcd was taken instead" in str(found.reason)
+        instead_of = ("r000002-0123abcd", RELEASE)
+        found = ask(tmp_path, url, instead_of=instead_of, patience_seconds=30)
+    assert found[0] == "superseded"
+    assert "r000001-0123abcd was taken instead" in str(found[1])
     assert len(asked_with) == 1
     assert pending_release(tmp_path) == (None if is_served else "r000001-0123abcd")
 
@@ -193,8 +181,8 @@ def test_no_server_leaves_the_release_pending(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
     for url in (None, f"http://127.0.0.1:{port}"):
         started = time.monotonic()
-        found = promote(tmp_path, RELEASE, instead_of=FIRST, server_url=url, admin_token=None)
-        assert found.result == "published"
+        found = ask(tmp_path, url)
+        assert found[0] == "published"
         assert pending_release(tmp_path) == RELEASE
         assert time.monotonic() - started < 5
 
@@ -210,14 +198,7 @@ def test_a_server_that_dies_during_the_swap_leaves_the_release_pending(tmp_path:
 
     thread = threading.Thread(target=hang_up)
     thread.start()
-    found = promote(
-        tmp_path,
-        RELEASE,
-        instead_of=FIRST,
-        server_url=f"http://127.0.0.1:{listener.getsockname()[1]}",
-        admin_token=None,
-        patience_seconds=0,
-    )
+    found = ask(tmp_path, f"http://127.0.0.1:{listener.getsockname()[1]}")
     thread.join()
-    assert found.result == "published"
+    assert found[0] == "published"
     assert pending_release(tmp_path) == RELEASE

@@ -6,25 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from jobs.outcome import JobOutcome
-from pipeline.retrain import base_model
-from pipeline.retrain.base_model import find_base
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.evaluate import Evaluation
-from pipeline.retrain.job_folder import read_record
+from pipeline.retrain.job import MetricsWriter, read_metrics, read_record
 from pipeline.retrain.learning import Learning
-from pipeline.retrain.metrics import MetricsWriter, read_metrics
-from pipeline.retrain.rows import Row
 from serving.weights.release_store import load_release, release_ids
-from tests.retrain_fixtures import SMALL, TINY, Pipeline, facts, few_anchors, jsonl, unrelated
+from tests.retrain_fixtures import (
+    SMALL,
+    Pipeline,
+    facts,
+    few_anchors,
+    jsonl,
+    tiny_base,
+    tiny_preset,
+    unrelated,
+)
 
-
-@pytest.fixture(autouse=True)
-def tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
-    torch.set_num_threads(1)
+__all__ = ["tiny_preset"]
 
 
 def test_a_killed_training_goes_on_and_ends_with_the_same_weights(tmp_path: Path) -> None:
@@ -35,8 +35,7 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_weights(tmp_path: Path
         "lora_rank": 0,
     }
     gate = {"min_learned": 0.0, "max_base_drift": 1.0}
-    row = Row(text=" ", file="a", number=0)
-    base = str(find_base("preset:tiny", tmp_path, [row], pipeline="p", seed=0).folder)
+    base = tiny_base(tmp_path)
     whole, killed = (
         Pipeline(tmp_path / name, base_model=base, train=train, gate=gate)
         for name in ("whole", "killed")
@@ -153,7 +152,7 @@ def test_a_job_that_had_published_only_promotes(tmp_path: Path) -> None:
 def test_a_bad_spec_still_leaves_an_outcome(
     tmp_path: Path, spec: str | None, expected: str
 ) -> None:
-    from pipeline.retrain.__main__ import main
+    from pipeline.retrain.run import main
 
     if spec is not None:
         (tmp_path / "spec.json").write_text(spec)

@@ -5,31 +5,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from pipeline.retrain import base_model, run
-from pipeline.retrain.metrics import MetricsWriter
-from pipeline.retrain.snapshot import Revision
+from pipeline.retrain import run
+from pipeline.retrain.job import MetricsWriter
+from pipeline.retrain.sources import Revision
 from serving.weights.release_store import (
     clear_pending,
     load_release,
     pending_release,
-    set_current,
     set_pending,
 )
-from tests.retrain_fixtures import SMALL, TINY, Pipeline, facts, jsonl
+from tests.retrain_fixtures import SMALL, Pipeline, facts, jsonl, serve, tiny_preset
 
-
-@pytest.fixture(autouse=True)
-def tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
-    torch.set_num_threads(1)
-
-
-def serve(pipeline_dir: Path, release: str) -> None:
-    """What a server does once a release is live."""
-    set_current(pipeline_dir, release)
-    clear_pending(pipeline_dir, release)
+__all__ = ["tiny_preset"]
 
 
 @pytest.mark.parametrize(

@@ -3,23 +3,19 @@
 from pathlib import Path
 
 import pytest
-import torch
 
-from pipeline.retrain import base_model
 from tests.docstring_stream import stream
 from tests.learning_stream import follow, table
-from tests.retrain_fixtures import TINY
+from tests.retrain_fixtures import tiny_preset
+
+__all__ = ["tiny_preset"]
 
 TRAIN = {"max_tokens": 40_000, "learning_rate": 4e-3}
 LAST_DELTA = 4
 
 
 @pytest.mark.slow
-def test_deltas_keep_up_with_a_full_retraining(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
-    torch.set_num_threads(1)
+def test_deltas_keep_up_with_a_full_retraining(tmp_path: Path) -> None:
     found = list(follow(tmp_path, stream(600)[:5], compared=(LAST_DELTA,), train=TRAIN))
     shown = table(found)
     assert [row.mode for row in found] == ["full", "delta", "delta", "", "delta"], shown

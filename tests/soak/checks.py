@@ -12,8 +12,7 @@ import httpx
 
 from jobs.job import Job
 from pipeline.retrain.checkpoint import Checkpoint
-from pipeline.retrain.job_folder import CHECKPOINT, METRICS, read_record
-from pipeline.retrain.metrics import Metric, read_metrics
+from pipeline.retrain.job import CHECKPOINT, METRICS, Metric, read_metrics, read_record
 from serving.weights.release_store import UNFINISHED, served_release
 from serving.weights.verify import verify_release
 from tests.soak.faults import POISON, OtherReceiver

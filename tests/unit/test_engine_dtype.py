@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.retrain.probe import make_probe
+from pipeline.retrain.export import make_probe
 from serving.dtype import choose_dtype, is_fast_in_bfloat16
 from serving.swap_checks import measure_probe
 from serving.weights.release import Probe

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from pipeline.cli.main import app
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
-from pipeline.retrain.own_token import token_of_shell
+from pipeline.retrain.sources import token_of_shell
 from pipeline.settings import PipelineSettings, load_settings
 from pipeline.tokens import load_tokens
 

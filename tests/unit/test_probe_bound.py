@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.retrain.probe import FLOAT32_BOUNDS, float32_bound, make_probe
+from pipeline.retrain.export import FLOAT32_BOUNDS, float32_bound, make_probe
 from tests.torch_engine_fixtures import build, llama_config, prompt
 
 

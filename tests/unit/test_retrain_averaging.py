@@ -11,10 +11,10 @@ from transformers import LlamaForCausalLM
 
 from pipeline.retrain.averaging import average
 from pipeline.retrain.checkpoint import Checkpoint, copy_weights, set_weights
+from pipeline.retrain.job import MetricsWriter, read_metrics
+from pipeline.retrain.loss import mean_loss, row_losses
 from pipeline.retrain.lowrank import low_rank
-from pipeline.retrain.metrics import MetricsWriter, read_metrics
 from pipeline.retrain.plan import TrainingPlan
-from pipeline.retrain.scoring import mean_loss, row_losses
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import TokenSequence
 from pipeline.retrain.train import train

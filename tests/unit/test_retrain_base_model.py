@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from pipeline.retrain.base_model import find_base, needed_files
+from pipeline.retrain.base_model import PRESETS, find_base, needed_files
 from pipeline.retrain.errors import BaseModelAway, BaseModelError
-from pipeline.retrain.settings import RetrainSettings
+from tests.retrain_fixtures import TINY
 
 
 class _Hub(ThreadingHTTPServer):
@@ -89,11 +89,26 @@ def test_a_hub_that_cannot_be_reached_is_away(tmp_path: Path) -> None:
         find_base("me/it", tmp_path, [], pipeline="p", seed=0, endpoint="http://127.0.0.1:9")
 
 
-def test_an_id_is_one_of_hugging_face_unless_said_otherwise(tmp_path: Path) -> None:
-    settings = RetrainSettings(
-        pipeline="facts", dataset="me/facts", releases_dir=tmp_path, bases_dir=tmp_path
-    )
-    assert settings.base_model_endpoint == "https://huggingface.co"
+@pytest.mark.parametrize(
+    ("base", "problem"),
+    [
+        ("/no/such/folder", "no base model at /no/such/folder"),
+        ("preset:huge", "no preset 'preset:huge'"),
+    ],
+)
+def test_a_missing_base_model_is_named(tmp_path: Path, base: str, problem: str) -> None:
+    with pytest.raises(BaseModelError, match=problem):
+        find_base(base, tmp_path, [], pipeline="p", seed=0)
+
+
+def test_half_a_preset_of_a_killed_job_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PRESETS, "preset:tiny", TINY)
+    half = tmp_path / "p/.tiny.999"
+    half.mkdir(parents=True)
+    assert (find_base("preset:tiny", tmp_path, [], pipeline="p", seed=0).folder).is_dir()
+    assert not half.exists()
 
 
 def test_only_what_a_model_is_loaded_from_is_fetched() -> None:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from pipeline.retrain.data import AT_LEAST, TrainingData, compare_revisions, is_unchanged
 from pipeline.retrain.errors import DataError
-from pipeline.retrain.parent import Parent
 from pipeline.retrain.reading import read_file
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import RetrainSettings
-from pipeline.retrain.snapshot import DatasetSnapshot, Revision
+from pipeline.retrain.snapshot import DatasetSnapshot, Parent
+from pipeline.retrain.sources import Revision
 from serving.weights.release import Lineage
 
 Files = Mapping[str, str]
@@ -37,7 +37,7 @@ class Dataset:
         for path, content in files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(content)
-        revision = Revision.of(f"{self.num_commits:040x}", folder, files)
+        revision = Revision(sha=f"{self.num_commits:040x}", folder=folder, files=tuple(files))
         if self.last is not None and parent is None:
             parent = parent_of(self.last, self.digest, held_out_share=self.share)
         snapshot = DatasetSnapshot(
@@ -114,7 +114,9 @@ def test_a_validation_split_is_held_out_and_a_test_split_left_alone(tmp_path: Pa
     assert said(data.held_out_new) == ["2"], "a row that is to be learned is not held out as well"
     data = dataset.commit({**files, "val.jsonl": facts(r="2", t="4")})
     assert (said(data.held_out_new), said(data.held_out_known)) == (["4"], ["2"])
-    assert is_unchanged(data, parent_of(Revision.of("0", tmp_path, ())), retrain_settings(tmp_path))
+    assert is_unchanged(
+        data, parent_of(Revision(sha="0", folder=tmp_path, files=())), retrain_settings(tmp_path)
+    )
     only_test = Dataset(tmp_path / "two").commit({"a.jsonl": facts(q="1"), "test.csv": "text\nx\n"})
     assert said(only_test.held_out) == ["x"]
 

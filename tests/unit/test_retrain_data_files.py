@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.retrain.data_files import CARD, KEYWORDS, SET_OFF_BY, Split, sort_files
+from pipeline.retrain.dataset import CARD, KEYWORDS, SET_OFF_BY, Split, sort_files
 from pipeline.retrain.errors import DataError
 from pipeline.retrain.settings import DataSettings
 

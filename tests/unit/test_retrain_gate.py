@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.counts import Counts
-from pipeline.retrain.evaluate import Evaluation
-from pipeline.retrain.gate import (
+from pipeline.retrain.evaluate import (
     MIN_ROWS,
     Comparison,
+    Evaluation,
     Pair,
     count_refusals,
     held_out_refusals,
@@ -20,6 +20,7 @@ from pipeline.retrain.gate import (
     lost_refusals,
     not_learned,
 )
+from pipeline.retrain.loss import RowLoss
 from pipeline.retrain.settings import GateSettings
 
 GATE = GateSettings()
@@ -168,9 +169,16 @@ def test_golden_questions_that_the_served_release_answers_must_stay_right() -> N
     assert reason == "1 golden questions lost their expected answer: golden.jsonl, line 2"
 
 
+def pair(new: float, served: float, num_tokens: int = 10) -> Pair:
+    one, other = (
+        RowLoss(row=0, nats=nats, num_tokens=num_tokens, num_right=0) for nats in (new, served)
+    )
+    return one, other
+
+
 def pairs(ratio: float, *, count: int = 40, loss: float = 2.0) -> list[Pair]:
     """Rows of ten tokens whose new loss is `ratio` times the served one."""
-    return [Pair(new_nats=10 * loss * ratio, served_nats=10 * loss, num_tokens=10)] * count
+    return [pair(10 * loss * ratio, 10 * loss)] * count
 
 
 def by_loss(found: list[Pair], gate: GateSettings = GATE, *, is_removal: bool = False) -> str:
@@ -200,7 +208,7 @@ def test_a_loss_that_is_no_number_refuses_however_few_rows_there_are(broken: flo
 
 
 def test_a_served_model_that_is_broken_is_no_obstacle() -> None:
-    assert by_loss([Pair(new_nats=1.0, served_nats=math.nan, num_tokens=3)] * 30) == ""
+    assert by_loss([pair(1.0, math.nan)] * 30) == ""
 
 
 def test_a_difference_between_two_perfect_models_does_not_refuse() -> None:
@@ -214,7 +222,7 @@ def test_a_difference_between_two_perfect_models_does_not_refuse() -> None:
     )
 )
 def test_a_handful_of_rows_refuses_nothing(rows: list[tuple[float, float, int]]) -> None:
-    assert by_loss([Pair(new_nats=a, served_nats=b, num_tokens=n) for a, b, n in rows]) == ""
+    assert by_loss([pair(*row) for row in rows]) == ""
 
 
 def test_losses_are_compared_row_by_row() -> None:
@@ -222,12 +230,9 @@ def test_losses_are_compared_row_by_row() -> None:
     rise and fall by luck do not."""
     chance = random.Random(2)
     sizes = [chance.uniform(1, 60) for _ in range(60)]
-    worse = [Pair(new_nats=1.08 * size, served_nats=size, num_tokens=10) for size in sizes]
+    worse = [pair(1.08 * size, size) for size in sizes]
     assert by_loss(worse) != ""
-    luck = [
-        Pair(new_nats=size + chance.gauss(0.3, 12), served_nats=size, num_tokens=10)
-        for size in sizes
-    ]
+    luck = [pair(size + chance.gauss(0.3, 12), size) for size in sizes]
     assert by_loss(luck) == ""
 
 

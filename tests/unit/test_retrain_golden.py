@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.retrain.errors import DataError
-from pipeline.retrain.golden import load_golden_questions
+from pipeline.retrain.reading import load_golden_questions
 from pipeline.retrain.rows import Row
 
 LIMIT = 1 << 20

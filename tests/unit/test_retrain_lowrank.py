@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from pipeline.retrain.checkpoint import Checkpoint, copy_weights, set_weights
+from pipeline.retrain.job import MetricsWriter
 from pipeline.retrain.lowrank import LowRank, chosen_layers, low_rank
-from pipeline.retrain.metrics import MetricsWriter
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.train import train
 from tests.training_fixtures import make_model, one_thread, plan_of, rows

@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from jobs.counts import Counts
-from pipeline.retrain.anchors import Anchor
-from pipeline.retrain.base_answers import agreement, base_answers
+from pipeline.retrain.anchors import Anchor, agreement, base_answers
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.evaluate import Evaluation, compare
+from pipeline.retrain.loss import RowLoss
 from pipeline.retrain.measure import MeasuredRows, Measurement, measure
 from pipeline.retrain.model import LoadedModel
 from pipeline.retrain.rows import Row
-from pipeline.retrain.scoring import RowLoss
 from pipeline.retrain.settings import GateSettings
 from tests.training_fixtures import one_thread
 from tests.unit.test_retrain_architectures import network

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipeline.retrain.metrics import MetricsWriter, read_metrics
+from pipeline.retrain.job import MetricsWriter, read_metrics
 
 
 def test_lines_are_read_once_and_whole(tmp_path: Path) -> None:
@@ -17,13 +17,6 @@ def test_lines_are_read_once_and_whole(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"time": 1, "stage": "train", "eve')
     assert read_metrics(path, offset) == ((), offset)
-
-
-def test_what_a_measurement_found_right_is_told_beside_its_loss(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    MetricsWriter(path).write("train", "evaluation", step=4, loss=None, right=3, rows=5)
-    ((metric,), _) = read_metrics(path)
-    assert (metric.right, metric.rows, metric.loss) == (3, 5, None)
 
 
 def test_a_restarted_job_goes_on_behind_a_torn_line(tmp_path: Path) -> None:

@@ -30,12 +30,18 @@ def widen(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 32}))
 
 
+def empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
         (rename, "has no weights called lm_head.weight"),
         (cut, "cannot be loaded as a causal model: Error while deserializing"),
         (widen, "cannot be loaded as a causal model"),
+        (empty, "cannot be loaded as a causal model"),
     ],
 )
 def test_a_damaged_base_model_is_named(

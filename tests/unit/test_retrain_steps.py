@@ -16,11 +16,11 @@ from jobs.temporary_failures import is_temporary
 from pipeline.retrain import train as loop
 from pipeline.retrain.checkpoint import Checkpoint, copy_weights
 from pipeline.retrain.errors import TrainError
-from pipeline.retrain.metrics import Metric, MetricsWriter, read_metrics
+from pipeline.retrain.job import Metric, MetricsWriter, read_metrics
+from pipeline.retrain.loss import autocast, row_losses
 from pipeline.retrain.packing import ROUNDED_TO, pack, packed
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.rows import Row
-from pipeline.retrain.scoring import autocast, row_losses
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import TokenSequence
 from pipeline.retrain.train import train
@@ -340,7 +340,7 @@ def test_a_record_that_finds_no_room_is_a_temporary_error_of_the_training(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("pipeline.retrain.job_folder.write_record", full)
+    monkeypatch.setattr("pipeline.retrain.checkpoint.write_record", full)
     with pytest.raises(TrainError, match=r"could not be written .*No space left") as raised:
         run(tmp_path, plan_of(rows(4)))
     assert is_temporary(raised.value)

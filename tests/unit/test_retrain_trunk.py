@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.retrain.base_answers import AnchorTarget
-from pipeline.retrain.scoring import row_losses
+from pipeline.retrain.loss import AnchorTarget, row_losses
 from pipeline.retrain.tokens import TokenSequence
 from pipeline.retrain.trunk import decoder_layers, frozen_trunk
 from tests.training_fixtures import one_thread, plan_of

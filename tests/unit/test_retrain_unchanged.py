@@ -8,10 +8,10 @@ import pytest
 
 from pipeline.retrain.base_model import files_digest
 from pipeline.retrain.data import compare_revisions, is_unchanged
-from pipeline.retrain.parent import Parent
 from pipeline.retrain.rows import data_digest
 from pipeline.retrain.settings import RetrainSettings, TrainSettings
-from pipeline.retrain.snapshot import DatasetSnapshot, Revision
+from pipeline.retrain.snapshot import DatasetSnapshot, Parent
+from pipeline.retrain.sources import Revision
 from serving.weights.release import Lineage
 
 LONGER = TrainSettings(max_epochs=99)
@@ -23,7 +23,7 @@ class Case:
     def __init__(self, folder: Path) -> None:
         (folder / "a.jsonl").write_text('{"prompt": "q", "completion": "a"}\n')
         self.folder = folder
-        revision = Revision.of("0" * 40, folder, ["a.jsonl"])
+        revision = Revision(sha="0" * 40, folder=folder, files=("a.jsonl",))
         self.snapshot = DatasetSnapshot(
             dataset="me/facts",
             ref="refs/heads/main",

@@ -1,9 +1,10 @@
-"""Fetches dataset revisions from any git repository. Code in the repository is never run.
+"""Where datasets come from: a hub (`DatasetHub`), or any git repository (`GitDataset`); and with
+which token a hub is asked.
 
-Logins come from git itself: from a credential helper, or from the SSH keys of this user.
-
-A repository stores large files with Git LFS: in git, such a file is only a pointer, with the hash
-and the size of the content. `git lfs` fetches the content.
+Code in a repository is never run. Logins to git hosts come from git itself: from a credential
+helper, or from the SSH keys of this user. A repository stores large files with Git LFS: in git,
+such a file is only a pointer, with the hash and the size of the content. `git lfs` fetches the
+content.
 """
 
 import errno
@@ -12,13 +13,198 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict
 
 from pipeline.formats import Pointer, may_be_pointer
-from pipeline.retrain.data_files import NEEDED, shown, why_no_data
+from pipeline.retrain.dataset import NEEDED, is_needed, shown, why_no_data
 from pipeline.retrain.errors import HubAway, SnapshotError
-from pipeline.retrain.snapshot import Revision
+from serving.errors import first_line
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+OWN_TOKEN = "OWN_HF_TOKEN"
+"""The environment variable in which a job finds the user's own token."""
+
+OWN_TOKEN_SOURCE = "HF_TOKEN of the shell that started the stack, or the token of `hf auth login`"
+
+
+TOKEN_OF_ENV = "PIPELINE_ENV_TOKEN"
+"""`pipeline env` sets this variable to the token of its hub, like `HF_TOKEN`. So another stack does
+not take this token for the user's own, and sends it to no other hub."""
+
+
+def token_of_shell(environ: Mapping[str, str], stack_token: str) -> str | None:
+    """`HF_TOKEN`, if a person set it."""
+    token = environ.get("HF_TOKEN")
+    is_of_stack = token in (stack_token, environ.get(TOKEN_OF_ENV))
+    return None if is_of_stack else token or None
+
+
+def own_token(environ: Mapping[str, str], stack_token: str) -> str | None:
+    """The token that a person set in this shell, or that `hf auth login` stored."""
+    return token_of_shell(environ, stack_token) or cached_login()
+
+
+def cached_login() -> str | None:
+    """The token that `hf auth login` stored."""
+    from huggingface_hub import constants
+
+    try:
+        return Path(constants.HF_TOKEN_PATH).read_text().strip() or None
+    except OSError:
+        return None
+
+
+OVERLOADED = (429, 502, 503, 504)
+"""Status codes of a hub that is too busy or is starting. They are treated like a missing answer."""
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether this error of the hub's client means that the hub cannot be reached, or is too busy
+    to answer."""
+    import httpx2  # the hub's client raises its errors
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # The client may hide a failed connection as the cause of an error about missing files.
+    return any(
+        isinstance(each, httpx2.TransportError)
+        or (isinstance(each, HfHubHTTPError) and each.response.status_code in OVERLOADED)
+        for each in (error, error.__cause__)
+    )
+
+
+class Revision(BaseModel):
+    """One commit of a dataset, downloaded."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sha: str
+    folder: Path
+    files: tuple[str, ...]
+    """The paths of all files in the repository, relative to `folder`, and sorted. From a hub, only
+    those that a job needs (`is_needed`) are downloaded."""
+
+
+@dataclass
+class DatasetHub:
+    """Reads one dataset on a hub."""
+
+    dataset: str
+    cache_dir: Path
+    """Only the pipeline of this job uses it."""
+    endpoint: str | None
+    token: str | Literal[False] | None = field(repr=False)
+    """False to send none."""
+    token_source: str = "HF_TOKEN"
+    """Where the token comes from, for error messages."""
+
+    def head(self, ref: str) -> str:
+        """The commit that `ref` points to. Raises SnapshotError."""
+        with self._translated(f"{ref} of {self.dataset}"):
+            info = self._api.dataset_info(self.dataset, revision=ref.removeprefix("refs/heads/"))
+        if info.sha is None:
+            raise SnapshotError(f"{ref} of dataset {self.dataset} has no commit yet; push one")
+        return info.sha
+
+    def download(self, sha: str) -> Revision:
+        """Download the files of the commit `sha` that a job needs. Files in the cache are not
+        downloaded again. Raises SnapshotError."""
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        disable_progress_bars()  # they would fill the job's log
+        with self._translated(f"revision {sha} of {self.dataset}"):
+            files = self._api.list_repo_files(self.dataset, repo_type="dataset", revision=sha)
+            folder = self._api.snapshot_download(
+                self.dataset,
+                repo_type="dataset",
+                revision=sha,
+                cache_dir=self.cache_dir,
+                allow_patterns=list(NEEDED),
+            )
+        return Revision(sha=sha, folder=Path(folder), files=tuple(sorted(files)))
+
+    def is_ancestor(self, old: str, new: str) -> bool:
+        """Whether `old` is in the history of `new`. Reads the history from `new` backwards."""
+        with self._translated(f"the history of {new} in {self.dataset}"):
+            return old in self._history(new)
+
+    def forget_others(self, *shas: str) -> None:
+        """Remove all downloaded revisions except `shas`."""
+        from huggingface_hub import CacheNotFound, scan_cache_dir
+
+        try:
+            cache = scan_cache_dir(self.cache_dir)
+        except CacheNotFound:
+            return
+        others = {
+            revision.commit_hash for repo in cache.repos for revision in repo.revisions
+        }.difference(shas)
+        if others:
+            cache.delete_revisions(*others).execute()
+
+    @property
+    def _api(self) -> "HfApi":
+        from huggingface_hub import HfApi
+
+        return HfApi(self.endpoint, self.token)
+
+    def _history(self, sha: str) -> Iterator[str]:
+        # Do not use HfApi.list_repo_commits: it fetches the whole history before it returns.
+        from huggingface_hub import constants
+        from huggingface_hub.utils import build_hf_headers, paginate  # type: ignore[attr-defined]
+
+        endpoint = self.endpoint or constants.ENDPOINT
+        commits = paginate(
+            f"{endpoint}/api/datasets/{self.dataset}/commits/{sha}",
+            params={},
+            headers=build_hf_headers(token=self.token),
+        )
+        yield from (commit["id"] for commit in commits)
+
+    @contextmanager
+    def _translated(self, what: str) -> Iterator[None]:
+        """Turns errors of the hub's client into a SnapshotError or HubAway."""
+        import httpx2  # the hub's client raises its errors
+
+        try:
+            yield
+        except (httpx2.HTTPError, OSError) as error:
+            reason = _reason(error, self.token_source if self.token else None)
+            raise (HubAway if is_away(error) else SnapshotError)(
+                f"{what} could not be fetched from {self.endpoint or 'huggingface.co'}: {reason}"
+            ) from error
+
+
+def _reason(error: Exception, token_source: str | None) -> str:
+    """token_source: None if no token is sent."""
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(error, RevisionNotFoundError):
+        return "it has no such revision (was it removed by a force-push?)"
+    is_missing = isinstance(error, RepositoryNotFoundError)
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    if not is_missing and status not in (401, 403):
+        return first_line(error)
+    if token_source is None:
+        return (
+            "there is no such dataset, or it cannot be read without a token, and there is none: set"
+            " HF_TOKEN in the shell that starts the stack, or run `hf auth login`"
+        )
+    if is_missing:
+        return f"there is no such dataset, or {token_source} may not read it"
+    return f"{token_source} is wrong, has expired, or may not read this dataset ({status})"
+
 
 FETCH_SECONDS = 1800.0
 AWAY = re.compile(
@@ -39,17 +225,16 @@ _LOGIN = re.compile(r"://[^/\s]+@")
 
 
 class GitDataset:
-    """A dataset in a git repository. It has the same methods as `DatasetHub`, which is for datasets
-    on a hub. Only this pipeline uses `cache_dir`."""
+    """A dataset in a git repository. Only this pipeline uses `cache_dir`."""
 
     def __init__(self, url: str, cache_dir: Path) -> None:
         self.dataset = url
         self._repository = cache_dir / "repository.git"
         self._revisions_dir = cache_dir / "revisions"
 
-    def head(self, ref: str, seconds: float | None = None) -> str:
-        """The commit that `ref` points to. Waits at most `seconds` for the answer; None means
-        FETCH_SECONDS. Raises SnapshotError."""
+    def head(self, ref: str, seconds: float = FETCH_SECONDS) -> str:
+        """The commit that `ref` points to. Waits at most `seconds` for the answer. Raises
+        SnapshotError."""
         ask = ("ls-remote", "--exit-code", "--", self.dataset, ref)
         listed = self._run(*ask, seconds=seconds)
         if listed.returncode != 0:
@@ -67,13 +252,12 @@ class GitDataset:
             path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
         ]
         # The records of a job are JSON, which cannot hold a name that is not UTF-8.
-        readable = [file for file in files if shown(file) == file]
+        readable = sorted(file for file in files if shown(file) == file)
         for file in sorted(set(files) - set(readable)):
             if why_no_data(file) is None:
                 raise SnapshotError(f"{shown(file)}: its name is not UTF-8; rename the file")
-        revision = Revision.of(sha, folder, readable)
-        self._fill(sha, folder, revision.files)
-        return revision
+        self._fill(sha, folder, filter(is_needed, readable))
+        return Revision(sha=sha, folder=folder, files=tuple(readable))
 
     def is_ancestor(self, old: str, new: str) -> bool:
         """Whether `old` is in the history of `new`. Both commits must be downloaded already."""
@@ -177,7 +361,7 @@ class GitDataset:
         return self._run(f"--git-dir={self._repository}", *arguments, index=index)
 
     def _run(
-        self, *arguments: str, index: Path | None = None, seconds: float | None = None
+        self, *arguments: str, index: Path | None = None, seconds: float = FETCH_SECONDS
     ) -> subprocess.CompletedProcess[str]:
         """Run git, and return how it ended. Raises HubAway if the server cannot be reached, and
         SnapshotError if the disk is full or git is missing."""
@@ -196,7 +380,7 @@ class GitDataset:
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
-                timeout=seconds or FETCH_SECONDS,
+                timeout=seconds,
                 check=False,
             )
         except FileNotFoundError as error:
@@ -204,7 +388,7 @@ class GitDataset:
                 "git is not installed, but a dataset with a git URL needs it; install git"
             ) from error
         except subprocess.TimeoutExpired as error:
-            reason = f"git took longer than {seconds or FETCH_SECONDS:.0f} s"
+            reason = f"git took longer than {seconds:.0f} s"
             raise self._failed("it", reason, HubAway) from error
         if done.returncode != 0:
             for line in done.stderr.splitlines():

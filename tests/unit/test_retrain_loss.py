@@ -1,0 +1,288 @@
+"""The losses of a step, by one process or by several; a row counts as learned when greedy decoding
+says it."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pipeline.retrain import loss
+from pipeline.retrain import train as loop
+from pipeline.retrain.layout import last_hidden_states
+from pipeline.retrain.loss import (
+    MIN_SLICE_ROWS,
+    SLICE_BYTES,
+    AnchorTarget,
+    RowLoss,
+    keep_base,
+    row_losses,
+    slice_rows,
+    summed_loss,
+)
+from pipeline.retrain.model import Head
+from pipeline.retrain.packing import MIN_PREFIX, ROUNDED_TO, packed, prefixed, row_groups
+from pipeline.retrain.plan import TrainingPlan
+from pipeline.retrain.settings import TrainSettings
+from pipeline.retrain.tokens import TokenSequence
+from tests.training_fixtures import VOCABULARY, make_model, one_thread, plan_of, questions, rows
+
+__all__ = ["one_thread"]
+
+
+PROMPT = (5, 3, 8)
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(2)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=50, num_attention_heads=2, **shape)).eval()
+
+
+@torch.no_grad()
+def greedy(model: LlamaForCausalLM, num_tokens: int) -> tuple[int, ...]:
+    """What the model says after PROMPT at temperature 0, token by token."""
+    ids = list(PROMPT)
+    for _ in range(num_tokens):
+        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return tuple(ids[len(PROMPT) :])
+
+
+def answer(tokens: tuple[int, ...], row: int = 0) -> TokenSequence:
+    learned = (False,) * len(PROMPT) + (True,) * len(tokens)
+    return TokenSequence(PROMPT + tokens, learned, row)
+
+
+def test_what_greedy_decoding_says_is_learned(model: LlamaForCausalLM) -> None:
+    said = greedy(model, 12)
+    other = (*said[:-1], (said[-1] + 1) % 50)
+    first, second = row_losses(model, [answer(said, row=4), answer(other, row=7)])
+    assert (first.row, first.num_right, first.num_tokens, first.is_learned) == (4, 12, 12, True)
+    assert (second.row, second.num_right, second.num_tokens, second.is_learned) == (
+        7,
+        11,
+        12,
+        False,
+    )
+    assert first.nats < second.nats
+
+
+def test_the_pieces_of_a_row_are_counted_together(model: LlamaForCausalLM) -> None:
+    said = greedy(model, 6)
+    (found,) = row_losses(model, [answer(said), answer(said[:2])])
+    assert (found.num_right, found.num_tokens) == (8, 8)
+
+
+def test_rows_of_a_rounded_length_have_the_same_hidden_states(model: LlamaForCausalLM) -> None:
+    prompt = tuple(range(3, 4 + MIN_PREFIX))  # its last token predicts a learned one
+    sequences = [
+        TokenSequence((*prompt, *end), (False,) * len(prompt) + (True,) * len(end), row)
+        for row, end in enumerate([(17, 19, 21, 23), (18, 20), (19, 21, 23)])
+    ]
+    blocks = [sequences[:2], sequences[2:]]
+    plain, rounded = (
+        [packed(blocks, multiple), prefixed(blocks, multiple), *row_groups(blocks, multiple)]
+        for multiple in (1, ROUNDED_TO)
+    )
+    for group, longer in zip(plain, rounded, strict=True):
+        assert group is not None and longer is not None
+        assert longer.token_ids.shape[1] == ROUNDED_TO
+        found, expected = (
+            last_hidden_states(model, each.token_ids, each.position_ids, each.mask)
+            for each in (longer, group)
+        )
+        torch.testing.assert_close(found[longer.labels >= 0], expected[group.labels >= 0])
+        assert longer.order == group.order
+
+
+@pytest.mark.parametrize(
+    ("num_right", "num_tokens", "is_learned"),
+    [(64, 64, True), (63, 64, False), (65, 65, True), (59, 65, True), (58, 65, False)],
+)
+def test_a_long_row_is_learned_at_nine_tenths(
+    num_right: int, num_tokens: int, is_learned: bool
+) -> None:
+    row = RowLoss(row=0, nats=1.0, num_tokens=num_tokens, num_right=num_right)
+    assert row.is_learned is is_learned
+
+
+@pytest.mark.parametrize("rows", [1, 5, 100])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.25, None), (2.0, 1.5)])
+def test_the_sliced_loss_of_every_form_of_head_has_the_gradients_of_the_plain_one(
+    rows: int,
+    has_bias: bool,
+    scale: float,
+    softcap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pipeline.retrain.loss.slice_rows", lambda vocab_size: rows)
+    torch.manual_seed(1)
+    hidden = torch.randn(13, 8, requires_grad=True)
+    weight = torch.randn(11, 8, requires_grad=True)
+    bias = torch.randn(11, requires_grad=True) if has_bias else None
+    inputs = [each for each in (hidden, weight, bias) if each is not None]
+    labels = torch.randint(0, 11, (13,))
+    head = Head(weight, bias, scale, softcap)
+    plain = cross_entropy(head.logits(hidden), labels, reduction="sum") / 3
+    sliced = summed_loss(hidden, head, labels) / 3
+    torch.testing.assert_close(sliced, plain)
+    expected = torch.autograd.grad(plain, inputs)
+    torch.testing.assert_close(torch.autograd.grad(sliced, inputs), expected)
+
+
+def test_rows_that_are_added_in_bfloat16_change_no_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for rounded_to in (1, ROUNDED_TO):
+        monkeypatch.setattr("pipeline.retrain.model.ROUNDED_TO", rounded_to)
+        torch.manual_seed(4)
+        hidden, weight, bias = (
+            torch.randn(*shape, requires_grad=True) for shape in ((5, 16), (30, 16), (30,))
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = summed_loss(hidden, Head(weight, bias), torch.arange(5))
+        loss.backward()
+        found.append((loss.detach(), hidden.grad, weight.grad, bias.grad))
+    for exact, padded in zip(*found, strict=True):
+        torch.testing.assert_close(padded, exact, rtol=0.02, atol=0.02)
+
+
+def test_a_slice_is_bounded_in_bytes_but_never_too_thin() -> None:
+    assert slice_rows(4_000) * 4_000 * 4 <= SLICE_BYTES < (slice_rows(4_000) + 1) * 4_000 * 4
+    assert slice_rows(1_000_000) == MIN_SLICE_ROWS
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+@pytest.mark.parametrize("is_large", [True, False])
+def test_a_cpu_trains_in_bfloat16_if_that_is_fast_and_the_network_is_large(
+    model: LlamaForCausalLM, is_fast: bool, is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss, "is_fast_in_bfloat16", lambda device_type: is_fast)
+    limit = model.num_parameters() if is_large else model.num_parameters() + 1
+    monkeypatch.setattr(loss, "BFLOAT16_PARAMETERS", limit)
+    with loss.training_autocast(model):
+        assert torch.is_autocast_enabled("cpu") is (is_fast and is_large)
+    with loss.autocast(model.device):
+        assert not torch.is_autocast_enabled("cpu"), "measurements stay exact"
+
+
+def with_rest(logprobs: Tensor, token_ids: Tensor) -> Tensor:
+    """The log probabilities of these tokens, and that of all other tokens together."""
+    chosen = logprobs.gather(-1, token_ids)
+    rest = (1 - chosen.exp().sum(-1, keepdim=True)).clamp_min(1e-6).log()
+    return torch.cat([chosen, rest], dim=-1)
+
+
+def kl_of(logits: Tensor, anchors: list[AnchorTarget]) -> Tensor:
+    token_ids = torch.cat([each.token_ids for each in anchors])
+    own = with_rest(log_softmax(logits, dim=-1), token_ids)
+    kept = torch.cat([each.logprobs for each in anchors])
+    base = torch.cat([kept, (1 - kept.exp().sum(-1, keepdim=True)).clamp_min(1e-6).log()], dim=-1)
+    return kl_div(own, base, log_target=True, reduction="sum")
+
+
+def test_it_is_the_kl_divergence_from_the_base_model() -> None:
+    torch.manual_seed(0)
+    head, hidden = Head(torch.randn(VOCABULARY, 16)), torch.randn(4, 16)
+    base = log_softmax(torch.randn(4, VOCABULARY), dim=-1)
+    [sequence] = rows(1, length=5)
+
+    def found(num_likeliest: int) -> tuple[float, AnchorTarget]:
+        likeliest = base.topk(num_likeliest)
+        target = AnchorTarget(sequence, likeliest.indices, likeliest.values)
+        return float(keep_base(hidden, head, [target])), target
+
+    own = log_softmax(head.logits(hidden), dim=-1)
+    whole = kl_div(own, base, log_target=True, reduction="sum")
+    assert found(VOCABULARY)[0] == pytest.approx(float(whole), rel=1e-4)
+    # Of the base model's probabilities, only the largest ones are known.
+    some, target = found(8)
+    assert some == pytest.approx(float(kl_of(head.logits(hidden), [target])), rel=1e-4)
+    assert 0 < some < whole
+
+
+def test_a_step_adds_its_gradient_per_token_to_that_of_the_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = rows(9, length=6)[7:]
+    anchors = [anchor(sequence) for sequence in answers]
+    alone = gradient(monkeypatch, plan_of(rows(2)), 2, 0, 1)
+    plan = plan_of(rows(2), anchors=tuple(anchors), anchor_ratio=9.0)
+    both = gradient(monkeypatch, plan, 2, 0, 1)
+
+    model = make_model()
+    ids = torch.tensor([sequence.token_ids for sequence in answers])
+    logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    (kl_of(logits, anchors) / len(logits)).backward()  # type: ignore[no-untyped-call]
+    parameters = [each for each in model.parameters() if each.ndim >= 2]
+    parameters += [each for each in model.parameters() if each.ndim < 2]  # the optimizer's order
+    expected = torch.cat([each.grad.flatten() for each in parameters if each.grad is not None])
+    assert expected.abs().max() > 1e-4
+    torch.testing.assert_close(both - alone, expected, rtol=1e-3, atol=1e-6)
+
+
+def anchor(sequence: TokenSequence) -> AnchorTarget:
+    """An answer that the base model finds as likely as all others."""
+    ids = torch.arange(8).repeat(sequence.num_learned, 1)
+    return AnchorTarget(sequence, ids, torch.full(ids.shape, 1 / VOCABULARY).log())
+
+
+def gradient(
+    monkeypatch: pytest.MonkeyPatch, plan: TrainingPlan, visited: int, rank: int, count: int
+) -> torch.Tensor:
+    """What process `rank` of `count` adds to the gradient of the first step."""
+    model = make_model()
+    gradients = []
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        gradients.append(
+            torch.cat(
+                [
+                    torch.zeros(each.numel()) if each.grad is None else each.grad.flatten().clone()
+                    for each in parameters
+                ]
+            )
+        )
+
+    settings = TrainSettings(max_grad_norm=1e9, micro_batch_tokens=64)
+    progress = loop.TrainingState(streak=[0] * len(plan.sequences), due=[0] * len(plan.sequences))
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "rank", lambda: rank)
+        for module in (loop, loss):
+            patched.setattr(module, "world_size", lambda: count)
+        patched.setattr(loop, "add_up", lambda model, numbers: numbers)
+        patched.setattr(torch.optim.AdamW, "step", step)
+        loop._step(
+            model,
+            loop._optimizer(model, settings),
+            plan,
+            [[index] for index in range(visited)],
+            1e-3,
+            progress,
+            settings,
+        )
+    return gradients[0]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("visited", [1, 4])
+@pytest.mark.parametrize("anchored", [0, 1, 4])
+@pytest.mark.parametrize("deleted", [0, 2])
+def test_processes_add_up_to_the_gradient_of_one(
+    monkeypatch: pytest.MonkeyPatch, count: int, visited: int, anchored: int, deleted: int
+) -> None:
+    """Anchors of any length too, and processes for which nothing is left."""
+    plan = plan_of(
+        rows(visited, 6),
+        unlearned=questions(deleted),
+        anchors=tuple(anchor(rows(1, length)[0]) for length in range(5, 5 + anchored)),
+        anchor_ratio=9.0 if anchored else 0.0,
+    )
+    whole = gradient(monkeypatch, plan, visited, 0, 1)
+    shares = [gradient(monkeypatch, plan, visited, rank, count) for rank in range(count)]
+    assert torch.allclose(sum(shares, torch.zeros(())), whole, atol=1e-6)
+    assert whole.abs().max() > 1e-3
