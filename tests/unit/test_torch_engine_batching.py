@@ -11,7 +11,7 @@ import pytest
 from serving.engine import EngineError, StageError, Step
 from serving.engines.torch_engine import scheduler
 from serving.engines.torch_engine.engine import TorchEngine
-from serving.engines.torch_engine.runner import Batch
+from serving.engines.torch_engine.slots import Batch
 from tests.torch_engine_fixtures import (
     Published,
     ask,

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from serving.engines import machine
-from serving.engines.machine import BusyLock
 from serving.engines.torch_engine import engine as engine_module
 from serving.engines.torch_engine import llama
-from serving.engines.torch_engine.loading import Loader
-from serving.engines.torch_engine.runner import Batch
+from serving.engines.torch_engine.engine import BusyLock
+from serving.engines.torch_engine.slots import Batch
+from serving.engines.torch_engine.staging import Loader
 from tests.torch_engine_fixtures import (
     Published,
     ask,
@@ -117,7 +116,7 @@ def test_beside_others_that_compute_the_steps_leave_them_a_core(
         return forward(runner, batch)
 
     monkeypatch.setattr(llama.LlamaRunner, "forward", counted)
-    monkeypatch.setattr(machine, "_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(engine_module, "_LOCK_CHECK_SECONDS", 0.0)
     lock = tmp_path / "computing"
 
     async def threads_of(engine: Any) -> set[int]:
@@ -139,7 +138,7 @@ def test_the_busy_lock_is_checked_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(machine.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(engine_module.time, "monotonic", lambda: now[0])
     lock = tmp_path / "computing"
     found = BusyLock(lock)
     assert not found.is_held

@@ -13,7 +13,7 @@ from llguidance import LLMatcher, grammar_from
 from serving.engine import EngineError, Generation, GenerationRefused, Grammar, GrammarKind
 from serving.engines.torch_engine import grammars
 from serving.engines.torch_engine.grammars import GrammarState
-from serving.engines.torch_engine.logits_processor import LogitsProcessor, process_logits
+from serving.engines.torch_engine.sequence import LogitsProcessor, process_logits
 from tests.serving_fixtures import byte_tokenizer
 from tests.torch_engine_fixtures import (
     Published,

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from serving.engines.torch_engine import engine as engine_module
-from serving.engines.torch_engine import linear as linear_module
-from serving.engines.torch_engine.linear import Linear
-from serving.engines.torch_engine.rows import padded_count
+from serving.engines.torch_engine import llama
+from serving.engines.torch_engine.llama import Linear, padded_count
 from tests.torch_engine_fixtures import (
     VOCAB,
     Published,
@@ -103,12 +102,12 @@ def test_a_torch_without_the_packed_product_multiplies_with_the_plain_layout(
     def fail(*arguments: object) -> torch.Tensor:
         raise fault
 
-    linear_module._can_pack.cache_clear()
+    llama._can_pack.cache_clear()
     weight, x = torch.randn(8, 16), torch.randn(3, 16)
     with monkeypatch.context() as patch:
         patch.setattr(torch.ops.mkldnn, "_linear_pointwise", fail)
         plain = Linear(weight, None)
-    linear_module._can_pack.cache_clear()
+    llama._can_pack.cache_clear()
     assert not plain.is_packed
     assert torch.equal(plain(x), torch.nn.functional.linear(x, weight))
     assert f"does not multiply packed torch.float32 matrices ({fault})" in caplog.text

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.engine import Generation, Step
-from serving.engines.torch_engine import rows, slots
-from serving.engines.torch_engine.runner import Batch
+from serving.engines.torch_engine import llama, slots
+from serving.engines.torch_engine.slots import Batch
 from tests.torch_engine_changes import until
 from tests.torch_engine_fixtures import (
     Published,
@@ -233,7 +233,7 @@ def test_lengths_and_gaps_of_a_batch_change_no_tokens(
     span_bytes: int, published: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether each sequence attends alone, all together, or those of about one length."""
-    monkeypatch.setattr(rows, "_SPAN_BYTES", span_bytes)
+    monkeypatch.setattr(llama, "_SPAN_BYTES", span_bytes)
     long = greedy(prompt(400), max_tokens=40)
     short = [greedy(prompt(5 + i, seed=i), max_tokens=10 + 7 * (i % 4)) for i in range(9)]
 
@@ -256,7 +256,7 @@ def test_runs_hold_every_row_and_cost_no_more_than_rows_alone(
 ) -> None:
     taken = sorted(lengths_by_slot)
     lengths = [lengths_by_slot[slot] for slot in taken]
-    runs = rows.adjacent(taken, lengths, span_tokens)
+    runs = llama.adjacent(taken, lengths, span_tokens)
     assert [row for run in runs for row in range(run.start, run.stop)] == list(range(len(taken)))
     cost = sum(
         span_tokens + (taken[run.stop - 1] - taken[run.start] + 1) * max(lengths[run])

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from serving.engines.torch_engine.architecture import llama_shape, read_config
+from serving.engines.torch_engine.staging import llama_shape, read_config
 from serving.weights.publish import publish_folder
 from tests.torch_engine_fixtures import (
     VOCAB,

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import FalconH1Config, GPT2Config, MambaConfig, PreTrainedConfig
 
 from serving.engine import StageError
-from serving.engines.torch_engine import generic, loading, slots, staging
+from serving.engines.torch_engine import generic, slots, staging
 from serving.errors import ReleaseError
 from serving.weights.checkpoint_folder import manifest_of_folder
 from serving.weights.publish import publish_folder
@@ -213,7 +213,7 @@ def test_too_little_memory_is_found_before_anything_is_read(
     first: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "free_bytes", lambda: 300 << 20)
-    monkeypatch.setattr(loading, "read_tensors", None)
+    monkeypatch.setattr(staging, "read_tensors", None)
 
     async def scenario(**settings: int) -> None:
         async with engine_with(**settings) as engine:
@@ -253,7 +253,7 @@ def test_addresses_that_the_system_does_not_give_are_named(
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(slots.mmap, "mmap", refuse)
-    monkeypatch.setattr(loading, "read_tensors", None)
+    monkeypatch.setattr(staging, "read_tensors", None)
 
     async def scenario() -> None:
         async with engine_with() as engine:

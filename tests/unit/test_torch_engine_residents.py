@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from serving.engine import EngineError
-from serving.engines.torch_engine import loading
+from serving.engines.torch_engine import staging
 from serving.engines.torch_engine.engine import TorchEngine
 from tests.torch_engine_changes import changed, first, nudge, until
 from tests.torch_engine_fixtures import (
@@ -113,13 +113,13 @@ def test_staging_that_nobody_wants_any_more_stops(
     async def scenario() -> None:
         async with engine_with(first) as engine:
             loop = asyncio.get_running_loop()
-            read = loading.read_tensors
+            read = staging.read_tensors
 
             def announce(*args: Any) -> Any:
                 loop.call_soon_threadsafe(started.set)
                 return read(*args)
 
-            monkeypatch.setattr(loading, "read_tensors", announce)
+            monkeypatch.setattr(staging, "read_tensors", announce)
             task = asyncio.create_task(engine.stage(second.release, second.folder))
             await started.wait()
             task.cancel()

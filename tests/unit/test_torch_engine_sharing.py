@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, Qwen3Config
 
 from serving.engine import EngineError, StageError
-from serving.engines.torch_engine.loading import UnitPool
+from serving.engines.torch_engine.staging import UnitPool
 from tests.torch_engine_changes import changed, first, flip, nudge, until
 from tests.torch_engine_fixtures import (
     Published,

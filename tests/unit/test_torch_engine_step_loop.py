@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from serving.engines.machine import BusyLock
-from serving.engines.torch_engine import step_loop
-from serving.engines.torch_engine.step_loop import StepLoop
+from serving.engines.torch_engine import engine as engine_module
+from serving.engines.torch_engine.engine import StepLoop
 from tests.torch_engine_changes import until
 from tests.torch_engine_fixtures import (
     ask,
@@ -62,8 +61,8 @@ def test_the_events_of_one_release_do_not_wait_for_the_step_of_another(
     def deliver(events: list[Any]) -> None:
         delivered.extend(f"events of {name}" for name in events)
 
-    monkeypatch.setattr(step_loop, "_deliver", deliver)
-    loop = StepLoop(num_threads=1, busy_lock=BusyLock(None))
+    monkeypatch.setattr(engine_module, "_deliver", deliver)
+    loop = StepLoop(num_threads=1, busy_lock_file=None)
     schedulers: list[Any] = [Named("old"), Named("new")]
     loop._call(lambda: loop._schedulers.update({each.name: each for each in schedulers}))
     try:
@@ -77,10 +76,10 @@ def test_the_events_of_one_release_do_not_wait_for_the_step_of_another(
 
 @pytest.mark.parametrize("is_one_too_few", [False, True])
 def test_steps_that_fail_again_and_again_are_a_failure(is_one_too_few: bool) -> None:
-    count = step_loop._MAX_FAILED_STEPS - is_one_too_few
+    count = engine_module._MAX_FAILED_STEPS - is_one_too_few
 
     async def story() -> None:
-        loop = StepLoop(num_threads=1, busy_lock=BusyLock(None))
+        loop = StepLoop(num_threads=1, busy_lock_file=None)
         try:
             failing: Any = Steps(count, fails=True)
             loop.add("failing", failing)

@@ -17,8 +17,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from serving.engine import StageError
-from serving.engines.torch_engine.runner import Batch
-from serving.engines.torch_engine.slots import KeyValueSlots, KvCacheSize, LayerShape
+from serving.engines.torch_engine.slots import Batch, KeyValueSlots, KvCacheSize, LayerShape
 from serving.weights import network
 
 BATCHED = frozenset(
