@@ -1,17 +1,27 @@
-"""The thread that computes: what it reports, and what it leaves to other threads."""
+"""The thread that computes: what it reports, how many cores it takes, and what it leaves to other
+threads."""
 
 import asyncio
+import fcntl
 import threading
+import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from serving.engines.torch_engine import engine as engine_module
-from serving.engines.torch_engine.engine import StepLoop
+from serving.engines.torch_engine import llama
+from serving.engines.torch_engine.engine import BusyLock, StepLoop
+from serving.engines.torch_engine.slots import Batch
+from serving.engines.torch_engine.staging import Loader
 from tests.torch_engine_changes import until
 from tests.torch_engine_fixtures import (
+    Published,
     ask,
     build,
     engine_with,
@@ -69,8 +79,7 @@ def test_the_events_of_one_release_do_not_wait_for_the_step_of_another(
         loop.next_turn().result(30)
         loop.next_turn().result(30)
     finally:
-        loop.stop()
-        loop.join()
+        loop.close()
     assert delivered == ["step of old", "events of old", "step of new", "events of new"]
 
 
@@ -95,16 +104,19 @@ def test_steps_that_fail_again_and_again_are_a_failure(is_one_too_few: bool) -> 
             await until(lambda: loop._num_failed_steps == 0)
             assert loop.failure is None
         finally:
-            loop.stop()
-            await asyncio.to_thread(loop.join)
+            await asyncio.to_thread(loop.close)
 
     asyncio.run(story())
 
 
-def test_a_release_is_freed_on_the_thread_that_loads(tmp_path: Path) -> None:
-    """Freeing gigabytes takes long, and nobody's step may wait for it."""
+def test_a_release_is_freed_on_the_thread_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Freeing gigabytes takes long, and nobody's step may wait for it. What the allocator keeps is
+    given back afterwards."""
     first, second = (publish(build(llama_config(), seed), tmp_path / str(seed)) for seed in (1, 2))
     freed_on: list[str] = []
+    monkeypatch.setattr(engine_module, "return_unused_memory", lambda: freed_on.append("returned"))
 
     async def story() -> None:
         async with engine_with(first, second) as engine:
@@ -115,6 +127,119 @@ def test_a_release_is_freed_on_the_thread_that_loads(tmp_path: Path) -> None:
             await ask(engine, first.id, greedy(prompt(5)))
             await engine.unload(first.id)
             await until(lambda: first.id not in engine.residents)
-            assert freed_on == ["torch-engine-staging_0"] * 3
+            assert freed_on == [*["torch-engine-staging_0"] * 3, "returned"]
 
     asyncio.run(story())
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    return publish(build(llama_config()), tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture
+def at_work(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of threads of each step."""
+    found: list[int] = []
+    forward = llama.LlamaRunner.forward
+
+    def counted(runner: llama.LlamaRunner, batch: Batch) -> torch.Tensor:
+        found.append(torch.get_num_threads())
+        return forward(runner, batch)
+
+    monkeypatch.setattr(llama.LlamaRunner, "forward", counted)
+    return found
+
+
+def test_staging_on_one_core_leaves_the_steps_all_of_them(
+    published: Published, at_work: list[int]
+) -> None:
+
+    async def scenario() -> None:
+        async with engine_with(published, num_threads=None) as engine:
+            await ask(engine, published.id, greedy(prompt(5), 3))
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(2):  # the second engine begins after the first one has staged
+            asyncio.run(scenario())
+        assert set(at_work) == {2}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_while_a_release_is_staged_the_steps_leave_it_a_core(
+    published: Published, at_work: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = publish(build(llama_config(), seed=1), tmp_path)
+    load = engine_module.load_runner
+
+    def load_late(loader: Loader) -> Any:
+        while loader.release.id == other.id and at_work[-1] != 1:
+            time.sleep(0.001)
+        return load(loader)
+
+    monkeypatch.setattr(engine_module, "load_runner", load_late)
+
+    async def scenario() -> None:
+        async with engine_with(published, num_threads=2) as engine:
+            running = engine.generate(published.id, greedy(prompt(5), max_tokens=120))
+            await anext(running)
+            assert at_work[-1] == 2
+            staging = asyncio.create_task(engine.stage(other.release, other.folder))
+            async for _ in running:
+                if staging.done():
+                    break
+            await staging
+            await ask(engine, published.id, greedy(prompt(5), max_tokens=2))
+            assert at_work[-1] == 2
+
+    asyncio.run(scenario())
+
+
+@contextmanager
+def computing(lock: Path) -> Iterator[None]:
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+def test_beside_others_that_compute_the_steps_leave_them_a_core(
+    published: Published, at_work: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_LOCK_CHECK_SECONDS", 0.0)
+    lock = tmp_path / "computing"
+
+    async def threads_of(engine: Any) -> set[int]:
+        at_work.clear()
+        await ask(engine, published.id, greedy(prompt(5), 3))
+        return set(at_work)
+
+    async def scenario() -> None:
+        async with engine_with(published, num_threads=2, busy_lock_file=lock) as engine:
+            assert await threads_of(engine) == {2}
+            with computing(lock), computing(lock):
+                assert await threads_of(engine) == {1}
+            assert await threads_of(engine) == {2}
+
+    asyncio.run(scenario())
+
+
+def test_the_busy_lock_is_checked_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(engine_module.time, "monotonic", lambda: now[0])
+    lock = tmp_path / "computing"
+    found = BusyLock(lock)
+    assert not found.is_held
+    with computing(lock):
+        assert not found.is_held
+        now[0] += 0.11
+        assert found.is_held
+    assert found.is_held
+    now[0] += 0.11
+    assert not found.is_held
+    assert not BusyLock(None).is_held

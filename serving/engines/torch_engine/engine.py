@@ -196,8 +196,7 @@ class TorchEngine:
             sequence.is_cancelled = True
 
     async def close(self) -> None:
-        self._steps.stop()
-        await asyncio.to_thread(self._steps.join)
+        await asyncio.to_thread(self._steps.close)
         await asyncio.to_thread(self._loader.shutdown)
         await asyncio.to_thread(self._grammars.close)
 
@@ -238,7 +237,7 @@ class TorchEngine:
 
 
 class StepLoop:
-    """All methods may be called from any thread. All but `join` return at once. What they ask for
+    """All methods may be called from any thread. All but `close` return at once. What they ask for
     is done by the thread, between two steps. They raise EngineError if the thread has ended.
 
     The loop lets each scheduler compute one step, then the next scheduler. So after a swap, the
@@ -265,7 +264,7 @@ class StepLoop:
         self._thread.start()
         self._is_ready.wait()
         # The interpreter must not shut down while the thread computes.
-        atexit.register(self._stop_at_exit)
+        atexit.register(self.close)
 
     @property
     def is_busy(self) -> bool:
@@ -335,19 +334,13 @@ class StepLoop:
         """The sequence gets an EngineError if its release is not loaded or is being unloaded."""
         self._call(partial(self._submit, sequence))
 
-    def stop(self) -> None:
-        """Stop the thread. Every sequence ends with EngineError. `join` waits for the end."""
+    def close(self) -> None:
+        """Stop the thread and wait for its end. Every sequence ends with EngineError."""
         self._is_stopping = True
         with contextlib.suppress(EngineError):
             self.next_turn()
-
-    def join(self) -> None:
         self._thread.join()
-        atexit.unregister(self._stop_at_exit)
-
-    def _stop_at_exit(self) -> None:
-        self.stop()
-        self._thread.join()
+        atexit.unregister(self.close)
 
     def _call(self, work: Callable[[], Any]) -> Future[Any]:
         """Let the thread do `work` before its next step."""

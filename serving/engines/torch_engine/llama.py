@@ -71,10 +71,6 @@ class Linear:
             return _multiply_packed(x, self._weight, self.bias)
         return F.linear(x, self._weight, self.bias)
 
-    def plain_weight(self) -> Tensor:
-        """[out, in], with exactly the original values. A copy if the weight is packed."""
-        return self._weight.to_dense(self._weight.dtype) if self.is_packed else self._weight
-
 
 @functools.cache
 def _can_pack(dtype: torch.dtype) -> bool:

@@ -41,8 +41,11 @@ _log = logging.getLogger(__name__)
 _BLOCK_ELEMENTS = 1 << 20
 
 Built = Linear | Tensor
-UnitKey = tuple[tuple[bool, tuple["Part", ...], torch.dtype], tuple[str, ...]]
+UnitKey = tuple[bool, tuple["Part", ...], torch.dtype, tuple[str, ...]]
 """Equal for equal units: the form of the unit, and the digests of its stored tensors."""
+UnitPool = WeakValueDictionary[UnitKey, Built]
+"""The units of all releases in memory. The pool holds weak references only, so a unit is freed
+together with the last release that uses it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,28 +90,6 @@ class Unit:
         weights = [each for each in values if each.dim() == 2]
         biases = [each for each in values if each.dim() == 1]
         return Linear(_stack(weights), _stack(biases) if biases else None)
-
-    def part_of(self, built: Linear, number: int) -> Tensor:
-        """The prepared values of one part, taken from a `Linear` of this form: some rows of the
-        weight, or of the bias if the part has one dimension."""
-        shapes = [part.shape for part in self.parts.values()]
-        rows = [shape[0] for shape in shapes[:number] if len(shape) == len(shapes[number])]
-        whole = built.bias if len(shapes[number]) == 1 else built.plain_weight()
-        assert whole is not None
-        return whole[sum(rows) : sum(rows) + shapes[number][0]]
-
-
-class UnitPool(WeakValueDictionary[UnitKey, Built]):
-    """The units of all releases in memory. The pool holds weak references only, so a unit is freed
-    together with the last release that uses it."""
-
-    def find_with_part(self, key: UnitKey, number: int) -> Built | None:
-        """A unit of the same form, whose part with this number has the same digest."""
-        form, digests = key
-        for (other, others), unit in self.items():
-            if other == form and others[number] == digests[number]:
-                return unit
-        return None
 
 
 class StagingCancelled(Exception):
@@ -177,10 +158,7 @@ class Loader:
             key = self._key(unit)
             found = self.pool.get(key)
             if found is None:
-                values = []
-                for number, (name, part) in enumerate(unit.parts.items()):
-                    value = self._find_part(unit, key, number)
-                    values.append(part.prepare(self._read(name)) if value is None else value)
+                values = [self._prepared(name, part) for name, part in unit.parts.items()]
                 found = self.pool[key] = unit.build(values)
             built[place] = found
         return built
@@ -190,18 +168,13 @@ class Loader:
 
     def _key(self, unit: Unit) -> UnitKey:
         digests = [self.release.tensors[self._stored(name)].digest for name in unit.parts]
-        return (unit.is_linear, tuple(unit.parts.values()), self.dtype), tuple(digests)
+        return unit.is_linear, tuple(unit.parts.values()), self.dtype, tuple(digests)
 
-    def _find_part(self, unit: Unit, key: UnitKey, number: int) -> Tensor | None:
-        """The prepared values of a part, taken from a unit in memory; None if there is none."""
-        if unit.is_linear:
-            resident = self.pool.find_with_part(key, number)
-            if isinstance(resident, Linear):
-                return unit.part_of(resident, number)
-        # This is how a tied head finds the embedding.
-        part, digest = key[0][1][number], key[1][number]
-        plain = self.pool.get(((False, (Part(shape=part.shape),), self.dtype), (digest,)))
-        return part.prepare(plain) if isinstance(plain, Tensor) else None
+    def _prepared(self, name: str, part: Part) -> Tensor:
+        """The prepared values of a part. They are read, unless a unit in memory has this tensor as
+        it is stored: a tied head finds the embedding."""
+        plain = self.pool.get(self._key(Unit(parts={name: Part(shape=part.shape)})))
+        return part.prepare(plain if isinstance(plain, Tensor) else self._read(name))
 
     def _read(self, name: str) -> Tensor:
         """Copy a tensor from its shard. Raises ReleaseError if the shard cannot be read, and
@@ -314,13 +287,6 @@ def llama_units(shape: LlamaShape) -> dict[str, Unit]:
     return found
 
 
-def stored_units(release: Release) -> dict[str, Unit]:
-    """A unit for each stored tensor."""
-    return {
-        name: Unit(parts={name: Part(shape=entry.shape)}) for name, entry in release.tensors.items()
-    }
-
-
 def _layer_units(shape: LlamaShape, layer: int) -> dict[str, Unit]:
     at = f"model.layers.{layer}."
     hidden, inner, head_dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
@@ -429,7 +395,10 @@ def _load_llama(shape: LlamaShape, loader: Loader) -> Runner:
 def _load_generic(loader: Loader) -> Runner:
     from serving.engines.torch_engine import generic
 
-    units = stored_units(loader.release)
+    units = {
+        name: Unit(parts={name: Part(shape=entry.shape)})
+        for name, entry in loader.release.tensors.items()
+    }
     layers = generic.layer_shapes(loader.folder)
     built: Any = network.build_network(loader.folder, loader.dtype)
     context = generic.allowed_context(built.config)
