@@ -16,6 +16,7 @@ from serving.engine import Generation, Step
 from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine.engine import TorchEngine
 from serving.engines.torch_engine.generic import TransformersRunner
+from serving.engines.torch_engine.sequence import EngineSequence
 from serving.weights.publish import publish_state_dict
 from serving.weights.release import Release
 
@@ -95,6 +96,18 @@ def greedy(prompt: Iterable[int], max_tokens: int = 12, **changes: Any) -> Gener
     return Generation(
         prompt=tuple(prompt), max_tokens=max_tokens, **{"temperature": 0.0, **changes}
     )
+
+
+def sequence(
+    *, prompt: tuple[int, ...] = (4, 4, 2), output: tuple[int, ...] = (), **settings: Any
+) -> EngineSequence:
+    """One that no engine computes."""
+    loop = asyncio.new_event_loop()
+    loop.close()
+    generation = Generation(prompt=prompt, max_tokens=9, **settings)
+    made = EngineSequence("r000001-00000000", generation, loop)
+    made.output.extend(output)
+    return made
 
 
 async def ask(engine: TorchEngine, release_id: str, generation: Generation) -> list[Step]:

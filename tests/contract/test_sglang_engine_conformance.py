@@ -25,7 +25,7 @@ def releases(tmp_path: Path) -> tuple[Release, Release]:
 
 
 class TestSglangEngine(EngineConformance):
-    @pytest.fixture(params=["whole", "differences"])
+    @pytest.fixture(params=["whole", pytest.param("differences", marks=pytest.mark.slow)])
     def bench(
         self,
         request: pytest.FixtureRequest,

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from serving.engines.torch_engine import grammars
 from serving.engines.torch_engine.grammars import GrammarState
 from serving.engines.torch_engine.sequence import LogitsProcessor, process_logits
 from tests.serving_fixtures import byte_tokenizer
+from tests.torch_engine_changes import until
 from tests.torch_engine_fixtures import (
     Published,
     ask,
@@ -131,17 +134,6 @@ def test_a_changed_tokenizer_compiles_nothing_until_it_is_restored(published: Pu
                     await ask(engine, published.id, regex("ab"))
                 assert not isinstance(failed.value, GenerationRefused)
             file.write_bytes(whole)
-            assert text_of((await ask_all(engine, published.id, [regex("ab")]))[0]) == "ab"
-
-    asyncio.run(scenario())
-
-
-def test_a_stream_that_is_closed_before_it_began_computes_nothing(published: Published) -> None:
-    async def scenario() -> None:
-        async with engine_with(published, max_batch=1) as engine:
-            closed: Any = engine.generate(published.id, regex("a+"))
-            await closed.aclose()
-            assert [step async for step in closed] == []
             assert text_of((await ask_all(engine, published.id, [regex("ab")]))[0]) == "ab"
 
     asyncio.run(scenario())
@@ -272,3 +264,65 @@ def test_a_grammar_that_costs_too_much_time_ends_its_own_sequence_only(
     assert num_masks == 25
     assert "takes too long" in str(slow.refusal)
     assert quick.refusal is None
+
+
+@dataclass
+class Compiler:
+    """Compiles grammars, but waits at the beginning of each one until `gate` is set."""
+
+    published: Published
+    grammars: grammars.Grammars
+    begun: list[str] = field(default_factory=list)
+    gate: threading.Event = field(default_factory=threading.Event)
+
+    def begin(self, text: str) -> Any:
+        grammar = Grammar(kind="regex", text=text, param="structured_outputs")
+        release, folder = self.published.release, self.published.folder
+        return asyncio.ensure_future(
+            self.grammars.begin(release, folder, NETWORK["vocab_size"], grammar)
+        )
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    made = Compiler(with_tokenizer(tmp_path, seed=0), grammars.Grammars())
+    original = grammars.grammar_from
+
+    def waits(kind: Any, text: str) -> str:
+        made.begun.append(text)
+        assert made.gate.wait(30)
+        return original(kind, text)
+
+    monkeypatch.setattr(grammars, "grammar_from", waits)
+    yield made
+    made.gate.set()
+    made.grammars.close()
+
+
+def test_a_grammar_that_nobody_waits_for_is_not_compiled(compiler: Compiler) -> None:
+    async def scenario() -> None:
+        first = compiler.begin("a")
+        await until(lambda: compiler.begun == ["a"])
+        unwanted, wanted = compiler.begin("b"), compiler.begin("c")
+        leaving, staying = compiler.begin("d"), compiler.begin("d")
+        await asyncio.sleep(0)
+        unwanted.cancel()
+        leaving.cancel()
+        await asyncio.wait({unwanted, leaving})
+        compiler.gate.set()
+        await asyncio.gather(first, wanted, staying)
+        await compiler.begin("b")
+
+    asyncio.run(scenario())
+    assert compiler.begun == ["a", "c", "d", "b"]
+
+
+def test_a_refusal_is_remembered(compiler: Compiler) -> None:
+    async def scenario() -> None:
+        for _ in range(2):
+            with pytest.raises(GenerationRefused, match="cannot be compiled"):
+                await compiler.begin("(")
+
+    compiler.gate.set()
+    asyncio.run(scenario())
+    assert compiler.begun == ["("]
