@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.engine import Generation, Step
-from serving.engines.torch_engine import llama, slots
+from serving.engines.torch_engine import llama
 from serving.engines.torch_engine.slots import Batch
 from tests.torch_engine_changes import until
 from tests.torch_engine_fixtures import (
@@ -96,21 +95,6 @@ def test_sequences_that_do_not_fit_together_get_the_tokens_they_get_alone(
 
 def logprobs(steps: list[Step]) -> list[float]:
     return [each.logprob for step in steps for each in step.logprobs]
-
-
-def test_more_short_sequences_run_at_once_than_whole_contexts_fit(published: Published) -> None:
-    asked = [greedy(prompt(20, seed=i), max_tokens=6) for i in range(8)]
-
-    async def scenario() -> tuple[list[list[int]], int]:
-        # One whole context, and a block for each of the others.
-        async with engine_with(published, kv_cache_bytes=15 * BLOCK_BYTES) as engine:
-            batches = watch(engine, published.id)
-            answers = await ask_all(engine, published.id, asked)
-            return answers, max(len(batch.slots) for batch in batches)
-
-    answers, most = asyncio.run(scenario())
-    assert most == 8
-    assert answers == [expected(published.network, one.prompt, 6) for one in asked]
 
 
 def test_a_stream_that_fills_the_old_release_holds_back_nobody_on_the_new_one(
@@ -263,48 +247,3 @@ def test_runs_hold_every_row_and_cost_no_more_than_rows_alone(
         for run in runs
     )
     assert cost <= sum(span_tokens + length for length in lengths)
-
-
-def resident_bytes() -> int:
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Rss:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no Rss")
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the system tells no RSS")
-def test_pages_take_memory_when_written_and_give_it_back_when_cut() -> None:
-    shape = slots.LayerShape(num_heads=4, key_size=64, value_size=64)
-    layers = [
-        slots.KeyValueSlots(shape, num_slots=64, num_tokens=1 << 14, dtype=torch.float32)
-        for _ in range(2)
-    ]
-    before = resident_bytes()
-    count = 8192  # 4 KiB of keys and values a token: 32 MiB
-    keys_values = torch.ones(count, 2, 4, 64)
-    written = resident_bytes()
-    for layer in layers:
-        layer.write_run(3, 0, keys_values)
-    full = resident_bytes()
-    for layer in layers:
-        layer.truncate(3, 1024)
-    keys, values = layers[0].read(3, 4, 1024)
-    assert keys.eq(1).all()
-    assert values.eq(1).all()
-    cut = resident_bytes()
-    keys, _ = layers[1].read(3, 4, count)
-    assert keys[:, :, 1024:].eq(0).all()
-    for layer in layers:
-        layer.truncate(3, 0)
-    assert written - before < 20 << 20, "addresses alone take no memory"
-    assert full - written > 28 << 20
-    assert full - cut > 24 << 20
-    assert resident_bytes() - written < 4 << 20
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
-def test_a_block_of_tokens_is_whole_pages_of_each_head(head_dim: int, dtype: torch.dtype) -> None:
-    count = slots.block_tokens(head_dim, dtype)
-    assert count >= 16
-    assert count * head_dim * dtype.itemsize % slots.mmap.PAGESIZE == 0

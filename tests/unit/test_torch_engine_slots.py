@@ -22,6 +22,7 @@ from tests.torch_engine_fixtures import (
 )
 
 TABLES = Path("/proc/self/status")
+RESIDENT = Path("/proc/self/smaps_rollup")
 
 
 def make_slots(num_tokens: int = 256, dtype: torch.dtype = torch.float32) -> KeyValueSlots:
@@ -78,24 +79,22 @@ def logprobs(steps: list[Step]) -> list[float]:
     return [each.logprob for step in steps for each in step.logprobs]
 
 
-def table_bytes() -> int:
-    for line in TABLES.read_text().splitlines():
-        if line.startswith("VmPTE:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no VmPTE")
+def told_bytes(file: Path, name: str) -> int:
+    (line,) = (line for line in file.read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
 
 
 @pytest.mark.skipif(not TABLES.exists(), reason="the system tells no size of page tables")
 @pytest.mark.parametrize("num_tokens", [64, 1 << 14])
 def test_page_tables_are_counted(num_tokens: int) -> None:
     layers = [make_slots(num_tokens) for _ in range(2)]
-    before = table_bytes()
+    before = told_bytes(TABLES, "VmPTE:")
     token = torch.ones(1, 2, 4, 64)
     for layer in layers:
         for slot in range(64):
             layer.write_run(slot, 0, token)
     counted = page_table_bytes(2 * 4, 64, num_tokens * 64 * 4)
-    assert table_bytes() - before == pytest.approx(counted, rel=0.1, abs=1 << 16)
+    assert told_bytes(TABLES, "VmPTE:") - before == pytest.approx(counted, rel=0.1, abs=1 << 16)
 
 
 class Memory(mmap.mmap):
@@ -133,3 +132,37 @@ def test_pages_are_freed_by_the_advice_that_frees_on_the_system(
         monkeypatch.setattr(slots.sys, "platform", platform)
         memory.truncate(0, 0)
         assert set(given) == {expected}
+
+
+@pytest.mark.skipif(not RESIDENT.exists(), reason="the system tells no RSS")
+def test_pages_take_memory_when_written_and_give_it_back_when_cut() -> None:
+    layers = [make_slots(1 << 14) for _ in range(2)]
+    before = told_bytes(RESIDENT, "Rss:")
+    count = 8192  # 4 KiB of keys and values a token: 32 MiB
+    keys_values = torch.ones(count, 2, 4, 64)
+    written = told_bytes(RESIDENT, "Rss:")
+    for layer in layers:
+        layer.write_run(3, 0, keys_values)
+    full = told_bytes(RESIDENT, "Rss:")
+    for layer in layers:
+        layer.truncate(3, 1024)
+    keys, values = layers[0].read(3, 4, 1024)
+    assert keys.eq(1).all()
+    assert values.eq(1).all()
+    cut = told_bytes(RESIDENT, "Rss:")
+    keys, _ = layers[1].read(3, 4, count)
+    assert keys[:, :, 1024:].eq(0).all()
+    for layer in layers:
+        layer.truncate(3, 0)
+    assert written - before < 20 << 20, "addresses alone take no memory"
+    assert full - written > 28 << 20
+    assert full - cut > 24 << 20
+    assert told_bytes(RESIDENT, "Rss:") - written < 4 << 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
+def test_a_block_of_tokens_is_whole_pages_of_each_head(head_dim: int, dtype: torch.dtype) -> None:
+    count = slots.block_tokens(head_dim, dtype)
+    assert count >= 16
+    assert count * head_dim * dtype.itemsize % slots.mmap.PAGESIZE == 0
