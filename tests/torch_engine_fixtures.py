@@ -1,7 +1,8 @@
-"""Tiny networks with clear greedy choices, as real releases, and ways to ask an engine."""
+"""Tiny networks with clear greedy choices, as real releases and changed ones, and ways to ask an
+engine."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine.engine import TorchEngine
 from serving.engines.torch_engine.generic import TransformersRunner
 from serving.engines.torch_engine.sequence import EngineSequence
+from serving.weights.headers import read_header
 from serving.weights.publish import publish_state_dict
 from serving.weights.release import Release
 
@@ -76,6 +78,45 @@ def publish(network: Any, home: Path, **options: Any) -> Published:
         home / "releases", network.state_dict(keep_vars=True), files_dir=files, **options
     )
     return Published(network=network, release=release, folder=home / "releases" / release.id)
+
+
+Change = Callable[[dict[str, torch.Tensor]], None]
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Published:
+    return publish(build(llama_config(tie_word_embeddings=True)), tmp_path)
+
+
+def changed(network: Any, home: Path, change: Change, **options: Any) -> Published:
+    other = build(network.config, dtype=network.dtype)
+    other.load_state_dict(network.state_dict())
+    with torch.no_grad():
+        change(dict(other.named_parameters()))
+    return publish(other, home, **options)
+
+
+def nudge(*names: str) -> Change:
+    def change(parameters: dict[str, torch.Tensor]) -> None:
+        for name in names:
+            parameters[name].mul_(-1.3)
+
+    return change
+
+
+def flip(published: Published, name: str) -> None:
+    """One bit of a tensor on disk; sizes, header and manifest stay."""
+    entry = published.release.tensors[name]
+    path = published.folder / entry.file
+    content = bytearray(path.read_bytes())
+    content[read_header(path)[name].begin] ^= 1
+    path.write_bytes(content)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager

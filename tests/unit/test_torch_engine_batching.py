@@ -12,7 +12,6 @@ from serving.engine import EngineError, Generation, StageError, Step
 from serving.engines.torch_engine import scheduler
 from serving.engines.torch_engine.engine import TorchEngine
 from serving.engines.torch_engine.slots import Batch
-from tests.torch_engine_changes import until
 from tests.torch_engine_fixtures import (
     Published,
     ask,
@@ -25,6 +24,7 @@ from tests.torch_engine_fixtures import (
     prompt,
     publish,
     tokens,
+    until,
 )
 
 

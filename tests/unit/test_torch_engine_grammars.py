@@ -17,7 +17,6 @@ from serving.engines.torch_engine import grammars
 from serving.engines.torch_engine.grammars import GrammarState
 from serving.engines.torch_engine.sequence import LogitsProcessor, process_logits
 from tests.serving_fixtures import byte_tokenizer
-from tests.torch_engine_changes import until
 from tests.torch_engine_fixtures import (
     Published,
     ask,
@@ -27,6 +26,7 @@ from tests.torch_engine_fixtures import (
     llama_config,
     publish,
     tokens,
+    until,
 )
 
 TOKENIZER = byte_tokenizer()
@@ -92,30 +92,6 @@ def test_a_dead_end_is_refused_and_the_others_go_on(published: Published) -> Non
     seen, alone, beside_it = asyncio.run(scenario())
     assert seen == [a, a, a]
     assert beside_it == alone
-
-
-def test_compiling_is_bounded_in_time(
-    published: Published, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_compile = threading.Event()
-    compile_grammar = grammars.Grammars._compile
-
-    def compile_later(*args: Any) -> GrammarState:
-        may_compile.wait(60)
-        return compile_grammar(*args)
-
-    monkeypatch.setattr(grammars.Grammars, "_compile", compile_later)
-
-    async def scenario() -> None:
-        async with engine_with(published) as engine:
-            with monkeypatch.context() as patch:
-                patch.setattr(grammars, "_COMPILE_SECONDS", 0.0)
-                with pytest.raises(GenerationRefused, match="not compiled within 0 s; simplify"):
-                    await ask(engine, published.id, regex("ab"))
-            may_compile.set()
-            assert text_of((await ask_all(engine, published.id, [regex("ab")]))[0]) == "ab"
-
-    asyncio.run(scenario())
 
 
 def test_a_changed_tokenizer_compiles_nothing_until_it_is_restored(published: Published) -> None:
@@ -185,6 +161,14 @@ def test_unused_embeddings_are_never_chosen(published: Published) -> None:
         assert max(found) <= 256
 
 
+def following(text: str, tokenizer: Any) -> LogitsProcessor:
+    """At the beginning of a text of this regular expression."""
+    made = LogitsProcessor(regex(text), frozenset())
+    matcher = LLMatcher(tokenizer, grammar_from("regex", text), log_level=0)
+    made.grammar = GrammarState(matcher, tokenizer, "structured_outputs")
+    return made
+
+
 def test_allowed_tokens_beside_a_grammar_in_a_full_vocabulary(tmp_path: Path) -> None:
     """The tokenizer of a grammar has one token more than the vocabulary, and so one word of bits
     more if the vocabulary fills its words."""
@@ -196,12 +180,10 @@ def test_allowed_tokens_beside_a_grammar_in_a_full_vocabulary(tmp_path: Path) ->
         json.dumps({"vocab_size": size, "max_position_embeddings": 512})
     )
     tokenizer = grammars._read_tokenizer(tmp_path, size)
-    matcher = LLMatcher(tokenizer, grammar_from("regex", "a+"), log_level=0)
     allowing = LogitsProcessor(
         Generation(prompt=(1,), max_tokens=9, allowed_token_ids=(5, 6)), frozenset()
     )
-    constrained = LogitsProcessor(regex("a+"), frozenset())
-    constrained.grammar = GrammarState(matcher, tokenizer, "structured_outputs")
+    constrained = following("a+", tokenizer)
     for processors in ([allowing], [allowing, constrained], [constrained, allowing], [allowing]):
         logits = torch.zeros(len(processors), size)
         process_logits(logits, processors, [[] for _ in processors])
@@ -243,10 +225,7 @@ def test_a_grammar_that_costs_too_much_time_ends_its_own_sequence_only(
     (tmp_path / "config.json").write_text(json.dumps({**NETWORK, "model_type": "none"}))
     TOKENIZER.save(str(tmp_path / "tokenizer.json"))
     tokenizer = grammars._read_tokenizer(tmp_path, NETWORK["vocab_size"])
-    slow, quick = (LogitsProcessor(regex("a+"), frozenset()) for _ in range(2))
-    for each in (slow, quick):
-        matcher = LLMatcher(tokenizer, grammar_from("regex", "a+"), log_level=0)
-        each.grammar = GrammarState(matcher, tokenizer, "structured_outputs")
+    slow, quick = (following("a+", tokenizer) for _ in range(2))
     clock = 0.0
     fill = grammars.fill_next_token_bitmask
 
@@ -326,3 +305,15 @@ def test_a_refusal_is_remembered(compiler: Compiler) -> None:
     compiler.gate.set()
     asyncio.run(scenario())
     assert compiler.begun == ["("]
+
+
+def test_compiling_is_bounded_in_time(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(grammars, "_COMPILE_SECONDS", 0.0)
+            with pytest.raises(GenerationRefused, match="not compiled within 0 s; simplify"):
+                await compiler.begin("ab")
+        compiler.gate.set()
+        await compiler.begin("ab")
+
+    asyncio.run(scenario())

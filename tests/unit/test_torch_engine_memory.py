@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from serving.engine import Generation, Step
 from serving.engines.torch_engine import llama
 from serving.engines.torch_engine.slots import Batch
-from tests.torch_engine_changes import until
 from tests.torch_engine_fixtures import (
     Published,
     ask,
@@ -26,6 +25,7 @@ from tests.torch_engine_fixtures import (
     prompt,
     publish,
     tokens,
+    until,
 )
 
 # 512 bytes for each token's keys and values, and blocks of 64 tokens: the release's context of 512

@@ -17,15 +17,17 @@ from serving.errors import ReleaseError
 from serving.weights.checkpoint_folder import manifest_of_folder
 from serving.weights.publish import publish_folder
 from serving.weights.verify import verify_release
-from tests.torch_engine_changes import changed, first, nudge
 from tests.torch_engine_fixtures import (
     Published,
     ask,
     build,
+    changed,
     engine_with,
     expected,
+    first,
     greedy,
     llama_config,
+    nudge,
     prompt,
     tokens,
 )

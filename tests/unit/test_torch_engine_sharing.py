@@ -15,18 +15,22 @@ from serving.engine import EngineError, StageError
 from serving.engines.torch_engine import staging
 from serving.engines.torch_engine.engine import TorchEngine
 from tests.hub_checkpoints import config_of
-from tests.torch_engine_changes import changed, first, flip, nudge, until
 from tests.torch_engine_fixtures import (
     Published,
     ask,
     build,
+    changed,
     engine_with,
     expected,
+    first,
+    flip,
     greedy,
     llama_config,
+    nudge,
     prompt,
     publish,
     tokens,
+    until,
 )
 
 __all__ = ["first"]

@@ -19,7 +19,6 @@ from serving.engines.torch_engine import llama
 from serving.engines.torch_engine.engine import BusyLock, StepLoop
 from serving.engines.torch_engine.slots import Batch
 from serving.engines.torch_engine.staging import Loader
-from tests.torch_engine_changes import until
 from tests.torch_engine_fixtures import (
     Published,
     ask,
@@ -29,6 +28,7 @@ from tests.torch_engine_fixtures import (
     llama_config,
     prompt,
     publish,
+    until,
 )
 
 
