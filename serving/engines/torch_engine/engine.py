@@ -10,7 +10,7 @@ import fcntl
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -43,8 +43,6 @@ gets at least this share of a core."""
 # answers.
 _PAUSE_SHARE_BESIDE_REQUESTS = 1.0
 
-_MAX_FAILED_STEPS = 8
-"""After so many failed steps in a row, the engine reports a failure. Some errors never end."""
 _LOCK_CHECK_SECONDS = 0.1
 
 
@@ -119,8 +117,11 @@ class TorchEngine:
                 await self._has_unloaded.wait()
             if release.id in self.residents:
                 return
-            with self._steps.reserve_core():
+            self._steps.is_core_reserved = True
+            try:
                 runner, read_bytes = await self._load(release, folder)
+            finally:
+                self._steps.is_core_reserved = False
             try:
                 self._steps.add(release.id, Scheduler(runner, self._settings))
             except EngineError as error:
@@ -254,10 +255,10 @@ class StepLoop:
         """Why the thread has ended."""
         self._schedulers: dict[str, Scheduler] = {}
         self._unloading: dict[str, Future[list[Scheduler]]] = {}
-        self._num_failed_steps = 0
-        """The number of steps that have failed since the last one that did not."""
         self._cpu_clock: int | None = None
-        self._is_core_reserved = False
+        self.is_core_reserved = False
+        """Whether steps use one thread less, so that another thread has a core. If steps used all
+        cores, each of their operations would wait for the core that the other thread occupies."""
         self._is_stopping = False
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
@@ -278,13 +279,8 @@ class StepLoop:
 
     @property
     def failure(self) -> str | None:
-        """The error that ended the thread, or that many steps in a row have failed. None while
-        there is neither."""
-        if self._failure is not None:
-            return str(self._failure)
-        if self._num_failed_steps >= _MAX_FAILED_STEPS:
-            return f"the last {self._num_failed_steps} steps failed; the log has the errors"
-        return None
+        """The error that ended the thread; None while it runs."""
+        return None if self._failure is None else str(self._failure)
 
     @property
     def untouched_bytes(self) -> int:
@@ -298,17 +294,6 @@ class StepLoop:
         if self._cpu_clock is None or self._failure is not None:
             return 0.0
         return time.clock_gettime(self._cpu_clock)
-
-    @contextlib.contextmanager
-    def reserve_core(self) -> Iterator[None]:
-        """In the `with` block, steps use one thread less, so that another thread has a core. If
-        steps used all cores, each of their operations would wait for the core that the other thread
-        occupies."""
-        self._is_core_reserved = True
-        try:
-            yield
-        finally:
-            self._is_core_reserved = False
 
     def next_turn(self) -> Future[None]:
         """A future that the thread completes before its next step."""
@@ -367,7 +352,7 @@ class StepLoop:
             self._is_ready.set()
             with torch.inference_mode():
                 while not self._is_stopping:
-                    usable = max(1, num_threads - self._is_core_reserved - self._busy_lock.is_held)
+                    usable = max(1, num_threads - self.is_core_reserved - self._busy_lock.is_held)
                     if usable != torch.get_num_threads():
                         torch.set_num_threads(usable)
                     self._step_every_scheduler()
@@ -405,9 +390,7 @@ class StepLoop:
         for release_id, scheduler in schedulers:
             try:
                 events = scheduler.step(num_schedulers=len(schedulers))
-                self._num_failed_steps = 0
             except Exception as error:
-                self._num_failed_steps += 1
                 _log.exception("a step of release %s failed", release_id)
                 failure = EngineError(f"a step of release {release_id} failed: {error}")
                 events = scheduler.fail(failure)
