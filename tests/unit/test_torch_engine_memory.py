@@ -44,12 +44,20 @@ def scheduler_of(engine: Any, release_id: str) -> Any:
     return engine._steps._schedulers[release_id]
 
 
-def watch(engine: Any, release_id: str) -> list[Batch]:
-    """The batches from now on."""
+def watch(
+    engine: Any, release_id: str, before: Callable[[Batch], object] = lambda batch: None
+) -> list[Batch]:
+    """The batches from now on. `before` is called before each of them is computed."""
     batches: list[Batch] = []
     runner = scheduler_of(engine, release_id)._runner
     forward = runner.forward
-    runner.forward = lambda batch: batches.append(batch) or forward(batch)
+
+    def watched(batch: Batch) -> Any:
+        before(batch)
+        batches.append(batch)
+        return forward(batch)
+
+    runner.forward = watched
     return batches
 
 
@@ -104,27 +112,16 @@ def test_a_stream_that_fills_the_old_release_holds_back_nobody_on_the_new_one(
     may_go_on = threading.Event()
     steps: list[str] = []
 
-    def watch(engine: Any, release_id: str, before: Callable[[], Any]) -> None:
-        runner = scheduler_of(engine, release_id)._runner
-        forward = runner.forward
-
-        def watched(batch: Batch) -> Any:
-            before()
-            steps.append(release_id)
-            return forward(batch)
-
-        runner.forward = watched
-
     async def scenario() -> Any:
         async with engine_with(published, kv_cache_bytes=8 * BLOCK_BYTES) as engine:
             old = engine.generate(published.id, greedy(prompt(440), max_tokens=70))
             head = tokens([await anext(old)])
             # The old stream is held until the new one has been asked for.
-            watch(engine, published.id, may_go_on.wait)
+            watch(engine, published.id, lambda _: may_go_on.wait() and steps.append(published.id))
             waiting = asyncio.create_task(ask(engine, published.id, greedy(prompt(30, seed=1))))
             await engine.stage(other.release, other.folder)
             await engine.commit(other.id)
-            watch(engine, other.id, lambda: None)
+            watch(engine, other.id, lambda _: steps.append(other.id))
             await engine.unload(published.id)
             new = engine.generate(other.id, greedy(prompt(30, seed=1)))
             may_go_on.set()
