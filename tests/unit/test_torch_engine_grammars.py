@@ -55,22 +55,6 @@ def text_of(token_ids: list[int]) -> str:
     return found
 
 
-def test_company_changes_nothing(published: Published) -> None:
-    constrained = [regex("(ab|cd){3,9}x", seed=seed) for seed in range(3)]
-    free = [Generation(prompt=(5, 6), max_tokens=12, seed=seed) for seed in range(2)]
-
-    async def scenario() -> tuple[list[list[int]], list[list[int]]]:
-        async with engine_with(published) as engine:
-            alone = [
-                (await ask_all(engine, published.id, [each]))[0] for each in (*constrained, *free)
-            ]
-            return alone, await ask_all(engine, published.id, [*constrained, *free])
-
-    alone, together = asyncio.run(scenario())
-    assert together == alone
-    assert all(text_of(each).endswith("x") for each in together[:3])
-
-
 def test_a_dead_end_is_refused_and_the_others_go_on(published: Published) -> None:
     a, b = TOKENIZER.encode("ab").ids
     stuck = regex("aaab", allowed_token_ids=(a,))

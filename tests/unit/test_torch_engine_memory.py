@@ -173,27 +173,6 @@ def test_a_prefix_is_shared_with_a_sequence_that_runs(published: Published) -> N
     assert answers == [expected(published.network, one.prompt, one.max_tokens) for one in asked]
 
 
-def test_a_scored_prompt_is_read_whole_and_can_be_shared(published: Published) -> None:
-    scored = greedy(prompt(80), max_tokens=3, num_prompt_logprobs=1)
-
-    async def scenario() -> Any:
-        async with engine_with(published) as engine:
-            first = await ask(engine, published.id, scored)
-            again = await ask(engine, published.id, scored)
-            after = await ask(engine, published.id, greedy(prompt(80), max_tokens=3))
-            return first, again, after
-
-    first, again, after = asyncio.run(scenario())
-    assert [steps[0].num_cached_tokens for steps in (first, again, after)] == [0, 0, 79]
-    assert tokens(first) == tokens(again) == tokens(after)
-    assert first[0].prompt_logprobs is not None
-    assert len(first[0].prompt_logprobs) == 79
-    assert again[0].prompt_logprobs is not None
-    assert [one.logprob for one in again[0].prompt_logprobs] == pytest.approx(
-        [one.logprob for one in first[0].prompt_logprobs], abs=1e-4
-    )
-
-
 def test_the_least_recently_used_is_dropped_for_who_needs_the_room(published: Published) -> None:
     async def scenario() -> list[int]:
         # Eight blocks: three finished sequences of two blocks, and one that runs.
