@@ -104,6 +104,28 @@ def test_logits_of_prompts_take_no_more_memory_in_a_step_than_is_allowed(
         assert len(first.prompt_logprobs or ()) == (74 if is_scored else 0)
 
 
+def test_a_preempted_sequence_takes_no_memory_while_it_waits(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    runner = Runner()
+    runner.cache_size = KvCacheSize(
+        num_slots=8, num_blocks=10, block_tokens=16, block_bytes=100, context=160
+    )
+    scheduler = Scheduler(runner, TorchEngineSettings())
+    for number in range(3):
+        generation = Generation(prompt=(number,) * 30, max_tokens=100, temperature=0.0)
+        submit(scheduler, generation, loop)
+    while not scheduler.is_idle:
+        scheduler.step(num_schedulers=1)
+        batch = runner.batches[-1]
+        assert batch.slots or batch.chunks
+        lengths = [length + 1 for length in batch.lengths]
+        lengths += [chunk.start + len(chunk.token_ids) for chunk in batch.chunks]
+        held = sum(runner.cache_size.blocks(length) for length in lengths)
+        assert scheduler.untouched_bytes <= (10 - held) * 100
+    assert any(len(chunk.token_ids) > 30 for batch in runner.batches for chunk in batch.chunks)
+
+
 @pytest.mark.parametrize(
     ("num_schedulers", "max_batch", "expected"),
     [
