@@ -1,7 +1,8 @@
-"""Tiny networks with clear greedy choices, as real releases, and ways to ask an engine."""
+"""Tiny networks with clear greedy choices, as real releases and changed ones, and ways to ask an
+engine."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from serving.engine import Generation, Step
 from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine.engine import TorchEngine
 from serving.engines.torch_engine.generic import TransformersRunner
+from serving.engines.torch_engine.sequence import EngineSequence
+from serving.weights.headers import read_header
 from serving.weights.publish import publish_state_dict
 from serving.weights.release import Release
 
@@ -77,6 +80,45 @@ def publish(network: Any, home: Path, **options: Any) -> Published:
     return Published(network=network, release=release, folder=home / "releases" / release.id)
 
 
+Change = Callable[[dict[str, torch.Tensor]], None]
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Published:
+    return publish(build(llama_config(tie_word_embeddings=True)), tmp_path)
+
+
+def changed(network: Any, home: Path, change: Change, **options: Any) -> Published:
+    other = build(network.config, dtype=network.dtype)
+    other.load_state_dict(network.state_dict())
+    with torch.no_grad():
+        change(dict(other.named_parameters()))
+    return publish(other, home, **options)
+
+
+def nudge(*names: str) -> Change:
+    def change(parameters: dict[str, torch.Tensor]) -> None:
+        for name in names:
+            parameters[name].mul_(-1.3)
+
+    return change
+
+
+def flip(published: Published, name: str) -> None:
+    """One bit of a tensor on disk; sizes, header and manifest stay."""
+    entry = published.release.tensors[name]
+    path = published.folder / entry.file
+    content = bytearray(path.read_bytes())
+    content[read_header(path)[name].begin] ^= 1
+    path.write_bytes(content)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 @asynccontextmanager
 async def engine_with(*published: Published, **settings: Any) -> AsyncIterator[TorchEngine]:
     settings.setdefault("num_threads", 1)
@@ -95,6 +137,18 @@ def greedy(prompt: Iterable[int], max_tokens: int = 12, **changes: Any) -> Gener
     return Generation(
         prompt=tuple(prompt), max_tokens=max_tokens, **{"temperature": 0.0, **changes}
     )
+
+
+def sequence(
+    *, prompt: tuple[int, ...] = (4, 4, 2), output: tuple[int, ...] = (), **settings: Any
+) -> EngineSequence:
+    """One that no engine computes."""
+    loop = asyncio.new_event_loop()
+    loop.close()
+    generation = Generation(prompt=prompt, max_tokens=9, **settings)
+    made = EngineSequence("r000001-00000000", generation, loop)
+    made.output.extend(output)
+    return made
 
 
 async def ask(engine: TorchEngine, release_id: str, generation: Generation) -> list[Step]:

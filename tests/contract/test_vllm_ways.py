@@ -40,35 +40,35 @@ def worker(model: nn.Module, **special: Any) -> Any:
 
 
 def test_a_model_whose_weights_vllm_leaves_alone_is_copied() -> None:
-    check_plain(worker(nn.Sequential(layer(UnquantizedLinearMethod()))))
+    check_plain(worker(PLAIN))
+
+
+class Transforming(nn.Module):
+    def process_weights_after_loading(self) -> None: ...
+
+
+PLAIN = nn.Sequential(layer(UnquantizedLinearMethod()))
 
 
 @pytest.mark.parametrize(
-    ("special", "said"),
+    ("model", "special", "said"),
     [
-        ({"quantization": "fp8"}, "quantised"),
-        ({"use_mla": True}, "latent attention"),
-        ({"is_hybrid": True}, "state-space"),
+        (PLAIN, {"quantization": "fp8"}, "quantised"),
+        (PLAIN, {"use_mla": True}, "latent attention"),
+        (PLAIN, {"is_hybrid": True}, "state-space"),
+        (Transforming(), {}, "its class transforms"),
+        (
+            nn.Sequential(*PLAIN, layer(PackingMethod())),
+            {},
+            "1: PackingMethod transforms its weights",
+        ),
     ],
 )
 def test_a_special_model_is_left_to_vllm_and_the_reason_is_told(
-    special: dict[str, Any], said: str
+    model: nn.Module, special: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(CannotCopy, match=said):
-        check_plain(worker(nn.Sequential(layer(UnquantizedLinearMethod())), **special))
-
-
-def test_a_layer_that_transforms_its_weights_is_named() -> None:
-    with pytest.raises(CannotCopy, match="1: PackingMethod transforms its weights"):
-        check_plain(worker(nn.Sequential(layer(UnquantizedLinearMethod()), layer(PackingMethod()))))
-
-
-def test_a_class_that_transforms_its_weights_is_left_to_vllm() -> None:
-    class Transforming(nn.Module):
-        def process_weights_after_loading(self) -> None: ...
-
-    with pytest.raises(CannotCopy, match="its class transforms"):
-        check_plain(worker(Transforming()))
+        check_plain(worker(model, **special))
 
 
 class Worker(HotpushWorker):

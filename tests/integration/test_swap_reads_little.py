@@ -15,12 +15,12 @@ from tests.swap_bytes import bytes_read, stored_bytes, with_changed
 LARGE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
 
 CHANGED = (
-    "model.layers.0.self_attn.q_proj.weight",
-    "model.layers.1.self_attn.v_proj.weight",
-    "model.layers.2.mlp.gate_proj.weight",
+    "model.layers.0.self_attn.o_proj.weight",
+    "model.layers.1.self_attn.o_proj.weight",
+    "model.layers.2.mlp.down_proj.weight",
     "model.layers.3.input_layernorm.weight",
 )
-"""One tensor in ten, of different fused parameters each."""
+"""One tensor in ten. None of them is fused with others, which would be read with it."""
 
 
 def test_a_tenth_of_the_tensors_is_read_with_little_besides(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Draws of a batch against a plain reference: the filters on one row at a time, by a full sort."""
 
-import asyncio
 import math
 from collections import Counter
 from typing import Any
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from serving.engine import Generation
 from serving.engines.torch_engine.sampling import draw, largest, logprobs, sample
 from serving.engines.torch_engine.sequence import EngineSequence
+from tests.torch_engine_fixtures import sequence
 
 quickly = bounded(deadline=None, max_examples=40)
 WIDE = 5000
@@ -36,15 +36,6 @@ def kept(logits: torch.Tensor, generation: Generation) -> dict[int, float]:
         nucleus[column] = weights[column]
         so_far += weights[column]
     return {column: weight / so_far for column, weight in nucleus.items()}
-
-
-def sequence(output: tuple[int, ...] = (), **settings: Any) -> EngineSequence:
-    generation = Generation(prompt=(4, 4, 2), max_tokens=9, **settings)
-    loop = asyncio.new_event_loop()
-    loop.close()
-    made = EngineSequence("r000001-00000000", generation, loop)
-    made.output.extend(output)
-    return made
 
 
 FILTERS: list[dict[str, Any]] = [
@@ -178,10 +169,7 @@ def test_penalties_are_those_of_the_reference(
         "presence_penalty": presence,
         "logit_bias": {3: 1.5, 8: -2.0},
     }
-    generation = Generation(prompt=tuple(prompt), max_tokens=9, **settings)
-    loop = asyncio.new_event_loop()
-    loop.close()
-    made = EngineSequence("r000001-00000000", generation, loop)
+    made = sequence(prompt=tuple(prompt), **settings)
     beside = sequence(temperature=0.0)
     # In two parts, since what was counted is kept from one token to the next.
     for part in (output[: len(output) // 2], output):

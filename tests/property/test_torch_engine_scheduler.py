@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from serving.engine import EngineError, Generation, Step
 from serving.engines.settings import TorchEngineSettings
-from serving.engines.torch_engine.runner import Batch
 from serving.engines.torch_engine.scheduler import Scheduler
 from serving.engines.torch_engine.sequence import EngineSequence
-from serving.engines.torch_engine.slots import KvCacheSize
+from serving.engines.torch_engine.slots import Batch, KvCacheSize
 
 VOCAB = 13
 CONTEXT = 40

@@ -4,9 +4,13 @@ was read."""
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from serving.engines.torch_engine.runner import Batch
-from serving.engines.torch_engine.slot_allocator import MIN_SHARED_TOKENS, Slot, SlotAllocator
-from serving.engines.torch_engine.slots import KvCacheSize
+from serving.engines.torch_engine.slots import (
+    MIN_SHARED_TOKENS,
+    Batch,
+    KvCacheSize,
+    Slot,
+    SlotAllocator,
+)
 
 CONTEXT = 96
 

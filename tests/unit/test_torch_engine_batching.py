@@ -2,16 +2,16 @@
 
 import asyncio
 import gc
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serving.engine import EngineError, StageError, Step
+from serving.engine import EngineError, Generation, StageError, Step
 from serving.engines.torch_engine import scheduler
 from serving.engines.torch_engine.engine import TorchEngine
-from serving.engines.torch_engine.runner import Batch
+from serving.engines.torch_engine.slots import Batch
 from tests.torch_engine_fixtures import (
     Published,
     ask,
@@ -24,6 +24,7 @@ from tests.torch_engine_fixtures import (
     prompt,
     publish,
     tokens,
+    until,
 )
 
 
@@ -36,36 +37,75 @@ def scheduler_of(engine: TorchEngine, release_id: str) -> Any:
     return engine._steps._schedulers[release_id]
 
 
-async def until_idle(engine: TorchEngine) -> None:
-    async with asyncio.timeout(10):
-        while engine._steps.is_busy:
-            await asyncio.sleep(0.005)
+@pytest.fixture
+def slow_prompts(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[bool, int]]]:
+    """On a clock of its own, a runner takes 2 ms for each token of a prompt. Whether each of its
+    steps decodes, and how many prompt tokens it reads."""
+
+    def slow_down(runner: Any, decoding_seconds: float = 0.0) -> list[tuple[bool, int]]:
+        now, sizes, forward = 0.0, [], runner.forward
+
+        def slow(batch: Batch) -> Any:
+            nonlocal now
+            count = sum(len(chunk.token_ids) for chunk in batch.chunks)
+            now += 0.002 * count + (decoding_seconds if batch.slots else 0)
+            sizes.append((bool(batch.token_ids), count))
+            return forward(batch)
+
+        monkeypatch.setattr(scheduler.time, "perf_counter", lambda: now)
+        runner.forward = slow
+        return sizes
+
+    return slow_down
 
 
-def take_2_ms_a_token(
-    runner: Any, monkeypatch: pytest.MonkeyPatch, *, decoding_seconds: float = 0.0
-) -> list[tuple[bool, int]]:
-    """On a clock of its own. Whether each step decodes, and how many prompt tokens it reads."""
-    now, sizes, forward = 0.0, [], runner.forward
+@pytest.mark.parametrize("decoding_seconds", [0.0, 0.03])
+def test_a_step_beside_running_streams_keeps_to_its_seconds(
+    decoding_seconds: float, published: Published, slow_prompts: Any
+) -> None:
+    """The time that the streams take themselves does not count."""
 
-    def slow(batch: Batch) -> Any:
-        nonlocal now
-        count = sum(len(chunk.token_ids) for chunk in batch.chunks)
-        now += 0.002 * count + (decoding_seconds if batch.slots else 0)
-        sizes.append((bool(batch.token_ids), count))
-        return forward(batch)
+    async def scenario() -> list[int]:
+        # Not a multiple of 2 ms: the learned speed differs from it by rounding.
+        async with engine_with(published, step_seconds=0.051) as engine:
+            runner = scheduler_of(engine, published.id)._runner
+            sizes = slow_prompts(runner, decoding_seconds)
+            running = engine.generate(published.id, greedy(prompt(5), max_tokens=100))
+            for _ in range(3):
+                await anext(running)
+            await ask(engine, published.id, greedy(prompt(100, seed=1), max_tokens=1))
+            return [count for decodes, count in sizes if decodes and count]
 
-    monkeypatch.setattr(scheduler.time, "perf_counter", lambda: now)
-    runner.forward = slow
-    return sizes
+    # Nothing is known of the first: 16. Each of the next ones has 0.051 s at 2 ms a token.
+    assert asyncio.run(scenario()) == [16, 25, 25, 25, 9]
 
 
-@pytest.mark.parametrize("slots", [1, 3, 16])
-def test_more_sequences_than_slots_all_get_their_tokens(slots: int, published: Published) -> None:
+def test_streams_of_one_release_wait_for_the_prompts_of_the_other_no_longer(
+    published: Published, tmp_path: Path, slow_prompts: Any
+) -> None:
+    other = publish(build(llama_config(), seed=1), tmp_path)
+
+    async def scenario() -> list[int]:
+        async with engine_with(published, other, step_seconds=0.1) as engine:
+            sizes = slow_prompts(scheduler_of(engine, other.id)._runner)
+            running = engine.generate(published.id, greedy(prompt(5), max_tokens=100))
+            await anext(running)
+            await ask(engine, other.id, greedy(prompt(100), max_tokens=0))
+            async for _ in running:
+                pass
+            await until(lambda: not engine._steps.is_busy)
+            await ask(engine, other.id, greedy(prompt(100, seed=1), max_tokens=0))
+            return [count for _, count in sizes]
+
+    # Each of two schedulers has half of 0.1 s: 25 tokens at 2 ms.
+    assert asyncio.run(scenario()) == [16, 25, 25, 25, 9, 100]
+
+
+def test_more_sequences_than_slots_all_get_their_tokens(published: Published) -> None:
     asked = [greedy(prompt(3 + i, seed=i), max_tokens=2 + 3 * i % 11) for i in range(12)]
 
     async def scenario() -> list[list[int]]:
-        async with engine_with(published, max_batch=slots, max_batch_tokens=20) as engine:
+        async with engine_with(published, max_batch=3, max_batch_tokens=20) as engine:
             return await ask_all(engine, published.id, asked)
 
     assert asyncio.run(scenario()) == [
@@ -99,67 +139,6 @@ def test_a_long_prompt_that_arrives_neither_changes_nor_stops_a_running_stream(
     assert num_both >= 7
 
 
-def test_a_step_beside_running_streams_keeps_to_its_seconds(
-    published: Published, monkeypatch: pytest.MonkeyPatch
-) -> None:
-
-    async def scenario() -> list[tuple[bool, int]]:
-        async with engine_with(published, step_seconds=0.051) as engine:
-            sizes = take_2_ms_a_token(scheduler_of(engine, published.id)._runner, monkeypatch)
-            running = engine.generate(published.id, greedy(prompt(5), max_tokens=100))
-            await anext(running)
-            await ask(engine, published.id, greedy(prompt(100, seed=1), max_tokens=1))
-            async for _ in running:
-                pass
-            await ask(engine, published.id, greedy(prompt(100, seed=2), max_tokens=1))
-            return [size for size in sizes if size[1]]
-
-    # Nothing is known of the first: 16. Each of the next ones has 0.051 s at 2 ms a token.
-    assert asyncio.run(scenario()) == [
-        (False, 5),
-        *[(True, count) for count in (16, 25, 25, 25, 9)],
-        (False, 100),
-    ]
-
-
-def test_the_seconds_that_streams_take_themselves_are_not_the_prompts(
-    published: Published, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario() -> list[int]:
-        # Not a multiple of 2 ms: the learned speed differs from it by rounding.
-        async with engine_with(published, step_seconds=0.051) as engine:
-            runner = scheduler_of(engine, published.id)._runner
-            sizes = take_2_ms_a_token(runner, monkeypatch, decoding_seconds=0.03)
-            running = engine.generate(published.id, greedy(prompt(5), max_tokens=100))
-            for _ in range(3):
-                await anext(running)
-            await ask(engine, published.id, greedy(prompt(100, seed=1), max_tokens=1))
-            return [count for decodes, count in sizes if decodes and count]
-
-    assert asyncio.run(scenario()) == [16, 25, 25, 25, 9]
-
-
-def test_streams_of_one_release_wait_for_the_prompts_of_the_other_no_longer(
-    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = publish(build(llama_config(), seed=1), tmp_path)
-
-    async def scenario() -> list[int]:
-        async with engine_with(published, other, step_seconds=0.1) as engine:
-            sizes = take_2_ms_a_token(scheduler_of(engine, other.id)._runner, monkeypatch)
-            running = engine.generate(published.id, greedy(prompt(5), max_tokens=100))
-            await anext(running)
-            await ask(engine, other.id, greedy(prompt(100), max_tokens=0))
-            async for _ in running:
-                pass
-            await until_idle(engine)
-            await ask(engine, other.id, greedy(prompt(100, seed=1), max_tokens=0))
-            return [count for _, count in sizes]
-
-    # Each of two schedulers has half of 0.1 s: 25 tokens at 2 ms.
-    assert asyncio.run(scenario()) == [16, 25, 25, 25, 9, 100]
-
-
 @pytest.mark.parametrize("how", ["closed", "dropped", "cancelled"])
 def test_a_stream_that_ends_early_frees_its_slot(how: str, published: Published) -> None:
     async def scenario() -> list[int]:
@@ -182,53 +161,10 @@ def test_a_stream_that_ends_early_frees_its_slot(how: str, published: Published)
                 gc.collect()
             async with asyncio.timeout(10):
                 answer = tokens(await ask(engine, published.id, greedy(prompt(7))))
-            await until_idle(engine)
+            await until(lambda: not engine._steps.is_busy)
             return answer
 
     assert asyncio.run(scenario()) == expected(published.network, prompt(7))
-
-
-def test_neighbours_that_leave_move_nobody_elses_tokens(published: Published) -> None:
-    async def scenario() -> list[list[int]]:
-        async with engine_with(published, max_batch=6, max_batch_tokens=16) as engine:
-            streams: list[Any] = [
-                engine.generate(published.id, greedy(prompt(4 + i, seed=i), max_tokens=30))
-                for i in range(6)
-            ]
-            for stream in streams:
-                await anext(stream)
-            late = asyncio.create_task(
-                ask(engine, published.id, greedy(prompt(90, seed=9), max_tokens=8))
-            )
-            for gone in (0, 2, 5):
-                await streams[gone].aclose()
-            kept = [[s async for s in streams[i]] for i in (1, 3, 4)]
-            return [*map(tokens, kept), tokens(await late)]
-
-    *kept, late = asyncio.run(scenario())
-    assert kept == [expected(published.network, prompt(4 + i, seed=i), 30)[1:] for i in (1, 3, 4)]
-    assert late == expected(published.network, prompt(90, seed=9), 8)
-
-
-def test_stop_ids_and_min_tokens(published: Published) -> None:
-    whole = expected(published.network, prompt(5), 12)
-    end = next(token for token in whole[2:] if token not in whole[:2])
-    place = whole.index(end)
-    stopping = greedy(prompt(5), stop_token_ids=(end,))
-
-    async def scenario() -> tuple[list[Step], list[Step]]:
-        async with engine_with(published) as engine:
-            longer = replace(stopping, min_tokens=place + 2)
-            return (
-                await ask(engine, published.id, stopping),
-                await ask(engine, published.id, longer),
-            )
-
-    stopped, longer = asyncio.run(scenario())
-    assert tokens(stopped) == whole[: place + 1]
-    assert stopped[-1].finish_reason == "stop"
-    assert end not in tokens(longer)[: place + 1]
-    assert len(tokens(longer)) >= place + 2
 
 
 def test_a_failing_step_fails_its_requests_and_no_later_one(published: Published) -> None:
@@ -296,3 +232,42 @@ def test_a_prompt_that_does_not_fit_is_refused(published: Published) -> None:
                 await ask(engine, published.id, greedy(prompt(129)))
 
     asyncio.run(scenario())
+
+
+def answers(published: Published, *generations: Generation) -> list[list[Step]]:
+    async def all_of_them() -> list[list[Step]]:
+        async with engine_with(published) as engine:
+            return await asyncio.gather(*(ask(engine, published.id, g) for g in generations))
+
+    return asyncio.run(all_of_them())
+
+
+def test_the_first_token_comes_at_once_and_the_others_together(published: Published) -> None:
+    asked = greedy(prompt(5), max_tokens=12, max_step_tokens=4)
+    (steps,) = answers(published, asked)
+    assert [len(step.token_ids) for step in steps] == [1, 4, 4, 3]
+    assert [step.finish_reason for step in steps] == [None, None, None, "length"]
+
+
+def test_they_are_what_single_steps_bring(published: Published) -> None:
+    changes = {"num_logprobs": 2, "num_prompt_logprobs": 1, "max_tokens": 11}
+    one_by_one, gathered = answers(
+        published,
+        greedy(prompt(6), **changes),
+        greedy(prompt(6), **changes, max_step_tokens=3),
+    )
+    assert len(gathered) < len(one_by_one)
+    assert tokens(gathered) == tokens(one_by_one)
+    for steps in (one_by_one, gathered):
+        assert all(len(step.logprobs) == len(step.token_ids) for step in steps)
+    found, right = (
+        [(each.token_id, each.logprob, *each.top) for step in steps for each in step.logprobs]
+        for steps in (gathered, one_by_one)
+    )
+    for (token_id, logprob, *top), (other_id, other_logprob, *other_top) in zip(
+        found, right, strict=True
+    ):
+        assert (token_id, [id for id, _ in top]) == (other_id, [id for id, _ in other_top])
+        assert logprob == pytest.approx(other_logprob, abs=1e-4)
+    assert gathered[0].prompt_logprobs is not None
+    assert all(step.prompt_logprobs is None for step in gathered[1:])

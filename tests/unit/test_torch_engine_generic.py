@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import DeepseekV2Config, PreTrainedConfig
+from transformers import Phi3Config
 
-from tests.hub_checkpoints import config_of
+from tests.hub_checkpoints import CONFIGS, config_of
 from tests.torch_engine_fixtures import (
-    VOCAB,
     ask,
     ask_all,
     build,
@@ -21,7 +20,7 @@ from tests.torch_engine_fixtures import (
     tokens,
 )
 
-NAMES = ("gemma2", "gpt2", "bloom", "mistral")
+NAMES = ("gemma2", "bloom")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,39 +57,8 @@ def test_sequences_that_gave_their_memory_up_go_on_as_they_were(name: str, tmp_p
 
 # 2 layers, keys and values, as many heads and numbers as the configurations say, 4 bytes.
 TWO_CONTEXTS = {
-    name: 2 * 128 * 2 * 2 * heads * 16 * 4
-    for name, heads in (("gemma2", 2), ("gpt2", 4), ("bloom", 4), ("mistral", 2))
+    name: 2 * 128 * 2 * 2 * heads * 16 * 4 for name, heads in (("gemma2", 2), ("bloom", 4))
 }
-
-
-def test_keys_and_values_of_different_sizes_are_kept(tmp_path: Path) -> None:
-    config: PreTrainedConfig = DeepseekV2Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        kv_lora_rank=16,
-        q_lora_rank=None,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=12,
-        first_k_dense_replace=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    published = publish(build(config), tmp_path)
-    prompts = [prompt(length, seed=length) for length in (3, 17, 40)]
-
-    async def scenario() -> list[list[int]]:
-        async with engine_with(published) as engine:
-            return await ask_all(engine, published.id, map(greedy, prompts))
-
-    assert asyncio.run(scenario()) == [expected(published.network, each) for each in prompts]
 
 
 def test_the_head_computes_only_the_rows_that_are_asked_for(tmp_path: Path) -> None:
@@ -108,3 +76,32 @@ def test_the_head_computes_only_the_rows_that_are_asked_for(tmp_path: Path) -> N
 
     asyncio.run(ask_them())
     assert rows == [1, 100]
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_context": 128, "max_batch_tokens": 16}])
+def test_longrope_has_the_context_of_its_short_factors(
+    settings: dict[str, int], tmp_path: Path
+) -> None:
+    original = 64
+    parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0 + 0.5 * number for number in range(8)],
+        "original_max_position_embeddings": original,
+    }
+    config = Phi3Config(
+        **{**CONFIGS["phi3"][1], "sliding_window": None},
+        original_max_position_embeddings=original,
+        rope_parameters=parameters,
+    )
+    published = publish(build(config), tmp_path)
+    prompts = [prompt(20, seed=1), prompt(50, seed=3)]
+
+    async def scenario() -> tuple[int | None, list[list[int]]]:
+        async with engine_with(published, **settings) as engine:
+            answers = await ask_all(engine, published.id, map(greedy, prompts))
+            return engine.max_context(published.id), answers
+
+    wanted = [expected(published.network, each) for each in prompts]
+    assert asyncio.run(scenario()) == (original, wanted)

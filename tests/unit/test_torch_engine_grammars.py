@@ -3,6 +3,8 @@
 import asyncio
 import json
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from llguidance import LLMatcher, grammar_from
 from serving.engine import EngineError, Generation, GenerationRefused, Grammar, GrammarKind
 from serving.engines.torch_engine import grammars
 from serving.engines.torch_engine.grammars import GrammarState
-from serving.engines.torch_engine.logits_processor import LogitsProcessor, process_logits
+from serving.engines.torch_engine.sequence import LogitsProcessor, process_logits
 from tests.serving_fixtures import byte_tokenizer
 from tests.torch_engine_fixtures import (
     Published,
@@ -24,6 +26,7 @@ from tests.torch_engine_fixtures import (
     llama_config,
     publish,
     tokens,
+    until,
 )
 
 TOKENIZER = byte_tokenizer()
@@ -52,22 +55,6 @@ def text_of(token_ids: list[int]) -> str:
     return found
 
 
-def test_company_changes_nothing(published: Published) -> None:
-    constrained = [regex("(ab|cd){3,9}x", seed=seed) for seed in range(3)]
-    free = [Generation(prompt=(5, 6), max_tokens=12, seed=seed) for seed in range(2)]
-
-    async def scenario() -> tuple[list[list[int]], list[list[int]]]:
-        async with engine_with(published) as engine:
-            alone = [
-                (await ask_all(engine, published.id, [each]))[0] for each in (*constrained, *free)
-            ]
-            return alone, await ask_all(engine, published.id, [*constrained, *free])
-
-    alone, together = asyncio.run(scenario())
-    assert together == alone
-    assert all(text_of(each).endswith("x") for each in together[:3])
-
-
 def test_a_dead_end_is_refused_and_the_others_go_on(published: Published) -> None:
     a, b = TOKENIZER.encode("ab").ids
     stuck = regex("aaab", allowed_token_ids=(a,))
@@ -91,30 +78,6 @@ def test_a_dead_end_is_refused_and_the_others_go_on(published: Published) -> Non
     assert beside_it == alone
 
 
-def test_compiling_is_bounded_in_time(
-    published: Published, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_compile = threading.Event()
-    compile_grammar = grammars.Grammars._compile
-
-    def compile_later(*args: Any) -> GrammarState:
-        may_compile.wait(60)
-        return compile_grammar(*args)
-
-    monkeypatch.setattr(grammars.Grammars, "_compile", compile_later)
-
-    async def scenario() -> None:
-        async with engine_with(published) as engine:
-            with monkeypatch.context() as patch:
-                patch.setattr(grammars, "_COMPILE_SECONDS", 0.0)
-                with pytest.raises(GenerationRefused, match="not compiled within 0 s; simplify"):
-                    await ask(engine, published.id, regex("ab"))
-            may_compile.set()
-            assert text_of((await ask_all(engine, published.id, [regex("ab")]))[0]) == "ab"
-
-    asyncio.run(scenario())
-
-
 def test_a_changed_tokenizer_compiles_nothing_until_it_is_restored(published: Published) -> None:
     """With other tokens in the file, answers would come through that the grammar forbids."""
     file = published.folder / "tokenizer.json"
@@ -131,17 +94,6 @@ def test_a_changed_tokenizer_compiles_nothing_until_it_is_restored(published: Pu
                     await ask(engine, published.id, regex("ab"))
                 assert not isinstance(failed.value, GenerationRefused)
             file.write_bytes(whole)
-            assert text_of((await ask_all(engine, published.id, [regex("ab")]))[0]) == "ab"
-
-    asyncio.run(scenario())
-
-
-def test_a_stream_that_is_closed_before_it_began_computes_nothing(published: Published) -> None:
-    async def scenario() -> None:
-        async with engine_with(published, max_batch=1) as engine:
-            closed: Any = engine.generate(published.id, regex("a+"))
-            await closed.aclose()
-            assert [step async for step in closed] == []
             assert text_of((await ask_all(engine, published.id, [regex("ab")]))[0]) == "ab"
 
     asyncio.run(scenario())
@@ -193,6 +145,14 @@ def test_unused_embeddings_are_never_chosen(published: Published) -> None:
         assert max(found) <= 256
 
 
+def following(text: str, tokenizer: Any) -> LogitsProcessor:
+    """At the beginning of a text of this regular expression."""
+    made = LogitsProcessor(regex(text), frozenset())
+    matcher = LLMatcher(tokenizer, grammar_from("regex", text), log_level=0)
+    made.grammar = GrammarState(matcher, tokenizer, "structured_outputs")
+    return made
+
+
 def test_allowed_tokens_beside_a_grammar_in_a_full_vocabulary(tmp_path: Path) -> None:
     """The tokenizer of a grammar has one token more than the vocabulary, and so one word of bits
     more if the vocabulary fills its words."""
@@ -204,12 +164,10 @@ def test_allowed_tokens_beside_a_grammar_in_a_full_vocabulary(tmp_path: Path) ->
         json.dumps({"vocab_size": size, "max_position_embeddings": 512})
     )
     tokenizer = grammars._read_tokenizer(tmp_path, size)
-    matcher = LLMatcher(tokenizer, grammar_from("regex", "a+"), log_level=0)
     allowing = LogitsProcessor(
         Generation(prompt=(1,), max_tokens=9, allowed_token_ids=(5, 6)), frozenset()
     )
-    constrained = LogitsProcessor(regex("a+"), frozenset())
-    constrained.grammar = GrammarState(matcher, tokenizer, "structured_outputs")
+    constrained = following("a+", tokenizer)
     for processors in ([allowing], [allowing, constrained], [constrained, allowing], [allowing]):
         logits = torch.zeros(len(processors), size)
         process_logits(logits, processors, [[] for _ in processors])
@@ -251,10 +209,7 @@ def test_a_grammar_that_costs_too_much_time_ends_its_own_sequence_only(
     (tmp_path / "config.json").write_text(json.dumps({**NETWORK, "model_type": "none"}))
     TOKENIZER.save(str(tmp_path / "tokenizer.json"))
     tokenizer = grammars._read_tokenizer(tmp_path, NETWORK["vocab_size"])
-    slow, quick = (LogitsProcessor(regex("a+"), frozenset()) for _ in range(2))
-    for each in (slow, quick):
-        matcher = LLMatcher(tokenizer, grammar_from("regex", "a+"), log_level=0)
-        each.grammar = GrammarState(matcher, tokenizer, "structured_outputs")
+    slow, quick = (following("a+", tokenizer) for _ in range(2))
     clock = 0.0
     fill = grammars.fill_next_token_bitmask
 
@@ -272,3 +227,77 @@ def test_a_grammar_that_costs_too_much_time_ends_its_own_sequence_only(
     assert num_masks == 25
     assert "takes too long" in str(slow.refusal)
     assert quick.refusal is None
+
+
+@dataclass
+class Compiler:
+    """Compiles grammars, but waits at the beginning of each one until `gate` is set."""
+
+    published: Published
+    grammars: grammars.Grammars
+    begun: list[str] = field(default_factory=list)
+    gate: threading.Event = field(default_factory=threading.Event)
+
+    def begin(self, text: str) -> Any:
+        grammar = Grammar(kind="regex", text=text, param="structured_outputs")
+        release, folder = self.published.release, self.published.folder
+        return asyncio.ensure_future(
+            self.grammars.begin(release, folder, NETWORK["vocab_size"], grammar)
+        )
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    made = Compiler(with_tokenizer(tmp_path, seed=0), grammars.Grammars())
+    original = grammars.grammar_from
+
+    def waits(kind: Any, text: str) -> str:
+        made.begun.append(text)
+        assert made.gate.wait(30)
+        return original(kind, text)
+
+    monkeypatch.setattr(grammars, "grammar_from", waits)
+    yield made
+    made.gate.set()
+    made.grammars.close()
+
+
+def test_a_grammar_that_nobody_waits_for_is_not_compiled(compiler: Compiler) -> None:
+    async def scenario() -> None:
+        first = compiler.begin("a")
+        await until(lambda: compiler.begun == ["a"])
+        unwanted, wanted = compiler.begin("b"), compiler.begin("c")
+        leaving, staying = compiler.begin("d"), compiler.begin("d")
+        await asyncio.sleep(0)
+        unwanted.cancel()
+        leaving.cancel()
+        await asyncio.wait({unwanted, leaving})
+        compiler.gate.set()
+        await asyncio.gather(first, wanted, staying)
+        await compiler.begin("b")
+
+    asyncio.run(scenario())
+    assert compiler.begun == ["a", "c", "d", "b"]
+
+
+def test_a_refusal_is_remembered(compiler: Compiler) -> None:
+    async def scenario() -> None:
+        for _ in range(2):
+            with pytest.raises(GenerationRefused, match="cannot be compiled"):
+                await compiler.begin("(")
+
+    compiler.gate.set()
+    asyncio.run(scenario())
+    assert compiler.begun == ["("]
+
+
+def test_compiling_is_bounded_in_time(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(grammars, "_COMPILE_SECONDS", 0.0)
+            with pytest.raises(GenerationRefused, match="not compiled within 0 s; simplify"):
+                await compiler.begin("ab")
+        compiler.gate.set()
+        await compiler.begin("ab")
+
+    asyncio.run(scenario())

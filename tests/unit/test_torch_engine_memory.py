@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.engine import Generation, Step
-from serving.engines.torch_engine import rows, slots
-from serving.engines.torch_engine.runner import Batch
-from tests.torch_engine_changes import until
+from serving.engines.torch_engine import llama
+from serving.engines.torch_engine.slots import Batch
 from tests.torch_engine_fixtures import (
     Published,
     ask,
@@ -27,6 +25,7 @@ from tests.torch_engine_fixtures import (
     prompt,
     publish,
     tokens,
+    until,
 )
 
 # 512 bytes for each token's keys and values, and blocks of 64 tokens: the release's context of 512
@@ -45,12 +44,20 @@ def scheduler_of(engine: Any, release_id: str) -> Any:
     return engine._steps._schedulers[release_id]
 
 
-def watch(engine: Any, release_id: str) -> list[Batch]:
-    """The batches from now on."""
+def watch(
+    engine: Any, release_id: str, before: Callable[[Batch], object] = lambda batch: None
+) -> list[Batch]:
+    """The batches from now on. `before` is called before each of them is computed."""
     batches: list[Batch] = []
     runner = scheduler_of(engine, release_id)._runner
     forward = runner.forward
-    runner.forward = lambda batch: batches.append(batch) or forward(batch)
+
+    def watched(batch: Batch) -> Any:
+        before(batch)
+        batches.append(batch)
+        return forward(batch)
+
+    runner.forward = watched
     return batches
 
 
@@ -98,21 +105,6 @@ def logprobs(steps: list[Step]) -> list[float]:
     return [each.logprob for step in steps for each in step.logprobs]
 
 
-def test_more_short_sequences_run_at_once_than_whole_contexts_fit(published: Published) -> None:
-    asked = [greedy(prompt(20, seed=i), max_tokens=6) for i in range(8)]
-
-    async def scenario() -> tuple[list[list[int]], int]:
-        # One whole context, and a block for each of the others.
-        async with engine_with(published, kv_cache_bytes=15 * BLOCK_BYTES) as engine:
-            batches = watch(engine, published.id)
-            answers = await ask_all(engine, published.id, asked)
-            return answers, max(len(batch.slots) for batch in batches)
-
-    answers, most = asyncio.run(scenario())
-    assert most == 8
-    assert answers == [expected(published.network, one.prompt, 6) for one in asked]
-
-
 def test_a_stream_that_fills_the_old_release_holds_back_nobody_on_the_new_one(
     published: Published, tmp_path: Path
 ) -> None:
@@ -120,27 +112,16 @@ def test_a_stream_that_fills_the_old_release_holds_back_nobody_on_the_new_one(
     may_go_on = threading.Event()
     steps: list[str] = []
 
-    def watch(engine: Any, release_id: str, before: Callable[[], Any]) -> None:
-        runner = scheduler_of(engine, release_id)._runner
-        forward = runner.forward
-
-        def watched(batch: Batch) -> Any:
-            before()
-            steps.append(release_id)
-            return forward(batch)
-
-        runner.forward = watched
-
     async def scenario() -> Any:
         async with engine_with(published, kv_cache_bytes=8 * BLOCK_BYTES) as engine:
             old = engine.generate(published.id, greedy(prompt(440), max_tokens=70))
             head = tokens([await anext(old)])
             # The old stream is held until the new one has been asked for.
-            watch(engine, published.id, may_go_on.wait)
+            watch(engine, published.id, lambda _: may_go_on.wait() and steps.append(published.id))
             waiting = asyncio.create_task(ask(engine, published.id, greedy(prompt(30, seed=1))))
             await engine.stage(other.release, other.folder)
             await engine.commit(other.id)
-            watch(engine, other.id, lambda: None)
+            watch(engine, other.id, lambda _: steps.append(other.id))
             await engine.unload(published.id)
             new = engine.generate(other.id, greedy(prompt(30, seed=1)))
             may_go_on.set()
@@ -192,27 +173,6 @@ def test_a_prefix_is_shared_with_a_sequence_that_runs(published: Published) -> N
     assert answers == [expected(published.network, one.prompt, one.max_tokens) for one in asked]
 
 
-def test_a_scored_prompt_is_read_whole_and_can_be_shared(published: Published) -> None:
-    scored = greedy(prompt(80), max_tokens=3, num_prompt_logprobs=1)
-
-    async def scenario() -> Any:
-        async with engine_with(published) as engine:
-            first = await ask(engine, published.id, scored)
-            again = await ask(engine, published.id, scored)
-            after = await ask(engine, published.id, greedy(prompt(80), max_tokens=3))
-            return first, again, after
-
-    first, again, after = asyncio.run(scenario())
-    assert [steps[0].num_cached_tokens for steps in (first, again, after)] == [0, 0, 79]
-    assert tokens(first) == tokens(again) == tokens(after)
-    assert first[0].prompt_logprobs is not None
-    assert len(first[0].prompt_logprobs) == 79
-    assert again[0].prompt_logprobs is not None
-    assert [one.logprob for one in again[0].prompt_logprobs] == pytest.approx(
-        [one.logprob for one in first[0].prompt_logprobs], abs=1e-4
-    )
-
-
 def test_the_least_recently_used_is_dropped_for_who_needs_the_room(published: Published) -> None:
     async def scenario() -> list[int]:
         # Eight blocks: three finished sequences of two blocks, and one that runs.
@@ -233,7 +193,7 @@ def test_lengths_and_gaps_of_a_batch_change_no_tokens(
     span_bytes: int, published: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether each sequence attends alone, all together, or those of about one length."""
-    monkeypatch.setattr(rows, "_SPAN_BYTES", span_bytes)
+    monkeypatch.setattr(llama, "_SPAN_BYTES", span_bytes)
     long = greedy(prompt(400), max_tokens=40)
     short = [greedy(prompt(5 + i, seed=i), max_tokens=10 + 7 * (i % 4)) for i in range(9)]
 
@@ -256,55 +216,10 @@ def test_runs_hold_every_row_and_cost_no_more_than_rows_alone(
 ) -> None:
     taken = sorted(lengths_by_slot)
     lengths = [lengths_by_slot[slot] for slot in taken]
-    runs = rows.adjacent(taken, lengths, span_tokens)
+    runs = llama.adjacent(taken, lengths, span_tokens)
     assert [row for run in runs for row in range(run.start, run.stop)] == list(range(len(taken)))
     cost = sum(
         span_tokens + (taken[run.stop - 1] - taken[run.start] + 1) * max(lengths[run])
         for run in runs
     )
     assert cost <= sum(span_tokens + length for length in lengths)
-
-
-def resident_bytes() -> int:
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Rss:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no Rss")
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the system tells no RSS")
-def test_pages_take_memory_when_written_and_give_it_back_when_cut() -> None:
-    shape = slots.LayerShape(num_heads=4, key_size=64, value_size=64)
-    layers = [
-        slots.KeyValueSlots(shape, num_slots=64, num_tokens=1 << 14, dtype=torch.float32)
-        for _ in range(2)
-    ]
-    before = resident_bytes()
-    count = 8192  # 4 KiB of keys and values a token: 32 MiB
-    keys_values = torch.ones(count, 2, 4, 64)
-    written = resident_bytes()
-    for layer in layers:
-        layer.write_run(3, 0, keys_values)
-    full = resident_bytes()
-    for layer in layers:
-        layer.truncate(3, 1024)
-    keys, values = layers[0].read(3, 4, 1024)
-    assert keys.eq(1).all()
-    assert values.eq(1).all()
-    cut = resident_bytes()
-    keys, _ = layers[1].read(3, 4, count)
-    assert keys[:, :, 1024:].eq(0).all()
-    for layer in layers:
-        layer.truncate(3, 0)
-    assert written - before < 20 << 20, "addresses alone take no memory"
-    assert full - written > 28 << 20
-    assert full - cut > 24 << 20
-    assert resident_bytes() - written < 4 << 20
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
-def test_a_block_of_tokens_is_whole_pages_of_each_head(head_dim: int, dtype: torch.dtype) -> None:
-    count = slots.block_tokens(head_dim, dtype)
-    assert count >= 16
-    assert count * head_dim * dtype.itemsize % slots.mmap.PAGESIZE == 0

@@ -1,26 +1,22 @@
 """The torch engine computes what `transformers` computes."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    GPT2Config,
-    GPTNeoXConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import MistralConfig, Qwen2Config, Qwen3Config
 
-from serving.engines.torch_engine.architecture import llama_shape, read_config
-from serving.weights.publish import publish_folder
+from serving.engines.torch_engine import llama
+from serving.engines.torch_engine.llama import Linear, padded_count
+from serving.engines.torch_engine.staging import llama_shape, read_config
+from tests.hub_checkpoints import config_of
 from tests.torch_engine_fixtures import (
     VOCAB,
-    Published,
     ask,
     ask_all,
     build,
@@ -54,6 +50,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 
+DYNAMIC_ROPE = llama_config(
+    rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+)
+"""Only `transformers` computes it."""
 LLAMA_LIKE = {
     "grouped": llama_config(),
     "tied": llama_config(tie_word_embeddings=True),
@@ -68,33 +68,13 @@ LLAMA_LIKE = {
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE, head_dim=32),
 }
-OTHERS = {
-    "gpt2": GPT2Config(
-        vocab_size=VOCAB,
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        n_positions=128,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-    ),
-    "neox": GPTNeoXConfig(
-        **{key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
-    ),
-    "dynamic rope": llama_config(
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    ),
-    "mistral with a window": MistralConfig(**SHAPE, sliding_window=16),
-}
 
 
-@pytest.mark.parametrize("name", [*LLAMA_LIKE, *OTHERS])
+@pytest.mark.parametrize("name", [*LLAMA_LIKE, "dynamic rope"])
 def test_greedy_tokens_of_mixed_lengths_equal_those_of_transformers(
     name: str, tmp_path: Path
 ) -> None:
-    config: PreTrainedConfig = {**LLAMA_LIKE, **OTHERS}[name]
-    published = publish(build(config), tmp_path)
+    published = publish(build({**LLAMA_LIKE, "dynamic rope": DYNAMIC_ROPE}[name]), tmp_path)
     assert (llama_shape(read_config(published.folder)) is not None) == (name in LLAMA_LIKE)
     prompts = [prompt(length, seed=length) for length in (1, 3, 17, 40)]
 
@@ -105,19 +85,7 @@ def test_greedy_tokens_of_mixed_lengths_equal_those_of_transformers(
     assert asyncio.run(scenario()) == [expected(published.network, one) for one in prompts]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 33])
-def test_a_prompt_read_in_chunks_gives_the_same_tokens(chunk: int, tmp_path: Path) -> None:
-    published = publish(build(llama_config()), tmp_path)
-    asked = prompt(90, seed=4)
-
-    async def scenario() -> list[int]:
-        async with engine_with(published, max_batch_tokens=chunk) as engine:
-            return tokens(await ask(engine, published.id, greedy(asked)))
-
-    assert asyncio.run(scenario()) == expected(published.network, asked)
-
-
-@pytest.mark.parametrize("config", [llama_config(tie_word_embeddings=True), OTHERS["gpt2"]])
+@pytest.mark.parametrize("config", [llama_config(tie_word_embeddings=True), config_of("gpt2")])
 @pytest.mark.parametrize("chunk", [5, 512])
 def test_logprobs_equal_those_of_transformers(config: Any, chunk: int, tmp_path: Path) -> None:
     published = publish(build(config), tmp_path)
@@ -148,19 +116,6 @@ def test_logprobs_equal_those_of_transformers(config: Any, chunk: int, tmp_path:
         assert [value for _, value in one.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-def test_plain_matrices_serve_where_there_is_no_packing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    published = publish(build(LLAMA_LIKE["biases"]), tmp_path)
-
-    async def scenario() -> list[int]:
-        async with engine_with(published) as engine:
-            return tokens(await ask(engine, published.id, greedy(prompt(20))))
-
-    assert asyncio.run(scenario()) == expected(published.network, prompt(20))
-
-
 def test_half_precision_stays_near(tmp_path: Path) -> None:
     published = publish(build(llama_config(initializer_range=0.05)), tmp_path)
     asked = greedy(prompt(40), max_tokens=0, num_prompt_logprobs=0)
@@ -178,37 +133,6 @@ def test_half_precision_stays_near(tmp_path: Path) -> None:
     assert found != pytest.approx(wanted, abs=1e-5)
 
 
-def test_scoring_generates_nothing(tmp_path: Path) -> None:
-    published = publish(build(llama_config()), tmp_path)
-
-    async def scenario() -> Any:
-        async with engine_with(published) as engine:
-            ask_for = greedy(prompt(128), max_tokens=0, num_prompt_logprobs=0)
-            whole_context = await ask(engine, published.id, ask_for)
-            one_token = greedy(prompt(1), max_tokens=0, num_prompt_logprobs=0)
-            return whole_context, await ask(engine, published.id, one_token)
-
-    (whole,), (single,) = asyncio.run(scenario())
-    assert (whole.token_ids, whole.finish_reason) == ((), "length")
-    assert len(whole.prompt_logprobs) == 127
-    assert single.prompt_logprobs == ()
-
-
-def test_the_context_is_the_limit(tmp_path: Path) -> None:
-    published = publish(build(llama_config()), tmp_path)
-
-    async def scenario() -> Any:
-        async with engine_with(published) as engine:
-            near = await ask(engine, published.id, greedy(prompt(125), max_tokens=50))
-            at = await ask(engine, published.id, greedy(prompt(128), max_tokens=50))
-            return near, at
-
-    near, at = asyncio.run(scenario())
-    assert tokens(near) == expected(published.network, prompt(125), 3)
-    assert near[-1].finish_reason == "length"
-    assert (tokens(at), at[-1].finish_reason) == ([], "length")
-
-
 def test_older_spelling_of_rope_is_read() -> None:
     old = {
         **llama_config().to_dict(),
@@ -223,29 +147,61 @@ def test_older_spelling_of_rope_is_read() -> None:
     assert (shape.rope["rope_theta"], shape.rope["factor"]) == (5000.0, 4.0)
 
 
-def test_a_config_that_says_little_has_the_defaults_of_its_architecture(tmp_path: Path) -> None:
-    network: Any = build(Qwen3Config(**SHAPE))
-    assert network.config.head_dim == 128, "and not 64 / 4, as in a Llama"
-    source = tmp_path / "checkpoint"
-    network.save_pretrained(source)
-    config = json.loads((source / "config.json").read_text())
-    del config["head_dim"]
-    (source / "config.json").write_text(json.dumps(config))
-    release = publish_folder(tmp_path / "releases", source)
-    published = Published(
-        network=network, release=release, folder=tmp_path / "releases" / release.id
-    )
-    assert llama_shape(read_config(published.folder)) is None, "`transformers` knows the defaults"
-
-    async def scenario() -> list[int]:
-        async with engine_with(published) as engine:
-            return tokens(await ask(engine, published.id, greedy(prompt(9))))
-
-    assert asyncio.run(scenario()) == expected(network, prompt(9))
-
-
 @pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Qwen3ForCausalLM"])
 def test_a_default_that_differs_from_llamas_is_not_guessed(architecture: str) -> None:
     said = {**SHAPE, "rms_norm_eps": 1e-6, "architectures": [architecture]}
     assert llama_shape(said) is None
     assert llama_shape({**said, "sliding_window": None, "head_dim": 16}) is not None
+
+
+@pytest.mark.parametrize("fault", [AttributeError("no such operator"), TypeError("2 arguments")])
+def test_a_torch_without_the_packed_product_multiplies_with_the_plain_layout(
+    fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def fail(*arguments: object) -> Tensor:
+        raise fault
+
+    published = publish(build(LLAMA_LIKE["biases"]), tmp_path)
+
+    async def scenario() -> list[int]:
+        async with engine_with(published) as engine:
+            return tokens(await ask(engine, published.id, greedy(prompt(20))))
+
+    llama._can_pack.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.ops.mkldnn, "_linear_pointwise", fail)
+        found = asyncio.run(scenario())
+    llama._can_pack.cache_clear()
+    assert found == expected(published.network, prompt(20))
+    assert f"does not multiply packed torch.float32 matrices ({fault})" in caplog.text
+    assert Linear(torch.randn(8, 16), None).is_packed
+
+
+def test_the_head_computes_only_the_rows_that_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = publish(build(llama_config()), tmp_path)
+    computed: list[tuple[torch.Size, int]] = []
+    multiply = Linear.__call__
+
+    def remember(matrix: Linear, x: Tensor) -> Tensor:
+        computed.append((matrix._weight.shape, len(x)))
+        return multiply(matrix, x)
+
+    monkeypatch.setattr(Linear, "__call__", remember)
+
+    async def rows_of_the_head(**changes: int) -> list[int]:
+        async with engine_with(published) as engine:
+            computed.clear()
+            await ask(engine, published.id, greedy(prompt(100), 1, **changes))
+            return [rows for shape, rows in computed if shape == (VOCAB, 64)]
+
+    assert asyncio.run(rows_of_the_head()) == [1]
+    assert asyncio.run(rows_of_the_head(num_prompt_logprobs=0)) == [padded_count(100)]
+
+
+@given(st.integers(min_value=1, max_value=2_000))
+def test_a_batch_is_rounded_up_by_less_than_half(num_rows: int) -> None:
+    padded = padded_count(num_rows)
+    assert num_rows <= padded < max(num_rows * 1.5, num_rows + 4)
+    assert padded_count(padded) == padded

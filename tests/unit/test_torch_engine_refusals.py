@@ -12,20 +12,22 @@ from safetensors.torch import save_file
 from transformers import FalconH1Config, GPT2Config, MambaConfig, PreTrainedConfig
 
 from serving.engine import StageError
-from serving.engines.torch_engine import generic, loading, slots, staging
+from serving.engines.torch_engine import generic, slots, staging
 from serving.errors import ReleaseError
 from serving.weights.checkpoint_folder import manifest_of_folder
 from serving.weights.publish import publish_folder
 from serving.weights.verify import verify_release
-from tests.torch_engine_changes import changed, first, nudge
 from tests.torch_engine_fixtures import (
     Published,
     ask,
     build,
+    changed,
     engine_with,
     expected,
+    first,
     greedy,
     llama_config,
+    nudge,
     prompt,
     tokens,
 )
@@ -171,10 +173,9 @@ def test_a_stored_head_that_is_not_what_it_is_tied_to_is_refused(tmp_path: Path)
             read()
 
 
-@pytest.mark.parametrize("says", [False, None])
-def test_a_head_that_is_missing_is_no_tie(says: bool | None, tmp_path: Path) -> None:
-    """By its config, or by silence, which for a Llama means the same: nothing goes live with the
-    embedding as its head."""
+def test_a_head_that_is_missing_is_no_tie(tmp_path: Path) -> None:
+    """Silence means for a Llama that nothing is tied: nothing goes live with the embedding as its
+    head."""
     network = build(llama_config())
     source = tmp_path / "checkpoint"
     network.save_pretrained(source)
@@ -183,7 +184,6 @@ def test_a_head_that_is_missing_is_no_tie(says: bool | None, tmp_path: Path) -> 
     save_file(state, source / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     del config["tie_word_embeddings"]
-    config |= {} if says is None else {"tie_word_embeddings": says}
     (source / "config.json").write_text(json.dumps(config))
 
     with pytest.raises(ReleaseError, match=r"tensor lm_head\.weight: in no shard"):
@@ -213,7 +213,7 @@ def test_too_little_memory_is_found_before_anything_is_read(
     first: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "free_bytes", lambda: 300 << 20)
-    monkeypatch.setattr(loading, "read_tensors", None)
+    monkeypatch.setattr(staging, "read_tensors", None)
 
     async def scenario(**settings: int) -> None:
         async with engine_with(**settings) as engine:
@@ -253,7 +253,7 @@ def test_addresses_that_the_system_does_not_give_are_named(
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(slots.mmap, "mmap", refuse)
-    monkeypatch.setattr(loading, "read_tensors", None)
+    monkeypatch.setattr(staging, "read_tensors", None)
 
     async def scenario() -> None:
         async with engine_with() as engine:

@@ -10,7 +10,6 @@ import torch
 from serving.engine import Generation
 from serving.engines.torch_engine import sampling
 from serving.engines.torch_engine.sampling import sample
-from serving.engines.torch_engine.sequence import EngineSequence
 from tests.torch_engine_fixtures import (
     ask_all,
     build,
@@ -18,18 +17,10 @@ from tests.torch_engine_fixtures import (
     llama_config,
     prompt,
     publish,
+    sequence,
 )
 
 LOGITS = torch.tensor([3.0, 2.0, 1.0, 0.0, -1.0])
-
-
-def sequence(*, output: tuple[int, ...] = (), **settings: Any) -> EngineSequence:
-    generation = Generation(prompt=(4,), max_tokens=9, **settings)
-    made = EngineSequence("r000001-00000000", generation, asyncio.new_event_loop())
-    made.loop.close()
-    for token_id in output:
-        made.add(token_id, None, 99)
-    return made
 
 
 def test_a_stop_token_is_not_chosen_before_the_least_number_of_tokens() -> None:

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from serving.engines.torch_engine.slot_allocator import Slot, SlotAllocator
-from serving.engines.torch_engine.slots import KvCacheSize
+from serving.engines.torch_engine.slots import KvCacheSize, Slot, SlotAllocator
 
 
 class Runner:

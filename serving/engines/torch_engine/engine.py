@@ -1,28 +1,37 @@
-"""`TorchEngine`: holds two releases in memory during a swap, and generates with either of them."""
+"""`TorchEngine`: holds two releases in memory during a swap, and generates with either of them. Its
+`StepLoop` owns the one thread that computes. All other code submits sequences to this thread and
+receives their steps."""
 
 import asyncio
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import logging
 import threading
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from serving.dtype import choose_dtype
 from serving.engine import EngineError, Generation, StageError, Step
-from serving.engines.machine import BusyLock, return_unused_memory
 from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine.grammars import Grammars
-from serving.engines.torch_engine.loading import Loader, UnitPool
-from serving.engines.torch_engine.runner import Runner
-from serving.engines.torch_engine.scheduler import Scheduler
+from serving.engines.torch_engine.scheduler import Event, Scheduler
 from serving.engines.torch_engine.sequence import EngineSequence
-from serving.engines.torch_engine.staging import load_runner
-from serving.engines.torch_engine.step_loop import StepLoop
+from serving.engines.torch_engine.slots import Runner
+from serving.engines.torch_engine.staging import Loader, UnitPool, load_runner
 from serving.errors import ReleaseError
 from serving.weights.release import Release
+
+_log = logging.getLogger(__name__)
 
 _LONG_STEP_SECONDS = 1.0
 _COMPUTING_SHARE = 0.01
@@ -33,6 +42,8 @@ gets at least this share of a core."""
 # core that the steps leave free, and the event loop needs this core too, to read requests and write
 # answers.
 _PAUSE_SHARE_BESIDE_REQUESTS = 1.0
+
+_LOCK_CHECK_SECONDS = 0.1
 
 
 def create_engine(**settings: Any) -> "TorchEngine":
@@ -74,7 +85,7 @@ class TorchEngine:
         self._has_unloaded = asyncio.Event()
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch-engine-staging")
         self._steps = StepLoop(
-            num_threads=settings.num_threads, busy_lock=BusyLock(settings.busy_lock_file)
+            num_threads=settings.num_threads, busy_lock_file=settings.busy_lock_file
         )
 
     @property
@@ -106,8 +117,11 @@ class TorchEngine:
                 await self._has_unloaded.wait()
             if release.id in self.residents:
                 return
-            with self._steps.reserve_core():
+            self._steps.is_core_reserved = True
+            try:
                 runner, read_bytes = await self._load(release, folder)
+            finally:
+                self._steps.is_core_reserved = False
             try:
                 self._steps.add(release.id, Scheduler(runner, self._settings))
             except EngineError as error:
@@ -183,8 +197,7 @@ class TorchEngine:
             sequence.is_cancelled = True
 
     async def close(self) -> None:
-        self._steps.stop()
-        await asyncio.to_thread(self._steps.join)
+        await asyncio.to_thread(self._steps.close)
         await asyncio.to_thread(self._loader.shutdown)
         await asyncio.to_thread(self._grammars.close)
 
@@ -205,13 +218,13 @@ class TorchEngine:
             release=release,
             folder=folder,
             pool=self._pool,
+            settings=self._settings,
+            promised_bytes=self._steps.untouched_bytes,
             dtype=getattr(torch, self.dtype_of(release)),
             is_cancelled=is_unwanted.is_set,
             pause_share=lambda: _PAUSE_SHARE_BESIDE_REQUESTS if self._steps.is_busy else 0.0,
         )
-        loading = asyncio.get_running_loop().run_in_executor(
-            self._loader, load_runner, loader, self._settings, self._steps.untouched_bytes
-        )
+        loading = asyncio.get_running_loop().run_in_executor(self._loader, load_runner, loader)
         try:
             return await asyncio.shield(loading), loader.read_bytes
         except ReleaseError as error:
@@ -222,3 +235,229 @@ class TorchEngine:
             # callback takes the exception, so that asyncio does not log it as never retrieved.
             loading.add_done_callback(lambda done: done.exception())
             raise
+
+
+class StepLoop:
+    """All methods may be called from any thread. All but `close` return at once. What they ask for
+    is done by the thread, between two steps. They raise EngineError if the thread has ended.
+
+    The loop lets each scheduler compute one step, then the next scheduler. So after a swap, the
+    sequences of the old release end while those of the new release already run.
+    """
+
+    def __init__(self, *, num_threads: int | None, busy_lock_file: Path | None) -> None:
+        self._num_threads = num_threads
+        self._busy_lock = BusyLock(busy_lock_file)
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._ending = threading.Lock()
+        """While it is held, `_failure` does not change."""
+        self._failure: EngineError | None = None
+        """Why the thread has ended."""
+        self._schedulers: dict[str, Scheduler] = {}
+        self._unloading: dict[str, Future[list[Scheduler]]] = {}
+        self._cpu_clock: int | None = None
+        self.is_core_reserved = False
+        """Whether steps use one thread less, so that another thread has a core. If steps used all
+        cores, each of their operations would wait for the core that the other thread occupies."""
+        self._is_stopping = False
+        self._is_ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
+        self._thread.start()
+        self._is_ready.wait()
+        # The interpreter must not shut down while the thread computes.
+        atexit.register(self.close)
+
+    @property
+    def is_busy(self) -> bool:
+        return any(not scheduler.is_idle for scheduler in list(self._schedulers.values()))
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """The share of the KV cache that running sequences use. Each release has a KV cache of its
+        own; this is the share of the fullest one."""
+        return max((each.kv_cache_usage for each in list(self._schedulers.values())), default=0.0)
+
+    @property
+    def failure(self) -> str | None:
+        """The error that ended the thread; None while it runs."""
+        return None if self._failure is None else str(self._failure)
+
+    @property
+    def untouched_bytes(self) -> int:
+        """The memory that the KV caches may still take."""
+        return sum(scheduler.untouched_bytes for scheduler in list(self._schedulers.values()))
+
+    @property
+    def cpu_seconds(self) -> float:
+        """The processor time that the thread has used. 0 if the system does not tell, or if the
+        thread has ended."""
+        if self._cpu_clock is None or self._failure is not None:
+            return 0.0
+        return time.clock_gettime(self._cpu_clock)
+
+    def next_turn(self) -> Future[None]:
+        """A future that the thread completes before its next step."""
+        return self._call(self._raise_failure)
+
+    def add(self, release_id: str, scheduler: Scheduler) -> None:
+        with self._ending:
+            self._raise_failure()
+            self._schedulers[release_id] = scheduler
+
+    def unload(self, release_id: str) -> Future[list[Scheduler]]:
+        """Remove the release's scheduler as soon as it is idle.
+
+        The result is a list with the only reference to the scheduler. It takes long to free a
+        scheduler, because the system must free each of its pages. So clear the list on a thread for
+        which nobody waits. The list is empty if the thread ends before.
+        """
+        removed: Future[list[Scheduler]] = Future()
+        self._call(partial(self._unloading.__setitem__, release_id, removed))
+        return removed
+
+    def submit(self, sequence: EngineSequence) -> None:
+        """The sequence gets an EngineError if its release is not loaded or is being unloaded."""
+        self._call(partial(self._submit, sequence))
+
+    def close(self) -> None:
+        """Stop the thread and wait for its end. Every sequence ends with EngineError."""
+        self._is_stopping = True
+        with contextlib.suppress(EngineError):
+            self.next_turn()
+        self._thread.join()
+        atexit.unregister(self.close)
+
+    def _call(self, work: Callable[[], Any]) -> Future[Any]:
+        """Let the thread do `work` before its next step."""
+        future: Future[Any] = Future()
+        with self._ending:
+            self._raise_failure()
+            self._calls.put((future, work))
+        return future
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        reason = "the engine was closed"
+        if hasattr(time, "pthread_getcpuclockid"):  # not on macOS
+            self._cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
+        try:
+            # torch sets a thread's number of threads at the thread's first operation, to 1 while
+            # another thread has lowered the default (`lower_thread_priority`). So ask now, before a
+            # release can be staged.
+            num_threads = self._num_threads or torch.get_num_threads()
+            torch.set_num_threads(num_threads)
+            self._is_ready.set()
+            with torch.inference_mode():
+                while not self._is_stopping:
+                    usable = max(1, num_threads - self.is_core_reserved - self._busy_lock.is_held)
+                    if usable != torch.get_num_threads():
+                        torch.set_num_threads(usable)
+                    self._step_every_scheduler()
+                    self._remove_unloaded()
+                    self._do_calls(may_wait=not self.is_busy)
+        except BaseException as error:
+            reason = f"the engine's thread died: {error!r}"
+            _log.critical(reason, exc_info=True)
+        finally:
+            self._end(EngineError(reason))
+            self._is_ready.set()
+
+    def _do_calls(self, *, may_wait: bool = False) -> None:
+        """Do the work of all calls. With `may_wait`, wait for one if there is none."""
+        while may_wait or not self._calls.empty():
+            future, work = self._calls.get()
+            may_wait = False
+            if not future.set_running_or_notify_cancel():
+                continue  # nobody waits any more
+            try:
+                future.set_result(work())
+            except EngineError as error:
+                future.set_exception(error)
+
+    def _submit(self, sequence: EngineSequence) -> None:
+        release_id = sequence.release_id
+        if release_id in self._schedulers and release_id not in self._unloading:
+            self._schedulers[release_id].submit(sequence)
+        else:
+            _deliver([(sequence, EngineError(f"release {release_id} is not resident"))])
+
+    def _step_every_scheduler(self) -> None:
+        every = list(self._schedulers.items())  # another thread may add one meanwhile
+        schedulers = [(id, each) for id, each in every if not each.is_idle]
+        for release_id, scheduler in schedulers:
+            try:
+                events = scheduler.step(num_schedulers=len(schedulers))
+            except Exception as error:
+                _log.exception("a step of release %s failed", release_id)
+                failure = EngineError(f"a step of release {release_id} failed: {error}")
+                events = scheduler.fail(failure)
+            # The sequences of one release do not wait for the step of the other.
+            _deliver(events)
+
+    def _remove_unloaded(self) -> None:
+        for release_id in [each for each in self._unloading if self._schedulers[each].is_idle]:
+            self._unloading.pop(release_id).set_result([self._schedulers.pop(release_id)])
+
+    def _end(self, error: EngineError) -> None:
+        with self._ending:
+            self._failure = error
+        self._do_calls()
+        for scheduler in self._schedulers.values():
+            _deliver(scheduler.fail(error))
+        self._schedulers.clear()
+        for removed in self._unloading.values():
+            removed.set_result([])
+
+
+def _deliver(events: list[Event]) -> None:
+    """Put each event into the queue of its sequence. Wakes the event loop only once."""
+    if events and not (loop := events[0][0].loop).is_closed():
+        loop.call_soon_threadsafe(_put, events)
+
+
+def _put(events: list[tuple[EngineSequence, Step | EngineError]]) -> None:
+    for sequence, event in events:
+        sequence.events.put_nowait(event)
+
+
+class BusyLock:
+    """Tells whether other programs on this machine compute. They hold a lock on a file meanwhile
+    (flock(2)). Use it from one thread only. Without a file, the lock is never held.
+
+    The engine then leaves one core to them. If a step used every core, each of its operations would
+    wait for the thread whose core another program occupies.
+    """
+
+    def __init__(self, lock: Path | None) -> None:
+        self._lock = lock
+        self._is_held = False
+        self._next_check = 0.0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a program held the lock at the last check, at most 0.1 seconds ago."""
+        if self._lock is not None and time.monotonic() >= self._next_check:
+            self._is_held = _is_held(self._lock)
+            self._next_check = time.monotonic() + _LOCK_CHECK_SECONDS
+        return self._is_held
+
+
+def _is_held(lock: Path) -> bool:
+    try:
+        with lock.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # no program has created the file, or the file system has no locks
+    return False
+
+
+def return_unused_memory() -> None:
+    """Return to the system what glibc keeps after a release is unloaded: unused pages of the heap
+    between those that are still in use. Another malloc is left alone."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)

@@ -17,8 +17,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from serving.engine import StageError
-from serving.engines.torch_engine.runner import Batch
-from serving.engines.torch_engine.slots import KeyValueSlots, KvCacheSize, LayerShape
+from serving.engines.torch_engine.slots import Batch, KeyValueSlots, KvCacheSize, LayerShape
 from serving.weights import network
 
 BATCHED = frozenset(
@@ -64,7 +63,14 @@ def layer_shapes(folder: Path) -> list[LayerShape]:
         if takes_cache and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
             token_ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
             empty(input_ids=token_ids, past_key_values=cache, use_cache=True)
-            return [_shape_of(layer) for layer in cache.layers]
+            return [
+                LayerShape(
+                    num_heads=layer.keys.shape[1],
+                    key_size=layer.keys.shape[-1],
+                    value_size=layer.values.shape[-1],
+                )
+                for layer in cache.layers
+            ]
     # Without values, a network may fail in many ways.
     except Exception as error:
         raise StageError(f"{name}: cannot be run on shapes alone: {error}") from error
@@ -72,14 +78,6 @@ def layer_shapes(folder: Path) -> list[LayerShape]:
         f"{name} keeps a state for each sequence, not the keys and values of each token, and "
         'the torch engine has no room for states; vLLM may serve it: set engine = "vllm" under '
         "[serving]"
-    )
-
-
-def _shape_of(layer: Any) -> LayerShape:
-    return LayerShape(
-        num_heads=layer.keys.shape[1],
-        key_size=layer.keys.shape[-1],
-        value_size=layer.values.shape[-1],
     )
 
 

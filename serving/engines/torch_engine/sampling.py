@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serving.engine import MIN_LOGPROB, TokenLogprob
-from serving.engines.torch_engine.logits_processor import process_logits
-from serving.engines.torch_engine.sequence import EngineSequence, Uniform
+from serving.engines.torch_engine.sequence import EngineSequence, Uniform, process_logits
 
 _Weights = NDArray[np.float32]
 

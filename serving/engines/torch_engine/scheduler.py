@@ -8,10 +8,16 @@ from torch import Tensor
 
 from serving.engine import EngineError, Step, TokenLogprob
 from serving.engines.settings import TorchEngineSettings
-from serving.engines.torch_engine.runner import Batch, Chunk, Runner
 from serving.engines.torch_engine.sampling import logprobs, sample
 from serving.engines.torch_engine.sequence import EngineSequence
-from serving.engines.torch_engine.slot_allocator import COPIED_PER_PREFILLED, Slot, SlotAllocator
+from serving.engines.torch_engine.slots import (
+    COPIED_PER_PREFILLED,
+    Batch,
+    Chunk,
+    Runner,
+    Slot,
+    SlotAllocator,
+)
 
 _MIN_PREFILL_TOKENS = 16
 _MAX_STEPS_AT_ONCE = 10
