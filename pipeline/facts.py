@@ -22,8 +22,8 @@ from pipeline.settings import PipelineSettings, Settings
 from pipeline.stack_record import Child, StackRecord, read_stack
 from pipeline.tokens import Tokens, read_tokens
 from receiver.webhooks import WebhookRecord, list_webhooks
-from serving.engine_choice import EngineChoice, choose_engine
 from serving.errors import ReleaseError
+from serving.settings import EngineChoice, choose_engine
 from serving.weights.release_store import (
     load_release,
     pending_release,

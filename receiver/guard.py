@@ -18,7 +18,7 @@ from receiver.handlers import RegisteredWebhook
 from receiver.launching import HANDLED
 from receiver.senders import NotAPush, read_event
 from receiver.settings import ReceiverSettings
-from serving.http.bodies import BodiesInFlight
+from serving.http.requests import BodiesInFlight
 
 _ID_HEADERS = ("webhook-id", "idempotency-key", "x-gitea-delivery", "x-github-delivery")
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import uvicorn
 
 from receiver.errors import AddressUnavailable, OpenToEveryone
-from serving.http.listening import is_only_loopback, listening_socket
-from serving.http.server import freeze_imports
+from serving.http.server import freeze_imports, is_only_loopback, listening_socket
 
 _HOW_TO_SET_ADDRESS = (
     "`host` and `port` under [receiver]. In a script, use `launch(server_name=…, server_port=…)` or"
@@ -37,7 +36,7 @@ def refuse_beyond_loopback(host: str, unproven: Sequence[str]) -> None:
 
 
 def bind(host: str, port: int, *, how_to_set_address: str = _HOW_TO_SET_ADDRESS) -> socket.socket:
-    """A socket that already listens (`serving/http/listening.py`).
+    """A socket that already listens (`serving/http/server.py`).
 
     Raises `AddressUnavailable` if the port is in use or not allowed, or if `host` is not an address
     of this machine. `how_to_set_address` says where the user can set another address. The error

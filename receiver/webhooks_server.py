@@ -35,8 +35,8 @@ from receiver.project import state_dir
 from receiver.settings import ReceiverSettings, is_space, settings_of_this_process
 from receiver.tunnel import HubCredentials, PublicUrl, remembered_urls, tunnel_to_open
 from receiver.verify import Proof, ProofScheme
-from serving.http.bodies import BodiesInFlight
-from serving.http.cross_site import (
+from serving.http.requests import (
+    BodiesInFlight,
     host_name,
     is_loopback_name,
     named_host,

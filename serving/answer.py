@@ -10,30 +10,34 @@ import functools
 import json
 import logging
 import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from fastapi import Request, Response
-from fastapi.responses import StreamingResponse
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from serving.admission import Admission, LiveRelease
-from serving.chat_schemas import ChatPrompt
 from serving.detokenizer import Delta, TextReader
 from serving.engine import Engine, Generation
 from serving.metrics import Metrics, RequestTimes
-from serving.openai_schemas import SamplingRequest
-from serving.request_errors import ClientGone, RequestError, invalid, model_not_found, translated
+from serving.openai_schemas import (
+    RequestError,
+    SamplingRequest,
+    invalid,
+    model_not_found,
+    translated,
+)
 from serving.settings import ServingSettings
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 LARGE_BODY_BYTES = 4096
@@ -63,42 +67,28 @@ async def generate(
             async for delta in deltas:
                 yield 0, delta
         return
-    # If the client reads slowly, this queue holds at most as many deltas as there are sequences.
-    # The engine may hold the further steps. If the client reads nothing for too long, the server
-    # closes its connection (`READING_SECONDS` in `server.py`).
-    queue: asyncio.Queue[tuple[int, Delta] | BaseException | None]
-    queue = asyncio.Queue(maxsize=len(generations))
-    is_read = True
+    streams = [_deltas(engine, live, each, request) for each in generations]
 
-    async def pump(number: int, generation: Generation) -> None:
-        end: BaseException | None = None
-        try:
-            async with aclosing(_deltas(engine, live, generation, request)) as deltas:
-                async for delta in deltas:
-                    await queue.put((number, delta))
-        # `BaseException` also covers a panic of a Rust library, which is not an `Exception`.
-        except BaseException as error:
-            if not is_read:
-                raise  # nobody makes room in the queue any more
-            end = error
-        await queue.put(end)
+    async def step(number: int) -> tuple[int, Delta]:
+        return number, await anext(streams[number])
 
-    tasks = [asyncio.create_task(pump(number, each)) for number, each in enumerate(generations)]
+    done: set[asyncio.Task[tuple[int, Delta]]] = set()
+    running = {asyncio.create_task(step(number)) for number in range(len(streams))}
     try:
-        num_running = len(tasks)
-        while num_running:
-            item = await queue.get()
-            if item is None:
-                num_running -= 1
-            elif isinstance(item, BaseException):
-                raise item
-            else:
-                yield item
+        while running:
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number, delta = task.result()
+                # A client that reads slowly holds the steps up here. If it reads nothing for too
+                # long, the server closes its connection (`READING_SECONDS` in `app.py`).
+                yield number, delta
+                if delta.finish_reason is None:
+                    running.add(asyncio.create_task(step(number)))
     finally:
-        is_read = False
-        for task in tasks:
+        for task in running:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*done, *running, return_exceptions=True)
+        await asyncio.gather(*(each.aclose() for each in streams), return_exceptions=True)
 
 
 async def _deltas(
@@ -164,6 +154,7 @@ class Plan(ABC):
         }
 
 
+MakePlan = Callable[[LiveRelease], Plan]
 Head = dict[str, str | int]
 """The fields with which an answer and each chunk of a stream begin."""
 Deltas = AsyncGenerator[tuple[int, Delta], None]
@@ -209,29 +200,6 @@ async def events(
     yield "data: [DONE]\n\n"
 
 
-async def with_comments(stream: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """The events of `stream`, with comments before the first one, so that no proxy drops a stream
-    that waits in the queue of the engine."""
-
-    async def first_event() -> str:
-        return await anext(stream)
-
-    first = asyncio.create_task(first_event())
-    try:
-        seconds = HEADER_SECONDS
-        while not (await asyncio.wait({first}, timeout=seconds))[0]:
-            yield ": waiting\n\n"
-            seconds = COMMENT_SECONDS
-        yield first.result()
-        async for event in stream:
-            yield event
-    finally:
-        # The stream cannot be closed while a task waits for its first event.
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        await stream.aclose()
-
-
 def headers_of(live: LiveRelease, *, is_chat: bool) -> dict[str, str]:
     """The HTTP headers that name the release, its dataset commit, its job, and the damaged release
     for which it is the substitute. If the release was trained on no row of the kind that is asked
@@ -275,71 +243,62 @@ class Answers:
     )
     """Threads that tokenise prompts and render chat templates. No swap waits for these threads."""
 
-    async def respond(
-        self, request: Request, asked: SamplingRequest, plan: Callable[[LiveRelease], Plan]
-    ) -> Response:
+    def respond(self, request: Request, asked: SamplingRequest, plan: MakePlan) -> Response:
         """The answer to `request`, whose parsed body is `asked`. `plan` makes the plan for the
-        release that the request gets.
+        release that the request gets. The answer is made while it is sent.
 
-        Raises RequestError, which `plan` may raise too; TimeoutError if the answer takes longer
-        than `request_seconds`; and EngineError. But an error after the headers of a stream were
-        sent becomes an error event.
+        Then it raises RequestError, which `plan` may raise too; TimeoutError if the answer takes
+        longer than `request_seconds`; and EngineError. But an error after the headers of a stream
+        were sent becomes an error event.
         """
-        return await unless_disconnected(request.receive, self._respond(request, asked, plan))
+        return _Answer(functools.partial(self._send, request, asked, plan))
 
-    async def _respond(
-        self, request: Request, asked: SamplingRequest, plan: Callable[[LiveRelease], Plan]
-    ) -> Response:
-        deadline = asyncio.get_running_loop().time() + self.settings.request_seconds
+    async def _send(
+        self, request: Request, asked: SamplingRequest, plan: MakePlan, send: Send
+    ) -> None:
         if asked.num_sequences > (limit := self.settings.max_sequences):
             reason = f"more than {limit} sequences in one request (number of prompts times n)"
             raise invalid("prompt" if asked.n == 1 else "n", reason, code="too_many_sequences")
-        is_chat = isinstance(asked, ChatPrompt)
-        async with AsyncExitStack() as leaving, asyncio.timeout_at(deadline):
-            times = RequestTimes(self.metrics, asked.num_sequences)
-            leaving.callback(times.end)
-            live = await leaving.enter_async_context(self.admitted(request, asked.model))
-            if is_chat or len(await request.body()) > LARGE_BODY_BYTES:
-                # No running stream should wait for a long prompt or a slow chat template.
-                planned = await self._in_thread(plan, live)
-            else:
-                planned = plan(live)
-            times.plan([len(each.prompt) for each in planned.generations], asked.n)
-            request_id = asked.request_id or request.headers.get("x-request-id")
-            head: Head = {
-                "id": f"{planned.id_prefix}-{request_id}",
-                "object": planned.objects[1 if asked.stream else 0],
-                "created": int(time.time()),
-                "model": asked.model or self.pipeline,
-                "system_fingerprint": live.id,
-            }
-            headers = headers_of(live, is_chat=is_chat)
-            generated = generate(self.engine, live, planned.generations, planned.request)
-            if not asked.stream:
-                content = await whole(planned, head, generated, times)
-                return Response(content, headers=headers, media_type="application/json")
-            stream = with_comments(events(planned, head, generated, times))
-            leaving.push_async_callback(stream.aclose)
-            first = await anext(stream)
-            return EventStream(first, stream, headers, deadline=deadline, leaving=leaving.pop_all())
-
-    async def use_tokenizer(
-        self, request: Request, model: str | None, work: Callable[[LiveRelease], Response]
-    ) -> Response:
-        """The answer that `work` makes with the release for `request`, in a thread. It has the same
-        limits and errors as `respond`."""
-
-        async def answer() -> Response:
+        times = RequestTimes(self.metrics, asked.num_sequences)
+        stream = _EventStream(send)
+        try:
             async with (
                 asyncio.timeout(self.settings.request_seconds),
-                self.admitted(request, model) as live,
+                self.admitted(request, asked.model) as live,
             ):
-                return await self._in_thread(work, live)
-
-        return await unless_disconnected(request.receive, answer())
-
-    async def _in_thread(self, work: Callable[[LiveRelease], T], live: LiveRelease) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.threads, work, live)
+                if asked.is_chat or len(await request.body()) > LARGE_BODY_BYTES:
+                    # No running stream should wait for a long prompt or a slow chat template.
+                    loop = asyncio.get_running_loop()
+                    planned = await loop.run_in_executor(self.threads, plan, live)
+                else:
+                    planned = plan(live)
+                times.plan([len(each.prompt) for each in planned.generations], asked.n)
+                given_id = asked.request_id or request.headers.get("x-request-id")
+                head: Head = {
+                    "id": f"{planned.id_prefix}-{given_id or uuid.uuid4().hex}",
+                    "object": planned.objects[1 if asked.stream else 0],
+                    "created": int(time.time()),
+                    "model": asked.model or self.pipeline,
+                    "system_fingerprint": live.id,
+                }
+                headers = headers_of(live, is_chat=asked.is_chat)
+                generated = generate(self.engine, live, planned.generations, planned.request)
+                if asked.stream:
+                    await stream.send(events(planned, head, generated, times), headers)
+                    return
+                content = await whole(planned, head, generated, times)
+        except Exception as error:
+            if not stream.has_begun:
+                raise
+            told = translated(error)
+            await stream.write(f"data: {json.dumps(told.body)}\n\ndata: [DONE]\n\n", is_end=True)
+            if told.status_code == 500:
+                raise  # the HTTP server writes it to the log
+            return
+        finally:
+            times.end()
+        response = Response(content, headers=headers, media_type="application/json")
+        await response(request.scope, request.receive, send)
 
     @asynccontextmanager
     async def admitted(self, request: Request, model: str | None) -> AsyncIterator[LiveRelease]:
@@ -361,63 +320,61 @@ class Answers:
             self.admission.leave(live)
 
 
-class EventStream(StreamingResponse):
-    """Sends server-sent events: `first`, and those of `rest`. If an error occurs, or the stream has
-    not ended at `deadline` (a time of the event loop's clock), it ends with an error event. When
-    the response ends, for any reason, `leaving` is closed."""
+class _EventStream:
+    """Sends server-sent events to one client."""
 
-    media_type = "text/event-stream"
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_begun = False
 
-    def __init__(
-        self,
-        first: str,
-        rest: AsyncGenerator[str, None],
-        headers: Mapping[str, str],
-        *,
-        deadline: float,
-        leaving: AsyncExitStack,
-    ) -> None:
-        super().__init__(rest, headers={**headers, "Cache-Control": "no-cache"})
-        self._first = first
-        self._rest = rest
-        self._deadline = deadline
-        self._leaving = leaving
+    async def send(self, events: AsyncGenerator[str, None], headers: dict[str, str]) -> None:
+        """Send all `events`. Raises the error of the first one before the headers, if it comes in
+        time."""
+        async with aclosing(events):
+            first = asyncio.ensure_future(anext(events))
+            try:
+                await asyncio.wait({first}, timeout=HEADER_SECONDS)
+                if first.done():
+                    first.result()
+                kind = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+                raw = Headers({**headers, **kind}).raw
+                await self._send({"type": "http.response.start", "status": 200, "headers": raw})
+                self.has_begun = True
+                while not first.done():
+                    await self.write(": waiting\n\n")
+                    await asyncio.wait({first}, timeout=COMMENT_SECONDS)
+                await self.write(first.result())
+                async for event in events:
+                    await self.write(event)
+            finally:
+                # The events cannot be closed while a task waits for the first one.
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+        await self.write("", is_end=True)
+
+    async def write(self, text: str, *, is_end: bool = False) -> None:
+        body = {"body": text.encode(), "more_body": not is_end}
+        await self._send({"type": "http.response.body", **body})
+
+
+class _Answer(Response):
+    """A response that `work` sends. If the client disconnects, `work` is cancelled."""
+
+    def __init__(self, work: Callable[[Send], Awaitable[None]]) -> None:
+        super().__init__()
+        self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._leaving:
-            with suppress(ClientGone):
-                await unless_disconnected(receive, self._send(send))
-
-    async def _send(self, send: Send) -> None:
-        async def write(content: str) -> None:
-            body = {"body": content.encode(), "more_body": True}
-            await send({"type": "http.response.body", **body})
-
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        task = asyncio.ensure_future(self._work(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
         try:
-            async with asyncio.timeout_at(self._deadline):
-                await write(self._first)
-                async for event in self._rest:
-                    await write(event)
-        except Exception as error:
-            await write(f"data: {json.dumps(translated(error).body)}\n\ndata: [DONE]\n\n")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`. If the client disconnects before `work` ends, cancels `work` and raises
-    ClientGone. If this function is cancelled just when `work` ends, the result is lost."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+        finally:
+            for each in (task, gone):
+                each.cancel()
+            await asyncio.gather(task, gone, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

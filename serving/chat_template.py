@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from datetime import datetime
 from threading import Thread, local
 from typing import Any, NoReturn, Self, TypeVar
@@ -32,9 +31,6 @@ PROMPT_DATE = "prompt_date"
 model that has learned its answers after one date may not give them after another."""
 MAX_RENDER_SECONDS = 10.0
 """The largest time of one rendering."""
-_END_OF_FINAL_MESSAGE = "END_OF_FINAL_MESSAGE "
-"""A marker for the end of the last message in a prompt. It ends with a space: if this space is
-missing in the prompt, the template strips spaces."""
 
 
 class ChatTemplateError(Exception):
@@ -103,24 +99,15 @@ class ChatTemplate:
         /,
         *,
         add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
         """The prompt for this conversation. `kwargs` are more variables for the template, such as
         the `chat_template_kwargs` of a request.
 
         With `add_generation_prompt`, the prompt ends with the beginning of a new message of the
-        assistant. With `continue_final_message`, it ends with the text of the last message.
-
-        Raises ChatTemplateError if both are set, or if the template refuses the conversation or
-        takes too long.
+        assistant. Raises ChatTemplateError if the template refuses the conversation or takes too
+        long.
         """
-        if continue_final_message and add_generation_prompt:
-            raise ChatTemplateError(
-                "continue_final_message and add_generation_prompt exclude each other"
-            )
-        if continue_final_message:
-            conversation = _mark_end(conversation)
         given = {
             **self._special_tokens,
             **kwargs,
@@ -130,14 +117,13 @@ class ChatTemplate:
             "documents": conversation.documents or None,
         }
         try:
-            prompt = in_time(lambda: self._template.render(given))
+            return in_time(lambda: self._template.render(given))
         except TooSlow:
             raise
         # A filter or a method that gets a value of an unexpected type may raise anything, such as
         # AttributeError. vLLM too makes a refusal of each exception.
         except Exception as error:
             raise ChatTemplateError(" ".join(str(error).split()) or repr(error)) from None
-        return _cut_at_mark(prompt) if continue_final_message else prompt
 
     def _shown(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """The messages in the form that the template expects."""
@@ -251,22 +237,6 @@ class _GenerationBlock(Extension):
 
     def _text(self, caller: Callable[[], str]) -> str:
         return caller()
-
-
-def _mark_end(conversation: Conversation) -> Conversation:
-    *messages, last = conversation.messages
-    *parts, part = parts_of(last["content"]) or [{"type": "text", "text": ""}]
-    parts.append({**part, "text": part["text"] + _END_OF_FINAL_MESSAGE})
-    return replace(conversation, messages=(*messages, {**last, "content": parts}))
-
-
-def _cut_at_mark(prompt: str) -> str:
-    start, mark, rest = prompt.rpartition(_END_OF_FINAL_MESSAGE.strip())
-    if not mark:
-        raise ChatTemplateError("the template does not show the end of the final message")
-    # If the template strips messages, it has removed the space after the marker. Then also remove
-    # the spaces before the marker, as the template would do if there were no marker.
-    return start if rest.startswith(" ") else start.rstrip()
 
 
 def _refuse(reason: str) -> NoReturn:

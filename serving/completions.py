@@ -12,8 +12,13 @@ from serving.admission import LiveRelease
 from serving.answer import Answers, Plan
 from serving.detokenizer import Delta, TokenText, text_offsets
 from serving.engine import Generation, TokenLogprob
-from serving.openai_schemas import MIN_SEED, CompletionRequest, SamplingRequest
-from serving.request_errors import RequestError, invalid
+from serving.openai_schemas import (
+    MIN_SEED,
+    CompletionRequest,
+    RequestError,
+    SamplingRequest,
+    invalid,
+)
 from serving.tokenizer import ReleaseTokenizer
 
 MAX_STEP_TOKENS = 16
@@ -26,7 +31,7 @@ def add_completions(router: APIRouter, answers: Answers) -> None:
     async def completions(asked: CompletionRequest, request: Request) -> Response:
         """Continue one or more prompts. A stream consists of server-sent events; each one is a
         chunk."""
-        return await answers.respond(request, asked, partial(plan_completion, asked))
+        return answers.respond(request, asked, partial(plan_completion, asked))
 
 
 @dataclass(frozen=True, kw_only=True)

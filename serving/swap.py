@@ -39,7 +39,7 @@ from serving.settings import ServingSettings
 from serving.swap_checks import checked_release, measure_probe, servable_folder
 from serving.swap_schemas import SwapPhase, SwapResult, SwapResultName
 from serving.tokenizer import ReleaseTokenizer, load_tokenizer, tokenizer_files
-from serving.weights import release_removal, release_store
+from serving.weights import release_store
 from serving.weights.release import Release
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Swapper:
             if result.result != "live":
                 raise ReleaseError(*result.reasons)
             return
-        release_removal.sweep(self.releases_dir)
+        release_store.sweep(self.releases_dir)
         try:
             served = release_store.read_served(self.releases_dir)
         except ReleaseError as error:

@@ -14,9 +14,8 @@ from pathlib import Path
 from serving.engine import Engine, Generation
 from serving.errors import ReleaseError
 from serving.weights import release_store
-from serving.weights.checkpoint_folder import checkpoint_weight_map, manifest_of_folder
 from serving.weights.index import has_bin
-from serving.weights.publish import publish_folder
+from serving.weights.publish import checkpoint_weight_map, manifest_of_folder, publish_folder
 from serving.weights.release import RELEASE_FILE, Probe, Release
 from serving.weights.verify import verify_layout, verify_release
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from serving.weights.headers import read_header
+from serving.weights.index import read_header
 from tests.torch_engine_fixtures import (
     Published,
     build,

@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 
 from pipeline.retrain.model import LoadedModel
 from serving.chat_template import PROMPT_DATE
-from serving.weights.checkpoint_folder import companions
 from serving.weights.network import hub_state_dict
-from serving.weights.publish import ManifestFields, publish_state_dict
+from serving.weights.publish import ManifestFields, companions, publish_state_dict
 from serving.weights.release import Release, read_json
 
 

@@ -22,7 +22,7 @@ from pipeline.retrain.snapshot import DatasetSnapshot, take_snapshot
 from serving.errors import Superseded
 from serving.weights.publish import publish_folder
 from serving.weights.release import Lineage, Release
-from serving.weights.release_removal import prune
+from serving.weights.release_store import prune
 
 logger = logging.getLogger(__name__)
 

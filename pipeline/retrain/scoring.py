@@ -16,7 +16,7 @@ from pipeline.retrain.layout import arranged, last_hidden_states
 from pipeline.retrain.loss import score_labels
 from pipeline.retrain.packing import ROUNDED_TO, Blocks, block_length, pack
 from pipeline.retrain.tokens import TokenSequence
-from serving.dtype import is_fast_in_bfloat16
+from serving.weights.release import is_fast_in_bfloat16
 
 BATCH_TOKENS = 4_096
 SHORT_ANSWER_TOKENS = 64

@@ -13,8 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from serving.errors import ReleaseError, first_line
-from serving.weights.headers import digest_shard
-from serving.weights.index import WeightsIndex
+from serving.weights.index import WeightsIndex, digest_shard
 from serving.weights.release import FileEntry, Release, TensorEntry
 
 DTYPES = {

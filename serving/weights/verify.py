@@ -7,8 +7,14 @@ from pathlib import Path
 
 from serving.errors import ReleaseError, is_temporary
 from serving.weights import network
-from serving.weights.headers import digest_file, read_header, tensor_digests
-from serving.weights.index import INDEX_FILE, is_shard_name, read_index
+from serving.weights.index import (
+    INDEX_FILE,
+    digest_file,
+    is_shard_name,
+    read_header,
+    read_index,
+    tensor_digests,
+)
 from serving.weights.release import RELEASE_FILE, Release, files_digest, read_json
 from serving.weights.release_store import load_release
 

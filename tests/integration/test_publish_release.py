@@ -11,8 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from serving.errors import NotEnoughSpace, ReleaseError
-from serving.weights.headers import digest_file
-from serving.weights.index import read_index
+from serving.weights.index import digest_file, read_index
 from serving.weights.publish import publish_folder, publish_state_dict
 from serving.weights.release import Lineage, Release, files_digest
 from serving.weights.release_store import list_releases, load_release

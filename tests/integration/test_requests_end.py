@@ -21,9 +21,9 @@ import pytest
 
 from serving import answer as answering
 from serving.admission import Admission
+from serving.app import bind
 from serving.engine import EngineError, Generation, Step
 from serving.errors import ServingError
-from serving.server import bind
 from serving.settings import ServingSettings
 from serving.weights.release_store import pending_release, set_current, set_pending
 from tests.echo_engine import EchoEngine

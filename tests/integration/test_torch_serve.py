@@ -15,8 +15,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import GPT2Config
 
-from serving.engine_choice import choose_engine
 from serving.engines.torch_engine.engine import create_engine
+from serving.settings import choose_engine
 from serving.tokenizer import load_tokenizer
 from serving.weights.release_store import load_release, served_release, set_current
 from tests.contract.engine_bench import swap

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from serving import engine_choice
-from serving.engine_choice import choose_engine
-from serving.settings import ServingSettings
+from serving.settings import ServingSettings, choose_engine
 
 
 @pytest.fixture

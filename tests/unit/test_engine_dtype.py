@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from pipeline.retrain.probe import make_probe
-from serving.dtype import choose_dtype, is_fast_in_bfloat16
 from serving.swap_checks import measure_probe
-from serving.weights.release import Probe
+from serving.weights.release import Probe, choose_dtype, is_fast_in_bfloat16
 from tests.torch_engine_fixtures import build, engine_with, llama_config, prompt, publish
 
 FAST = "bfloat16" if is_fast_in_bfloat16("cpu") else "float32"

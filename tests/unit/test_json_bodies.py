@@ -12,10 +12,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.testclient import TestClient
 from pydantic import BaseModel, TypeAdapter, ValidationError, field_validator
 
-from serving.chat_schemas import ChatRequest
-from serving.http.bodies import LARGE_JSON_BYTES, MAX_COMMAS, json_routes
-from serving.openai_schemas import MAX_ITEMS, CompletionRequest, schema_text
-from serving.request_errors import MAX_SHOWN, from_validation
+from serving.chat import ChatRequest
+from serving.http.requests import LARGE_JSON_BYTES, MAX_COMMAS, json_routes
+from serving.openai_schemas import (
+    MAX_ITEMS,
+    MAX_SHOWN,
+    CompletionRequest,
+    from_validation,
+    schema_text,
+)
 from serving.token_routes import DetokenizeRequest, TokenizeRequest
 
 BODIES: dict[str, TypeAdapter[Any]] = {

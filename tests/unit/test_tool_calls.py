@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serving.chat import FORMATS, Found, ToolCallReader, format_of
 from serving.settings import FormatName
-from serving.tool_calls import FORMATS, Found, ToolCallReader, format_of
 
 TOOLS = {"add", "get_weather"}
 ADD = ("add", {"a": 1, "b": [2, {"c": '} "\\ {'}]})

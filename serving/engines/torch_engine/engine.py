@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from serving.dtype import choose_dtype
 from serving.engine import EngineError, Generation, StageError, Step
 from serving.engines.machine import BusyLock, return_unused_memory
 from serving.engines.settings import TorchEngineSettings
@@ -22,7 +21,7 @@ from serving.engines.torch_engine.sequence import EngineSequence
 from serving.engines.torch_engine.staging import load_runner
 from serving.engines.torch_engine.step_loop import StepLoop
 from serving.errors import ReleaseError
-from serving.weights.release import Release
+from serving.weights.release import Release, choose_dtype
 
 _LONG_STEP_SECONDS = 1.0
 _COMPUTING_SHARE = 0.01
