@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -106,13 +106,13 @@ async def _deltas(
         await steps.aclose()  # type: ignore[attr-defined]
 
 
-def joined(deltas: list[Delta]) -> Delta:
-    """A whole sequence, from all its deltas."""
+def joined(deltas: list[Delta], first: Delta) -> Delta:
+    """A whole sequence, from all its deltas. `first` has the logprobs of its prompt."""
     return replace(
         deltas[-1],
         text="".join(each.text for each in deltas),
         tokens=tuple(chain.from_iterable(each.tokens for each in deltas)),
-        prompt_logprobs=deltas[0].prompt_logprobs,
+        prompt_logprobs=first.prompt_logprobs,
     )
 
 
@@ -133,13 +133,9 @@ class Plan(ABC):
     """The indices of the sequences of which a part is written already."""
 
     @abstractmethod
-    def choices(self, sequences: list[Delta]) -> Iterable[dict[str, Any]]:
-        """The choices of a complete answer, from the complete `sequences`."""
-
-    @abstractmethod
-    def chunks(self, index: int, delta: Delta) -> Iterable[dict[str, Any]]:
-        """The choices of a stream for a delta of the sequence with this index. Empty if the delta
-        adds nothing that the client should see."""
+    def choice(self, index: int, part: Delta, *, is_whole: bool) -> dict[str, Any] | None:
+        """The choice for a part of the sequence with this index, or with `is_whole` for all of it.
+        None if a part adds nothing that the client should see."""
 
     def usage(self, times: RequestTimes) -> dict[str, Any]:
         """The tokens of the answer. `request.n` sequences have the same prompt: it is counted only
@@ -165,12 +161,15 @@ async def whole(plan: Plan, head: Head, generated: Deltas, times: RequestTimes) 
     sequences: list[list[Delta]] = [[] for _ in plan.generations]
     async with aclosing(generated) as deltas:
         async for index, delta in deltas:
-            times.add(index, delta)
+            times.add(index, delta, len(plan.generations[index].prompt))
             sequences[index].append(delta)
 
     def written() -> bytes:
         # Write each choice by itself, because no other thread can run while one value is written.
-        choices = ",".join(map(_json, plan.choices(list(map(joined, sequences)))))
+        # The logprobs of a prompt are computed only for its first sequence.
+        firsts = [sequences[index - index % plan.request.n][0] for index in range(len(sequences))]
+        parts = enumerate(map(joined, sequences, firsts))
+        choices = ",".join(_json(plan.choice(index, part, is_whole=True)) for index, part in parts)
         end = _json(plan.usage(times))
         return f'{_json(head)[:-1]},"choices":[{choices}],"usage":{end}}}'.encode()
 
@@ -189,11 +188,11 @@ async def events(
     end = '], "usage": null}\n\n' if includes_usage else "]}\n\n"
     async with aclosing(generated) as deltas:
         async for index, delta in deltas:
-            times.add(index, delta)
-            chunks = plan.chunks(index, delta)
-            if len(delta.prompt_logprobs or ()) > LARGE_PROMPT_TOKENS:
-                chunks = await asyncio.to_thread(list, chunks)
-            for choice in chunks:
+            times.add(index, delta, len(plan.generations[index].prompt))
+            write = functools.partial(plan.choice, index, delta, is_whole=False)
+            is_large = len(delta.prompt_logprobs or ()) > LARGE_PROMPT_TOKENS
+            choice = await asyncio.to_thread(write) if is_large else write()
+            if choice is not None:
                 yield f"{start}{json.dumps(choice)}{end}"
     if includes_usage:
         yield f'{start}], "usage": {json.dumps(plan.usage(times))}}}\n\n'
@@ -272,7 +271,6 @@ class Answers:
                     planned = await loop.run_in_executor(self.threads, plan, live)
                 else:
                     planned = plan(live)
-                times.plan([len(each.prompt) for each in planned.generations], asked.n)
                 given_id = asked.request_id or request.headers.get("x-request-id")
                 head: Head = {
                     "id": f"{planned.id_prefix}-{given_id or uuid.uuid4().hex}",

@@ -13,7 +13,7 @@ template. Two are known, under the names of vLLM's option `--tool-call-parser`
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
@@ -177,26 +177,31 @@ class ChatPlan(Plan):
     readers: "list[ToolCallReader] | None"
     """One reader for each sequence; None if the model may call no tools."""
 
-    def choices(self, sequences: list[Delta]) -> Iterator[dict[str, Any]]:
-        for index, sequence in enumerate(sequences):
-            found = self._read(index, sequence)
-            message: dict[str, Any] = {"role": "assistant", "content": found.text}
-            if found.calls:
-                message |= {"content": found.text or None, "tool_calls": found.calls}
-            yield self._choice(index, sequence, found, message=message)
-
-    def chunks(self, index: int, delta: Delta) -> Iterator[dict[str, Any]]:
-        if index not in self.begun:
+    def choice(self, index: int, part: Delta, *, is_whole: bool) -> dict[str, Any] | None:
+        found = self._read(index, part)
+        calls = found.calls
+        if not is_whole:  # a client puts the pieces of a stream together by their index
+            calls = [{"index": number, **call} for number, call in enumerate(calls)]
+        said: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        if is_whole:
+            said = {"role": "assistant", "content": found.text or (None if calls else ""), **said}
+        elif index not in self.begun:
             self.begun.add(index)
-            said = {"role": "assistant", "content": ""}
-            yield self._choice(index, Delta(), Found(), delta=said)
-        found = self._read(index, delta)
-        content: dict[str, Any] = {"content": found.text} if found.text else {}
-        if found.calls:
-            calls = enumerate(found.calls)
-            content["tool_calls"] = [{"index": number, **call} for number, call in calls]
-        if content or delta.tokens or delta.finish_reason is not None:
-            yield self._choice(index, delta, found, delta=content)
+            said = {"role": "assistant", "content": found.text, **said}
+        elif found.text:
+            said["content"] = found.text
+        if not (said or part.tokens or part.finish_reason is not None):
+            return None
+        # If the request names the tool to call, the finish reason is "stop", as in OpenAI and vLLM.
+        is_named = isinstance(self.request.tool_choice, NamedTool)
+        is_call = part.finish_reason == "stop" and calls and not is_named
+        return {
+            "index": index,
+            "message" if is_whole else "delta": said,
+            "logprobs": self._logprobs(part) if self.request.logprobs and part.tokens else None,
+            "finish_reason": "tool_calls" if is_call else part.finish_reason,
+            "stop_reason": part.stop_reason,
+        }
 
     def _read(self, index: int, part: Delta) -> "Found":
         if self.readers is None:
@@ -205,18 +210,6 @@ class ChatPlan(Plan):
         if self.request.parallel_tool_calls is False:
             found.calls = found.calls[:1]
         return found
-
-    def _choice(self, index: int, part: Delta, found: "Found", **content: Any) -> dict[str, Any]:
-        # If the request names the tool to call, the finish reason is "stop", as in OpenAI and vLLM.
-        is_named = isinstance(self.request.tool_choice, NamedTool)
-        is_call = part.finish_reason == "stop" and found.calls and not is_named
-        return {
-            "index": index,
-            **content,
-            "logprobs": self._logprobs(part) if self.request.logprobs and part.tokens else None,
-            "finish_reason": "tool_calls" if is_call else part.finish_reason,
-            "stop_reason": part.stop_reason,
-        }
 
     def _logprobs(self, part: Delta) -> dict[str, Any]:
         return {

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import datetime
+from functools import partial
 from threading import Thread, local
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -146,6 +147,7 @@ class ChatTemplate:
         return shown
 
 
+_to_json = partial(json.dumps, ensure_ascii=False)
 _watched = local()
 
 
@@ -241,19 +243,3 @@ class _GenerationBlock(Extension):
 
 def _refuse(reason: str) -> NoReturn:
     raise TemplateError(reason)
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )

@@ -77,6 +77,20 @@ class ManifestFields(TypedDict, total=False):
     probe: Probe | None
 
 
+def servable_folder(folder: Path, pipeline_dir: Path) -> Path:
+    """`folder`, or a release that is published from it if it is a checkpoint with `.bin` shards. No
+    engine reads such shards, because they are pickles. Raises ReleaseError and OSError."""
+    if is_checkpoint(folder, pipeline_dir) and has_bin(checkpoint_weight_map(folder).values()):
+        return pipeline_dir / publish_folder(pipeline_dir, folder).id
+    return folder
+
+
+def is_checkpoint(folder: Path, pipeline_dir: Path) -> bool:
+    """Whether `folder` is a checkpoint elsewhere, and no release."""
+    is_inside = folder.resolve().is_relative_to(pipeline_dir.resolve())
+    return not is_inside and not (folder / RELEASE_FILE).exists()
+
+
 def publish_folder(pipeline_dir: Path, source: Path, **manifest: Unpack[ManifestFields]) -> Release:
     """Publish a checkpoint folder that `save_pretrained` wrote, with `.safetensors` or `.bin`
     shards. Its tensors are written to new safetensors shards. Raises the errors of
