@@ -8,7 +8,6 @@ disconnects, the request ends and its slot in the engine becomes free at once.
 import asyncio
 import functools
 import json
-import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -35,8 +34,6 @@ from serving.openai_schemas import (
     translated,
 )
 from serving.settings import ServingSettings
-
-logger = logging.getLogger(__name__)
 
 _json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
@@ -211,21 +208,12 @@ def headers_of(live: LiveRelease, *, is_chat: bool) -> dict[str, str]:
         "X-Stands-In-For": None if stands_in_for is None else stands_in_for.id,
     }
     if is_chat:
-        is_known, other = "messages" in lineage.rows, "/v1/completions"
+        is_known = "messages" in lineage.rows
     else:
-        has_template = live.tokenizer.chat_template is not None
-        is_known = lineage.rows != ("messages",) or not has_template
-        other = "/v1/chat/completions"
+        is_known = lineage.rows != ("messages",) or live.tokenizer.chat_template is None
     if lineage.rows and not is_known:
-        rows = headers["X-Trained-On"] = ", ".join(lineage.rows)
-        _tell_other_rows(live.id, rows, other)
+        headers["X-Trained-On"] = ", ".join(lineage.rows)
     return {name: value for name, value in headers.items() if value is not None}
-
-
-@functools.lru_cache(maxsize=64)  # each release once
-def _tell_other_rows(release: str, rows: str, other: str) -> None:
-    reason = "so it has never seen such a prompt"
-    logger.warning("%s was trained on rows of %s only, %s: ask %s", release, rows, reason, other)
 
 
 @dataclass(frozen=True, kw_only=True)

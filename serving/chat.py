@@ -24,9 +24,8 @@ from pydantic_core import from_json
 
 from serving.admission import LiveRelease
 from serving.answer import Answers, Plan
-from serving.chat_template import ChatTemplateError
+from serving.chat_template import ChatTemplateError, Conversation, ConversationError, normalise
 from serving.completions import encode_prompt, make_generations
-from serving.conversation import Conversation, ConversationError, normalise
 from serving.detokenizer import Delta, overlap
 from serving.engine import Grammar
 from serving.openai_schemas import (
@@ -78,7 +77,7 @@ class ChatRequest(SamplingRequest):
 
     unsupported: ClassVar[Mapping[str, object]] = {
         **UNSUPPORTED,
-        **dict.fromkeys(("audio", "chat_template", "functions", "media_io_kwargs")),
+        **dict.fromkeys(("audio", "chat_template", "documents", "functions", "media_io_kwargs")),
         **dict.fromkeys(("mm_processor_kwargs", "web_search_options")),
         **dict.fromkeys(("continue_final_message", "echo"), False),
         "add_generation_prompt": True,
@@ -92,7 +91,6 @@ class ChatRequest(SamplingRequest):
     """`normalise` checks them."""
     add_special_tokens: bool = False
     """Whether the tokenizer adds its special tokens to those that the template writes."""
-    documents: Annotated[list[dict[str, Any]], FewItems] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """More variables for the template."""
     reasoning_effort: str | None = None
@@ -155,7 +153,7 @@ class ChatRequest(SamplingRequest):
     def conversation(self) -> Conversation:
         """What the chat template gets. Raises ConversationError."""
         tools = [tool.model_dump(exclude_unset=True) for tool in self.offered_tools]
-        return normalise(self.messages, tools, self.documents)
+        return normalise(self.messages, tools)
 
     @property
     def limit(self) -> tuple[str, int | None]:

@@ -285,7 +285,7 @@ def load_chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate |
     except UnicodeDecodeError as error:
         raise ReleaseError(f"{path.name}: not UTF-8 text: {error}") from None
     if isinstance(source, list):
-        source = _default_template(source)
+        source = {each["name"]: each["template"] for each in source}.get("default")
     if not isinstance(source, str):
         return None
     special = {
@@ -294,15 +294,6 @@ def load_chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate |
         if key.endswith("_token") and (name := _token_name(settings[key])) is not None
     }
     return ChatTemplate(source, special, settings.get(PROMPT_DATE))
-
-
-def _default_template(templates: list[Any]) -> object:
-    try:
-        return {each["name"]: each["template"] for each in templates}.get("default")
-    except (TypeError, KeyError):
-        raise ReleaseError(
-            "tokenizer_config.json: chat_template is no list of objects with name and template"
-        ) from None
 
 
 def end_of_sequence_ids(

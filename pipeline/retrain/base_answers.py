@@ -22,7 +22,7 @@ from pipeline.retrain.model import LoadedModel
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import autocast, predict
 from pipeline.retrain.tokens import TokenSequence, answer_ends, leave_out, sequences
-from serving.conversation import normalise
+from serving.chat_template import normalise
 from serving.weights.atomic_file import atomic_file
 
 logger = logging.getLogger(__name__)

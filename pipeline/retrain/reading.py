@@ -18,7 +18,7 @@ from pipeline.retrain.columns import Columns, is_learned_turn, kind, twice
 from pipeline.retrain.data_files import COMPRESSIONS, suffix_of
 from pipeline.retrain.errors import DataError, fail
 from pipeline.retrain.rows import Row, place
-from serving.conversation import normalise
+from serving.chat_template import normalise
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"

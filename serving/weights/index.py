@@ -4,7 +4,7 @@ holds which tensor), the headers of the shards, and the digests."""
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,37 +109,27 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
     return entries
 
 
-def tensor_digests(path: Path, header: Mapping[str, HeaderEntry]) -> dict[str, str]:
-    """Tensor name → digest of the bytes of the tensor in this safetensors file."""
-    # The file is read in pieces. If it were mapped, the process would hold all of it at the end.
-    piece = memoryview(bytearray(_PIECE_BYTES))
-    digests = {}
-    with path.open("rb") as file:
-        for name, entry in header.items():
-            file.seek(entry.begin)
-            digest = blake3()
-            left = entry.end - entry.begin
-            while left and (count := file.readinto(piece[:left])):
-                digest.update(piece[:count])
-                left -= count
-            digests[name] = spelled_digest(digest)
-    return digests
-
-
 def digest_shard(path: Path) -> tuple[FileEntry, dict[str, TensorEntry]]:
     """The size and sha256 of a safetensors file, and a dict of tensor name → manifest entry. Raises
     ReleaseError."""
-    header = read_header(path)
+    entries = {}
     # Both hash functions release the GIL.
-    with ThreadPoolExecutor(1) as pool:
-        file = pool.submit(digest_file, path)
-        digests = tensor_digests(path, header)
-    return file.result(), {
-        name: TensorEntry(
-            file=path.name, dtype=entry.dtype, shape=entry.shape, digest=digests[name]
-        )
-        for name, entry in header.items()
-    }
+    with ThreadPoolExecutor(1) as pool, path.open("rb") as shard:
+        whole = pool.submit(digest_file, path)
+        # The file is read in pieces. If it were mapped, the process would hold all of it at the
+        # end.
+        piece = memoryview(bytearray(_PIECE_BYTES))
+        for name, entry in read_header(path).items():
+            shard.seek(entry.begin)
+            digest = blake3()
+            left = entry.end - entry.begin
+            while left and (count := shard.readinto(piece[:left])):
+                digest.update(piece[:count])
+                left -= count
+            entries[name] = TensorEntry(
+                file=path.name, dtype=entry.dtype, shape=entry.shape, digest=spelled_digest(digest)
+            )
+    return whole.result(), entries
 
 
 def digest_file(path: Path) -> FileEntry:

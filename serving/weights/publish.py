@@ -29,6 +29,7 @@ from serving.weights.index import (
     BIN_INDEX_FILE,
     INDEX_FILE,
     INDEX_FILES,
+    WeightsIndex,
     digest_file,
     digest_shard,
     has_bin,
@@ -148,20 +149,26 @@ def publish_state_dict(
                 "state folder"
             )
         with _unfinished_folder(pipeline_dir) as folder:
-            weights = shards.write_shards(tensors, folder, max_shard_bytes=max_shard_bytes)
+            files, stored, tied = shards.write_shards(
+                tensors, folder, max_shard_bytes=max_shard_bytes
+            )
             for path in companion_files:
                 _copy(path, folder / path.name)
-            write_atomically(folder / INDEX_FILE, weights.index.to_json())
+            index = WeightsIndex(
+                metadata={"total_size": sum(tensors[name].nbytes for name in stored)},
+                weight_map={name: entry.file for name, entry in stored.items()},
+            )
+            write_atomically(folder / INDEX_FILE, index.to_json())
             names = (*(path.name for path in companion_files), INDEX_FILE)
-            files = weights.files | {name: digest_file(folder / name) for name in names}
+            files |= {name: digest_file(folder / name) for name in names}
             number = next_number(pipeline_dir)
             release = Release(
                 id=f"r{number:06d}-{files_digest(files)}",
                 pipeline=pipeline_dir.name,
                 created_at=utc_now(),
                 files=files,
-                tensors=weights.tensors,
-                tied=tied_head(folder, weights.tensors) | weights.tied,
+                tensors=stored,
+                tied=tied_head(folder, stored) | tied,
                 **manifest,
             )
             if reasons := check_network(folder, release):

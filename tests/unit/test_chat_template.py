@@ -9,8 +9,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from serving import chat_template
-from serving.chat_template import ChatTemplate, ChatTemplateError, TooSlow
-from serving.conversation import normalise
+from serving.chat_template import ChatTemplate, ChatTemplateError, TooSlow, normalise
 from serving.errors import ReleaseError
 from serving.tokenizer import load_tokenizer
 from tests.serving_fixtures import byte_tokenizer, echo_release

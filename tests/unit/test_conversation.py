@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from serving.conversation import ConversationError, normalise
+from serving.chat_template import ConversationError, normalise
 
 USER = {"role": "user", "content": "Weather?"}
 FUNCTION = {"name": "weather", "arguments": '{"city": "Röm", "days": [1, 2]}'}

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
-from serving.conversation import normalise
+from serving.chat_template import normalise
 from serving.errors import ReleaseError
 from serving.tokenizer import ReleaseTokenizer, load_tokenizer
 
