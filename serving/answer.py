@@ -259,9 +259,9 @@ class Answers:
                     planned = await loop.run_in_executor(self.threads, plan, live)
                 else:
                     planned = plan(live)
-                given_id = asked.request_id or request.headers.get("x-request-id")
+                request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
                 head: Head = {
-                    "id": f"{planned.id_prefix}-{given_id or uuid.uuid4().hex}",
+                    "id": f"{planned.id_prefix}-{request_id}",
                     "object": planned.objects[1 if asked.stream else 0],
                     "created": int(time.time()),
                     "model": asked.model or self.pipeline,

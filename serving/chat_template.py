@@ -23,6 +23,7 @@ from typing import Any, NoReturn, Self, TypeVar
 import jinja2
 from jinja2 import TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic_core import from_json
 
 from serving.errors import ReleaseError
 
@@ -303,13 +304,9 @@ def _without_nulls(value: Any) -> Any:
 
 def _decoded(text: str, name: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant) if text.strip() else None
-    except (ValueError, RecursionError) as error:
+        return from_json(text, allow_inf_nan=False) if text.strip() else None
+    except ValueError as error:
         raise ConversationError(f"`{name}` is text that is not JSON ({error})") from None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON value")
 
 
 def _message(number: int, message: dict[str, Any]) -> Message:

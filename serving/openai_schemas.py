@@ -44,7 +44,6 @@ MAX_ITEMS = 2**14
 MAX_TOKEN_IDS = 2**19
 MAX_LOGPROBS = 20
 MAX_STOPS = 1024
-MAX_ID_LENGTH = 256
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_GRAMMAR_CHARS = 2**17
 
@@ -305,8 +304,6 @@ class SamplingRequest(RequestBody):
     min_tokens: int = Field(default=0, ge=0)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    request_id: str | None = Field(default=None, max_length=MAX_ID_LENGTH)
-    """The `id` of the answer ends with this value, instead of with `X-Request-Id`."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 

@@ -25,7 +25,6 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar
@@ -193,11 +192,11 @@ class Swapper:
         raise SwapStopped("refused", reason)
 
     async def _choose(self, release_id: str, instead_of: Collection[str | None]) -> None:
-        choose = partial(release_store.set_pending, instead_of=instead_of)
+        choose, folder = release_store.set_pending, self.releases_dir
         try:
-            await asyncio.to_thread(choose, self.releases_dir, release_id)
+            await asyncio.to_thread(choose, folder, release_id, instead_of=instead_of)
             # Another release may have been chosen and requested before the thread ended.
-            if (chosen := release_store.chosen_release_id(self.releases_dir)) != release_id:
+            if (chosen := release_store.chosen_release_id(folder)) != release_id:
                 raise Superseded(release_id, chosen)
         except Superseded as moved:
             raise SwapStopped("superseded", str(moved), superseded_by=moved.chosen) from None
@@ -250,17 +249,13 @@ class Swapper:
 
     async def _clear_pending(self, swap: _Swap, stopped: SwapStopped | None) -> None:
         """Remove the mark `pending` of the release after its swap, even if the swap failed.
-        Otherwise every start of the server would try a release that cannot be served.
-
-        A swap that was deferred is asked for again. A swap to a substitute was asked for by nobody.
-        A superseded swap leaves the mark if the newest swap is to the same release.
-        """
+        Otherwise every start of the server would try a release that cannot be served."""
         newest = self._newest
         has_successor = newest is not None and newest is not swap and newest.folder == swap.folder
         is_asked_for = swap.is_recorded and swap.stands_in_for is None
         is_deferred = stopped is not None and stopped.result == "deferred"
         if is_deferred or has_successor or not is_asked_for:
-            return
+            return  # a deferred swap is asked for again, a substitute was asked for by nobody
         try:
             await self._written(release_store.clear_pending, swap.folder.name)
         except SwapStopped as late:
@@ -423,9 +418,8 @@ class Swapper:
 async def bounded(
     work: Awaitable[T], seconds: float, late: str, result: SwapResultName = "failed"
 ) -> T:
-    """The result of `work`. If `work` takes longer than `seconds`, cancels it and raises
-    SwapStopped at once. Does not wait for the end of `work`, because it may ignore the
-    cancellation. `late` is the reason, up to the number of seconds."""
+    """The result of `work`. If it takes longer than `seconds`, cancels it and raises SwapStopped at
+    once, because it may ignore the cancellation. `late` is the reason, up to the seconds."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=seconds)

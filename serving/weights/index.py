@@ -112,6 +112,7 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
 def digest_shard(path: Path) -> tuple[FileEntry, dict[str, TensorEntry]]:
     """The size and sha256 of a safetensors file, and a dict of tensor name → manifest entry. Raises
     ReleaseError."""
+    header = read_header(path)
     entries = {}
     # Both hash functions release the GIL.
     with ThreadPoolExecutor(1) as pool, path.open("rb") as shard:
@@ -119,7 +120,7 @@ def digest_shard(path: Path) -> tuple[FileEntry, dict[str, TensorEntry]]:
         # The file is read in pieces. If it were mapped, the process would hold all of it at the
         # end.
         piece = memoryview(bytearray(_PIECE_BYTES))
-        for name, entry in read_header(path).items():
+        for name, entry in header.items():
             shard.seek(entry.begin)
             digest = blake3()
             left = entry.end - entry.begin

@@ -142,13 +142,11 @@ NAMED = {"type": "function", "function": {"name": "sub"}}
         (
             {"chat_template_kwargs": {"messages": []}},
             "chat_template_kwargs",
-            "field of the request",
+            "no variable that a request may set",
         ),
-        (
-            {"continue_final_message": True, "add_generation_prompt": True},
-            "continue_final_message",
-            "together with add_generation_prompt",
-        ),
+        ({"continue_final_message": True}, "continue_final_message", "not supported"),
+        ({"add_generation_prompt": False}, "add_generation_prompt", "not supported"),
+        ({"documents": [{"text": "a"}]}, "documents", "not supported"),
         ({"chat_template": "{{ messages }}"}, "chat_template", "not supported"),
         ({"functions": [{"name": "add"}]}, "functions", "not supported"),
         ({"response_format": {"type": "xml"}}, "response_format", "json_object"),

@@ -19,15 +19,11 @@ from serving.openai_schemas import (
     MAX_SHOWN,
     CompletionRequest,
     from_validation,
-    schema_text,
 )
-from serving.token_routes import DetokenizeRequest, TokenizeRequest
 
 BODIES: dict[str, TypeAdapter[Any]] = {
     "completions": TypeAdapter(CompletionRequest),
     "chat": TypeAdapter(ChatRequest),
-    "tokenize": TypeAdapter(TokenizeRequest),
-    "detokenize": TypeAdapter(DetokenizeRequest),
 }
 JSON = {"Content-Type": "application/json"}
 HI = [{"role": "user", "content": "Hi"}]
@@ -61,8 +57,6 @@ def test_every_list_of_a_body_is_bounded_and_stops_at_its_first_error(name: str)
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("chat", {"messages": [0] * 3}),
     ("chat", {"messages": HI, "tools": [0] * 3}),
-    ("chat", {"messages": HI, "documents": [0] * 3}),
-    ("tokenize", {"messages": [0] * 3}),
     ("completions", {"prompt": "a", "stop": [0] * 3}),
     ("completions", {"prompt": "a", "structured_outputs": {"choice": [0] * 3}}),
     ("completions", {"prompt": "a", "structured_outputs": {str(i): 0 for i in range(30)}}),
@@ -153,15 +147,3 @@ def test_a_large_body_is_validated_in_a_thread(is_large: bool) -> None:
             many = b'{"text": "a", "other": [' + b"1," * MAX_COMMAS + b"1]}"
             assert "commas" in client.post("/", content=many, headers=JSON).json()["detail"]
         assert client.post("/", content=b"", headers=JSON).status_code == 422
-
-
-def test_unique_items_are_left_out_as_a_keyword_only() -> None:
-    data = {"uniqueItems": True, "a": 1}
-    schema = {
-        "type": "object",
-        "properties": {"uniqueItems": True, "list": {"type": "array", "uniqueItems": True}},
-        "default": data,
-        "enum": [data],
-    }
-    expected = {**schema, "properties": {"uniqueItems": True, "list": {"type": "array"}}}
-    assert json.loads(schema_text(schema)) == expected
