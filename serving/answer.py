@@ -40,9 +40,6 @@ _json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 LARGE_BODY_BYTES = 4096
 """If a request body is larger, its prompt is tokenised in a thread. The prompt of a smaller body
 takes only one or two milliseconds."""
-LARGE_PROMPT_TOKENS = 1024
-"""If a stream begins with the logprobs of a longer prompt, they are written in a thread. Each token
-takes some microseconds."""
 HEADER_SECONDS = 1.0
 """When a stream sends its headers at the latest. Most errors come sooner, and then have a status of
 their own."""
@@ -186,9 +183,7 @@ async def events(
     async with aclosing(generated) as deltas:
         async for index, delta in deltas:
             times.add(index, delta, len(plan.generations[index].prompt))
-            write = functools.partial(plan.choice, index, delta, is_whole=False)
-            is_large = len(delta.prompt_logprobs or ()) > LARGE_PROMPT_TOKENS
-            choice = await asyncio.to_thread(write) if is_large else write()
+            choice = plan.choice(index, delta, is_whole=False)
             if choice is not None:
                 yield f"{start}{json.dumps(choice)}{end}"
     if includes_usage:

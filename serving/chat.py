@@ -221,9 +221,8 @@ class ChatPlan(Plan):
         }
 
     def _token_body(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        tokenizer = self.live.tokenizer
-        own_bytes = list(tokenizer.token_bytes(token_id))
-        return {"token": tokenizer.token_text(token_id), "logprob": logprob, "bytes": own_bytes}
+        text = self.live.tokenizer.token_text(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def plan_chat(request: ChatRequest, live: LiveRelease) -> ChatPlan:

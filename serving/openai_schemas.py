@@ -47,7 +47,7 @@ MAX_STOPS = 1024
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_GRAMMAR_CHARS = 2**17
 
-Schema = dict[str, Any] | bool
+Schema = dict[str, Any]
 _ANY_OBJECT: Schema = {"type": "object"}
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
@@ -135,6 +135,8 @@ Prompt = Annotated[
 ]
 
 
+Stop = Annotated[str, Field(min_length=1)]
+"""An empty stop string would end each answer before its first token."""
 ModelName = Annotated[str | None, AfterValidator(lambda name: name or None)]
 """As in vLLM, an empty text means the same as null."""
 
@@ -247,8 +249,6 @@ def schema_text(schema: str | Schema, **options: Any) -> str:
     which every engine reads from the schema itself. Raises ValueError."""
     if isinstance(schema, str):
         schema = from_json(schema)
-    if isinstance(schema, bool):
-        return json.dumps(schema)
     if not isinstance(schema, dict):
         raise ValueError("a JSON schema is an object")
     return json.dumps({**schema, "x-guidance": options} if options else schema)
@@ -286,7 +286,7 @@ class SamplingRequest(RequestBody):
     n: int = Field(default=1, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: str | Annotated[list[str], FewItems] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], FewItems] = []
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     """The only tokens that may be generated; null allows all."""
@@ -316,16 +316,6 @@ class SamplingRequest(RequestBody):
         if value is not None and other is not None and other.type != "text":
             raise ValueError("not possible together with response_format")
         return value
-
-    @field_validator("stop")
-    @classmethod
-    def _stops_are_few_and_not_empty(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        stops = [stop] if isinstance(stop, str) else stop or []
-        if len(stops) > MAX_STOPS:
-            raise ValueError(f"at most {MAX_STOPS} stop strings, not {len(stops)}")
-        if "" in stops:
-            raise ValueError("an empty stop string would end each answer before its first token")
-        return stop
 
     @field_validator("stream_options")
     @classmethod

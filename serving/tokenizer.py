@@ -1,6 +1,5 @@
 """The tokenizer of a release: turns text into token ids, and token ids into text."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,16 +19,6 @@ from serving.weights.release import FileEntry, Release, faults_in, read_json
 REPLACEMENT = "\ufffd"
 _SPACES = ("\u0120", "\u2581", " ")
 """How tokenizers write a space: byte-level ones, those of SentencePiece, and others."""
-
-_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-"""The name of a token for one byte, in tokenizers that fall back to bytes."""
-_PRINTABLE_BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHER_BYTES = [byte for byte in range(0x100) if byte not in _PRINTABLE_BYTES]
-_BYTE_OF = {
-    **{chr(byte): byte for byte in _PRINTABLE_BYTES},
-    **{chr(0x100 + number): byte for number, byte in enumerate(_OTHER_BYTES)},
-}
-"""Character in the name of a token → byte, in byte-level tokenizers such as GPT-2's."""
 
 _MANY_TOKENS = 1024
 """If there are more tokens, they are decoded without the GIL. For fewer tokens, this would take
@@ -107,17 +96,6 @@ class ReleaseTokenizer:
             text = second if second.endswith(alone) else alone
             self._token_texts[token_id] = text
         return text
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token for `logprobs`. If the token is part of a character, these are not
-        the bytes of `token_text`, which then contains the replacement character."""
-        text = self.token_text(token_id)
-        name = self.tokenizer.id_to_token(token_id) or ""
-        if REPLACEMENT in text and (byte := _BYTE_TOKEN.fullmatch(name)):
-            return bytes.fromhex(byte[1])
-        if REPLACEMENT in text and all(character in _BYTE_OF for character in name):
-            return bytes(_BYTE_OF[character] for character in name)
-        return text.encode()
 
 
 def tokenizer_files(release: Release) -> dict[str, FileEntry]:

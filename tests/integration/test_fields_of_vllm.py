@@ -145,12 +145,6 @@ def test_parts_of_a_message_stay_parts_for_a_template_that_loops_over_them(tmp_p
         assert server.prompt == "<text>Hi<text>Ho<text>No;<text>A;Hi\nHo\nNo;;"
 
 
-def test_bytes_of_a_token_are_its_own(server: Server) -> None:
-    choice = server.answer("ü€", messages=MESSAGES, logprobs=True, top_logprobs=None)
-    tokens = choice["logprobs"]["content"][:5]
-    assert [token["bytes"] for token in tokens] == [[byte] for byte in "ü€".encode()]
-
-
 def test_special_tokens_are_put_before_a_prompt_unless_not_wanted(tmp_path: Path) -> None:
     from tokenizers.processors import TemplateProcessing
 
