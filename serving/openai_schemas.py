@@ -92,14 +92,6 @@ faults may be equal, or about the same field."""
 MAX_SHOWN = 60
 """An error contains the wrong value itself only if the value has at most this many characters. A
 prompt, for example, would be too long for an error."""
-_JSON_MESSAGES = {
-    "dict_type": "Input should be a valid object",
-    "list_type": "Input should be a valid array",
-    "model_attributes_type": "Input should be a valid object",
-}
-"""Type of a pydantic error → message in JSON's terms. pydantic's own messages use Python's terms.
-"""
-
 FewItems = Field(max_length=MAX_ITEMS, fail_fast=True)
 TokenId = Annotated[int, Field(ge=0)]
 BiasedToken = Annotated[int, Field(strict=False, ge=0)]
@@ -445,7 +437,7 @@ def from_validation(error: RequestValidationError) -> RequestError:
         param, *inner = list(map(str, each["loc"][1:])) or [""]
         parts = [param, *inner] if inner and inner[0].isdigit() else [param]
         place = ".".join(parts)[:MAX_SHOWN]
-        message = _JSON_MESSAGES.get(each["type"], each["msg"]).removeprefix("Value error, ")
+        message = each["msg"].removeprefix("Value error, ")
         given = each["input"]
         if isinstance(given, str | int | float) and len(str(given)) <= MAX_SHOWN:
             message += f", got {json.dumps(given)}"
