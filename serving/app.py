@@ -107,7 +107,7 @@ def create_app(
             await swapper.close()
             await engine.close()
 
-    app = FastAPIOffline(title="hotpush", redoc_url=None, lifespan=lifespan)
+    app = FastAPIOffline(title="hotpush", redoc_url=None, lifespan=lifespan, responses=ERRORS)
     for known in (HTTPException, RequestValidationError, ClientDisconnect, EngineError):
         app.add_exception_handler(known, _on_error)
     app.add_exception_handler(TimeoutError, _on_error)
@@ -131,13 +131,12 @@ def create_app(
     keyed = APIRouter(
         route_class=json_routes(partial(check_api_key, key=api_key)),
         dependencies=[KEY_NEEDED],
-        responses=ERRORS,
     )
     add_completions(keyed, answers)
     add_chat(keyed, answers)
     _add_models(keyed, answers)
     may_swap = partial(check_swap_token, admin_token=admin_token, job_may_swap=job_may_swap)
-    admin = APIRouter(route_class=json_routes(may_swap), responses=ERRORS)
+    admin = APIRouter(route_class=json_routes(may_swap))
     _add_swap(admin, swapper)
     _add_own_routes(app, engine, admission, metrics)
     app.include_router(keyed)

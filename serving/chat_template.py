@@ -155,10 +155,6 @@ class ChatTemplate:
             raise ReleaseError(f"chat_template: {error}, already for one short message") from None
         self._takes_none = re.search(r"content\W{0,3} is (not )?none", source) is not None
         """Whether the template asks if a content is none. If not, it expects an empty text."""
-        used = [token for name, token in special_tokens.items() if name in source]
-        self.texts = "".join([source, *used])
-        """The source of the template, and the special tokens whose names it contains. Only tokens
-        that occur in this text can get into a prompt through the template itself."""
         self._special_tokens = dict(special_tokens)
 
     # `self` and `conversation` are positional-only, because `kwargs` may contain any name.

@@ -125,7 +125,7 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ReleaseError("config.json: vocab_size is not a positive number")
     chat_template = load_chat_template(folder, settings)
-    _check_ids(tokenizer, ids, vocab_size, "" if chat_template is None else chat_template.texts)
+    _check_ids(tokenizer, ids, vocab_size)
     eos_token = _token_name(settings.get("eos_token"))
     own_eos = None if eos_token is None else tokenizer.token_to_id(eos_token)
     return ReleaseTokenizer(
@@ -227,23 +227,19 @@ def _satisfies_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> bool:
     )
 
 
-def _check_ids(tokenizer: Tokenizer, ids: dict[str, int], vocab_size: int, template: str) -> None:
+def _check_ids(tokenizer: Tokenizer, ids: dict[str, int], vocab_size: int) -> None:
     """Raise ReleaseError if ordinary prompts may contain a token for which the network has no
-    embedding. `ids` maps the text of each token to its id; `template` is a text with all tokens
-    that the chat template may write.
+    embedding. `ids` maps the text of each token to its id.
 
-    An added token is usually no reason to refuse the release: only a text that spells the token out
-    contains it, and then only this text is refused. Good checkpoints have such tokens. For example,
-    Gemma 3 1B has one for images. But if the tokenizer puts an added token around each text, or if
-    the chat template writes it, ordinary prompts contain it.
+    An added token is no reason to refuse the release: only a text that spells it out contains it,
+    and then only this text is refused. Good checkpoints have such tokens. For example, Gemma 3 1B
+    has one for images.
     """
     added = tokenizer.get_added_tokens_decoder().keys()
-    around = tokenizer.encode("").ids
     beyond = {
         token_id: text
         for text, token_id in ids.items()
-        if token_id >= vocab_size
-        and (token_id not in added or token_id in around or text in template)
+        if token_id >= vocab_size and token_id not in added
     }
     if beyond:
         largest = max(beyond)
