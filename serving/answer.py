@@ -317,8 +317,8 @@ class _EventStream:
                 await asyncio.wait({first}, timeout=HEADER_SECONDS)
                 if first.done():
                     first.result()
-                kind = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-                raw = Headers({**headers, **kind}).raw
+                kind = {"Content-Type": "text/event-stream; charset=utf-8"}
+                raw = Headers({**headers, **kind, "Cache-Control": "no-cache"}).raw
                 await self._send({"type": "http.response.start", "status": 200, "headers": raw})
                 self.has_begun = True
                 while not first.done():
