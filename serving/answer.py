@@ -64,7 +64,10 @@ async def generate(
     streams = [_deltas(engine, live, each, request) for each in generations]
 
     async def step(number: int) -> tuple[int, Delta]:
-        return number, await anext(streams[number])
+        delta = await anext(streams[number])
+        if delta.finish_reason is not None:
+            await streams[number].aclose()  # so that its slot in the engine becomes free at once
+        return number, delta
 
     done: set[asyncio.Task[tuple[int, Delta]]] = set()
     running = {asyncio.create_task(step(number)) for number in range(len(streams))}
