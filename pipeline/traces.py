@@ -28,8 +28,13 @@ from pipeline.paths import Home
 from pipeline.retrain.job import SNAPSHOT
 from serving.errors import ReleaseError
 from serving.weights.release import Release
-from serving.weights.release_removal import sweep_locked
-from serving.weights.release_store import list_releases, load_release, release_ids, release_lock
+from serving.weights.release_store import (
+    list_releases,
+    load_release,
+    release_ids,
+    release_lock,
+    sweep_locked,
+)
 
 PURGED = "Removed when the commit was purged, because the reason could quote rows of the commit."
 

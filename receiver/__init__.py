@@ -10,7 +10,9 @@ webhook_endpoint`.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from receiver.server import WebhookPayload, WebhooksServer, launch_job, webhook_endpoint
+    from receiver.payload import WebhookPayload
+    from receiver.server import launch_job, webhook_endpoint
+    from receiver.webhooks_server import WebhooksServer
 
 __all__ = ["WebhookPayload", "WebhooksServer", "launch_job", "webhook_endpoint"]
 

@@ -10,8 +10,7 @@ import time
 import uvicorn
 
 from receiver.errors import AddressUnavailable
-from serving.http.listening import listening_socket
-from serving.http.server import freeze_imports
+from serving.http.server import freeze_imports, listening_socket
 
 _HOW_TO_SET_ADDRESS = (
     "`host` and `port` under [receiver]. In a script, use `launch(server_name=…, server_port=…)` or"
@@ -20,7 +19,7 @@ _HOW_TO_SET_ADDRESS = (
 
 
 def bind(host: str, port: int, *, how_to_set_address: str = _HOW_TO_SET_ADDRESS) -> socket.socket:
-    """A socket that already listens (`serving/http/listening.py`).
+    """A socket that already listens (`serving/http/server.py`).
 
     Raises `AddressUnavailable` if the port is in use or not allowed, or if `host` is not an address
     of this machine. `how_to_set_address` says where the user can set another address. The error

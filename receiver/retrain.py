@@ -19,7 +19,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jobs.errors import StoreError
-from jobs.store import Delivery, JobRequest, JobStore
+from jobs.job import Delivery, JobRequest
+from jobs.store import JobStore
 from receiver.payload import WebhookPayload
 from receiver.rules import RetrainRule, decide
 from receiver.webhooks_server import WebhooksServer

@@ -150,8 +150,8 @@ def launch_job(
         StoreError: The store failed. The handler should let this error pass: the sender then gets
             an error, and repeats the delivery.
     """
+    from jobs.job import Delivery
     from jobs.spec import JobSpec
-    from jobs.store import Delivery
 
     given = store or os.environ.get("PIPELINE_JOBS__DATABASE_URL")
     where = str(given or state_dir() / "jobs" / "jobs.sqlite")

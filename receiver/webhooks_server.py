@@ -37,16 +37,15 @@ from receiver.guard import (
 from receiver.settings import ReceiverSettings, is_space, settings_of_this_process, state_dir
 from receiver.tunnel import HubCredentials, PublicUrl, remembered_urls, tunnel_to_open
 from receiver.verify import Proof, ProofScheme
-from serving.http.bodies import BodiesInFlight
-from serving.http.cross_site import (
+from serving.http.requests import (
+    BodiesInFlight,
     host_name,
     is_loopback_name,
     named_host,
     other_host,
     other_site,
 )
-from serving.http.listening import is_only_loopback
-from serving.http.server import Server, http_config
+from serving.http.server import Server, http_config, is_only_loopback
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -17,9 +17,7 @@ from pathlib import Path
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 
-from serving.errors import ServingError
-from serving.request_errors import RequestError
-from serving.settings import ServingSettings
+from serving.openai_schemas import RequestError
 from serving.tokenizer import ReleaseTokenizer
 from serving.weights.release import Release
 
@@ -149,36 +147,10 @@ class Admission:
             await self._left.wait()
 
 
-def load_api_keys(settings: ServingSettings) -> tuple[str, ...]:
-    """All API keys of the settings and of `api_key_file`. If this is empty, everyone may send
-    requests.
-
-    Raises ServingError if the file cannot be read or contains no key, or if a key is empty, because
-    otherwise everyone would be let in. Also raises it for a key that no client can send.
-    """
-    keys = [settings.api_key.get_secret_value()] if settings.api_key is not None else []
-    if (file := settings.api_key_file) is not None:
-        try:
-            lines = [line.strip() for line in file.read_text().splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ServingError(f"{file}: cannot be read: {error}") from None
-        found = [line for line in lines if line and not line.startswith("#")]
-        if not found:
-            raise ServingError(f"{file}: the file contains no key; write one key per line")
-        keys += found
-    for number, key in enumerate(keys, start=1):
-        if not key or key != key.strip() or not (key.isascii() and key.isprintable()):
-            raise ServingError(
-                f"API key number {number}: it is empty, begins or ends with a space or a newline, "
-                "or has a character that is not ASCII; no client can send such a key"
-            )
-    return tuple(keys)
-
-
-async def check_api_key(request: Request, *, keys: tuple[str, ...]) -> None:
-    """Raise RequestError 401 if there are keys and the request has none of them."""
-    if keys and not _is_one_of(_bearer_of(request, "an API key"), keys):
-        raise RequestError(401, "the token is not an API key")
+async def check_api_key(request: Request, *, key: str | None) -> None:
+    """Raise RequestError 401 if there is a key and the request does not have it."""
+    if key is not None and not _is_equal(_bearer_of(request, "the API key"), key):
+        raise RequestError(401, "the token is not the API key")
 
 
 async def check_swap_token(
@@ -187,20 +159,19 @@ async def check_swap_token(
     """Raise RequestError 401 if the request has no token, and 403 if its token is neither
     `admin_token` nor one for which `job_may_swap` returns true."""
     given = _bearer_of(request, "the admin token")
-    if not _is_one_of(given, (admin_token,)) and not await run_in_threadpool(job_may_swap, given):
+    if not _is_equal(given, admin_token) and not await run_in_threadpool(job_may_swap, given):
         raise RequestError(403, "the token is not the admin token or the token of a running job")
 
 
-def _is_one_of(given: str, keys: tuple[str, ...]) -> bool:
-    """Whether `given` is one of `keys`. Takes the same time for a right and a wrong key, so that
-    the time tells an attacker nothing about the keys."""
-    matches = [secrets.compare_digest(given.encode(), key.encode()) for key in keys]
-    return any(matches)
+def _is_equal(given: str, key: str) -> bool:
+    """Takes the same time for a right and a wrong key, so that the time tells an attacker nothing
+    about the key."""
+    return secrets.compare_digest(given.encode(), key.encode())
 
 
 def _bearer_of(request: Request, name: str) -> str:
     """The bearer token of a request. Raises RequestError 401 if the request has none. `name` says
-    in the error message which token is needed, such as "an API key"."""
+    in the error message which token is needed, such as "the API key"."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not given:
         raise RequestError(401, f"{name} is needed: Authorization: Bearer …", code="missing_token")

@@ -8,40 +8,38 @@ disconnects, the request ends and its slot in the engine becomes free at once.
 import asyncio
 import functools
 import json
-import logging
 import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from fastapi import Request, Response
-from fastapi.responses import StreamingResponse
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from serving.admission import Admission, LiveRelease
-from serving.chat_schemas import ChatPrompt
 from serving.detokenizer import Delta, TextReader
 from serving.engine import Engine, Generation
 from serving.metrics import Metrics, RequestTimes
-from serving.openai_schemas import SamplingRequest
-from serving.request_errors import ClientGone, RequestError, invalid, model_not_found, translated
+from serving.openai_schemas import (
+    RequestError,
+    SamplingRequest,
+    invalid,
+    model_not_found,
+    translated,
+)
 from serving.settings import ServingSettings
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 _json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 LARGE_BODY_BYTES = 4096
 """If a request body is larger, its prompt is tokenised in a thread. The prompt of a smaller body
 takes only one or two milliseconds."""
-LARGE_PROMPT_TOKENS = 1024
-"""If a stream begins with the logprobs of a longer prompt, they are written in a thread. Each token
-takes some microseconds."""
 HEADER_SECONDS = 1.0
 """When a stream sends its headers at the latest. Most errors come sooner, and then have a status of
 their own."""
@@ -63,42 +61,31 @@ async def generate(
             async for delta in deltas:
                 yield 0, delta
         return
-    # If the client reads slowly, this queue holds at most as many deltas as there are sequences.
-    # The engine may hold the further steps. If the client reads nothing for too long, the server
-    # closes its connection (`READING_SECONDS` in `server.py`).
-    queue: asyncio.Queue[tuple[int, Delta] | BaseException | None]
-    queue = asyncio.Queue(maxsize=len(generations))
-    is_read = True
+    streams = [_deltas(engine, live, each, request) for each in generations]
 
-    async def pump(number: int, generation: Generation) -> None:
-        end: BaseException | None = None
-        try:
-            async with aclosing(_deltas(engine, live, generation, request)) as deltas:
-                async for delta in deltas:
-                    await queue.put((number, delta))
-        # `BaseException` also covers a panic of a Rust library, which is not an `Exception`.
-        except BaseException as error:
-            if not is_read:
-                raise  # nobody makes room in the queue any more
-            end = error
-        await queue.put(end)
+    async def step(number: int) -> tuple[int, Delta]:
+        delta = await anext(streams[number])
+        if delta.finish_reason is not None:
+            await streams[number].aclose()  # so that its slot in the engine becomes free at once
+        return number, delta
 
-    tasks = [asyncio.create_task(pump(number, each)) for number, each in enumerate(generations)]
+    done: set[asyncio.Task[tuple[int, Delta]]] = set()
+    running = {asyncio.create_task(step(number)) for number in range(len(streams))}
     try:
-        num_running = len(tasks)
-        while num_running:
-            item = await queue.get()
-            if item is None:
-                num_running -= 1
-            elif isinstance(item, BaseException):
-                raise item
-            else:
-                yield item
+        while running:
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number, delta = task.result()
+                # A client that reads slowly holds the steps up here. If it reads nothing for too
+                # long, the server closes its connection (`READING_SECONDS` in `app.py`).
+                yield number, delta
+                if delta.finish_reason is None:
+                    running.add(asyncio.create_task(step(number)))
     finally:
-        is_read = False
-        for task in tasks:
+        for task in running:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*done, *running, return_exceptions=True)
+        await asyncio.gather(*(each.aclose() for each in streams), return_exceptions=True)
 
 
 async def _deltas(
@@ -116,13 +103,13 @@ async def _deltas(
         await steps.aclose()  # type: ignore[attr-defined]
 
 
-def joined(deltas: list[Delta]) -> Delta:
-    """A whole sequence, from all its deltas."""
+def joined(deltas: list[Delta], first: Delta) -> Delta:
+    """A whole sequence, from all its deltas. `first` has the logprobs of its prompt."""
     return replace(
         deltas[-1],
         text="".join(each.text for each in deltas),
         tokens=tuple(chain.from_iterable(each.tokens for each in deltas)),
-        prompt_logprobs=deltas[0].prompt_logprobs,
+        prompt_logprobs=first.prompt_logprobs,
     )
 
 
@@ -143,13 +130,9 @@ class Plan(ABC):
     """The indices of the sequences of which a part is written already."""
 
     @abstractmethod
-    def choices(self, sequences: list[Delta]) -> Iterable[dict[str, Any]]:
-        """The choices of a complete answer, from the complete `sequences`."""
-
-    @abstractmethod
-    def chunks(self, index: int, delta: Delta) -> Iterable[dict[str, Any]]:
-        """The choices of a stream for a delta of the sequence with this index. Empty if the delta
-        adds nothing that the client should see."""
+    def choice(self, index: int, part: Delta, *, is_whole: bool) -> dict[str, Any] | None:
+        """The choice for a part of the sequence with this index, or with `is_whole` for all of it.
+        None if a part adds nothing that the client should see."""
 
     def usage(self, times: RequestTimes) -> dict[str, Any]:
         """The tokens of the answer. `request.n` sequences have the same prompt: it is counted only
@@ -164,6 +147,7 @@ class Plan(ABC):
         }
 
 
+MakePlan = Callable[[LiveRelease], Plan]
 Head = dict[str, str | int]
 """The fields with which an answer and each chunk of a stream begin."""
 Deltas = AsyncGenerator[tuple[int, Delta], None]
@@ -174,12 +158,15 @@ async def whole(plan: Plan, head: Head, generated: Deltas, times: RequestTimes) 
     sequences: list[list[Delta]] = [[] for _ in plan.generations]
     async with aclosing(generated) as deltas:
         async for index, delta in deltas:
-            times.add(index, delta)
+            times.add(index, delta, len(plan.generations[index].prompt))
             sequences[index].append(delta)
 
     def written() -> bytes:
         # Write each choice by itself, because no other thread can run while one value is written.
-        choices = ",".join(map(_json, plan.choices(list(map(joined, sequences)))))
+        # The logprobs of a prompt are computed only for its first sequence.
+        firsts = [sequences[index - index % plan.request.n][0] for index in range(len(sequences))]
+        parts = enumerate(map(joined, sequences, firsts))
+        choices = ",".join(_json(plan.choice(index, part, is_whole=True)) for index, part in parts)
         end = _json(plan.usage(times))
         return f'{_json(head)[:-1]},"choices":[{choices}],"usage":{end}}}'.encode()
 
@@ -198,38 +185,13 @@ async def events(
     end = '], "usage": null}\n\n' if includes_usage else "]}\n\n"
     async with aclosing(generated) as deltas:
         async for index, delta in deltas:
-            times.add(index, delta)
-            chunks = plan.chunks(index, delta)
-            if len(delta.prompt_logprobs or ()) > LARGE_PROMPT_TOKENS:
-                chunks = await asyncio.to_thread(list, chunks)
-            for choice in chunks:
+            times.add(index, delta, len(plan.generations[index].prompt))
+            choice = plan.choice(index, delta, is_whole=False)
+            if choice is not None:
                 yield f"{start}{json.dumps(choice)}{end}"
     if includes_usage:
         yield f'{start}], "usage": {json.dumps(plan.usage(times))}}}\n\n'
     yield "data: [DONE]\n\n"
-
-
-async def with_comments(stream: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """The events of `stream`, with comments before the first one, so that no proxy drops a stream
-    that waits in the queue of the engine."""
-
-    async def first_event() -> str:
-        return await anext(stream)
-
-    first = asyncio.create_task(first_event())
-    try:
-        seconds = HEADER_SECONDS
-        while not (await asyncio.wait({first}, timeout=seconds))[0]:
-            yield ": waiting\n\n"
-            seconds = COMMENT_SECONDS
-        yield first.result()
-        async for event in stream:
-            yield event
-    finally:
-        # The stream cannot be closed while a task waits for its first event.
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        await stream.aclose()
 
 
 def headers_of(live: LiveRelease, *, is_chat: bool) -> dict[str, str]:
@@ -244,21 +206,12 @@ def headers_of(live: LiveRelease, *, is_chat: bool) -> dict[str, str]:
         "X-Stands-In-For": None if stands_in_for is None else stands_in_for.id,
     }
     if is_chat:
-        is_known, other = "messages" in lineage.rows, "/v1/completions"
+        is_known = "messages" in lineage.rows
     else:
-        has_template = live.tokenizer.chat_template is not None
-        is_known = lineage.rows != ("messages",) or not has_template
-        other = "/v1/chat/completions"
+        is_known = lineage.rows != ("messages",) or live.tokenizer.chat_template is None
     if lineage.rows and not is_known:
-        rows = headers["X-Trained-On"] = ", ".join(lineage.rows)
-        _tell_other_rows(live.id, rows, other)
+        headers["X-Trained-On"] = ", ".join(lineage.rows)
     return {name: value for name, value in headers.items() if value is not None}
-
-
-@functools.lru_cache(maxsize=64)  # each release once
-def _tell_other_rows(release: str, rows: str, other: str) -> None:
-    reason = "so it has never seen such a prompt"
-    logger.warning("%s was trained on rows of %s only, %s: ask %s", release, rows, reason, other)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,71 +228,61 @@ class Answers:
     )
     """Threads that tokenise prompts and render chat templates. No swap waits for these threads."""
 
-    async def respond(
-        self, request: Request, asked: SamplingRequest, plan: Callable[[LiveRelease], Plan]
-    ) -> Response:
+    def respond(self, request: Request, asked: SamplingRequest, plan: MakePlan) -> Response:
         """The answer to `request`, whose parsed body is `asked`. `plan` makes the plan for the
-        release that the request gets.
+        release that the request gets. The answer is made while it is sent.
 
-        Raises RequestError, which `plan` may raise too; TimeoutError if the answer takes longer
-        than `request_seconds`; and EngineError. But an error after the headers of a stream were
-        sent becomes an error event.
+        Then it raises RequestError, which `plan` may raise too; TimeoutError if the answer takes
+        longer than `request_seconds`; and EngineError. But an error after the headers of a stream
+        were sent becomes an error event.
         """
-        return await unless_disconnected(request.receive, self._respond(request, asked, plan))
+        return _Answer(functools.partial(self._send, request, asked, plan))
 
-    async def _respond(
-        self, request: Request, asked: SamplingRequest, plan: Callable[[LiveRelease], Plan]
-    ) -> Response:
-        deadline = asyncio.get_running_loop().time() + self.settings.request_seconds
+    async def _send(
+        self, request: Request, asked: SamplingRequest, plan: MakePlan, send: Send
+    ) -> None:
         if asked.num_sequences > (limit := self.settings.max_sequences):
             reason = f"more than {limit} sequences in one request (number of prompts times n)"
             raise invalid("prompt" if asked.n == 1 else "n", reason, code="too_many_sequences")
-        is_chat = isinstance(asked, ChatPrompt)
-        async with AsyncExitStack() as leaving, asyncio.timeout_at(deadline):
-            times = RequestTimes(self.metrics, asked.num_sequences)
-            leaving.callback(times.end)
-            live = await leaving.enter_async_context(self.admitted(request, asked.model))
-            if is_chat or len(await request.body()) > LARGE_BODY_BYTES:
-                # No running stream should wait for a long prompt or a slow chat template.
-                planned = await self._in_thread(plan, live)
-            else:
-                planned = plan(live)
-            times.plan([len(each.prompt) for each in planned.generations], asked.n)
-            request_id = asked.request_id or request.headers.get("x-request-id")
-            head: Head = {
-                "id": f"{planned.id_prefix}-{request_id}",
-                "object": planned.objects[1 if asked.stream else 0],
-                "created": int(time.time()),
-                "model": asked.model or self.pipeline,
-                "system_fingerprint": live.id,
-            }
-            headers = headers_of(live, is_chat=is_chat)
-            generated = generate(self.engine, live, planned.generations, planned.request)
-            if not asked.stream:
-                content = await whole(planned, head, generated, times)
-                return Response(content, headers=headers, media_type="application/json")
-            stream = with_comments(events(planned, head, generated, times))
-            leaving.push_async_callback(stream.aclose)
-            first = await anext(stream)
-            return EventStream(first, stream, headers, deadline=deadline, leaving=leaving.pop_all())
-
-    async def use_tokenizer(
-        self, request: Request, model: str | None, work: Callable[[LiveRelease], Response]
-    ) -> Response:
-        """The answer that `work` makes with the release for `request`, in a thread. It has the same
-        limits and errors as `respond`."""
-
-        async def answer() -> Response:
+        times = RequestTimes(self.metrics, asked.num_sequences)
+        stream = _EventStream(send)
+        try:
             async with (
                 asyncio.timeout(self.settings.request_seconds),
-                self.admitted(request, model) as live,
+                self.admitted(request, asked.model) as live,
             ):
-                return await self._in_thread(work, live)
-
-        return await unless_disconnected(request.receive, answer())
-
-    async def _in_thread(self, work: Callable[[LiveRelease], T], live: LiveRelease) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.threads, work, live)
+                if asked.is_chat or len(await request.body()) > LARGE_BODY_BYTES:
+                    # No running stream should wait for a long prompt or a slow chat template.
+                    loop = asyncio.get_running_loop()
+                    planned = await loop.run_in_executor(self.threads, plan, live)
+                else:
+                    planned = plan(live)
+                request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
+                head: Head = {
+                    "id": f"{planned.id_prefix}-{request_id}",
+                    "object": planned.objects[1 if asked.stream else 0],
+                    "created": int(time.time()),
+                    "model": asked.model or self.pipeline,
+                    "system_fingerprint": live.id,
+                }
+                headers = headers_of(live, is_chat=asked.is_chat)
+                generated = generate(self.engine, live, planned.generations, planned.request)
+                if asked.stream:
+                    await stream.send(events(planned, head, generated, times), headers)
+                    return
+                content = await whole(planned, head, generated, times)
+        except Exception as error:
+            if not stream.has_begun:
+                raise
+            told = translated(error)
+            await stream.write(f"data: {json.dumps(told.body)}\n\ndata: [DONE]\n\n", is_end=True)
+            if told.status_code == 500:
+                raise  # the HTTP server writes it to the log
+            return
+        finally:
+            times.end()
+        response = Response(content, headers=headers, media_type="application/json")
+        await response(request.scope, request.receive, send)
 
     @asynccontextmanager
     async def admitted(self, request: Request, model: str | None) -> AsyncIterator[LiveRelease]:
@@ -361,63 +304,61 @@ class Answers:
             self.admission.leave(live)
 
 
-class EventStream(StreamingResponse):
-    """Sends server-sent events: `first`, and those of `rest`. If an error occurs, or the stream has
-    not ended at `deadline` (a time of the event loop's clock), it ends with an error event. When
-    the response ends, for any reason, `leaving` is closed."""
+class _EventStream:
+    """Sends server-sent events to one client."""
 
-    media_type = "text/event-stream"
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_begun = False
 
-    def __init__(
-        self,
-        first: str,
-        rest: AsyncGenerator[str, None],
-        headers: Mapping[str, str],
-        *,
-        deadline: float,
-        leaving: AsyncExitStack,
-    ) -> None:
-        super().__init__(rest, headers={**headers, "Cache-Control": "no-cache"})
-        self._first = first
-        self._rest = rest
-        self._deadline = deadline
-        self._leaving = leaving
+    async def send(self, events: AsyncGenerator[str, None], headers: dict[str, str]) -> None:
+        """Send all `events`. Raises the error of the first one before the headers, if it comes in
+        time."""
+        async with aclosing(events):
+            first = asyncio.ensure_future(anext(events))
+            try:
+                await asyncio.wait({first}, timeout=HEADER_SECONDS)
+                if first.done():
+                    first.result()
+                kind = {"Content-Type": "text/event-stream; charset=utf-8"}
+                raw = Headers({**headers, **kind, "Cache-Control": "no-cache"}).raw
+                await self._send({"type": "http.response.start", "status": 200, "headers": raw})
+                self.has_begun = True
+                while not first.done():
+                    await self.write(": waiting\n\n")
+                    await asyncio.wait({first}, timeout=COMMENT_SECONDS)
+                await self.write(first.result())
+                async for event in events:
+                    await self.write(event)
+            finally:
+                # The events cannot be closed while a task waits for the first one.
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+        await self.write("", is_end=True)
+
+    async def write(self, text: str, *, is_end: bool = False) -> None:
+        body = {"body": text.encode(), "more_body": not is_end}
+        await self._send({"type": "http.response.body", **body})
+
+
+class _Answer(Response):
+    """A response that `work` sends. If the client disconnects, `work` is cancelled."""
+
+    def __init__(self, work: Callable[[Send], Awaitable[None]]) -> None:
+        super().__init__()
+        self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._leaving:
-            with suppress(ClientGone):
-                await unless_disconnected(receive, self._send(send))
-
-    async def _send(self, send: Send) -> None:
-        async def write(content: str) -> None:
-            body = {"body": content.encode(), "more_body": True}
-            await send({"type": "http.response.body", **body})
-
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        task = asyncio.ensure_future(self._work(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
         try:
-            async with asyncio.timeout_at(self._deadline):
-                await write(self._first)
-                async for event in self._rest:
-                    await write(event)
-        except Exception as error:
-            await write(f"data: {json.dumps(translated(error).body)}\n\ndata: [DONE]\n\n")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`. If the client disconnects before `work` ends, cancels `work` and raises
-    ClientGone. If this function is cancelled just when `work` ends, the result is lost."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+        finally:
+            for each in (task, gone):
+                each.cancel()
+            await asyncio.gather(task, gone, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

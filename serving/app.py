@@ -1,10 +1,11 @@
-"""Builds the web application that serves one pipeline, with all its routes."""
+"""Builds the web application that serves one pipeline, and runs it on its port."""
 
-import uuid
+import asyncio
+import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +15,46 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serving.admission import (
-    Admission,
-    LiveRelease,
-    check_api_key,
-    check_swap_token,
-    load_api_keys,
-)
+from serving.admission import Admission, LiveRelease, check_api_key, check_swap_token
 from serving.answer import Answers
 from serving.chat import add_chat
 from serving.completions import add_completions
 from serving.engine import Engine, EngineError
-from serving.http.bodies import LimitedBodies, json_routes
-from serving.http.cross_site import other_host
+from serving.errors import ServingError
+from serving.http.requests import LimitedBodies, json_routes, other_host
+from serving.http.server import (
+    Limits,
+    Server,
+    freeze_imports,
+    http_config,
+    is_only_loopback,
+    listening_socket,
+)
 from serving.metrics import Metrics
-from serving.openai_schemas import MAX_ID_LENGTH
-from serving.request_errors import RETRY_AFTER, RequestError, model_not_found, translated
-from serving.settings import ServingSettings
+from serving.openai_schemas import RETRY_AFTER, RequestError, model_not_found, translated
+from serving.settings import ServingSettings, choose_engine
 from serving.swap import Swapper
 from serving.swap_schemas import SwapRequest
-from serving.token_routes import add_token_routes
 
 SWAP_STATUS = {"live": 200, "refused": 422, "superseded": 409, "deferred": 503, "failed": 500}
 
-KEY_NEEDED = Depends(HTTPBearer(auto_error=False, description="One of the server's API keys."))
+SHUTDOWN_SECONDS = 10
+"""How long running requests may continue after the server was told to stop."""
+READING_SECONDS = 30
+"""How long a client may read nothing of its answer. By default a swap waits longer (`drain_seconds`
+is 60), so such a client does not defer the swap."""
+MAX_OTHERS = 256
+"""How many connections may be open in addition to `max_queue`: for health checks and idle clients.
+"""
+SIGNAL_SECONDS = 1.0
+"""How long the server waits for the cancellation that follows a Ctrl-C."""
+
+KEY_NEEDED = Depends(HTTPBearer(auto_error=False, description="The server's API key."))
 """Says in the OpenAPI document that a key may be needed. The class of the route checks the key."""
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"description": "The request has an error"}}
 """Without this, FastAPI would describe an answer 422, which no route gives."""
@@ -66,8 +79,6 @@ def create_app(
 
     A request for a swap needs `admin_token`, or a token for which `job_may_swap` returns true.
     `job_may_swap` is called in a thread, so it may wait for a database.
-
-    Raises ServingError if `load_api_keys` does.
     """
     metrics = Metrics(pipeline)
     admission = Admission(settings.max_queue, pipeline)
@@ -85,7 +96,7 @@ def create_app(
             "KV cache in use; 1 means all of it",
             lambda: engine.kv_cache_usage or 0.0,
         )
-    api_keys = load_api_keys(settings)
+    api_key = None if settings.api_key is None else settings.api_key.get_secret_value()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -96,11 +107,14 @@ def create_app(
             await swapper.close()
             await engine.close()
 
-    app = FastAPIOffline(title="hotpush", redoc_url=None, lifespan=lifespan)
-    app.add_exception_handler(HTTPException, _on_error)
-    app.add_exception_handler(RequestValidationError, _on_error)
+    app = FastAPIOffline(title="hotpush", redoc_url=None, lifespan=lifespan, responses=ERRORS)
+    for known in (HTTPException, RequestValidationError, ClientDisconnect, EngineError):
+        app.add_exception_handler(known, _on_error)
+    app.add_exception_handler(TimeoutError, _on_error)
+    app.add_exception_handler(Exception, _on_error)
     app.add_middleware(LimitedBodies, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(_Entrance, own_host=None if api_keys else settings.host.lower())
+    if api_key is None:
+        app.add_middleware(_KnownHosts, own_host=settings.host.lower())
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -115,16 +129,14 @@ def create_app(
         engine=engine, admission=admission, settings=settings, metrics=metrics, pipeline=pipeline
     )
     keyed = APIRouter(
-        route_class=json_routes(partial(check_api_key, keys=api_keys)),
+        route_class=json_routes(partial(check_api_key, key=api_key)),
         dependencies=[KEY_NEEDED],
-        responses=ERRORS,
     )
     add_completions(keyed, answers)
     add_chat(keyed, answers)
-    add_token_routes(keyed, answers)
     _add_models(keyed, answers)
     may_swap = partial(check_swap_token, admin_token=admin_token, job_may_swap=job_may_swap)
-    admin = APIRouter(route_class=json_routes(may_swap), responses=ERRORS)
+    admin = APIRouter(route_class=json_routes(may_swap))
     _add_swap(admin, swapper)
     _add_own_routes(app, engine, admission, metrics)
     app.include_router(keyed)
@@ -200,11 +212,6 @@ def _add_own_routes(app: FastAPI, engine: Engine, admission: Admission, metrics:
             body |= {"stands_in_for": live.stands_in_for.id, "reason": str(live.stands_in_for)}
         return JSONResponse(body)
 
-    @app.get("/version")
-    async def show_version() -> dict[str, str]:
-        """The version of this server, not of its engine."""
-        return {"version": version("hotpush")}
-
     @app.get("/metrics", response_class=Response)
     async def prometheus() -> Response:
         """The metrics of the server, in the text format of Prometheus."""
@@ -215,54 +222,115 @@ async def _on_error(_: Request, error: Exception) -> Response:
     return translated(error).response()
 
 
-class _Entrance:
-    """The outermost middleware, through which every request comes.
+class _KnownHosts:
+    """Refuses requests over loopback whose header `Host` names another host than loopback or
+    `own_host`, the address on which the server listens. A page of another site can make its own
+    host name lead to this machine (DNS rebinding, `serving/http/requests.py`), and could then read
+    the answers."""
 
-    Sends the header `X-Request-Id` of a request back with its answer. If the request has no such
-    header, or one that is too long, it makes a new id and puts it into the request's headers, where
-    the application reads it.
-
-    If the server has no key, refuses requests over loopback whose header `Host` names another host
-    than loopback or `own_host`, the address on which the server listens. A page of another site can
-    make its own host name lead to this machine (DNS rebinding, `serving/http/cross_site.py`), and
-    could then read the answers."""
-
-    def __init__(self, app: ASGIApp, *, own_host: str | None) -> None:
+    def __init__(self, app: ASGIApp, *, own_host: str) -> None:
         self._app = app
         self._own_host = own_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        if scope["type"] != "http":
-            await app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        request_id = headers.get("x-request-id", "")
-        if not 0 < len(request_id) <= MAX_ID_LENGTH:
-            request_id = uuid.uuid4().hex
-            others = [each for each in scope["headers"] if each[0] != b"x-request-id"]
-            scope["headers"] = [*others, (b"x-request-id", request_id.encode())]
-
-        has_started = False
-
-        async def send_named(message: Message) -> None:
-            nonlocal has_started
-            if message["type"] == "http.response.start":
-                has_started = True
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
-            await send(message)
-
-        if self._own_host is not None:
-            host = other_host(headers, scope.get("server"), (self._own_host,))
+        if scope["type"] == "http":
+            host = other_host(Headers(scope=scope), scope.get("server"), (self._own_host,))
             if host is not None:
                 reason = "is not a name of this server: call 127.0.0.1 or localhost, or set"
                 message = f"{host!r} {reason} [serving] api_key"
                 app = RequestError(403, message, code="wrong_host").response()
-        # FastAPI itself would answer an unexpected error outside all middlewares, so without
-        # `X-Request-Id` and CORS headers.
-        try:
-            await app(scope, receive, send_named)
-        except Exception as error:
-            if has_started:
-                raise
-            await translated(error).response()(scope, receive, send_named)
+        await app(scope, receive, send)
+
+
+def serve(app: FastAPI, settings: ServingSettings) -> None:
+    """Serve until SIGINT or SIGTERM. Prints the address, then the engine and the release.
+
+    Raises ServingError if `bind` does, and ReleaseError if the folder that should be served has
+    faults.
+
+    The socket listens before the application looks for a pending release, so that no release is
+    forgotten. A job first marks its release as pending and then sends its swap request. If the
+    connection is refused, the next server that starts finds the mark. If the connection succeeds,
+    the server answers the request after its start.
+    """
+    with bind(settings) as listener:
+        host, port = listener.getsockname()[:2]
+        print(f"serving on http://{host}:{port}", flush=True)
+        server = Server(
+            http_config(
+                app,
+                shutdown_seconds=SHUTDOWN_SECONDS,
+                limits=Limits(
+                    max_connections=settings.max_queue + MAX_OTHERS,
+                    reading_seconds=READING_SECONDS,
+                ),
+                # `_serve` runs the lifespan itself: uvicorn would print a traceback for an error.
+                lifespan="off",
+            )
+        )
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            try:
+                runner.run(_serve(app, settings, server, listener))
+            except asyncio.CancelledError:
+                # End by SIGTERM, so that the parent process sees this signal in the exit status.
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.raise_signal(signal.SIGTERM)
+
+
+async def _serve(
+    app: FastAPI, settings: ServingSettings, server: Server, listener: socket.socket
+) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    is_told_to_stop = False
+
+    def stop() -> None:
+        nonlocal is_told_to_stop
+        if not server.started:
+            # The server does not serve yet, so there is no request to wait for.
+            task.cancel()
+        # Let the server end its running requests. Then the task is cancelled below.
+        server.should_exit = is_told_to_stop = True
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+    async with app.router.lifespan_context(app):
+        admission = app.state.admission
+        live = admission.live
+        if live is None:
+            answers = str(admission.unserved or "no requests until the first release is live")
+        else:
+            in_place = f" in place of {live.stands_in_for.id}" if live.stands_in_for else ""
+            answers = f"{live.id} from {live.folder}{in_place}"
+        engine = choose_engine(settings.engine)
+        why = f" ({engine.reason})" if settings.engine == "auto" else ""
+        print(f"engine {engine.name}{why}; answers: {answers}", flush=True)
+        freeze_imports()
+        await server.serve(sockets=[listener])
+        if is_told_to_stop:
+            task.cancel()
+        # After SIGTERM, the cancellation above ends this wait. After Ctrl-C, the runner cancels
+        # this task in the next turn of the event loop.
+        await asyncio.sleep(SIGNAL_SECONDS)
+
+
+def bind(settings: ServingSettings) -> socket.socket:
+    """A listening socket for the address in the settings.
+
+    Raises ServingError if the address cannot be used, for example because another program uses the
+    port, or if other machines can reach it but no API key is set.
+    """
+    try:
+        if settings.api_key is None and not is_only_loopback(settings.host):
+            raise ServingError(
+                f"other machines can reach {settings.host}; set [serving] api_key, or "
+                "listen on 127.0.0.1"
+            )
+        return listening_socket(settings.host, settings.port)
+    except socket.gaierror as error:
+        raise ServingError(f"no address was found for {settings.host}: {error}") from None
+    except OSError as error:
+        raise ServingError(
+            f"cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose another "
+            "port with --port or [serving] port"
+        ) from None

@@ -1,37 +1,169 @@
-"""The route `/v1/chat/completions`, which answers messages with a message."""
+"""The route `/v1/chat/completions`, which answers messages with a message.
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+Models have no common format for calls of tools. Each family of models uses the format of its chat
+template. Two are known, under the names of vLLM's option `--tool-call-parser`
+(https://docs.vllm.ai/en/stable/features/tool_calling.html):
+
+`hermes`      `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. Qwen 2.5 and 3 use this format
+              too. SmolLM2 writes a list of such objects between one pair of tags.
+`llama3_json` the answer is `{"name": …, "parameters": {…}}`, or the same after `<|python_tag|>`.
+              Several calls are separated by semicolons.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import from_json
 
 from serving.admission import LiveRelease
 from serving.answer import Answers, Plan
-from serving.chat_schemas import ChatPrompt, ChatRequest, NamedTool
-from serving.chat_template import ChatTemplateError
+from serving.chat_template import ChatTemplateError, Conversation, ConversationError, normalise
 from serving.completions import encode_prompt, make_generations
-from serving.conversation import ConversationError
-from serving.detokenizer import Delta
-from serving.request_errors import invalid
-from serving.settings import ServingSettings
-from serving.tool_calls import (
-    FORCED,
-    FORMATS,
-    Found,
-    ToolCallReader,
-    ToolFormat,
-    format_of,
-    tool_grammar,
+from serving.detokenizer import Delta, overlap
+from serving.engine import Grammar
+from serving.openai_schemas import (
+    MAX_ITEMS,
+    MAX_LOGPROBS,
+    UNSUPPORTED,
+    FewItems,
+    Part,
+    SamplingRequest,
+    invalid,
+    schema_text,
 )
+
+_DECODER = json.JSONDecoder()
+_SEPARATORS = r"\s\[\],;"
+"""Models write these characters around the objects of their calls."""
 
 
 def add_chat(router: APIRouter, answers: Answers) -> None:
     @router.post("/v1/chat/completions")
     async def chat_completions(asked: ChatRequest, request: Request) -> Response:
         """Continue a conversation. A stream consists of server-sent events; each one is a chunk."""
-        settings = answers.settings
-        return await answers.respond(request, asked, lambda live: plan_chat(asked, live, settings))
+        return answers.respond(request, asked, lambda live: plan_chat(asked, live))
+
+
+class Function(Part, extra="allow"):
+    name: str = Field(pattern=r"^[\w.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """The JSON schema of the arguments."""
+
+
+class Tool(Part, extra="allow"):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Part):
+    name: str
+
+
+class NamedTool(Part):
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class ChatRequest(SamplingRequest):
+    """The request body: messages, tools, and all fields of `SamplingRequest`."""
+
+    unsupported: ClassVar[Mapping[str, object]] = {
+        **UNSUPPORTED,
+        **dict.fromkeys(("audio", "chat_template", "documents", "functions", "media_io_kwargs")),
+        **dict.fromkeys(("mm_processor_kwargs", "web_search_options")),
+        **dict.fromkeys(("continue_final_message", "echo"), False),
+        "add_generation_prompt": True,
+        "function_call": "none",
+        "modalities": ["text"],
+        "verbosity": "medium",
+    }
+    is_chat: ClassVar[bool] = True
+
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
+    """`normalise` checks them."""
+    add_special_tokens: bool = False
+    """Whether the tokenizer adds its special tokens to those that the template writes."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """More variables for the template."""
+    reasoning_effort: str | None = None
+    """A variable that some templates use. It also sets the variable `enable_thinking`: to false for
+    `none`, and to true for other values."""
+    tools: Annotated[list[Tool], FewItems] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """null means `auto`."""
+    parallel_tool_calls: bool | None = None
+    """false allows at most one call of a tool. null means true."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _variables_are_no_fields(cls, kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in ("messages", "tools", "documents", "add_generation_prompt", "chat_template"):
+            if kwargs and name in kwargs:
+                raise ValueError(f"{name} is no variable that a request may set here")
+        return kwargs
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _choice_is_among_the_tools(
+        cls, choice: str | NamedTool | None, info: ValidationInfo
+    ) -> str | NamedTool | None:
+        names = [tool.function.name for tool in info.data.get("tools") or ()]
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ValueError(f"{choice.function.name!r} is none of the tools of this request")
+        if choice == "required" and not names:
+            raise ValueError("there are no tools to choose from")
+        return choice
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _top_logprobs_are_of_logprobs(cls, number: int | None, info: ValidationInfo) -> int | None:
+        if number and not info.data.get("logprobs", True):
+            raise ValueError("needs logprobs: true in the same request")
+        return number
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def forced_tools(self) -> list[Tool]:
+        """The tools of which the model must call one; empty if the model may also answer with
+        text."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return [
+                each for each in self.offered_tools if each.function.name == choice.function.name
+            ]
+        return self.offered_tools if choice == "required" else []
+
+    @property
+    def conversation(self) -> Conversation:
+        """What the chat template gets. Raises ConversationError."""
+        tools = [tool.model_dump(exclude_unset=True) for tool in self.offered_tools]
+        return normalise(self.messages, tools)
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,51 +172,42 @@ class ChatPlan(Plan):
     objects: ClassVar[tuple[str, str]] = ("chat.completion", "chat.completion.chunk")
 
     request: ChatRequest
-    role: str
-    """Of the answer. If it continues the last message of the request, this is the role of that
-    message."""
-    readers: list[ToolCallReader] | None
+    readers: "list[ToolCallReader] | None"
     """One reader for each sequence; None if the model may call no tools."""
 
-    def choices(self, sequences: list[Delta]) -> Iterator[dict[str, Any]]:
-        for index, sequence in enumerate(sequences):
-            found = self._read(index, sequence)
-            message: dict[str, Any] = {"role": self.role, "content": found.text}
-            if found.calls:
-                message |= {"content": found.text or None, "tool_calls": found.calls}
-            yield self._choice(index, sequence, found, message=message)
-
-    def chunks(self, index: int, delta: Delta) -> Iterator[dict[str, Any]]:
-        if index not in self.begun:
+    def choice(self, index: int, part: Delta, *, is_whole: bool) -> dict[str, Any] | None:
+        found = self._read(index, part)
+        calls = found.calls
+        if not is_whole:  # a client puts the pieces of a stream together by their index
+            calls = [{"index": number, **call} for number, call in enumerate(calls)]
+        said: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        if is_whole:
+            said = {"role": "assistant", "content": found.text or (None if calls else ""), **said}
+        elif index not in self.begun:
             self.begun.add(index)
-            yield self._choice(index, Delta(), Found(), delta={"role": self.role, "content": ""})
-        found = self._read(index, delta)
-        content: dict[str, Any] = {"content": found.text} if found.text else {}
-        if found.calls:
-            calls = enumerate(found.calls)
-            content["tool_calls"] = [{"index": number, **call} for number, call in calls]
-        if content or delta.tokens or delta.finish_reason is not None:
-            yield self._choice(index, delta, found, delta=content)
+            said = {"role": "assistant", "content": found.text, **said}
+        elif found.text:
+            said["content"] = found.text
+        if not (said or part.tokens or part.finish_reason is not None):
+            return None
+        # If the request names the tool to call, the finish reason is "stop", as in OpenAI and vLLM.
+        is_named = isinstance(self.request.tool_choice, NamedTool)
+        is_call = part.finish_reason == "stop" and calls and not is_named
+        return {
+            "index": index,
+            "message" if is_whole else "delta": said,
+            "logprobs": self._logprobs(part) if self.request.logprobs and part.tokens else None,
+            "finish_reason": "tool_calls" if is_call else part.finish_reason,
+            "stop_reason": part.stop_reason,
+        }
 
-    def _read(self, index: int, part: Delta) -> Found:
+    def _read(self, index: int, part: Delta) -> "Found":
         if self.readers is None:
             return Found(part.text)
         found = self.readers[index].add(part.text, is_end=part.finish_reason is not None)
         if self.request.parallel_tool_calls is False:
             found.calls = found.calls[:1]
         return found
-
-    def _choice(self, index: int, part: Delta, found: Found, **content: Any) -> dict[str, Any]:
-        # If the request names the tool to call, the finish reason is "stop", as in OpenAI and vLLM.
-        is_named = isinstance(self.request.tool_choice, NamedTool)
-        is_call = part.finish_reason == "stop" and found.calls and not is_named
-        return {
-            "index": index,
-            **content,
-            "logprobs": self._logprobs(part) if self.request.logprobs and part.tokens else None,
-            "finish_reason": "tool_calls" if is_call else part.finish_reason,
-            "stop_reason": part.stop_reason,
-        }
 
     def _logprobs(self, part: Delta) -> dict[str, Any]:
         return {
@@ -98,18 +221,18 @@ class ChatPlan(Plan):
         }
 
     def _token_body(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        tokenizer = self.live.tokenizer
-        own_bytes = list(tokenizer.token_bytes(token_id))
-        return {"token": tokenizer.token_text(token_id), "logprob": logprob, "bytes": own_bytes}
+        text = self.live.tokenizer.token_text(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def plan_chat(request: ChatRequest, live: LiveRelease, settings: ServingSettings) -> ChatPlan:
+def plan_chat(request: ChatRequest, live: LiveRelease) -> ChatPlan:
     """Decide what to generate for a conversation. Raises RequestError if the request does not fit
     the release."""
     prompt = encode_chat(request, live)
     readers = None
     if request.offered_tools:
-        format = FORCED if request.forced_tools else _tool_format(live, settings)
+        assert live.tokenizer.chat_template is not None
+        format = FORCED if request.forced_tools else format_of(live.tokenizer.chat_template.source)
         names = {tool.function.name for tool in request.offered_tools}
         readers = [ToolCallReader(format, names) for _ in range(request.n)]
         if live.tokenizer.is_special(format.begin):
@@ -121,23 +244,10 @@ def plan_chat(request: ChatRequest, live: LiveRelease, settings: ServingSettings
         may_be_more = request.tool_choice == "required" and request.parallel_tool_calls is not False
         grammar = tool_grammar(request.forced_tools, is_list=may_be_more)
         generations = [replace(each, grammar=grammar) for each in generations]
-    return ChatPlan(
-        request=request,
-        live=live,
-        generations=generations,
-        role="assistant" if request.generates_a_message else request.messages[-1]["role"],
-        readers=readers,
-    )
+    return ChatPlan(request=request, live=live, generations=generations, readers=readers)
 
 
-def _tool_format(live: LiveRelease, settings: ServingSettings) -> ToolFormat:
-    if settings.tool_format != "auto":
-        return FORMATS[settings.tool_format]
-    template = live.tokenizer.chat_template
-    return format_of("" if template is None else template.source)
-
-
-def encode_chat(request: ChatPrompt, live: LiveRelease) -> tuple[int, ...]:
+def encode_chat(request: ChatRequest, live: LiveRelease) -> tuple[int, ...]:
     """The token ids of the prompt that the release's chat template makes of the messages.
 
     Raises RequestError if the release has no chat template, if the template refuses the messages,
@@ -150,10 +260,7 @@ def encode_chat(request: ChatPrompt, live: LiveRelease) -> tuple[int, ...]:
     if request.offered_tools and "tools" not in template.variables:
         reason = f"the chat template of {live.id} shows none to the model; leave tools out"
         raise invalid("tools", reason, code="no_tools")
-    options: dict[str, Any] = {
-        "add_generation_prompt": request.generates_a_message,
-        "continue_final_message": request.continue_final_message,
-    }
+    options: dict[str, Any] = {}
     if request.reasoning_effort is not None:
         # Some templates know only `enable_thinking`. vLLM sets it in the same way.
         options["reasoning_effort"] = request.reasoning_effort
@@ -167,3 +274,182 @@ def encode_chat(request: ChatPrompt, live: LiveRelease) -> tuple[int, ...]:
         raise invalid("messages", f"the chat template refuses the messages: {error}") from None
     # By default, the tokenizer adds no special tokens, because the template already contains them.
     return encode_prompt(live, text, "messages", add_special_tokens=request.add_special_tokens)
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model marks calls of tools in its text."""
+
+    begin: str
+    """The mark before calls."""
+    end: str | None = None
+    """The mark after calls. Text may follow this mark. None if an answer ends with its calls."""
+    is_bare: bool = False
+    """Whether an answer may also begin with a call that has no mark `begin` before it."""
+
+    @cached_property
+    def before_object(self) -> re.Pattern[str]:
+        """The text before an object."""
+        return re.compile(rf"(?:{re.escape(self.begin)}|[{_SEPARATORS}])*(?=\{{)")
+
+    @cached_property
+    def after_calls(self) -> re.Pattern[str]:
+        """What only separates calls from the text that follows."""
+        end = "" if self.end is None else rf"(?:{re.escape(self.end)}\s*)?"
+        return re.compile(rf"[{_SEPARATORS}]*{end}")
+
+
+HERMES = ToolFormat("<tool_call>", "</tool_call>")
+LLAMA3_JSON = ToolFormat("<|python_tag|>", is_bare=True)
+FORCED = ToolFormat("[", is_bare=True)
+"""The format of calls that `tool_grammar` forces: an object, or a list of objects."""
+
+
+def format_of(template: str) -> ToolFormat:
+    """The format that a chat template shows to the model; `hermes` if it shows none."""
+    # The templates of Llama 3.2 have no mark, but contain this instruction.
+    marks = (LLAMA3_JSON.begin, '{"name": function name, "parameters"')
+    return LLAMA3_JSON if any(mark in template for mark in marks) else HERMES
+
+
+@dataclass
+class Found:
+    """The text and the calls that became final with one piece of text."""
+
+    text: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """Each as in an answer of OpenAI."""
+
+
+class ToolCallReader:
+    """Separates the calls in one sequence from its text.
+
+    Text is passed on at once, up to the first place where a call may begin. What follows is passed
+    on when the sequence ends. Whatever looks like a call but is not valid is text, and calls may
+    follow it. The result does not depend on how the text is cut into pieces.
+    """
+
+    def __init__(self, format: ToolFormat, tools: Collection[str]) -> None:
+        """`tools` are the names of the tools. An object without a mark before it is a call only if
+        it names one of them, because an ordinary answer may also be a JSON object."""
+        self._format = format
+        self._tools = tools
+        self._held = ""
+        self._is_inside = False
+        """Whether `_held` begins with a call or a mark."""
+        self._may_be_bare = format.is_bare
+
+    def add(self, piece: str, *, is_end: bool = False) -> Found:
+        """The text and the calls that are final after `piece`. With `is_end`, `piece` is the last
+        one, and nothing is held back any more."""
+        self._held += piece
+        if is_end:
+            return self._read_all()
+        begin, start = self._format.begin, self._held.lstrip()
+        if self._may_be_bare and (begin.startswith(start) or start.startswith("{")):
+            return Found()
+        self._may_be_bare = False
+        if self._is_inside:
+            return Found()
+        text, mark, rest = self._held.partition(begin)
+        self._is_inside = bool(mark)
+        if not mark:
+            kept = overlap(text, begin)
+            text, rest = text[: len(text) - kept], text[len(text) - kept :]
+        self._held = mark + rest
+        return Found(text)
+
+    def _read_all(self) -> Found:
+        found, text, begin = Found(), self._held, self._format.begin
+        at = 0
+        if self._may_be_bare and text.lstrip().startswith("{"):
+            at = self._read_calls(0, found)
+        while (start := text.find(begin, at)) >= 0:
+            stop = self._read_calls(start, found)
+            if stop == start:  # no call follows, so the mark is text
+                stop = start + len(begin)
+                found.text += text[at:stop]
+            else:
+                found.text += text[at:start]
+            at = stop
+        found.text += text[at:]
+        return found
+
+    def _read_calls(self, start: int, found: Found) -> int:
+        """Add the calls that begin at `start` to `found`. Returns where the text continues."""
+        place = start
+        while (before := self._format.before_object.match(self._held, place)) is not None:
+            try:
+                _, stop = _DECODER.raw_decode(self._held, before.end())
+                found.calls.append(self._call(before, self._held[before.end() : stop]))
+            except (ValueError, RecursionError):
+                break
+            place = stop
+        after = self._format.after_calls.match(self._held, place)
+        return after.end() if after is not None and place > start else start
+
+    def _call(self, before: re.Match[str], text: str) -> dict[str, Any]:
+        """The call with the JSON object `text`, after `before`. Raises ValueError if it is none."""
+        # A request could not contain an object that is refused here, for example one with NaN, with
+        # half of a surrogate pair, or with too many levels.
+        content = from_json(text, allow_inf_nan=False)
+        name = content.get("name")
+        given = content.get("arguments", content.get("parameters", {}))
+        if isinstance(given, str):  # some models write the arguments as JSON text already
+            given = from_json(given, allow_inf_nan=False)
+        is_bare = self._may_be_bare and not self._held[: before.end()].strip()
+        if not isinstance(name, str) or (is_bare and name not in self._tools):
+            raise ValueError("the call names no tool")
+        if not isinstance(given, dict):
+            raise ValueError("the arguments are no object")
+        # A number that is too large raises ValueError here.
+        arguments = json.dumps(given, ensure_ascii=False, allow_nan=False)
+        function = {"name": name, "arguments": arguments}
+        # Mistral's templates refuse ids that have not 9 alphanumeric characters.
+        return {"id": secrets.token_hex(5)[:9], "type": "function", "function": function}
+
+
+def tool_grammar(tools: list[Tool], *, is_list: bool) -> Grammar:
+    """A grammar that allows nothing but one call of one of `tools`, in the form
+    `{"name": …, "arguments": {…}}`. With `is_list`, it allows a list of one or more such calls.
+
+    As in vLLM, a forced call is plain JSON. The chat template may show a different format, which
+    the model uses for calls that are not forced.
+    """
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.function.name},
+                "arguments": {"$ref": f"#/$defs/{number}"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for number, tool in enumerate(tools)
+    ]
+    schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    if is_list:
+        schema = {"type": "array", "items": schema, "minItems": 1}
+    arguments = {
+        str(number): _with_root(tool.function.parameters or {"type": "object"}, f"#/$defs/{number}")
+        for number, tool in enumerate(tools)
+    }
+    # Compact: small models can go on with whitespace until there are no tokens left.
+    text = schema_text({**schema, "$defs": arguments}, whitespace_flexible=False)
+    return Grammar(kind="json_schema", text=text, param="tool_choice")
+
+
+def _with_root(schema: Any, root: str) -> Any:
+    """`schema`, changed so that its references to its own parts are right when it stands at the
+    place `root` of a larger schema."""
+    if isinstance(schema, list):
+        return [_with_root(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: root + value[1:]
+        if name == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _with_root(value, root)
+        for name, value in schema.items()
+    }

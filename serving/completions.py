@@ -12,8 +12,13 @@ from serving.admission import LiveRelease
 from serving.answer import Answers, Plan
 from serving.detokenizer import Delta, TokenText, text_offsets
 from serving.engine import Generation, TokenLogprob
-from serving.openai_schemas import MIN_SEED, CompletionRequest, SamplingRequest
-from serving.request_errors import RequestError, invalid
+from serving.openai_schemas import (
+    MIN_SEED,
+    CompletionRequest,
+    RequestError,
+    SamplingRequest,
+    invalid,
+)
 from serving.tokenizer import ReleaseTokenizer
 
 MAX_STEP_TOKENS = 16
@@ -26,7 +31,7 @@ def add_completions(router: APIRouter, answers: Answers) -> None:
     async def completions(asked: CompletionRequest, request: Request) -> Response:
         """Continue one or more prompts. A stream consists of server-sent events; each one is a
         chunk."""
-        return await answers.respond(request, asked, partial(plan_completion, asked))
+        return answers.respond(request, asked, partial(plan_completion, asked))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,32 +44,21 @@ class CompletionPlan(Plan):
     """For each prompt, the text to put before its completions (empty without `echo`), and the
     offsets of the prompt's tokens in this text (empty if no logprobs show them)."""
 
-    def choices(self, sequences: list[Delta]) -> Iterator[dict[str, Any]]:
-        for index, sequence in enumerate(sequences):
-            # The logprobs of a prompt are computed only for its first sequence.
-            first = sequences[index - index % self.request.n]
-            yield self._choice(index, sequence, first.prompt_logprobs)
-
-    def chunks(self, index: int, delta: Delta) -> Iterator[dict[str, Any]]:
-        choice = self._choice(index, delta, delta.prompt_logprobs)
-        logprobs = choice["logprobs"]
-        if choice["text"] or delta.finish_reason is not None or (logprobs and logprobs["tokens"]):
-            yield choice
-
-    def _choice(
-        self, index: int, part: Delta, prompt_logprobs: Iterable[TokenLogprob] | None
-    ) -> dict[str, Any]:
+    def choice(self, index: int, part: Delta, *, is_whole: bool) -> dict[str, Any] | None:
         echo, _ = self.echoes[index // self.request.n]
         text, tokens = part.text, part.tokens
         if index not in self.begun:
             self.begun.add(index)
             text = echo + text
-            tokens = (*self._prompt_tokens(index, prompt_logprobs or ()), *tokens)
-        logprobs = None if self.request.logprobs is None else self._logprobs(tokens, len(echo))
+            tokens = (*self._prompt_tokens(index, part.prompt_logprobs or ()), *tokens)
+        has_news = text or part.finish_reason is not None
+        wants_logprobs = self.request.logprobs is not None
+        if not (is_whole or has_news or (tokens and wants_logprobs)):
+            return None
         return {
             "index": index,
             "text": text,
-            "logprobs": logprobs,
+            "logprobs": self._logprobs(tokens, len(echo)) if wants_logprobs else None,
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
         }

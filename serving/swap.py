@@ -9,38 +9,37 @@ swap ends before its next phase, unless the engine has begun to use its weights.
     probe       the server compares log-probabilities with those that the job recorded
     barrier     new requests wait, and then get the new release
 
-With an engine that can hold two releases, the order is: preflight, stage, commit, probe, barrier.
-New requests get the old release until the barrier, which lasts only one turn of the event loop.
-
-With an engine that can hold only one release, the order is: preflight, stage, barrier, commit,
-probe. The barrier first waits until the running requests have ended, and holds new requests back
-until the probe has ended.
+If the engine can hold two releases, new requests get the old one until the barrier, which lasts
+only one turn of the event loop. If it holds one, the barrier comes before the commit: it waits
+until the running requests have ended, and holds new ones back until the probe has ended.
 
 If the commit or the probe fails, the engine commits the old release again. While the barrier is
-closed, everything that is awaited has a time limit, and a `with` block opens the barrier. So an
-engine or a disk that hangs cannot keep the barrier closed.
+closed, everything that is awaited has a time limit. So an engine or a disk that hangs cannot keep
+the barrier closed.
 """
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar
 
 from serving.admission import Admission, LiveRelease, Unserved
-from serving.engine import Engine, StageError
+from serving.engine import Engine, Generation, StageError
 from serving.errors import ReleaseError, Superseded, first_line, is_temporary
 from serving.metrics import Metrics
 from serving.settings import ServingSettings
-from serving.swap_checks import checked_release, measure_probe, servable_folder
 from serving.swap_schemas import SwapPhase, SwapResult, SwapResultName
 from serving.tokenizer import ReleaseTokenizer, load_tokenizer, tokenizer_files
-from serving.weights import release_removal, release_store
-from serving.weights.release import Release
+from serving.weights import release_store
+from serving.weights.publish import is_checkpoint, manifest_of_folder, servable_folder
+from serving.weights.release import RELEASE_FILE, Probe, Release
+from serving.weights.verify import verify_layout, verify_release
 
 logger = logging.getLogger(__name__)
 
@@ -119,14 +118,12 @@ class Swapper:
     name of the release."""
 
     async def start(self, folder: Path | None = None) -> None:
-        """Serve `folder`; if it is a checkpoint with `.bin` shards, publish it first. If `folder`
-        is None, serve the release that was live last, and then swap in the pending release, if one
-        was chosen for the next start of the server.
+        """Serve `folder`, or raise ReleaseError. If it is None, serve the release that was live
+        last, and then swap in the pending release, if there is one.
 
         If the release that was live last is refused, the newest undamaged release that was live
-        before it is served as its substitute. If there is no substitute, the server waits for a
-        swap, and its answers say why no release is served. Raises ReleaseError if `folder` cannot
-        be served.
+        before it is served as its substitute. If there is none, the server waits for a swap, and
+        its answers say why no release is served.
         """
         if folder is not None:
             folder = await asyncio.to_thread(servable_folder, folder, self.releases_dir)
@@ -134,7 +131,7 @@ class Swapper:
             if result.result != "live":
                 raise ReleaseError(*result.reasons)
             return
-        release_removal.sweep(self.releases_dir)
+        release_store.sweep(self.releases_dir)
         try:
             served = release_store.read_served(self.releases_dir)
         except ReleaseError as error:
@@ -166,12 +163,8 @@ class Swapper:
     async def swap(
         self, requested: str, instead_of: Collection[str | None] | None = None
     ) -> SwapResult:
-        """Make a release live. `requested` is the id of the release, or the path of its folder. A
-        relative path is relative to the folder of the pipeline's releases. `SwapRequest` explains
-        `instead_of`.
-
-        If the caller is cancelled, the swap goes on.
-        """
+        """Make a release live. `SwapRequest` explains `requested` and `instead_of`. If the caller
+        is cancelled, the swap goes on."""
         swap = _Swap(folder=self.releases_dir / requested, previous=self.admission.live)
         try:
             swap.folder = self._folder(requested)
@@ -199,11 +192,11 @@ class Swapper:
         raise SwapStopped("refused", reason)
 
     async def _choose(self, release_id: str, instead_of: Collection[str | None]) -> None:
-        choose = partial(release_store.set_pending, instead_of=instead_of)
+        choose, folder = release_store.set_pending, self.releases_dir
         try:
-            await asyncio.to_thread(choose, self.releases_dir, release_id)
+            await asyncio.to_thread(choose, folder, release_id, instead_of=instead_of)
             # Another release may have been chosen and requested before the thread ended.
-            if (chosen := release_store.chosen_release_id(self.releases_dir)) != release_id:
+            if (chosen := release_store.chosen_release_id(folder)) != release_id:
                 raise Superseded(release_id, chosen)
         except Superseded as moved:
             raise SwapStopped("superseded", str(moved), superseded_by=moved.chosen) from None
@@ -256,17 +249,13 @@ class Swapper:
 
     async def _clear_pending(self, swap: _Swap, stopped: SwapStopped | None) -> None:
         """Remove the mark `pending` of the release after its swap, even if the swap failed.
-        Otherwise every start of the server would try a release that cannot be served.
-
-        A swap that was deferred is asked for again. A swap to a substitute was asked for by nobody.
-        A superseded swap leaves the mark if the newest swap is to the same release.
-        """
+        Otherwise every start of the server would try a release that cannot be served."""
         newest = self._newest
         has_successor = newest is not None and newest is not swap and newest.folder == swap.folder
         is_asked_for = swap.is_recorded and swap.stands_in_for is None
         is_deferred = stopped is not None and stopped.result == "deferred"
         if is_deferred or has_successor or not is_asked_for:
-            return
+            return  # a deferred swap is asked for again, a substitute was asked for by nobody
         try:
             await self._written(release_store.clear_pending, swap.folder.name)
         except SwapStopped as late:
@@ -377,10 +366,9 @@ class Swapper:
         with swap.timed("probe"):
             bound = probe.bounds[self.engine.dtype_of(candidate.release)]
             measured = measure_probe(self.engine, candidate.id, probe, bound)
-            found = await bounded(measured, limit, "probe took more than")
-        swap.max_difference = found.max_difference
-        if found.reasons:
-            raise SwapStopped("refused", *found.reasons)
+            swap.max_difference, reasons = await bounded(measured, limit, "probe took more than")
+        if reasons:
+            raise SwapStopped("refused", *reasons)
 
     async def _record(self, swap: _Swap, live: LiveRelease) -> None:
         """Record on disk that `live` is served. Raises SwapStopped."""
@@ -430,9 +418,8 @@ class Swapper:
 async def bounded(
     work: Awaitable[T], seconds: float, late: str, result: SwapResultName = "failed"
 ) -> T:
-    """The result of `work`. If `work` takes longer than `seconds`, cancels it and raises
-    SwapStopped at once. Does not wait for the end of `work`, because it may ignore the
-    cancellation. `late` is the reason, up to the number of seconds."""
+    """The result of `work`. If it takes longer than `seconds`, cancels it and raises SwapStopped at
+    once, because it may ignore the cancellation. `late` is the reason, up to the seconds."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=seconds)
@@ -441,3 +428,72 @@ async def bounded(
         return task.result()
     finally:
         task.cancel()
+
+
+def checked_release(folder: Path, engine: Engine, releases_dir: Path, pipeline: str) -> Release:
+    """The manifest of a release or a checkpoint folder. Raises ReleaseError if `folder` has faults,
+    and OSError."""
+    if is_checkpoint(folder, releases_dir):
+        return manifest_of_folder(folder, pipeline)
+    try:
+        release = release_store.load_release(folder)
+    except ReleaseError as error:
+        advice = (
+            f"without a valid {RELEASE_FILE}, the release cannot be checked; run "
+            "`pipeline releases verify`"
+        )
+        raise ReleaseError(*error.reasons, advice) from None
+    verify = verify_layout if engine.checks_digests else verify_release
+    reasons = list(verify(folder, release))
+    if folder.parent == releases_dir and folder.name != release.id:
+        reasons.append(f"{RELEASE_FILE}: its id is {release.id}, but its folder is {folder.name}")
+    dtype = engine.dtype_of(release)
+    if release.probe is not None and dtype not in release.probe.bounds:
+        reasons.append(
+            f"{RELEASE_FILE}: its probe has no bound for {dtype}, the dtype of this server; it "
+            f"has bounds only for {', '.join(release.probe.bounds) or 'nothing'}"
+        )
+    if reasons:
+        raise ReleaseError(*reasons)
+    return release
+
+
+async def measure_probe(
+    engine: Engine, release_id: str, probe: Probe, bound: float
+) -> tuple[float, list[str]]:
+    """Compute the logprob of each token in each text of `probe`, given the tokens before it, and
+    compare it with the logprob of the job. Returns the largest absolute difference (infinite if a
+    logprob is not finite or is missing), and a reason for each text with one above `bound`.
+
+    Only this shows that the engine computes with all weights of the release. If the engine only
+    reports success, this is no proof. Raises EngineError.
+    """
+    scored = await asyncio.gather(
+        *(_score(engine, release_id, text.token_ids) for text in probe.texts)
+    )
+    largest, reasons = 0.0, []
+    for number, (text, found) in enumerate(zip(probe.texts, scored, strict=True), start=1):
+        pairs = list(zip_longest(text.logprobs, found, fillvalue=math.nan))
+        differences = [
+            abs(there - here) if math.isfinite(there) and math.isfinite(here) else math.inf
+            for there, here in pairs
+        ]
+        worst = max(differences, default=0.0)
+        largest = max(largest, worst)
+        if worst > bound:
+            place = differences.index(worst)
+            there, here = pairs[place]
+            reasons.append(
+                # The first token of a text has no logprob, so the first logprob is token 2's.
+                f"probe text {number}, token {place + 2}: logprob {here:.5f} instead of "
+                f"{there:.5f}; they may differ by at most {bound:g}"
+            )
+    return largest, reasons
+
+
+async def _score(engine: Engine, release_id: str, token_ids: tuple[int, ...]) -> list[float]:
+    generation = Generation(prompt=token_ids, max_tokens=0, temperature=0.0, num_prompt_logprobs=0)
+    logprobs: list[float] = []
+    async for step in engine.generate(release_id, generation):
+        logprobs += [each.logprob for each in step.prompt_logprobs or ()]
+    return logprobs

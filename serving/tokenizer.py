@@ -1,6 +1,5 @@
 """The tokenizer of a release: turns text into token ids, and token ids into text."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,16 +19,6 @@ from serving.weights.release import FileEntry, Release, faults_in, read_json
 REPLACEMENT = "\ufffd"
 _SPACES = ("\u0120", "\u2581", " ")
 """How tokenizers write a space: byte-level ones, those of SentencePiece, and others."""
-
-_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-"""The name of a token for one byte, in tokenizers that fall back to bytes."""
-_PRINTABLE_BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHER_BYTES = [byte for byte in range(0x100) if byte not in _PRINTABLE_BYTES]
-_BYTE_OF = {
-    **{chr(byte): byte for byte in _PRINTABLE_BYTES},
-    **{chr(0x100 + number): byte for number, byte in enumerate(_OTHER_BYTES)},
-}
-"""Character in the name of a token → byte, in byte-level tokenizers such as GPT-2's."""
 
 _MANY_TOKENS = 1024
 """If there are more tokens, they are decoded without the GIL. For fewer tokens, this would take
@@ -108,17 +97,6 @@ class ReleaseTokenizer:
             self._token_texts[token_id] = text
         return text
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token for `logprobs`. If the token is part of a character, these are not
-        the bytes of `token_text`, which then contains the replacement character."""
-        text = self.token_text(token_id)
-        name = self.tokenizer.id_to_token(token_id) or ""
-        if REPLACEMENT in text and (byte := _BYTE_TOKEN.fullmatch(name)):
-            return bytes.fromhex(byte[1])
-        if REPLACEMENT in text and all(character in _BYTE_OF for character in name):
-            return bytes(_BYTE_OF[character] for character in name)
-        return text.encode()
-
 
 def tokenizer_files(release: Release) -> dict[str, FileEntry]:
     """The files from which a tokenizer may be made: all files of the release except weights and
@@ -147,7 +125,7 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ReleaseError("config.json: vocab_size is not a positive number")
     chat_template = load_chat_template(folder, settings)
-    _check_ids(tokenizer, ids, vocab_size, "" if chat_template is None else chat_template.texts)
+    _check_ids(tokenizer, ids, vocab_size)
     eos_token = _token_name(settings.get("eos_token"))
     own_eos = None if eos_token is None else tokenizer.token_to_id(eos_token)
     return ReleaseTokenizer(
@@ -249,23 +227,19 @@ def _satisfies_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> bool:
     )
 
 
-def _check_ids(tokenizer: Tokenizer, ids: dict[str, int], vocab_size: int, template: str) -> None:
+def _check_ids(tokenizer: Tokenizer, ids: dict[str, int], vocab_size: int) -> None:
     """Raise ReleaseError if ordinary prompts may contain a token for which the network has no
-    embedding. `ids` maps the text of each token to its id; `template` is a text with all tokens
-    that the chat template may write.
+    embedding. `ids` maps the text of each token to its id.
 
-    An added token is usually no reason to refuse the release: only a text that spells the token out
-    contains it, and then only this text is refused. Good checkpoints have such tokens. For example,
-    Gemma 3 1B has one for images. But if the tokenizer puts an added token around each text, or if
-    the chat template writes it, ordinary prompts contain it.
+    An added token is no reason to refuse the release: only a text that spells it out contains it,
+    and then only this text is refused. Good checkpoints have such tokens. For example, Gemma 3 1B
+    has one for images.
     """
     added = tokenizer.get_added_tokens_decoder().keys()
-    around = tokenizer.encode("").ids
     beyond = {
         token_id: text
         for text, token_id in ids.items()
-        if token_id >= vocab_size
-        and (token_id not in added or token_id in around or text in template)
+        if token_id >= vocab_size and token_id not in added
     }
     if beyond:
         largest = max(beyond)
@@ -285,7 +259,7 @@ def load_chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate |
     except UnicodeDecodeError as error:
         raise ReleaseError(f"{path.name}: not UTF-8 text: {error}") from None
     if isinstance(source, list):
-        source = _default_template(source)
+        source = {each["name"]: each["template"] for each in source}.get("default")
     if not isinstance(source, str):
         return None
     special = {
@@ -294,15 +268,6 @@ def load_chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate |
         if key.endswith("_token") and (name := _token_name(settings[key])) is not None
     }
     return ChatTemplate(source, special, settings.get(PROMPT_DATE))
-
-
-def _default_template(templates: list[Any]) -> object:
-    try:
-        return {each["name"]: each["template"] for each in templates}.get("default")
-    except (TypeError, KeyError):
-        raise ReleaseError(
-            "tokenizer_config.json: chat_template is no list of objects with name and template"
-        ) from None
 
 
 def end_of_sequence_ids(

@@ -14,12 +14,12 @@ from typing import TypeVar
 import pytest
 from sqlalchemy import create_engine, select, text
 
-from jobs.job import Job, failure
+from jobs.job import Delivery, Job, failure
 from jobs.outcome import JobOutcome
 from jobs.process import identify
 from jobs.schema import DELIVERIES, job_id_of, matches_delivery, reading
 from jobs.spec import JobSpec, RevisionRange
-from jobs.store import Delivery, JobStore
+from jobs.store import JobStore
 from tests.ports import free_port
 
 T = TypeVar("T")

@@ -12,10 +12,9 @@ import torch
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from serving.app import create_app
+from serving.app import bind, create_app
 from serving.engine import Engine
 from serving.http.server import Limits, Server, http_config
-from serving.server import bind
 from serving.settings import ServingSettings
 from serving.weights.publish import MAX_SHARD_BYTES, publish_state_dict
 from serving.weights.release import Lineage, Probe, ProbeText, Release

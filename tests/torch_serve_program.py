@@ -5,9 +5,9 @@ import asyncio
 import sys
 from pathlib import Path
 
+from serving.app import serve
 from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine.engine import TorchEngine
-from serving.server import serve
 from serving.settings import ServingSettings
 from serving.weights.release import Release
 from tests.serving_fixtures import echo_app

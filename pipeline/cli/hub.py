@@ -30,8 +30,7 @@ from pipeline.settings import load_settings
 from pipeline.tokens import load_tokens
 from pipeline.traces import Traces, find_traces, jobs_in_the_way, needed_commits, remove_traces
 from receiver.webhooks import call_hub
-from serving.weights.release_removal import check_removable, remove
-from serving.weights.release_store import release_number
+from serving.weights.release_store import check_removable, release_number, remove
 
 app = typer.Typer(
     help="Run the hub, which has the git repositories and the webhooks. Its default port is 8070.",

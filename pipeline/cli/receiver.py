@@ -48,7 +48,7 @@ def receiver(
     if context.invoked_subcommand is not None:
         return
     from receiver.retrain import add_live_route, measure, retrain_handler
-    from receiver.server import WebhooksServer
+    from receiver.webhooks_server import WebhooksServer
 
     home, settings = Home.find(), load_settings()
     log_to_stderr(settings.logs, "receiver")

@@ -35,10 +35,10 @@ from pipeline.stack.record import running_settings
 from pipeline.stack.services import server_state
 from pipeline.tokens import load_tokens
 from receiver.rules import full_ref
-from serving.engine_choice import choose_engine
 from serving.errors import ReleaseError, SwapAnswerError
+from serving.settings import choose_engine
 from serving.swap_schemas import SwapResult, request_swap
-from serving.weights import release_removal
+from serving.weights import release_store
 from serving.weights.publish import publish_folder
 from serving.weights.release import Release
 from serving.weights.release_store import (
@@ -75,7 +75,7 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     """
     folder = _folder(pipeline)
     served, pending = served_release(folder), pending_release(folder)
-    pinned = release_removal.pinned_releases(folder)
+    pinned = release_store.pinned_releases(folder)
     rows = [
         {
             "id": release.id,
@@ -291,7 +291,7 @@ def prune(
 ) -> None:
     """Remove old releases. The served, the pending and the pinned releases always stay."""
     num_kept = keep if keep is not None else load_settings().pipeline(pipeline).keep
-    removed = release_removal.prune(_folder(pipeline), num_kept)
+    removed = release_store.prune(_folder(pipeline), num_kept)
     if as_json:
         print(json.dumps({"removed": removed}))
     else:
@@ -311,21 +311,21 @@ def rm(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
             f"{release} is not removed, because it is served; serve another release first: "
             "pipeline releases rollback"
         )
-    release_removal.remove(home.releases_dir / chosen.name, release)
+    release_store.remove(home.releases_dir / chosen.name, release)
     print(f"removed {release}")
 
 
 @app.command(cls=ChangesStack)
 def pin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
     """Pin a release: until you unpin it, neither `prune` nor `rm` nor a job removes it."""
-    release_removal.pin(_folder(pipeline), release)
+    release_store.pin(_folder(pipeline), release)
     print(f"{release} is kept until it is unpinned")
 
 
 @app.command(cls=ChangesStack)
 def unpin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
     """Unpin a release. It can then be removed like any other release."""
-    release_removal.unpin(_folder(pipeline), release)
+    release_store.unpin(_folder(pipeline), release)
     print(f"{release} is no longer pinned, so it can be removed like any other release")
 
 

@@ -37,9 +37,6 @@ def serve(
     upstream: Annotated[
         str | None, typer.Option(help="The URL of the SGLang server, for --engine sglang.")
     ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="A file with the accepted API keys, one per line.")
-    ] = None,
     host: HostOption = None,
     port: PortOption = None,
 ) -> None:
@@ -50,7 +47,7 @@ def serve(
     served yet), if there is one.
     """
     from serving.app import create_app
-    from serving.server import serve as serve_app
+    from serving.app import serve as serve_app
 
     home, settings = Home.find(), load_settings()
     log_to_stderr(settings.logs, "serve")
@@ -69,7 +66,6 @@ def serve(
             port=own_port if port is None else port,
             engine=engine,
             upstream=upstream,
-            api_key_file=api_key_file,
         )
     )
     releases_dir = home.releases_dir / name
@@ -94,7 +90,7 @@ def serve(
 def gateway(host: HostOption = None, port: PortOption = None) -> None:
     """Run the gateway: one address, on port 8000 by default, for the servers of several pipelines.
     The field `model` of a request chooses the pipeline."""
-    from serving.server import SHUTDOWN_SECONDS, bind
+    from serving.app import SHUTDOWN_SECONDS, bind
 
     settings = load_settings()
     log_to_stderr(settings.logs, "gateway")
@@ -109,7 +105,7 @@ def gateway(host: HostOption = None, port: PortOption = None) -> None:
 
 
 def _engine(settings: ServingSettings, *, busy_lock_file: Path) -> "Engine":
-    from serving.engine_choice import choose_engine
+    from serving.settings import choose_engine
 
     engine = choose_engine(settings.engine).name
     extra = "vllm" if engine == "vllm" else "torch"

@@ -51,7 +51,7 @@ from pipeline.hub.tokens import Guard
 from pipeline.hub.webhooks import outbox
 from pipeline.hub.webhooks.deliveries import Deliverer
 from pipeline.hub.webhooks.job_copies import JobLauncher
-from serving.http.bodies import BodiesInFlight
+from serving.http.requests import BodiesInFlight
 
 logger = logging.getLogger(__name__)
 

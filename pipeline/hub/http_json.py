@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from pipeline.hub.errors import BadRequest, Conflict, DiskFull, RequestError, TooLarge
-from serving.http.bodies import BodiesInFlight
+from serving.http.requests import BodiesInFlight
 
 _HEADER_CHARACTERS = 4000
 """A longer text is cut in a header, because some clients and proxies refuse an answer with more

@@ -39,7 +39,7 @@ from pipeline.hub.repositories.names import RepositoryName, repository_name
 from pipeline.hub.repositories.store import Repositories, Repository
 from pipeline.hub.schema import tokens as table
 from pipeline.hub.settings import HubSettings
-from serving.http.cross_site import other_host, other_site
+from serving.http.requests import other_host, other_site
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from pipeline.retrain.tokens import (
     leave_out,
     sequences,
 )
-from serving.conversation import normalise
+from serving.chat_template import normalise
 from serving.weights.atomic_file import atomic_file
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,8 @@ from pipeline.retrain.model import LoadedModel, head_of
 from pipeline.retrain.rows import Row
 from pipeline.retrain.tokens import sequences
 from serving.chat_template import PROMPT_DATE
-from serving.weights.checkpoint_folder import companions
 from serving.weights.network import hub_state_dict
-from serving.weights.publish import ManifestFields, publish_state_dict
+from serving.weights.publish import ManifestFields, companions, publish_state_dict
 from serving.weights.release import Probe, ProbeText, Release, read_json
 
 TEXTS_PER_GROUP = 2

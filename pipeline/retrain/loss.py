@@ -29,7 +29,7 @@ from pipeline.retrain.layout import arranged, last_hidden_states
 from pipeline.retrain.model import Head, head_of, pad_rows
 from pipeline.retrain.packing import ROUNDED_TO, Blocks, block_length, pack
 from pipeline.retrain.tokens import TokenSequence
-from serving.dtype import is_fast_in_bfloat16
+from serving.weights.release import is_fast_in_bfloat16
 
 SLICE_BYTES = 64 * 2**20
 """The size of the float32 logits of one slice. This is 4,194 positions with a vocabulary of 4,000,

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from pipeline.retrain.columns import Columns, is_learned_turn, kind, twice
 from pipeline.retrain.errors import DataError, fail
 from pipeline.retrain.rows import Row, place
-from serving.conversation import normalise
+from serving.chat_template import normalise
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}

@@ -13,7 +13,7 @@ from difflib import SequenceMatcher
 from functools import cached_property
 from typing import Any, Literal
 
-from serving.conversation import Message
+from serving.chat_template import Message
 
 _PAIR = ["user", "assistant"]
 

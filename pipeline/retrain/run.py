@@ -53,8 +53,7 @@ from serving.errors import NotEnoughSpace, ServingError, Superseded, SwapAnswerE
 from serving.swap_schemas import SwapResult, request_swap
 from serving.weights.publish import publish_folder
 from serving.weights.release import Lineage, Release
-from serving.weights.release_removal import prune
-from serving.weights.release_store import chosen_release_id, clear_pending, set_pending
+from serving.weights.release_store import chosen_release_id, clear_pending, prune, set_pending
 
 logger = logging.getLogger("pipeline.retrain")
 

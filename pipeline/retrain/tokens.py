@@ -16,8 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.retrain.errors import BaseModelError, DataError, fail
 from pipeline.retrain.rows import Row
-from serving.chat_template import PROMPT_DATE, ChatTemplate, ChatTemplateError, in_time
-from serving.conversation import Conversation, ConversationError, normalise
+from serving.chat_template import (
+    PROMPT_DATE,
+    ChatTemplate,
+    ChatTemplateError,
+    Conversation,
+    ConversationError,
+    in_time,
+    normalise,
+)
 from serving.errors import ReleaseError
 
 if TYPE_CHECKING:

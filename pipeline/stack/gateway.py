@@ -24,8 +24,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from serving.http.bodies import LimitedBodies
-from serving.request_errors import RequestError
+from serving.http.requests import LimitedBodies
+from serving.openai_schemas import RequestError
 
 ASK_SECONDS = 5.0
 """How long the gateway waits for the answer of a server to its own questions, such as `/health`."""

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 DtypeSetting = Literal["auto", "float32", "bfloat16", "float16"]
-"""The dtype in which an engine computes; `serving.dtype` says what `auto` means."""
+"""The dtype in which an engine computes; `serving.weights.release` says what `auto` means."""
 
 
 class _Settings(BaseModel):

@@ -17,7 +17,6 @@ from uuid import uuid4
 
 import torch
 
-from serving.dtype import Dtype, choose_dtype
 from serving.engine import (
     EngineError,
     Generation,
@@ -32,7 +31,7 @@ from serving.engines.same_network import config_differences, tensor_differences
 from serving.engines.settings import VllmEngineSettings
 from serving.errors import first_line
 from serving.weights import network
-from serving.weights.release import Release
+from serving.weights.release import Dtype, Release, choose_dtype
 from serving.weights.shards import not_finite
 from serving.weights.verify import verify_shards
 

@@ -8,11 +8,12 @@ read its answer.
 import asyncio
 import contextlib
 import gc
+import ipaddress
 import math
 import socket
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,6 +78,7 @@ class Connection(HttpToolsProtocol):
     """uvicorn's connection, with limits. The server calls `check_progress` from time to time."""
 
     limits: Limits
+    connections: "set[Any]"
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -174,14 +176,9 @@ class Connection(HttpToolsProtocol):
 
     def _make_room(self) -> None:
         now = self.loop.time()
-        others = [one for one in connections_of(self.connections) if one is not self]
+        others = [one for one in self.connections if one is not self]
         waiting_for = [one for one in others if one.check_progress(now) is not None]
         min(waiting_for, key=lambda one: one.progress_at, default=self).end()
-
-
-def connections_of(protocols: Iterable[Any]) -> list[Connection]:
-    """The HTTP connections among `protocols`, which also contains web sockets."""
-    return [one for one in protocols if isinstance(one, Connection)]
 
 
 def http_config(
@@ -206,6 +203,7 @@ def http_config(
     return uvicorn.Config(
         _answer_at_stop(app),
         http=Limited,
+        ws="none",  # so that `connections` has only connections of HTTP
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -256,6 +254,36 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_PER_CHECK == 0:
             now = asyncio.get_running_loop().time()
-            for connection in connections_of(self.server_state.connections):
+            connections: list[Any] = list(self.server_state.connections)
+            for connection in connections:
                 connection.check_progress(now)
         return await super().on_tick(counter)
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket that already listens. So clients can connect before the server is up. Such clients
+    wait until the server answers. An empty `host` means every address of this machine."""
+    # If a name such as localhost has addresses of both families, take IPv4: some clients connect
+    # only to 127.0.0.1.
+    family, _, _, _, address = min(_resolve(host, port), key=lambda each: each[0] != socket.AF_INET)
+    # Nagle's algorithm can delay an answer by 40 ms. asyncio turns it off, but only for a socket
+    # that was made with IPPROTO_TCP, so pass this protocol.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(2048)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
+
+
+def is_only_loopback(host: str) -> bool:
+    """Whether no other machine can reach a server that listens on `host`."""
+    addresses = {entry[4][0] for entry in _resolve(host, 0)}
+    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
+
+
+def _resolve(host: str, port: int) -> Sequence[tuple[Any, ...]]:
+    return socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

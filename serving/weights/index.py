@@ -1,16 +1,20 @@
-"""Reads and checks the index of a checkpoint or release. The index is a file that says which shard
-(a file with tensors) holds which tensor. This module opens no shard."""
+"""What the files of a checkpoint or release say, read without torch: the index (it says which shard
+holds which tensor), the headers of the shards, and the digests."""
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from serving.errors import ReleaseError
-from serving.weights.release import faults_in
+from serving.errors import ReleaseError, first_line
+from serving.weights.release import FileEntry, TensorEntry, faults_in, spelled_digest
 
 INDEX_FILE = "model.safetensors.index.json"
 BIN_INDEX_FILE = "pytorch_model.bin.index.json"
@@ -18,6 +22,7 @@ BIN_INDEX_FILE = "pytorch_model.bin.index.json"
 INDEX_FILES = (INDEX_FILE, BIN_INDEX_FILE)
 
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|bin)")
+_PIECE_BYTES = 1 << 20
 
 
 class WeightsIndex(BaseModel):
@@ -67,3 +72,70 @@ def read_index(folder: Path, name: str = INDEX_FILE) -> WeightsIndex | None:
         return WeightsIndex.model_validate_json(path.read_bytes())
     except ValidationError as error:
         raise ReleaseError(*faults_in(name, error)) from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeaderEntry:
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    """Offset of the tensor's first byte in the file."""
+    end: int
+    """Offset of the first byte after the tensor."""
+
+
+def read_header(path: Path) -> dict[str, HeaderEntry]:
+    """Tensor name → header entry. Raises ReleaseError if the file is not a complete safetensors
+    file."""
+    # Imported here, because a machine that only has the hub and the receiver does not have it.
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        # This checks the header, and that the tensors fill the rest of the file without gaps.
+        with safe_open(path, "np"), path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+    except SafetensorError as error:
+        raise ReleaseError(
+            f"{path.name}: truncated or not a safetensors file: {first_line(error)}"
+        ) from None
+    header.pop("__metadata__", None)
+    entries = {}
+    for name, each in header.items():
+        begin, end = (8 + size + offset for offset in each["data_offsets"])
+        entries[name] = HeaderEntry(
+            dtype=each["dtype"], shape=tuple(each["shape"]), begin=begin, end=end
+        )
+    return entries
+
+
+def digest_shard(path: Path) -> tuple[FileEntry, dict[str, TensorEntry]]:
+    """The size and sha256 of a safetensors file, and a dict of tensor name → manifest entry. Raises
+    ReleaseError."""
+    header = read_header(path)
+    entries = {}
+    # Both hash functions release the GIL.
+    with ThreadPoolExecutor(1) as pool, path.open("rb") as shard:
+        whole = pool.submit(digest_file, path)
+        # The file is read in pieces. If it were mapped, the process would hold all of it at the
+        # end.
+        piece = memoryview(bytearray(_PIECE_BYTES))
+        for name, entry in header.items():
+            shard.seek(entry.begin)
+            digest = blake3()
+            left = entry.end - entry.begin
+            while left and (count := shard.readinto(piece[:left])):
+                digest.update(piece[:count])
+                left -= count
+            entries[name] = TensorEntry(
+                file=path.name, dtype=entry.dtype, shape=entry.shape, digest=spelled_digest(digest)
+            )
+    return whole.result(), entries
+
+
+def digest_file(path: Path) -> FileEntry:
+    """Size and sha256 of any file. Raises OSError."""
+    with path.open("rb") as file:
+        return FileEntry(
+            size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest()
+        )

@@ -17,25 +17,36 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from serving.errors import NotEnoughSpace, ReleaseError
 from serving.weights.atomic_file import fsync_dir, write_atomically
-from serving.weights.checkpoint_folder import (
-    checkpoint_weight_map,
-    companions,
-    tied_head,
-    utc_now,
+from serving.weights.index import (
+    BIN_INDEX_FILE,
+    INDEX_FILE,
+    INDEX_FILES,
+    WeightsIndex,
+    digest_file,
+    digest_shard,
+    has_bin,
+    read_header,
+    read_index,
 )
-from serving.weights.headers import digest_file
-from serving.weights.index import INDEX_FILE, has_bin
-from serving.weights.release import RELEASE_FILE, Lineage, Probe, Release, files_digest
-from serving.weights.release_removal import sweep_locked
-from serving.weights.release_store import UNFINISHED, next_number, release_lock
-from serving.weights.verify import check_network
+from serving.weights.release import (
+    RELEASE_FILE,
+    Lineage,
+    Probe,
+    Release,
+    TensorEntry,
+    files_digest,
+    read_json,
+)
+from serving.weights.release_store import UNFINISHED, next_number, release_lock, sweep_locked
+from serving.weights.verify import check_network, check_tie
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +56,19 @@ SPARE_BYTES = 64 * 2**20
 """A release is published only if this many bytes of the disk are still free afterwards, because the
 job store and the logs need space on the same disk."""
 
+_COMPANION_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".md"}
+_NOT_COMPANIONS = {
+    RELEASE_FILE,
+    "trainer_state.json",
+    "checkpoint.json",
+    *INDEX_FILES,
+}
+_SOURCES = ((INDEX_FILE, "model.safetensors"), (BIN_INDEX_FILE, "pytorch_model.bin"))
+"""Where weights may be, in the order of the search. In each pair, the first name is the name of an
+index file. If this file is missing, the weights may be in a single shard with the second name. A
+`.bin` shard is a pickle. Safetensors come first, so if a folder has both formats, no pickle is
+read."""
+
 
 class ManifestFields(TypedDict, total=False):
     """The fields of a manifest that the caller knows, see `Release`."""
@@ -52,6 +76,20 @@ class ManifestFields(TypedDict, total=False):
     lineage: Lineage
     evaluation: dict[str, Any] | None
     probe: Probe | None
+
+
+def servable_folder(folder: Path, pipeline_dir: Path) -> Path:
+    """`folder`, or a release that is published from it if it is a checkpoint with `.bin` shards. No
+    engine reads such shards, because they are pickles. Raises ReleaseError and OSError."""
+    if is_checkpoint(folder, pipeline_dir) and has_bin(checkpoint_weight_map(folder).values()):
+        return pipeline_dir / publish_folder(pipeline_dir, folder).id
+    return folder
+
+
+def is_checkpoint(folder: Path, pipeline_dir: Path) -> bool:
+    """Whether `folder` is a checkpoint elsewhere, and no release."""
+    is_inside = folder.resolve().is_relative_to(pipeline_dir.resolve())
+    return not is_inside and not (folder / RELEASE_FILE).exists()
 
 
 def publish_folder(pipeline_dir: Path, source: Path, **manifest: Unpack[ManifestFields]) -> Release:
@@ -111,20 +149,26 @@ def publish_state_dict(
                 "state folder"
             )
         with _unfinished_folder(pipeline_dir) as folder:
-            weights = shards.write_shards(tensors, folder, max_shard_bytes=max_shard_bytes)
+            files, stored, tied = shards.write_shards(
+                tensors, folder, max_shard_bytes=max_shard_bytes
+            )
             for path in companion_files:
                 _copy(path, folder / path.name)
-            write_atomically(folder / INDEX_FILE, weights.index.to_json())
+            index = WeightsIndex(
+                metadata={"total_size": sum(tensors[name].nbytes for name in stored)},
+                weight_map={name: entry.file for name, entry in stored.items()},
+            )
+            write_atomically(folder / INDEX_FILE, index.to_json())
             names = (*(path.name for path in companion_files), INDEX_FILE)
-            files = weights.files | {name: digest_file(folder / name) for name in names}
+            files |= {name: digest_file(folder / name) for name in names}
             number = next_number(pipeline_dir)
             release = Release(
                 id=f"r{number:06d}-{files_digest(files)}",
                 pipeline=pipeline_dir.name,
                 created_at=utc_now(),
                 files=files,
-                tensors=weights.tensors,
-                tied=tied_head(folder, weights.tensors) | weights.tied,
+                tensors=stored,
+                tied=tied_head(folder, stored) | tied,
                 **manifest,
             )
             if reasons := check_network(folder, release):
@@ -155,3 +199,91 @@ def _copy(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
     with target.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def checkpoint_weight_map(source: Path) -> dict[str, str]:
+    """Maps each tensor name to the file name of its shard.
+
+    The map comes from the index, a file of the checkpoint that lists the tensors of each shard. A
+    checkpoint without an index must have exactly one shard, and the tensor names are then read from
+    this shard. Raises ReleaseError if there are no weights, or if the index or the single shard is
+    not valid.
+    """
+    if not source.is_dir():
+        raise ReleaseError(f"{source} is not a folder")
+    for index_file, single in _SOURCES:
+        index = read_index(source, index_file)
+        if index is not None:
+            return index.weight_map
+        if (source / single).is_file():
+            return dict.fromkeys(_names(source / single), single)
+    raise ReleaseError(
+        f"{source} holds no weights; it needs one of {', '.join(INDEX_FILES)}, "
+        "model.safetensors and pytorch_model.bin"
+    )
+
+
+def _names(shard: Path) -> Collection[str]:
+    if not has_bin([shard.name]):
+        return read_header(shard)
+    from serving.weights.shards import read_bin
+
+    return read_bin(shard)
+
+
+def manifest_of_folder(source: Path, pipeline: str) -> Release:
+    """Makes a manifest for a checkpoint folder that is served without being published.
+
+    The manifest is not written to disk, and its release number is 0. Raises ReleaseError.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    names = {*INDEX_FILES, *(path.name for path in companions(source))}
+    files = {name: digest_file(source / name) for name in names if (source / name).is_file()}
+    for shard in sorted(set(checkpoint_weight_map(source).values())):
+        files[shard], found = digest_shard(source / shard)
+        tensors |= found
+    release = Release(
+        id=f"r000000-{files_digest(files)}",
+        pipeline=pipeline,
+        created_at=utc_now(),
+        files=files,
+        tensors=tensors,
+        tied=tied_head(source, tensors),
+    )
+    if reasons := check_tie(source, release):
+        raise ReleaseError(*reasons)
+    return release
+
+
+def companions(folder: Path) -> list[Path]:
+    """The small files that a release has in addition to the weights: config, tokenizer and README.
+    Code and pickles are left out."""
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.suffix in _COMPANION_SUFFIXES
+        and path.name not in _NOT_COMPANIONS
+        and not path.name.startswith(".")
+        and path.is_file()
+    )
+
+
+def utc_now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def tied_head(folder: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """The dict `{head: embedding}` of two tensor names, if the head (the last layer of the model)
+    and the embedding are *tied*: the head uses the tensor of the embedding, and the checkpoint
+    stores only the embedding. In all other cases, the dict is empty.
+
+    The setting `tie_word_embeddings` of the config says whether the head and the embedding are
+    tied. If the config does not have this setting, the dict is empty, because the default depends
+    on the architecture. In a Llama, the default is that they are not tied. So if a Llama checkpoint
+    has neither a head nor this setting, the checkpoint is incomplete, and `check_network` refuses
+    the checkpoint.
+    """
+    if read_json(folder / "config.json").get("tie_word_embeddings") is not True:
+        return {}
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    return {head: embedding} if head not in tensors and embedding in tensors else {}

@@ -7,8 +7,7 @@ A pipeline's folder is `<home>/releases/<pipeline>`. This module calls it `pipel
     served.json         the record `Served`: what was live, what is served, and what is pending
     current             a link to the served release, for people and other programs; hotpush itself
                         reads only `served.json`
-    pinned              the ids of the releases that must not be removed, one per line, see
-                        `serving/weights/release_removal.py`
+    pinned              the ids of the releases that must not be removed, one per line
     counter             the last number that was taken for a release; no number is used twice
     .unfinished-…       a release that is being written or removed, see `UNFINISHED`
     .lock               the lock of the folder, see `release_lock`
@@ -21,16 +20,23 @@ release has passed all checks.
 import logging
 import os
 import re
+import shutil
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Annotated
 
-from filelock import BaseFileLock, FileLock
+from filelock import BaseFileLock, FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from serving.errors import ReleaseError, Superseded, is_temporary
-from serving.weights.atomic_file import fsync_dir, link_atomically, write_atomically
+from serving.weights.atomic_file import (
+    fsync_dir,
+    is_abandoned,
+    link_atomically,
+    write_atomically,
+)
 from serving.weights.release import RELEASE_FILE, Release, faults_in
 
 logger = logging.getLogger(__name__)
@@ -38,6 +44,7 @@ logger = logging.getLogger(__name__)
 CURRENT = "current"
 SERVED = "served.json"
 COUNTER = "counter"
+PINNED = "pinned"
 UNFINISHED = ".unfinished-"
 """Prefix of the names of release folders that are being written or removed, and of a folder that
 stood in the place of the link.
@@ -285,3 +292,123 @@ def release_lock(pipeline_dir: Path, timeout_seconds: float = -1) -> BaseFileLoc
     `timeout_seconds` is negative, the wait has no limit.
     """
     return FileLock(pipeline_dir / ".lock", timeout=timeout_seconds)
+
+
+def prune(pipeline_dir: Path, keep: int) -> list[str]:
+    """Remove all but the newest `keep` releases; returns the removed ids, oldest first.
+
+    The served, the pending and the pinned releases always stay. Like `sweep`, this function also
+    removes what killed processes have left. Raises ReleaseError if `keep` is negative, or if
+    `served.json` or `pinned` is damaged.
+    """
+    if keep < 0:
+        raise ReleaseError(f"keep must be at least 0, not {keep}")
+    if not pipeline_dir.is_dir():
+        return []
+    with release_lock(pipeline_dir):
+        sweep_locked(pipeline_dir)
+        ids = release_ids(pipeline_dir)
+        served = read_served(pipeline_dir)
+        kept = {
+            *ids[max(0, len(ids) - keep) :],
+            *pinned_releases(pipeline_dir),
+            served.release,
+            served.pending,
+        }
+        removed = [release_id for release_id in ids if release_id not in kept]
+        for release_id in removed:
+            _remove_locked(pipeline_dir, release_id)
+    return removed
+
+
+def remove(pipeline_dir: Path, release_id: str) -> None:
+    """Remove one release, which may be damaged. Raises ReleaseError for the same reasons as
+    `check_removable`."""
+    with release_lock(pipeline_dir):
+        check_removable(pipeline_dir, release_id)
+        _remove_locked(pipeline_dir, release_id)
+
+
+def check_removable(pipeline_dir: Path, release_id: str) -> None:
+    """Raise ReleaseError if there is no such release, or if it is served, pending or pinned. Also
+    raise ReleaseError if `served.json` or `pinned` is damaged."""
+    if release_id not in release_ids(pipeline_dir):
+        raise ReleaseError(f"{release_id!r} is not a release in {pipeline_dir}")
+    served = read_served(pipeline_dir)
+    reasons = []
+    if release_id == served.release:
+        reasons.append("served; serve another release first: pipeline releases rollback")
+    if release_id == served.pending:
+        reasons.append("pending: the next server that starts will serve it")
+    if release_id in pinned_releases(pipeline_dir):
+        reasons.append(f"pinned; unpin it first: pipeline releases unpin {release_id}")
+    if reasons:
+        raise ReleaseError(*(f"{release_id} is not removed, because it is {r}" for r in reasons))
+
+
+def pinned_releases(pipeline_dir: Path) -> list[str]:
+    """The ids of the releases that must not be removed, oldest first. Raises ReleaseError if the
+    file `pinned` contains anything other than release ids."""
+    try:
+        pinned = (pipeline_dir / PINNED).read_text(errors="replace").split()
+    except FileNotFoundError:
+        return []
+    return sorted(pinned, key=release_number)
+
+
+def pin(pipeline_dir: Path, release_id: str) -> None:
+    """Pin the release: until it is unpinned, `prune` and `remove` do not remove it. Raises
+    ReleaseError if there is no such release."""
+    with release_lock(pipeline_dir):
+        if release_id not in release_ids(pipeline_dir):
+            raise ReleaseError(f"{release_id!r} is not a release in {pipeline_dir}")
+        _write_pinned(pipeline_dir, {*pinned_releases(pipeline_dir), release_id})
+
+
+def unpin(pipeline_dir: Path, release_id: str) -> None:
+    """Undo `pin`: after this, `prune` and `remove` may remove the release. Raises ReleaseError if
+    the release was not pinned."""
+    with release_lock(pipeline_dir):
+        pinned = pinned_releases(pipeline_dir)
+        if release_id not in pinned:
+            raise ReleaseError(
+                f"{release_id!r} is not pinned; the pinned releases: {', '.join(pinned) or 'none'}"
+            )
+        _write_pinned(pipeline_dir, {*pinned} - {release_id})
+
+
+def _write_pinned(pipeline_dir: Path, ids: Iterable[str]) -> None:
+    text = "".join(f"{release_id}\n" for release_id in sorted(ids, key=release_number))
+    write_atomically(pipeline_dir / PINNED, text)
+
+
+def _remove_locked(pipeline_dir: Path, release_id: str) -> None:
+    # Rename the folder first, so that no reader ever sees a release with some files missing.
+    renamed = pipeline_dir / f"{UNFINISHED}{release_id}"
+    os.rename(pipeline_dir / release_id, renamed)
+    shutil.rmtree(renamed)
+
+
+def sweep(pipeline_dir: Path) -> None:
+    """Remove the temporary files and folders that killed processes have left. Does nothing while
+    another process holds the lock of the pipeline's folder."""
+    if pipeline_dir.is_dir():
+        with suppress(Timeout), release_lock(pipeline_dir, timeout_seconds=0):
+            sweep_locked(pipeline_dir)
+
+
+def sweep_locked(pipeline_dir: Path, *, is_purge: bool = False) -> None:
+    """Do what `sweep` does. The caller must hold the lock.
+
+    What cannot be removed stays, because no job should fail if another user owns a folder that
+    stood in the place of the link `current`. But with `is_purge`, the OSError is raised, because a
+    purge must not report that everything is gone.
+    """
+    for entry in list(pipeline_dir.iterdir()):
+        if not (entry.name.startswith(UNFINISHED) or is_abandoned(entry)):
+            continue
+        with nullcontext() if is_purge else suppress(OSError):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)

@@ -4,7 +4,6 @@ tensors from shards, with torch. `.bin` shards are read only when they are conve
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from zipfile import is_zipfile
 
@@ -13,8 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from serving.errors import ReleaseError, first_line
-from serving.weights.headers import digest_shard
-from serving.weights.index import WeightsIndex
+from serving.weights.index import digest_shard
 from serving.weights.release import FileEntry, Release, TensorEntry
 
 DTYPES = {
@@ -27,16 +25,6 @@ DTYPES = {
 
 _FINITE_CHECK_ELEMENTS = 1 << 22
 """How many elements of a tensor `is_finite` checks in one operation."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredWeights:
-    """The shards of a release. A manifest lists the same values."""
-
-    files: dict[str, FileEntry]
-    tensors: dict[str, TensorEntry]
-    tied: dict[str, str]
-    index: WeightsIndex
 
 
 def find_tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -57,8 +45,9 @@ def find_tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 def write_shards(
     tensors: Mapping[str, torch.Tensor], folder: Path, *, max_shard_bytes: int
-) -> StoredWeights:
-    """Write a state dict as shards into `folder`, and fsync each shard.
+) -> tuple[dict[str, FileEntry], dict[str, TensorEntry], dict[str, str]]:
+    """Write a state dict as shards into `folder`, and fsync each shard. Returns what a manifest
+    says of them: its fields `files`, `tensors` and `tied`.
 
     A tensor larger than `max_shard_bytes` gets a shard of its own. If several names share a tensor
     (`find_tied`), the tensor is stored only once. Raises ReleaseError for a tensor that cannot be
@@ -86,8 +75,7 @@ def write_shards(
         _write_shard(folder / file, {name: stored[name] for name in names})
         files[file], found = digest_shard(folder / file)
         entries |= found
-    index = WeightsIndex(metadata=split.metadata, weight_map=split.tensor_to_filename)
-    return StoredWeights(files=files, tensors=entries, tied=tied, index=index)
+    return files, entries, tied
 
 
 def read_tensors(folder: Path, weight_map: Mapping[str, str]) -> dict[str, torch.Tensor]:

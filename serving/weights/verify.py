@@ -7,13 +7,16 @@ from pathlib import Path
 
 from serving.errors import ReleaseError, is_temporary
 from serving.weights import network
-from serving.weights.headers import digest_file, read_header, tensor_digests
-from serving.weights.index import INDEX_FILE, is_shard_name, read_index
-from serving.weights.release import RELEASE_FILE, Release, files_digest, read_json
+from serving.weights.index import (
+    INDEX_FILE,
+    digest_file,
+    is_shard_name,
+    read_header,
+    read_index,
+)
+from serving.weights.release import RELEASE_FILE, FileEntry, Release, files_digest, read_json
 from serving.weights.release_store import load_release
 
-# A fault report about a file names at most this many tensors of the file.
-_MAX_NAMED_TENSORS = 4
 # A fault report shows this much of a digest: the name of the algorithm and 12 hex digits.
 _DIGEST_CHARS = len("sha256:") + 12
 
@@ -68,32 +71,20 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
 
 
 def verify_shards(folder: Path, release: Release) -> tuple[str, ...]:
-    """All faults in the content of the safetensors files. Call `verify_layout` first.
-
-    If the sha256 of a file is wrong, this function reports each tensor of the file that has a wrong
-    digest. If no tensor has a wrong digest, it reports the file.
-    """
+    """The safetensors files whose sha256 is wrong. Call `verify_layout` first."""
     reasons: list[str] = []
     for shard, entry in sorted(release.files.items()):
         if not shard.endswith(".safetensors"):
             continue
-        expected, found = entry.sha256, digest_file(folder / shard).sha256
-        if found != expected:
-            reasons += _changed_tensors(folder, release, shard) or [
-                f"{shard}: sha256 is {found[:12]}…, not {expected[:12]}…, although all tensors in "
-                "this shard are right"
-            ]
+        reasons += _check_sha256(folder, shard, entry)
     return tuple(reasons)
 
 
-def _changed_tensors(folder: Path, release: Release, shard: str) -> list[str]:
-    expected = {name: each.digest for name, each in release.tensors.items() if each.file == shard}
-    found = tensor_digests(folder / shard, read_header(folder / shard))
-    return [
-        wrong_digest(shard, name, found=found[name], expected=digest)
-        for name, digest in expected.items()
-        if found[name] != digest
-    ]
+def _check_sha256(folder: Path, name: str, entry: FileEntry) -> list[str]:
+    found = digest_file(folder / name).sha256
+    if found == entry.sha256:
+        return []
+    return [f"{name}: sha256 is {found[:12]}…, not {entry.sha256[:12]}…"]
 
 
 def wrong_digest(file: str, name: str, *, found: str, expected: str) -> str:
@@ -111,16 +102,12 @@ def _check_files(folder: Path, release: Release) -> list[str]:
         if name in ("", ".", "..") or Path(name).name != name:
             reasons.append(f"{RELEASE_FILE}: {name!r} is not a plain file name")
         elif not path.is_file():
-            reasons.append(f"{name}: missing{_tensors_in(release, name)}")
+            reasons.append(f"{name}: missing")
         elif (size := path.stat().st_size) != entry.size:
             how = "truncated" if size < entry.size else "too long"
-            reasons.append(
-                f"{name}: {how}, {size} bytes instead of {entry.size}{_tensors_in(release, name)}"
-            )
-        elif not name.endswith(".safetensors") and (
-            (found := digest_file(path).sha256) != entry.sha256
-        ):
-            reasons.append(f"{name}: sha256 is {found[:12]}…, not {entry.sha256[:12]}…")
+            reasons.append(f"{name}: {how}, {size} bytes instead of {entry.size}")
+        elif not name.endswith(".safetensors"):
+            reasons += _check_sha256(folder, name, entry)
     reasons += [
         f"{RELEASE_FILE}: tensor {name}: {entry.file!r} is not one of its files"
         for name, entry in sorted(release.tensors.items())
@@ -129,16 +116,6 @@ def _check_files(folder: Path, release: Release) -> list[str]:
     if "config.json" not in release.files:
         reasons.append("config.json: missing")
     return reasons
-
-
-def _tensors_in(release: Release, file: str) -> str:
-    """The last part of a fault report about `file`. It names tensors that this file holds. Empty if
-    the file holds no tensor."""
-    names = [name for name, entry in release.tensors.items() if entry.file == file]
-    if not names:
-        return ""
-    more = f" and {len(names) - _MAX_NAMED_TENSORS} more" if len(names) > _MAX_NAMED_TENSORS else ""
-    return f"; it holds tensor {', '.join(names[:_MAX_NAMED_TENSORS])}{more}"
 
 
 def _check_index(folder: Path, release: Release) -> list[str]:

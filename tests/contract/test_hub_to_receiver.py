@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from receiver.server import WebhookPayload, WebhooksServer
+from receiver.payload import WebhookPayload
 from receiver.settings import ReceiverSettings
 from receiver.verify import ProofScheme
+from receiver.webhooks_server import WebhooksServer
 from tests.hub_fixtures import RunningHub, commit_file, running_hub, wait_until
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
 

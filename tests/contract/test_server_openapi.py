@@ -20,17 +20,14 @@ KEY = "api-secret"
 STATUSES = {
     ("GET", "/live"): (200,),
     ("GET", "/health"): (200,),
-    ("GET", "/version"): (200,),
     ("GET", "/metrics"): (200,),
-    ("POST", "/tokenize"): (200, 400, 401, 404),
-    ("POST", "/detokenize"): (200, 400, 401, 404),
     ("GET", "/v1/models"): (200, 401),
     ("GET", "/v1/models/{model}"): (200, 401, 404),
     ("POST", "/v1/completions"): (200, 400, 401, 404),
     ("POST", "/v1/chat/completions"): (200, 400, 401, 404),
     ("POST", "/admin/swap"): (200, 400, 401, 403, 422),
 }
-OPEN = {"/live", "/health", "/version", "/metrics"}
+OPEN = {"/live", "/health", "/metrics"}
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from cryptography.fernet import Fernet
 from prometheus_client import generate_latest
 
 from jobs.errors import JobNotFound
+from jobs.job import Delivery
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
-from jobs.store import Delivery, JobStore
+from jobs.store import JobStore
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import open_database
 from pipeline.hub.webhooks.store import HubWatchedItem, WebhookRequest, create_webhook
@@ -252,8 +253,8 @@ def test_json_logs_carry_ids_and_exceptions() -> None:
 
 def test_the_receiver_counts_refused_requests_too() -> None:
     from receiver.retrain import measure
-    from receiver.server import WebhooksServer
     from receiver.settings import ReceiverSettings
+    from receiver.webhooks_server import WebhooksServer
 
     server = WebhooksServer(webhook_secret="s", settings=ReceiverSettings(port=0))
     measure(server)

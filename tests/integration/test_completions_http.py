@@ -43,7 +43,6 @@ def test_an_answer_says_that_no_such_prompt_was_trained(
     of_chat: str | None,
     of_completion: str | None,
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     release = echo_release(tmp_path, 1, chat_template=CHAT_TEMPLATE, rows=rows)
     set_current(tmp_path, release.id)
@@ -54,8 +53,6 @@ def test_an_answer_says_that_no_such_prompt_was_trained(
             assert (answer.status_code, answer.headers.get("x-trained-on")) == (200, of_chat)
         answer = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1})
         assert answer.headers.get("x-trained-on") == of_completion
-    told = [each for each in caplog.messages if "never seen such a prompt" in each]
-    assert len(told) == (of_chat != of_completion)
 
 
 def test_prompts_in_all_four_forms_are_the_same(server: Server) -> None:

@@ -54,7 +54,7 @@ GOOD = {"model": "answers", "prompt": "Hello", "max_tokens": 4}
             "response_format",
             "needs json_schema.schema",
         ),
-        ({"stop": [""]}, 400, "stop", "empty"),
+        ({"stop": [""]}, 400, "stop", "at least 1 character"),
         ({"stop": ["a"] * 1025}, 400, "stop", "1024"),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias", '"x"'),
         ({"logit_bias": {"5": 101}}, 400, "logit_bias", "100"),

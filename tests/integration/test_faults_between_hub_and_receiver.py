@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from receiver.server import WebhookPayload, WebhooksServer
+from receiver.payload import WebhookPayload
 from receiver.settings import ReceiverSettings
+from receiver.webhooks_server import WebhooksServer
 from tests.faulty_proxy import FAULTS, FaultyProxy
 from tests.hub_fixtures import RunningHub, commit_file, running_hub, wait_until
 from tests.ports import free_ports

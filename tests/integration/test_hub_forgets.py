@@ -10,7 +10,7 @@ from sqlalchemy import delete
 from pipeline.hub import schema
 from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.state_folder import stopped_hub
-from serving.weights import release_removal
+from serving.weights import release_store
 from tests.hub_fixtures import commit_file, running_hub, wait_until
 from tests.integration.test_hub_purge import Place, pipeline, place
 
@@ -67,7 +67,7 @@ def test_gc_removes_what_nothing_needs(place: Place, is_up: bool) -> None:
     # The release needs a commit that only the ref of a later one leads to.
     assert "removed 1 commits that nothing needs" in pipeline("gc").stdout
     assert (place.has(place.bad), place.has(place.after)) == (True, False)
-    release_removal.remove(place.home.releases_dir / "facts", needed)
+    release_store.remove(place.home.releases_dir / "facts", needed)
     if is_up:
         with place.hub(needed_commits=set):
             assert "removed 1 commits that nothing needs" in pipeline("gc").stdout

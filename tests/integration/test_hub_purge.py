@@ -23,7 +23,7 @@ from pipeline.cli.main import app
 from pipeline.paths import Home
 from pipeline.runner.job_store import open_job_store
 from pipeline.settings import load_settings
-from serving.weights import release_removal, release_store
+from serving.weights import release_store
 from serving.weights.release import RELEASE_FILE, Lineage, Release
 from serving.weights.release_store import CURRENT
 from tests.hub_fixtures import (
@@ -323,7 +323,7 @@ def test_a_purge_that_is_killed_while_it_removes_a_release_finds_the_rest(
             (folder / RELEASE_FILE).unlink()
             raise KeyboardInterrupt
 
-        patch.setattr(release_removal, "shutil", SimpleNamespace(rmtree=killed))
+        patch.setattr(release_store, "shutil", SimpleNamespace(rmtree=killed))
         assert pipeline("purge", "local/facts", place.bad, "--yes", "--releases").exit_code != 0
     assert not (folder / id).exists() and any(folder.rglob("weights"))
     purged(place.bad, "--releases")
@@ -337,7 +337,7 @@ def test_a_release_is_found_although_the_one_before_it_is_gone(place: Place) -> 
     with open_job_store(load_settings(), place.home) as store:
         place.run_job(store, place.bad, release=ids[0], dataset_revision=place.bad)
     folder = place.home.releases_dir / "facts"
-    release_removal.remove(folder, ids[0])
+    release_store.remove(folder, ids[0])
     with place.hub() as hub:
         place.push_away(hub)
     words = "was trained from the weights of such a release"
@@ -360,7 +360,7 @@ def test_a_purge_that_is_killed_between_two_releases_finds_the_rest(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(release_removal, "shutil", SimpleNamespace(rmtree=killed_after))
+        patch.setattr(release_store, "shutil", SimpleNamespace(rmtree=killed_after))
         assert pipeline("purge", "local/facts", place.bad, "--yes", "--releases").exit_code != 0
     assert release_store.release_ids(folder) == ids[:1]
     purged(place.bad, "--releases")

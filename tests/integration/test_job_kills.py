@@ -14,9 +14,10 @@ import time
 from pathlib import Path
 
 from jobs.folder import OUTCOME
+from jobs.job import Delivery
 from jobs.process import IS_LINUX, is_alive, process_here
 from jobs.spec import JobSpec
-from jobs.store import Delivery, JobStore
+from jobs.store import JobStore
 from tests.jobs_fixtures import answer_to, is_gone, revisions, until
 
 NUM_KILLS = int(os.environ.get("JOBS_KILLS", "8"))

@@ -10,12 +10,13 @@ from sqlalchemy import create_engine, delete, text
 
 from jobs.errors import StoreError
 from jobs.folder import LOG
+from jobs.job import Delivery
 from jobs.logs import follow_log, read_log
 from jobs.runner import Runner
 from jobs.schema import JOBS, number_of
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec, Resources
-from jobs.store import Delivery, JobStore
+from jobs.store import JobStore
 from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, House, house, program
 from tests.jobs_fixtures import is_gone, pids_in, revisions, until
 

@@ -22,8 +22,9 @@ from pipeline.runner.submit import head_finder
 from pipeline.settings import load_settings
 from pipeline.tokens import load_tokens
 from receiver import listen
-from receiver.retrain import RetrainRule, retrain_handler
-from receiver.server import WebhooksServer
+from receiver.retrain import retrain_handler
+from receiver.rules import RetrainRule
+from receiver.webhooks_server import WebhooksServer
 from serving.http.server import Server, http_config
 from tests.hub_fixtures import TOKEN, RunningHub, commit_file, run_git, running_hub, wait_until
 from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS

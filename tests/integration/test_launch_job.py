@@ -20,7 +20,8 @@ from jobs.store import JobStore
 from pipeline.paths import Home
 from receiver import launch_job
 from receiver.errors import NoJobStore
-from receiver.server import WebhookPayload, WebhooksServer
+from receiver.payload import WebhookPayload
+from receiver.webhooks_server import WebhooksServer
 from tests.jobs_fixtures import until
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
 from tests.receiver_payloads import dataset_update

@@ -11,8 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from serving.errors import NotEnoughSpace, ReleaseError
-from serving.weights.headers import digest_file
-from serving.weights.index import read_index
+from serving.weights.index import digest_file, read_index
 from serving.weights.publish import publish_folder, publish_state_dict
 from serving.weights.release import Lineage, Release, files_digest
 from serving.weights.release_store import list_releases, load_release
@@ -110,38 +109,15 @@ def flip_a_byte(path: Path) -> None:
     [
         (truncate, "truncated"),
         (Path.unlink, "missing"),
-        (flip_a_byte, " is "),
+        (flip_a_byte, "sha256 is"),
     ],
 )
-def test_damage_is_named_with_its_file_and_its_tensors(
-    tmp_path: Path, damage: object, reason: str
-) -> None:
+def test_damage_is_named_with_its_file(tmp_path: Path, damage: object, reason: str) -> None:
     folder, release = published(tmp_path)
     shard = release.tensors["model.norm.weight"].file
     damage(folder / shard)  # type: ignore[operator]
     (found,) = verify_release(folder)
-    held = [name for name, entry in release.tensors.items() if entry.file == shard]
     assert found.startswith(f"{shard}: ") and reason in found
-    if damage is flip_a_byte:
-        assert any(f"tensor {name}: digest is" in found for name in held)
-    else:
-        assert f"; it holds tensor {', '.join(held[:4])}" in found
-
-
-def test_a_shard_whose_header_alone_differs_is_named(tmp_path: Path) -> None:
-    folder, release = published(tmp_path)
-    shard = folder / release.tensors["model.norm.weight"].file
-    content = shard.read_bytes()
-    # JSON with its last blank as a tab is the same header.
-    length = int.from_bytes(content[:8], "little")
-    header = content[8 : 8 + length]
-    assert header.endswith(b" "), "it is padded to 8 bytes"
-    shard.write_bytes(content[:8] + header[:-1] + b"\t" + content[8 + length :])
-    (reason,) = verify_release(folder)
-    assert (
-        reason.startswith(f"{shard.name}: sha256 is")
-        and "all tensors in this shard are right" in reason
-    )
 
 
 def reseal(folder: Path, **changes: object) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.weights.release_removal import sweep
-from serving.weights.release_store import list_releases, release_number
+from serving.weights.release_store import list_releases, release_number, sweep
 from serving.weights.verify import verify_release
 from tests.serving_fixtures import tiny_llama
 

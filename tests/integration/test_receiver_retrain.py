@@ -16,8 +16,9 @@ from starlette.testclient import TestClient
 
 from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.store import JobStore
-from receiver.retrain import RetrainRule, retrain_handler
-from receiver.server import WebhooksServer
+from receiver.retrain import retrain_handler
+from receiver.rules import RetrainRule
+from receiver.webhooks_server import WebhooksServer
 from tests.receiver_fixtures import no_secret_in_the_environment, serve, store  # noqa: F401
 from tests.receiver_payloads import (
     GITHUB_PUSH,

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from receiver.errors import AddressUnavailable
-from receiver.server import WebhooksServer
+from receiver.webhooks_server import WebhooksServer
 from tests.ports import free_port
 from tests.receiver_payloads import dataset_update
 from tests.receiver_scripts import ROOT, on_port, running

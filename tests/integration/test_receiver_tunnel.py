@@ -18,10 +18,11 @@ import pytest
 
 from receiver import tunnel as receiver_tunnel
 from receiver.errors import OpenToEveryone, TunnelFailed
-from receiver.server import WebhookPayload, WebhooksServer
+from receiver.payload import WebhookPayload
 from receiver.settings import ReceiverSettings
 from receiver.tunnel import HubCredentials, PublicUrl, move_webhooks, remember, remembered_urls
 from receiver.webhooks import create_webhook, get_webhook
+from receiver.webhooks_server import WebhooksServer
 from tests.hub_fixtures import RunningHub, wait_until
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
 from tests.receiver_payloads import dataset_update

@@ -21,9 +21,9 @@ import pytest
 
 from serving import answer as answering
 from serving.admission import Admission
+from serving.app import bind
 from serving.engine import EngineError, Generation, Step
 from serving.errors import ServingError
-from serving.server import bind
 from serving.settings import ServingSettings
 from serving.weights.release_store import pending_release, set_current, set_pending
 from tests.echo_engine import EchoEngine
@@ -271,7 +271,7 @@ def test_a_plain_checkpoint_folder_is_served_as_it_is(tmp_path: Path) -> None:
 SERVE = """
 import sys
 from pathlib import Path
-from serving.server import serve
+from serving.app import serve
 from serving.settings import ServingSettings
 from tests.serving_fixtures import echo_app
 serve(echo_app(Path(sys.argv[1])), ServingSettings(port=0))

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 
 from pipeline.retrain.base_model import train_tokenizer
 from pipeline.retrain.rows import Row
-from serving.conversation import normalise
+from serving.chat_template import normalise
 from serving.tokenizer import load_tokenizer
 from serving.weights.release_store import load_release
 from tests.retrain_fixtures import SMALL, Pipeline, few_anchors, jsonl

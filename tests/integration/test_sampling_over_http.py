@@ -102,7 +102,7 @@ def test_each_field_reaches_the_engine(
         ("seed", "x", 'integer, got "x"'),
         ("seed", 2**63, f"less than or equal to {2**63 - 1}, got {2**63}"),
         ("min_tokens", -1, "greater than or equal to 0, got -1"),
-        ("logit_bias", [1], "object"),
+        ("logit_bias", [1], "dictionary"),
         ("logit_bias", {"1" * 5000: 1}, "Unable to parse input string as an integer"),
         ("stream_options", {}, "only for requests with stream: true"),
         ("ignore_eos", "yes", 'boolean, got "yes"'),
@@ -127,7 +127,7 @@ NAMED = {"type": "function", "function": {"name": "sub"}}
 @pytest.mark.parametrize(
     ("change", "param", "said"),
     [
-        ({"messages": "Hi"}, "messages", 'valid array, got "Hi"'),
+        ({"messages": "Hi"}, "messages", 'valid list, got "Hi"'),
         ({"messages": [{"content": "Hi"}]}, "messages", "message 1 has no `role`"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages", "'image'"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1, got 0"),
@@ -142,13 +142,11 @@ NAMED = {"type": "function", "function": {"name": "sub"}}
         (
             {"chat_template_kwargs": {"messages": []}},
             "chat_template_kwargs",
-            "field of the request",
+            "no variable that a request may set",
         ),
-        (
-            {"continue_final_message": True, "add_generation_prompt": True},
-            "continue_final_message",
-            "together with add_generation_prompt",
-        ),
+        ({"continue_final_message": True}, "continue_final_message", "not supported"),
+        ({"add_generation_prompt": False}, "add_generation_prompt", "not supported"),
+        ({"documents": [{"text": "a"}]}, "documents", "not supported"),
         ({"chat_template": "{{ messages }}"}, "chat_template", "not supported"),
         ({"functions": [{"name": "add"}]}, "functions", "not supported"),
         ({"response_format": {"type": "xml"}}, "response_format", "json_object"),

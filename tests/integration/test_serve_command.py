@@ -11,13 +11,11 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from pipeline.cli.serve import _engine
 from pipeline.settings import load_settings
-from serving.admission import load_api_keys
 from serving.engines.settings import TorchEngineSettings, VllmEngineSettings
-from serving.errors import ServingError
 from serving.settings import ServingSettings
 from serving.weights.release_store import set_current
 from tests.echo_engine import EchoEngine
@@ -83,7 +81,7 @@ def test_no_stream_waits_while_what_was_imported_is_looked_through_for_garbage(
     code = """
 import gc, sys
 from pathlib import Path
-from serving.server import serve
+from serving.app import serve
 from serving.settings import ServingSettings
 from tests.serving_fixtures import echo_app
 
@@ -146,15 +144,6 @@ def test_a_release_that_is_not_there_is_one_line(
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("pipeline: ") and "NONEXISTENT" in line
-
-
-def test_the_file_of_keys_is_looked_for_beside_the_settings(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
-    (tmp_path / "pipeline.toml").write_text('[serving]\napi_key_file = "keys"\n')
-    release = tmp_path / "releases" / network_release(tmp_path / "releases", 1).id
-    done = serve(environment, str(release))
-    assert f"{tmp_path / 'keys'}: cannot be read" in done.stderr.splitlines()[-1]
 
 
 def test_an_unknown_engine_is_told_the_known_ones(environment: dict[str, str]) -> None:
@@ -237,33 +226,13 @@ def test_another_machine_is_let_in_with_a_key_only(
 ) -> None:
     done = serve(environment, str(tmp_path), "--host", "0.0.0.0")
     assert done.returncode == 1
-    assert "api_key_file" in done.stderr
-
-
-def test_each_key_of_the_file_opens(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("# who: key\nalpha\n\n  beta  \n")
-    set_current(tmp_path / "releases", echo_release(tmp_path / "releases", 1).id)
-    app = echo_app(tmp_path / "releases", api_key="single", api_key_file=keys)
-    with running(app) as url:
-        for key, status in {"single": 200, "alpha": 200, "beta": 200, "who": 401}.items():
-            headers = {"Authorization": f"Bearer {key}"}
-            assert httpx.get(f"{url}/v1/models", headers=headers).status_code == status
-
-
-@pytest.mark.parametrize("content", [None, "", "# only a comment\n", b"\xff\xfe"])
-def test_a_file_without_keys_opens_no_door(tmp_path: Path, content: str | bytes | None) -> None:
-    keys = tmp_path / "keys"
-    if content is not None:
-        keys.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ServingError, match="keys: "):
-        load_api_keys(ServingSettings(api_key_file=keys))
+    assert "api_key" in done.stderr
 
 
 @pytest.mark.parametrize("key", ["", " ", "secret\n", " secret", "se\tcret", "ключ"])
 def test_a_key_that_no_client_can_send_opens_no_door(key: str) -> None:
-    with pytest.raises(ServingError, match="API key number 1: it is empty, begins or ends"):
-        load_api_keys(ServingSettings.model_validate({"api_key": key}))
+    with pytest.raises(ValidationError, match="it is empty, begins or ends"):
+        ServingSettings.model_validate({"api_key": key})
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -17,8 +17,7 @@ from serving.admission import LiveRelease
 from serving.answer import generate
 from serving.completions import CompletionPlan, encode_prompt, make_generations
 from serving.engine import Generation, Step
-from serving.openai_schemas import CompletionRequest
-from serving.request_errors import RequestError
+from serving.openai_schemas import CompletionRequest, RequestError
 from serving.tokenizer import ReleaseTokenizer, load_tokenizer
 from serving.weights.release_store import set_current
 from tests.echo_engine import EchoEngine
@@ -35,25 +34,23 @@ def served(pipeline_dir: Path, engine: EchoEngine | None = None, **settings: Any
         yield url
 
 
-@pytest.mark.parametrize(("stream", "method"), [(False, "choices"), (True, "chunks")])
 def test_a_large_answer_is_written_off_the_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool, method: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
-    written = getattr(CompletionPlan, method)
+    written = CompletionPlan.choice
 
-    def held(*args: Any) -> Iterator[Any]:
+    def held(*args: Any, **options: Any) -> Any:
         begun.set()
         assert go_on.wait(30)
-        yield from written(*args)
+        return written(*args, **options)
 
-    monkeypatch.setattr(CompletionPlan, method, held)
+    monkeypatch.setattr(CompletionPlan, "choice", held)
     with served(tmp_path) as url, ThreadPoolExecutor(1) as pool:
-        body = {**LONG, "stream": stream}
-        asked = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=30)
+        asked = pool.submit(httpx.post, f"{url}/v1/completions", json=LONG, timeout=30)
         assert begun.wait(10)
         try:
-            assert httpx.get(f"{url}/version", timeout=10).is_success
+            assert httpx.get(f"{url}/health", timeout=10).is_success
         finally:
             go_on.set()
         assert asked.result().is_success
@@ -72,32 +69,32 @@ def test_tokenizing_is_bounded_and_leaves_the_threads_of_swaps_alone(
     encode = ReleaseTokenizer.encode
 
     def held(self: ReleaseTokenizer, text: str, **options: bool) -> tuple[int, ...]:
-        if text == "hold":
+        if "hold" in text:
             assert go_on.wait(30)
         return encode(self, text, **options)
 
     monkeypatch.setattr(ReleaseTokenizer, "encode", held)
     max_queue = 40
-    set_current(tmp_path, echo_release(tmp_path, 1, context=4096).id)
+    set_current(tmp_path, echo_release(tmp_path, 1, chat_template=CHAT_TEMPLATE).id)
     app = echo_app(tmp_path, max_queue=max_queue)
     with running(app) as url, ThreadPoolExecutor(max_queue) as pool:
         new = echo_release(tmp_path, 2, chat_template=CHAT_TEMPLATE, context=4096)
         with httpx.Client(base_url=url, timeout=30) as http:
 
             def ask() -> httpx.Response:
-                return http.post("/tokenize", json={"prompt": "hold"})
+                body = {"messages": [{"role": "user", "content": "hold"}], "max_tokens": 1}
+                return http.post("/v1/chat/completions", json=body)
 
             asked: list[Future[httpx.Response]] = [pool.submit(ask) for _ in range(max_queue)]
             try:
                 until(lambda: app.state.admission.num_in_flight == max_queue)
                 assert ask().status_code == 429
-                assert http.post("/detokenize", json={"tokens": [65]}).status_code == 429
                 token = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
                 swap = http.post("/admin/swap", json={"release": new.id}, headers=token)
                 assert swap.json()["result"] == "live"
             finally:
                 go_on.set()
-            assert all(each.result().json()["count"] == 4 for each in asked)
+            assert all(each.result().is_success for each in asked)
 
 
 def live_release(pipeline_dir: Path) -> LiveRelease:
@@ -147,16 +144,13 @@ def test_a_slow_reader_of_several_sequences_holds_the_engine_up(tmp_path: Path) 
     asyncio.run(story())
 
 
-def test_an_unexpected_error_has_the_headers_of_every_answer(tmp_path: Path) -> None:
+def test_an_unexpected_error_has_the_form_of_every_error(tmp_path: Path) -> None:
     engine = EchoEngine()
-    page = "https://chat.example.com"
-    with served(tmp_path, engine, cors_origins=(page,)) as url:
+    with served(tmp_path, engine) as url:
         engine.fail["turn"] = ZeroDivisionError("unexpected")
-        answer = httpx.get(f"{url}/live", headers={"X-Request-Id": "mine", "Origin": page})
+        answer = httpx.get(f"{url}/live")
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "internal_error"
-    assert answer.headers["x-request-id"] == "mine"
-    assert answer.headers["access-control-allow-origin"] == page
 
 
 HOSTS = [
@@ -175,12 +169,11 @@ def test_a_page_with_its_own_host_name_reads_no_answer(tmp_path: Path, has_key: 
     with served(tmp_path, **settings) as url:
         for host, status in HOSTS:
             headers = {"Host": host, "Authorization": "Bearer key"}
-            for path in ("/v1/models", "/metrics", "/health", "/live", "/version", "/docs"):
+            for path in ("/v1/models", "/metrics", "/health", "/live", "/docs"):
                 answer = httpx.get(f"{url}{path}", headers=headers)
                 assert answer.status_code == (200 if has_key else status), (host, path)
                 if not has_key and status == 403:
                     assert host in answer.json()["error"]["message"]
-                    assert answer.headers["X-Request-Id"]
 
 
 def test_a_name_on_which_the_server_listens_is_its_own(tmp_path: Path) -> None:

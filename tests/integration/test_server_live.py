@@ -129,7 +129,7 @@ import sys
 import threading
 from pathlib import Path
 from tests.echo_engine import EchoEngine
-from serving.server import serve
+from serving.app import serve
 from serving.settings import ServingSettings
 from tests.serving_fixtures import echo_app
 

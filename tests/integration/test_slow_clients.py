@@ -16,8 +16,9 @@ import pytest
 from starlette.types import Message
 
 from receiver import listen
-from receiver.server import WebhookPayload, WebhooksServer
+from receiver.payload import WebhookPayload
 from receiver.settings import ReceiverSettings
+from receiver.webhooks_server import WebhooksServer
 from serving.http.server import MAX_HEADER_BYTES, Limits, Server, http_config
 from serving.weights.release_store import set_current
 from tests.echo_engine import EchoEngine

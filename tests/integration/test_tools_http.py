@@ -117,14 +117,16 @@ def test_a_stream_has_the_calls_that_the_whole_has(server: Server) -> None:
 
 def test_a_call_is_found_whose_mark_is_a_special_token(tmp_path: Path) -> None:
     pipeline_dir = tmp_path / "answers"
-    tokenizer = byte_tokenizer("[TOOL_CALLS]")
-    template = "{{ tools | tojson }}{{ messages[0].content }}{% if false %}[TOOL_CALLS]{% endif %}"
+    tokenizer = byte_tokenizer("<|python_tag|>")
+    template = (
+        "{{ tools | tojson }}{{ messages[0].content }}{% if false %}<|python_tag|>{% endif %}"
+    )
     release = echo_release(
         pipeline_dir, 1, chat_template=template, tokenizer=tokenizer, context=4096
     )
     set_current(pipeline_dir, release.id)
     engine = ScriptedEngine(tokenizer=tokenizer)
-    text = '[TOOL_CALLS][{"name": "Weather", "arguments": {"city": "Wien"}}]'
+    text = '<|python_tag|>{"name": "Weather", "parameters": {"city": "Wien"}}'
     with (
         running(echo_app(pipeline_dir, engine)) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
@@ -178,12 +180,12 @@ def nested(depth: int) -> str:
         ({"city": "Graz"}, '{"city": "Graz"}'),
         (nested(150), nested(150)),
         (json.loads(nested(150)), nested(150)),
-        *[(wrong, "{}") for wrong in ("{", "", "[]", "null", None, 5, nested(100_000))],
-        ('{"city": "\\ud83d"}', "{}"),
+        *[(nothing, "{}") for nothing in ("", "null", None)],
+        *[(wrong, None) for wrong in ("{", "[]", 5, nested(100_000), '{"city": "\\ud83d"}')],
     ],
 )
-def test_wrong_arguments_of_an_earlier_call_count_as_none(
-    server: Server, arguments: object, shown: str
+def test_arguments_of_an_earlier_call_are_an_object(
+    server: Server, arguments: object, shown: str | None
 ) -> None:
     call = {"id": "x", "type": "function", "function": {"name": "Weather", "arguments": arguments}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -192,8 +194,12 @@ def test_wrong_arguments_of_an_earlier_call_count_as_none(
         f"{server.url}/v1/chat/completions",
         json={"messages": [QUESTION, message], "max_tokens": 4},
     )
-    assert answer.status_code == 200, answer.text
-    assert f'"arguments": {shown}' in server.prompt
+    if shown is None:
+        assert answer.status_code == 400
+        assert "message 2 (assistant)" in answer.json()["error"]["message"]
+    else:
+        assert answer.status_code == 200, answer.text
+        assert f'"arguments": {shown}' in server.prompt
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,10 @@ from jobs.settings import JobsSettings
 from jobs.store import JobStore
 from pipeline.runner.submit import head_finder
 from pipeline.tokens import Tokens
-from receiver.retrain import RetrainRule, retrain_handler
-from receiver.server import WebhooksServer
+from receiver.retrain import retrain_handler
+from receiver.rules import RetrainRule
 from receiver.settings import ReceiverSettings
+from receiver.webhooks_server import WebhooksServer
 from tests.hub_fixtures import RunningHub, commit_file, running_hub, wait_until
 from tests.integration.test_hub_durability import HubProcess, commit, make_worktree
 from tests.ports import free_port

@@ -14,13 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from jobs.agent import Attempt
 from jobs.errors import HeadAway, LeaseLost, NoHead, PendingJob
-from jobs.job import Head, Job, delivery_ids
+from jobs.job import Delivery, Head, Job, delivery_ids
 from jobs.outcome import JobOutcome
 from jobs.outcome_of_exit import record_outcome
 from jobs.runner import Runner
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec, RevisionRange
-from jobs.store import Delivery, JobStore
+from jobs.store import JobStore
 from tests.jobs_fixtures import Clock, answer_to, new_database, postgres_server
 
 __all__ = ["postgres_server"]

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from jobs.store import JobStore
-from receiver.retrain import RetrainRule, retrain_handler
-from receiver.server import WebhooksServer
+from receiver.retrain import retrain_handler
+from receiver.rules import RetrainRule
+from receiver.webhooks_server import WebhooksServer
 from tests.receiver_payloads import OLD, dataset_update
 
 NUM_EXAMPLES = int(os.environ.get("RECEIVER_EXAMPLES", "150"))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from serving.weights.headers import digest_shard
+from serving.weights.index import digest_shard
 from serving.weights.shards import DTYPES, read_bin, read_tensors, write_shards
 
 torch.set_num_threads(1)
@@ -55,26 +55,22 @@ def test_what_is_written_is_read(
             torch.save(state, Path(pickled) / "pytorch_model.bin")
             source = read_bin(Path(pickled) / "pytorch_model.bin")
             assert list(source) == list(state)
-        stored = write_shards(source, folder, max_shard_bytes=max_bytes)
-        assert stored.tensors.keys() | stored.tied.keys() == state.keys()
-        assert stored.index.metadata["total_size"] == sum(state[n].nbytes for n in stored.tensors)
-        assert (
-            set(stored.index.weight_map.values())
-            == set(stored.files)
-            == {p.name for p in folder.iterdir()}
-        )
-        back = read_tensors(folder, stored.index.weight_map)
-        for tensor_name, entry in stored.tensors.items():
+        files, tensors, tied = write_shards(source, folder, max_shard_bytes=max_bytes)
+        assert tensors.keys() | tied.keys() == state.keys()
+        weight_map = {name: entry.file for name, entry in tensors.items()}
+        assert set(weight_map.values()) == set(files) == {p.name for p in folder.iterdir()}
+        back = read_tensors(folder, weight_map)
+        for tensor_name, entry in tensors.items():
             original, tensor = state[tensor_name], back[tensor_name]
             assert (tensor.dtype, tensor.shape) == (original.dtype, original.shape)
             assert raw(tensor) == raw(original)
             assert entry.digest == f"blake3:{blake3(raw(original)).hexdigest()}"
-        for alias, kept in stored.tied.items():
+        for alias, kept in tied.items():
             assert raw(state[alias]) == raw(back[kept])
-        for shard, entry in stored.files.items():
+        for shard, entry in files.items():
             path = folder / shard
             assert entry.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
             assert entry.size == path.stat().st_size
-            mine = {n: e for n, e in stored.tensors.items() if e.file == shard}
+            mine = {n: e for n, e in tensors.items() if e.file == shard}
             assert digest_shard(path) == (entry, mine)
             assert load_file(path).keys() == mine.keys()

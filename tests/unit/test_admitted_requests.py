@@ -54,6 +54,10 @@ def request_of_a_client_that_stays() -> Request:
     return request
 
 
+async def nothing_is_sent(message: Any) -> None:
+    raise AssertionError(message)
+
+
 @pytest.mark.parametrize("turns", range(6))
 def test_a_deadline_that_ends_as_the_barrier_opens_leaves_nobody_behind(
     tmp_path: Path, turns: int
@@ -67,13 +71,9 @@ def test_a_deadline_that_ends_as_the_barrier_opens_leaves_nobody_behind(
         await answers.engine.stage(admission.live.release, admission.live.folder)
         await answers.engine.commit(admission.live.id)
         with admission.closed():
-            asking = asyncio.create_task(
-                answers.respond(
-                    request_of_a_client_that_stays(),
-                    ASKED,
-                    lambda live: plan_completion(ASKED, live),
-                )
-            )
+            request = request_of_a_client_that_stays()
+            answer = answers.respond(request, ASKED, lambda live: plan_completion(ASKED, live))
+            asking = asyncio.create_task(answer(request.scope, request.receive, nothing_is_sent))
             while not admission.num_waiting:
                 await asyncio.sleep(0)
         while not admission.num_in_flight:
@@ -85,6 +85,11 @@ def test_a_deadline_that_ends_as_the_barrier_opens_leaves_nobody_behind(
         with pytest.raises(asyncio.CancelledError):
             await asking
         assert admission.num_in_flight == 0
-        assert answers.metrics.num_waiting == 0
+        waiting = next(
+            line
+            for line in answers.metrics.render().decode().splitlines()
+            if line.startswith("vllm:num_requests_waiting{")
+        )
+        assert waiting.endswith(" 0.0")
 
     asyncio.run(story())

@@ -1,6 +1,5 @@
 """Templates give the prompts that `transformers` gives with them, and run in a sandbox."""
 
-import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,10 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from serving import chat_template
-from serving.chat_template import ChatTemplate, ChatTemplateError, TooSlow
-from serving.conversation import normalise
+from serving.chat_template import ChatTemplate, ChatTemplateError, TooSlow, normalise
 from serving.errors import ReleaseError
 from serving.tokenizer import load_tokenizer
-from tests.serving_fixtures import byte_tokenizer, echo_release
+from tests.serving_fixtures import echo_release
 
 MESSAGES = [
     {"role": "system", "content": "Be brief. "},
@@ -30,6 +28,10 @@ TEMPLATES = {
         "{{ m.content }}{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     ),
+    "trimmed generation": (
+        "{% for m in messages %}\n  {%- generation -%}\n{{ m.content }}\n{%- endgeneration %}\n"
+        "{% endfor %}"
+    ),
     "loop controls": (
         "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
         "{{ m.content | trim }}{% if loop.index == 2 %}{% break %}{% endif %}{% endfor %}"
@@ -39,7 +41,7 @@ TEMPLATES = {
         "{{ tools | tojson(ensure_ascii=True, separators=(',', ':'), sort_keys=True) }}"
     ),
     "variables": (
-        "{{ documents | length }}{% if enable_thinking is false %}no{% endif %}"
+        "{% if enable_thinking is false %}no{% endif %}"
         "{% if tools is none %}none{% endif %}{{ strftime_now('%Y') }}"
     ),
 }
@@ -51,28 +53,14 @@ def test_a_prompt_is_the_one_that_transformers_renders(name: str, adds: bool) ->
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     given: dict[str, Any] = {
         "tools": TOOLS if name == "json" else None,
-        "documents": [{"title": "a", "text": "b"}],
         "add_generation_prompt": adds,
         "enable_thinking": False,
     }
     (wanted,), _ = render_jinja_template(
         [MESSAGES], chat_template=TEMPLATES[name], **given, **special
     )
-    conversation = normalise(MESSAGES, given.pop("tools"), given.pop("documents"))
+    conversation = normalise(MESSAGES, given.pop("tools"))
     assert ChatTemplate(TEMPLATES[name], special).render(conversation, **given) == wanted
-
-
-@pytest.mark.parametrize(
-    "source", [PLAIN + "<end>", PLAIN.replace("m.content", "m.content | trim") + "<end>"]
-)
-def test_a_final_message_is_continued_as_transformers_does(source: str) -> None:
-    (wanted,), _ = render_jinja_template(
-        [MESSAGES], chat_template=source, continue_final_message=True
-    )
-    found = ChatTemplate(source, {}).render(
-        TALK, add_generation_prompt=False, continue_final_message=True
-    )
-    assert found == wanted
 
 
 PARTS = [
@@ -93,14 +81,9 @@ MACRO = (
 )
 
 
-@pytest.mark.parametrize("continues", [False, True])
-def test_parts_are_rendered_as_transformers_does(continues: bool) -> None:
-    (wanted,), _ = render_jinja_template(
-        [PARTS], chat_template=LOOP, continue_final_message=continues
-    )
-    found = ChatTemplate(LOOP, {}).render(
-        normalise(PARTS), add_generation_prompt=False, continue_final_message=continues
-    )
+def test_parts_are_rendered_as_transformers_does() -> None:
+    (wanted,), _ = render_jinja_template([PARTS], chat_template=LOOP)
+    found = ChatTemplate(LOOP, {}).render(normalise(PARTS), add_generation_prompt=False)
     assert found == wanted
 
 
@@ -163,46 +146,11 @@ def test_arguments_are_an_object_and_its_text(source: str, shown: str) -> None:
     assert ChatTemplate(source, {}).render(conversation) == shown
 
 
-KNOWN_ROLES = (
-    "{% for m in messages %}{% if m.role == 'system' %}<s>{{ m.content }}{{ m.tools }}"
-    "{% elif m.role == 'user' %}<u>{{ m.content }}{% endif %}{% endfor %}"
-)
-USER = {"role": "user", "content": "Hi"}
-BRIEF = {"role": "system", "content": "Be brief"}
-DEVELOPER = {"role": "developer", "content": "In French", "tools": ["a"]}
-
-
-@pytest.mark.parametrize(
-    ("template", "messages", "prompt"),
-    [
-        (KNOWN_ROLES, [DEVELOPER, USER], "<s>In French<u>Hi"),
-        (KNOWN_ROLES, [BRIEF, USER, DEVELOPER, USER], "<s>Be brief\n\nIn French<u>Hi<u>Hi"),
-        (LOOP, [BRIEF, DEVELOPER], "[system]Be brief\n\nIn French<end>"),
-        (KNOWN_ROLES + "{# 'developer' #}", [DEVELOPER, USER], "<u>Hi"),
-        # Without a developer, the messages stay as they are.
-        (KNOWN_ROLES, [USER, BRIEF, BRIEF], "<u>Hi<s>Be brief<s>Be brief"),
-    ],
-)
-def test_a_developer_is_the_system_for_templates_that_know_no_developers(
-    template: str, messages: list[dict[str, Any]], prompt: str
-) -> None:
-    assert ChatTemplate(template, {}).render(normalise(messages)) == prompt
-
-
 @pytest.mark.parametrize("name", ["self", "messages", "source"])
 def test_variables_may_have_any_name(name: str) -> None:
     variables: dict[str, Any] = {name: 1}
     source = f"{{{{ {name} }}}}" if name == "source" else "1"
     assert ChatTemplate(source, {}).render(TALK, **variables) == "1"
-
-
-def test_a_final_message_that_cannot_be_continued_is_refused() -> None:
-    template = ChatTemplate("{{ messages[0].content }}", {})
-    options = {"add_generation_prompt": False, "continue_final_message": True}
-    with pytest.raises(ChatTemplateError, match="does not show"):
-        template.render(TALK, **options)
-    with pytest.raises(ChatTemplateError, match="exclude each other"):
-        template.render(TALK, continue_final_message=True)
 
 
 @pytest.mark.parametrize(
@@ -255,14 +203,3 @@ def test_a_release_whose_template_never_ends_is_refused(tmp_path: Path, brief: N
     release = echo_release(tmp_path, 1, chat_template=FOREVER)
     with pytest.raises(ReleaseError, match=r"chat_template: .* one short message"):
         load_tokenizer(tmp_path / release.id)
-
-
-@pytest.mark.parametrize("element", ["a text", {"template": PLAIN}])
-def test_a_list_of_templates_without_names_is_refused(tmp_path: Path, element: object) -> None:
-    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    config = {"vocab_size": 257, "max_position_embeddings": 64}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    settings = {"chat_template": [{"name": "default", "template": PLAIN}, element]}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ReleaseError, match=r"^tokenizer_config\.json: chat_template is no list"):
-        load_tokenizer(tmp_path)

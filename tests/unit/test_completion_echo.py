@@ -54,6 +54,7 @@ def test_offsets_point_into_the_echo(
         tokens=(TokenText(token_id=B, offset=0, logprob=-1.0),),
         prompt_logprobs=(one,) * (len(offsets) - 1),
     )
-    (choice,) = plan.choices([answered])
+    choice = plan.choice(0, answered, is_whole=True)
+    assert choice is not None
     assert choice["text"] == text + "b"
     assert choice["logprobs"]["text_offset"] == [*offsets, len(text)]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from serving.conversation import ConversationError, normalise
+from serving.chat_template import ConversationError, normalise
 
 USER = {"role": "user", "content": "Weather?"}
 FUNCTION = {"name": "weather", "arguments": '{"city": "Röm", "days": [1, 2]}'}
@@ -56,6 +56,7 @@ def called(**changes: Any) -> dict[str, Any]:
             {"role": "function", "name": "weather", "content": "21"},
             {"role": "tool", "name": "weather", "content": "21"},
         ),
+        ({"role": "developer", "content": "Be brief"}, {"role": "system", "content": "Be brief"}),
         (
             {"role": "assistant", "content": "b", "reasoning_content": "so"},
             {"role": "assistant", "content": "b", "reasoning_content": "so"},
@@ -85,12 +86,7 @@ def test_a_tool_has_one_form_with_its_fields_in_order(written: Any) -> None:
 
 @pytest.mark.parametrize("nothing", [None, [], "", "[]", "null"])
 def test_nothing_is_no_tools(nothing: Any) -> None:
-    assert normalise([USER], nothing, nothing).tools == ()
-    assert normalise([USER], nothing, nothing).documents == ()
-
-
-def test_documents_lose_their_nulls() -> None:
-    assert normalise([USER], None, [{"title": "a", "text": None}]).documents == ({"title": "a"},)
+    assert normalise([USER], nothing).tools == ()
 
 
 @pytest.mark.parametrize(
@@ -103,7 +99,7 @@ def test_documents_lose_their_nulls() -> None:
         ({**USER, "content": [{"type": "text"}]}, "only text is supported"),
         (called(arguments='{"city": "Rom'), "`arguments` is text that is not JSON"),
         (called(arguments="[1]"), r"the arguments of 'weather' are \[1\], not an object"),
-        (called(arguments='{"a": NaN}'), "NaN is no JSON value"),
+        (called(arguments='{"a": NaN}'), "`arguments` is text that is not JSON"),
         (calling(tool_calls={"a": 1}), "`tool_calls` is not a list of objects"),
         (calling(tool_calls=[{"type": "custom", "custom": {}}]), "names no function"),
         ("text", "`messages` is not a list of objects"),

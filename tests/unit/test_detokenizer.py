@@ -119,17 +119,6 @@ def test_tokens_that_never_form_a_character_wait_for_few(token_id: int) -> None:
     assert longest <= 40
 
 
-@given(st.text(max_size=40))
-def test_the_bytes_of_the_tokens_are_those_of_the_text(text: str) -> None:
-    assert b"".join(map(BYTES.token_bytes, BYTES.encode(text))) == text.encode()
-
-
-def test_bytes_of_tokens_for_bytes_and_of_special_tokens() -> None:
-    assert metaspace().token_bytes(4 + 0xE2) == b"\xe2"
-    assert metaspace().token_bytes(1) == b" a"
-    assert BYTES.token_bytes(256) == b"<eos>"
-
-
 def test_a_leading_space_is_kept_inside_a_text() -> None:
     tokenizer = metaspace()
     assert pieces(tokenizer, [1, 2, 3, 1]) == ["a", " b", "c", " a", ""]

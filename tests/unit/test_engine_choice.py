@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from serving import engine_choice
-from serving.engine_choice import choose_engine
-from serving.settings import ServingSettings
+from serving import settings
+from serving.settings import ServingSettings, choose_engine
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of its devices; vLLM is installed on it."""
-    monkeypatch.setattr(engine_choice, "_DEVICES", tmp_path)
-    monkeypatch.setattr(engine_choice, "version", lambda name: "0.32.0")
+    monkeypatch.setattr(settings, "_DEVICES", tmp_path)
+    monkeypatch.setattr(settings, "version", lambda name: "0.32.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
 
@@ -42,7 +41,7 @@ def test_without_vllm_it_is_said_what_installs_it(
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(engine_choice, "version", missing)
+    monkeypatch.setattr(settings, "version", missing)
     (machine / "nvidia0").touch()
     choice = choose_engine("auto")
     assert choice.name == "torch" and "pip install -e '.[vllm]'" in choice.reason

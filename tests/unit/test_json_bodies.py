@@ -12,17 +12,18 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.testclient import TestClient
 from pydantic import BaseModel, TypeAdapter, ValidationError, field_validator
 
-from serving.chat_schemas import ChatRequest
-from serving.http.bodies import LARGE_JSON_BYTES, MAX_COMMAS, json_routes
-from serving.openai_schemas import MAX_ITEMS, CompletionRequest, schema_text
-from serving.request_errors import MAX_SHOWN, from_validation
-from serving.token_routes import DetokenizeRequest, TokenizeRequest
+from serving.chat import ChatRequest
+from serving.http.requests import LARGE_JSON_BYTES, MAX_COMMAS, json_routes
+from serving.openai_schemas import (
+    MAX_ITEMS,
+    MAX_SHOWN,
+    CompletionRequest,
+    from_validation,
+)
 
 BODIES: dict[str, TypeAdapter[Any]] = {
     "completions": TypeAdapter(CompletionRequest),
     "chat": TypeAdapter(ChatRequest),
-    "tokenize": TypeAdapter(TokenizeRequest),
-    "detokenize": TypeAdapter(DetokenizeRequest),
 }
 JSON = {"Content-Type": "application/json"}
 HI = [{"role": "user", "content": "Hi"}]
@@ -56,8 +57,6 @@ def test_every_list_of_a_body_is_bounded_and_stops_at_its_first_error(name: str)
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("chat", {"messages": [0] * 3}),
     ("chat", {"messages": HI, "tools": [0] * 3}),
-    ("chat", {"messages": HI, "documents": [0] * 3}),
-    ("tokenize", {"messages": [0] * 3}),
     ("completions", {"prompt": "a", "stop": [0] * 3}),
     ("completions", {"prompt": "a", "structured_outputs": {"choice": [0] * 3}}),
     ("completions", {"prompt": "a", "structured_outputs": {str(i): 0 for i in range(30)}}),
@@ -148,15 +147,3 @@ def test_a_large_body_is_validated_in_a_thread(is_large: bool) -> None:
             many = b'{"text": "a", "other": [' + b"1," * MAX_COMMAS + b"1]}"
             assert "commas" in client.post("/", content=many, headers=JSON).json()["detail"]
         assert client.post("/", content=b"", headers=JSON).status_code == 422
-
-
-def test_unique_items_are_left_out_as_a_keyword_only() -> None:
-    data = {"uniqueItems": True, "a": 1}
-    schema = {
-        "type": "object",
-        "properties": {"uniqueItems": True, "list": {"type": "array", "uniqueItems": True}},
-        "default": data,
-        "enum": [data],
-    }
-    expected = {**schema, "properties": {"uniqueItems": True, "list": {"type": "array"}}}
-    assert json.loads(schema_text(schema)) == expected

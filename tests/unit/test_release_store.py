@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from serving.errors import ReleaseError, Superseded
-from serving.weights import release_removal, release_store, verify
+from serving.weights import release_store, verify
 from serving.weights.release import FileEntry, Release
 
 
@@ -33,7 +33,7 @@ def test_releases_are_listed_by_number_and_broken_ones_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert release_store.list_releases(tmp_path / "nowhere") == []
-    assert release_removal.prune(tmp_path / "nowhere", keep=1) == []
+    assert release_store.prune(tmp_path / "nowhere", keep=1) == []
     for release_id in ("r1000000-00000000", "r000002-ffffffff", "r000001-aaaaaaaa"):
         put(tmp_path, release_id)
     (tmp_path / "r000003-00000000").mkdir()
@@ -89,15 +89,15 @@ def test_a_release_in_use_is_not_removed_and_the_reason_is_named(tmp_path: Path)
     )
     release_store.set_current(tmp_path, served)
     release_store.set_pending(tmp_path, pending)
-    release_removal.pin(tmp_path, pinned)
+    release_store.pin(tmp_path, pinned)
     for release, reason in ((served, "served"), (pending, "pending"), (pinned, "pinned")):
         with pytest.raises(ReleaseError, match=f"{release} is not removed.* it is {reason}"):
-            release_removal.remove(tmp_path, release)
+            release_store.remove(tmp_path, release)
     (tmp_path / spare / "release.json").unlink()
-    release_removal.remove(tmp_path, spare)
+    release_store.remove(tmp_path, spare)
     assert release_store.release_ids(tmp_path) == [served, pending, pinned]
     with pytest.raises(ReleaseError, match="is not a release in"):
-        release_removal.remove(tmp_path, spare)
+        release_store.remove(tmp_path, spare)
 
 
 @pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
@@ -118,9 +118,9 @@ def test_a_damaged_record_is_an_error_until_a_release_is_chosen(
         with pytest.raises(ReleaseError, match=r"served\.json"):
             read(tmp_path)
     spare = put(tmp_path, "r000000-00000000")
-    for drop in (release_removal.prune, release_removal.remove):  # nobody knows what is served
+    for drop in (release_store.prune, release_store.remove):  # nobody knows what is served
         with pytest.raises(ReleaseError, match=r"served\.json"):
-            drop(tmp_path, 0 if drop is release_removal.prune else spare)
+            drop(tmp_path, 0 if drop is release_store.prune else spare)
     assert release_store.served_release_id(tmp_path) is None
     release_store.set_pending(tmp_path, "r000001-00000000")
     release_store.set_current(tmp_path, "r000001-00000000")
@@ -192,20 +192,20 @@ def test_prune_spares_served_pending_and_pinned(tmp_path: Path) -> None:
     ids = [put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 8)]
     release_store.set_current(tmp_path, ids[0])
     release_store.set_pending(tmp_path, ids[1])
-    release_removal.pin(tmp_path, ids[2])
-    assert release_removal.prune(tmp_path, keep=2) == [ids[3], ids[4]]
+    release_store.pin(tmp_path, ids[2])
+    assert release_store.prune(tmp_path, keep=2) == [ids[3], ids[4]]
     assert release_store.release_ids(tmp_path) == [*ids[:3], *ids[5:]]
-    release_removal.unpin(tmp_path, ids[2])
-    assert release_removal.prune(tmp_path, keep=0) == [ids[2], ids[5], ids[6]]
+    release_store.unpin(tmp_path, ids[2])
+    assert release_store.prune(tmp_path, keep=0) == [ids[2], ids[5], ids[6]]
     with pytest.raises(ReleaseError, match="keep"):
-        release_removal.prune(tmp_path, keep=-1)
+        release_store.prune(tmp_path, keep=-1)
 
 
 def test_prune_ends_what_a_killed_one_began(tmp_path: Path) -> None:
     ids = [put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 4)]
     half = tmp_path / f".unfinished-{ids[0]}"
     (tmp_path / ids[0]).rename(half)
-    assert release_removal.prune(tmp_path, keep=2) == []
+    assert release_store.prune(tmp_path, keep=2) == []
     assert not half.exists() and release_store.release_ids(tmp_path) == ids[1:]
 
 
@@ -214,7 +214,7 @@ def test_prune_removes_what_stood_in_the_place_of_a_link(tmp_path: Path) -> None
     shutil.copytree(tmp_path / release_id, tmp_path / "current")
     release_store.set_current(tmp_path, release_id)
     [copy] = tmp_path.glob(".unfinished-current-*")
-    release_removal.prune(tmp_path, keep=1)
+    release_store.prune(tmp_path, keep=1)
     assert not copy.exists()
     assert release_store.served_release(tmp_path) == tmp_path / release_id
 
@@ -230,29 +230,29 @@ def test_what_stood_in_the_place_of_a_link_and_cannot_be_removed_is_left(
         raise PermissionError
 
     monkeypatch.setattr(shutil, "rmtree", refused)
-    assert release_removal.prune(tmp_path, keep=1) == []
+    assert release_store.prune(tmp_path, keep=1) == []
     assert any(tmp_path.glob(".unfinished-current-*"))
     with pytest.raises(PermissionError):
-        release_removal.sweep_locked(tmp_path, is_purge=True)
+        release_store.sweep_locked(tmp_path, is_purge=True)
 
 
 def test_only_a_release_can_be_pinned_and_only_a_pinned_one_unpinned(tmp_path: Path) -> None:
     release_id = put(tmp_path, "r000001-00000000")
-    assert release_removal.pinned_releases(tmp_path) == []
+    assert release_store.pinned_releases(tmp_path) == []
     with pytest.raises(ReleaseError, match="not a release"):
-        release_removal.pin(tmp_path, "r000002-00000000")
+        release_store.pin(tmp_path, "r000002-00000000")
     with pytest.raises(ReleaseError, match="not pinned"):
-        release_removal.unpin(tmp_path, release_id)
-    release_removal.pin(tmp_path, release_id)
-    release_removal.pin(tmp_path, release_id)
-    assert release_removal.pinned_releases(tmp_path) == [release_id]
+        release_store.unpin(tmp_path, release_id)
+    release_store.pin(tmp_path, release_id)
+    release_store.pin(tmp_path, release_id)
+    assert release_store.pinned_releases(tmp_path) == [release_id]
 
 
 def test_a_number_is_never_given_twice(tmp_path: Path) -> None:
     assert release_store.next_number(tmp_path) == 1
     put(tmp_path, "r000007-00000000")
     assert release_store.next_number(tmp_path) == 8
-    release_removal.prune(tmp_path, keep=0)
+    release_store.prune(tmp_path, keep=0)
     assert release_store.next_number(tmp_path) == 9
     (tmp_path / "counter").unlink()
     put(tmp_path, "r000020-00000000")
@@ -295,9 +295,9 @@ def test_leftovers_are_swept_unless_a_publisher_is_at_work(tmp_path: Path) -> No
 
     before = left()
     with release_store.release_lock(tmp_path):
-        release_removal.sweep(tmp_path)
+        release_store.sweep(tmp_path)
     assert left() == before
-    release_removal.sweep(tmp_path)
+    release_store.sweep(tmp_path)
     assert before - left() == {".replacing-1", ".unfinished-1", ".unfinished-2"}
     assert release_store.release_ids(tmp_path) == ["r000001-00000000"]
 

@@ -12,7 +12,6 @@ LIGHT = [
     "serving.weights.release_store",
     "serving.weights.publish",
     "serving.weights.verify",
-    "serving.server",
     "serving.app",
 ]
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.settings import FormatName
-from serving.tool_calls import FORMATS, Found, ToolCallReader, format_of
+from serving.chat import HERMES, LLAMA3_JSON, Found, ToolCallReader, ToolFormat, format_of
 
 TOOLS = {"add", "get_weather"}
 ADD = ("add", {"a": 1, "b": [2, {"c": '} "\\ {'}]})
@@ -40,57 +39,45 @@ NO_CALLS = [
     '<tool_call>{"name": "\\ud83d"}</tool_call>',
 ]
 
-ANSWERS: list[tuple[FormatName, str, str, list[tuple[str, object]]]] = [
-    ("hermes", "No call, a < b.", "No call, a < b.", []),
-    ("hermes", f"<tool_call>\n{A}\n</tool_call>", "", [ADD]),
+ANSWERS: list[tuple[ToolFormat, str, str, list[tuple[str, object]]]] = [
+    (HERMES, "No call, a < b.", "No call, a < b.", []),
+    (HERMES, f"<tool_call>\n{A}\n</tool_call>", "", [ADD]),
     (
-        "hermes",
+        HERMES,
         f"Let me see.\n<tool_call>\n{A}\n</tool_call>\n<tool_call>\n{W}\n</tool_call>",
         "Let me see.\n",
         [ADD, WEATHER],
     ),
-    ("hermes", f"<tool_call>[{A}, {W}]</tool_call>", "", [ADD, WEATHER]),
-    ("hermes", f"<tool_call>\n{A}", "", [ADD]),
-    ("hermes", "<tool_call>\nnothing\n</tool_call>", "<tool_call>\nnothing\n</tool_call>", []),
-    ("hermes", f"<tool_call>{NOT_ONE}</tool_call>", f"<tool_call>{NOT_ONE}</tool_call>", []),
-    ("hermes", '<tool_call>\n{"name": "add"', '<tool_call>\n{"name": "add"', []),
-    ("hermes", "<tool_call>{'name': 'add'}", "<tool_call>{'name': 'add'}", []),
-    ("hermes", f"<tool_call>{A}</tool_call> Done.", "Done.", [ADD]),
-    ("hermes", "it ends with <tool_", "it ends with <tool_", []),
-    ("hermes", f"I use <tool_call> tags.\n<tool_call>{W}", "I use <tool_call> tags.\n", [WEATHER]),
-    ("hermes", f"<tool_call>\n<tool_call>{A}", "", [ADD]),
-    ("hermes", f"{NO_CALLS[0]}\n<tool_call>{A}</tool_call>", f"{NO_CALLS[0]}\n", [ADD]),
-    ("hermes", f"<tool_call>[{A}, 5, {W}]", "5, " + W + "]", [ADD]),
-    ("hermes", f"<tool_call> x {A}", f"<tool_call> x {A}", []),
-    *[("hermes", answer, answer, []) for answer in NO_CALLS],
-    ("llama3_json", LLAMA_A, "", [ADD]),
-    ("llama3_json", f" {LLAMA_A}; {W}", "", [ADD, WEATHER]),
-    ("llama3_json", f"<|python_tag|>{LLAMA_A}", "", [ADD]),
-    ("llama3_json", NOT_ONE, NOT_ONE, []),
-    ("llama3_json", '{"name": "Ada", "born": 1815}', '{"name": "Ada", "born": 1815}', []),
-    ("llama3_json", '{"name": {"first": "Ada"}}', '{"name": {"first": "Ada"}}', []),
-    ("llama3_json", f"{LLAMA_A}; Done.", "Done.", [ADD]),
-    ("llama3_json", f"Like {LLAMA_A}", f"Like {LLAMA_A}", []),
-    ("llama3_json", "  \n", "  \n", []),
-    ("mistral", f"[TOOL_CALLS] [{A}, {W}]", "", [ADD, WEATHER]),
-    ("mistral", f"I see.[TOOL_CALLS][{W}]", "I see.", [WEATHER]),
-    ("mistral", f"[TOOL_CALLS] is it. [TOOL_CALLS][{W}]", "[TOOL_CALLS] is it. ", [WEATHER]),
-    ("mistral", f"[TOOL_CALLS]add[ARGS]{json.dumps(ADD[1])}", "", [ADD]),
-    ("mistral", f"[TOOL_CALLS]add[ARGS] \n{json.dumps(ADD[1])}", "", [ADD]),
-    (
-        "mistral",
-        f"[TOOL_CALLS]add[CALL_ID]x1[ARGS]{json.dumps(ADD[1])}"
-        f'[TOOL_CALLS]get_weather{{"city": "Köln"}}',
-        "",
-        [ADD, WEATHER],
-    ),
+    (HERMES, f"<tool_call>[{A}, {W}]</tool_call>", "", [ADD, WEATHER]),
+    (HERMES, f"<tool_call>\n{A}", "", [ADD]),
+    (HERMES, "<tool_call>\nnothing\n</tool_call>", "<tool_call>\nnothing\n</tool_call>", []),
+    (HERMES, f"<tool_call>{NOT_ONE}</tool_call>", f"<tool_call>{NOT_ONE}</tool_call>", []),
+    (HERMES, '<tool_call>\n{"name": "add"', '<tool_call>\n{"name": "add"', []),
+    (HERMES, "<tool_call>{'name': 'add'}", "<tool_call>{'name': 'add'}", []),
+    (HERMES, f"<tool_call>{A}</tool_call> Done.", "Done.", [ADD]),
+    (HERMES, "it ends with <tool_", "it ends with <tool_", []),
+    (HERMES, f"I use <tool_call> tags.\n<tool_call>{W}", "I use <tool_call> tags.\n", [WEATHER]),
+    (HERMES, f"<tool_call>\n<tool_call>{A}", "", [ADD]),
+    (HERMES, f"{NO_CALLS[0]}\n<tool_call>{A}</tool_call>", f"{NO_CALLS[0]}\n", [ADD]),
+    (HERMES, f"<tool_call>[{A}, 5, {W}]", "5, " + W + "]", [ADD]),
+    (HERMES, f"<tool_call> x {A}", f"<tool_call> x {A}", []),
+    *[(HERMES, answer, answer, []) for answer in NO_CALLS],
+    (LLAMA3_JSON, LLAMA_A, "", [ADD]),
+    (LLAMA3_JSON, f" {LLAMA_A}; {W}", "", [ADD, WEATHER]),
+    (LLAMA3_JSON, f"<|python_tag|>{LLAMA_A}", "", [ADD]),
+    (LLAMA3_JSON, NOT_ONE, NOT_ONE, []),
+    (LLAMA3_JSON, '{"name": "Ada", "born": 1815}', '{"name": "Ada", "born": 1815}', []),
+    (LLAMA3_JSON, '{"name": {"first": "Ada"}}', '{"name": {"first": "Ada"}}', []),
+    (LLAMA3_JSON, f"{LLAMA_A}; Done.", "Done.", [ADD]),
+    (LLAMA3_JSON, f"Like {LLAMA_A}", f"Like {LLAMA_A}", []),
+    (LLAMA3_JSON, "  \n", "  \n", []),
 ]
 
 
-@pytest.mark.parametrize(("name", "answer", "text", "calls"), ANSWERS)
+@pytest.mark.parametrize(("format", "answer", "text", "calls"), ANSWERS)
 @given(cuts=st.lists(st.integers(0, 200), max_size=12), by_character=st.booleans())
 def test_calls_and_text_are_the_same_wherever_pieces_end(
-    name: FormatName,
+    format: ToolFormat,
     answer: str,
     text: str,
     calls: list[tuple[str, object]],
@@ -98,7 +85,7 @@ def test_calls_and_text_are_the_same_wherever_pieces_end(
     by_character: bool,
 ) -> None:
     places = list(range(len(answer))) if by_character else [min(c, len(answer)) for c in cuts]
-    parts = read(name, answer, places)
+    parts = read(format, answer, places)
     assert "".join(part.text for part in parts) == text
     found = [call for part in parts for call in part.calls]
     functions = [call["function"] for call in found]
@@ -107,9 +94,9 @@ def test_calls_and_text_are_the_same_wherever_pieces_end(
     assert len({call["id"] for call in found}) == len(found)
 
 
-def read(name: FormatName, answer: str, cuts: list[int]) -> list[Found]:
+def read(format: ToolFormat, answer: str, cuts: list[int]) -> list[Found]:
     """What becomes final with each of the pieces of an answer that is cut at these places."""
-    reader = ToolCallReader(FORMATS[name], TOOLS)
+    reader = ToolCallReader(format, TOOLS)
     places = [0, *sorted(cuts), len(answer)]
     pieces = [answer[begin:end] for begin, end in pairwise(places)]
     return [*map(reader.add, pieces), reader.add("", is_end=True)]
@@ -136,11 +123,11 @@ OTHER_PARTS = [
 
 
 @settings(max_examples=400)
-@given(name=st.sampled_from(list(FORMATS)), data=st.data())
+@given(format=st.sampled_from([HERMES, LLAMA3_JSON]), data=st.data())
 def test_any_text_is_read_the_same_wherever_pieces_end(
-    name: FormatName, data: st.DataObject
+    format: ToolFormat, data: st.DataObject
 ) -> None:
-    begin = FORMATS[name].begin
+    begin = format.begin
     parts = st.one_of(
         st.sampled_from([begin, begin, begin[:1], begin[:4]]),
         st.sampled_from(CALL_PARTS),
@@ -148,10 +135,10 @@ def test_any_text_is_read_the_same_wherever_pieces_end(
     )
     fragments = data.draw(st.lists(parts, max_size=12))
     answer = "".join(fragments)
-    whole = joined(read(name, answer, []))
+    whole = joined(read(format, answer, []))
     cuts = data.draw(st.lists(st.integers(0, len(answer)), max_size=12))
-    assert joined(read(name, answer, cuts)) == whole
-    assert joined(read(name, answer, list(range(len(answer))))) == whole
+    assert joined(read(format, answer, cuts)) == whole
+    assert joined(read(format, answer, list(range(len(answer))))) == whole
 
 
 @pytest.mark.parametrize(
@@ -167,18 +154,17 @@ def test_any_text_is_read_the_same_wherever_pieces_end(
     ],
 )
 def test_arguments_are_the_text_of_an_object(answer: str, arguments: str) -> None:
-    assert joined(read("hermes", answer, [])) == ("", [("add", arguments)])
+    assert joined(read(HERMES, answer, [])) == ("", [("add", arguments)])
 
 
 @pytest.mark.parametrize(
-    ("template", "name"),
+    ("template", "format"),
     [
-        ('return a json object within <tool_call></tool_call>: <tool_call>{"name": …', "hermes"),
-        ("{{- '<|python_tag|>' + tool_call.name }}", "llama3_json"),
-        ('Respond in the format {"name": function name, "parameters": …}.', "llama3_json"),
-        ("{{- '[TOOL_CALLS] [' }}", "mistral"),
-        ("{{ message.content }}", "hermes"),
+        ('return a json object within <tool_call></tool_call>: <tool_call>{"name": …', HERMES),
+        ("{{- '<|python_tag|>' + tool_call.name }}", LLAMA3_JSON),
+        ('Respond in the format {"name": function name, "parameters": …}.', LLAMA3_JSON),
+        ("{{ message.content }}", HERMES),
     ],
 )
-def test_the_template_says_which_format(template: str, name: FormatName) -> None:
-    assert format_of(template) is FORMATS[name]
+def test_the_template_says_which_format(template: str, format: ToolFormat) -> None:
+    assert format_of(template) is format

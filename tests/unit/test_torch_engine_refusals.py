@@ -14,8 +14,7 @@ from transformers import FalconH1Config, GPT2Config, MambaConfig, PreTrainedConf
 from serving.engine import StageError
 from serving.engines.torch_engine import generic, slots, staging
 from serving.errors import ReleaseError
-from serving.weights.checkpoint_folder import manifest_of_folder
-from serving.weights.publish import publish_folder
+from serving.weights.publish import manifest_of_folder, publish_folder
 from serving.weights.verify import verify_release
 from tests.torch_engine_fixtures import (
     Published,

@@ -5,9 +5,10 @@ import json
 import time
 from dataclasses import dataclass
 
+from jobs.job import Delivery
 from jobs.sealed import seal, unseal
 from jobs.spec import JobSpec, RevisionRange
-from jobs.store import Delivery, JobStore
+from jobs.store import JobStore
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.webhooks.outbox import Attempt, Due
 from pipeline.hub.webhooks.store import StoredWebhook, variables_of

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from serving.dtype import choose_dtype
 from serving.engine import EngineError, Generation, StageError, Step
 from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine.grammars import Grammars
@@ -29,7 +28,7 @@ from serving.engines.torch_engine.sequence import EngineSequence
 from serving.engines.torch_engine.slots import Runner
 from serving.engines.torch_engine.staging import Loader, UnitPool, load_runner
 from serving.errors import ReleaseError
-from serving.weights.release import Release
+from serving.weights.release import Release, choose_dtype
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from tokenizers import AddedToken
 from serving.engine import EngineError, GenerationRefused, Grammar
 from serving.errors import ReleaseError
 from serving.tokenizer import load_tokenizer, tokenizer_files
-from serving.weights.headers import digest_file
+from serving.weights.index import digest_file
 from serving.weights.release import Release
 
 Bits = NDArray[np.int32]

@@ -5,7 +5,8 @@ import pytest
 
 from jobs.errors import HeadAway, NoHead
 from jobs.job import FindHead, Head, Job, JobRequest
-from jobs.store import HEAD_RETRY_SECONDS, JobStore
+from jobs.queue import HEAD_RETRY_SECONDS
+from jobs.store import JobStore
 from tests.jobs_fixtures import DONE, FAILED, Clock, delivery, spec
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from starlette.testclient import TestClient
 
-from receiver.server import WebhooksServer
+from receiver.webhooks_server import WebhooksServer
 from tests.receiver_fixtures import SECRET, no_secret_in_the_environment, serve
 
 __all__ = ["client", "no_secret_in_the_environment", "serve", "server"]

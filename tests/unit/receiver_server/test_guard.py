@@ -9,9 +9,10 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 from starlette.types import Receive
 
-from receiver.server import WebhookPayload, WebhooksServer
+from receiver.payload import WebhookPayload
 from receiver.settings import ReceiverSettings
 from receiver.verify import ProofScheme
+from receiver.webhooks_server import WebhooksServer
 from tests.receiver_payloads import (
     SIGNING_SECRET,
     body_of,

@@ -10,7 +10,8 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.testclient import TestClient
 
-from receiver.server import WebhookPayload, WebhooksServer
+from receiver.payload import WebhookPayload
+from receiver.webhooks_server import WebhooksServer
 from tests.receiver_fixtures import SECRET
 from tests.receiver_payloads import (
     BUCKET_UPDATED,

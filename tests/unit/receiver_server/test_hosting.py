@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from receiver.errors import AddressUnavailable, OpenToEveryone
-from receiver.server import WebhookPayload, WebhooksServer
+from receiver.payload import WebhookPayload
 from receiver.settings import ReceiverSettings
+from receiver.webhooks_server import WebhooksServer
 from tests.ports import free_port
 
 

@@ -8,8 +8,8 @@ import pytest
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
-from receiver.server import WebhooksServer
 from receiver.settings import ReceiverSettings
+from receiver.webhooks_server import WebhooksServer
 from tests.receiver_fixtures import SECRET
 from tests.receiver_payloads import (
     dataset_update,

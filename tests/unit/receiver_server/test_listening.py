@@ -15,9 +15,10 @@ from starlette.types import ASGIApp
 from receiver import listen
 from receiver.errors import AddressUnavailable, OpenToEveryone
 from receiver.listen import bind
+from receiver.payload import WebhookPayload
 from receiver.retrain import measure
-from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
+from receiver.webhooks_server import WebhooksServer
 from tests.jobs_fixtures import until
 from tests.receiver_fixtures import SECRET
 from tests.receiver_payloads import (

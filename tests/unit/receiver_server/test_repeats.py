@@ -5,8 +5,9 @@ import asyncio
 import httpx
 from starlette.testclient import TestClient
 
-from receiver.server import WebhookPayload, WebhooksServer
+from receiver.payload import WebhookPayload
 from receiver.settings import ReceiverSettings
+from receiver.webhooks_server import WebhooksServer
 from tests.receiver_fixtures import SECRET
 from tests.receiver_payloads import dataset_update
 
