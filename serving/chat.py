@@ -1,13 +1,15 @@
 """The route `/v1/chat/completions`, which answers messages with a message.
 
 Models have no common format for calls of tools. Each family of models uses the format of its chat
-template. Two are known, under the names of vLLM's option `--tool-call-parser`
+template. Three are known, under the names of vLLM's option `--tool-call-parser`
 (https://docs.vllm.ai/en/stable/features/tool_calling.html):
 
 `hermes`      `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. Qwen 2.5 and 3 use this format
               too. SmolLM2 writes a list of such objects between one pair of tags.
 `llama3_json` the answer is `{"name": …, "parameters": {…}}`, or the same after `<|python_tag|>`.
               Several calls are separated by semicolons.
+`mistral`     `[TOOL_CALLS][{"name": …, "arguments": {…}}]`; later models write
+              `[TOOL_CALLS]name[ARGS]{…}`.
 """
 
 import json
@@ -286,11 +288,18 @@ class ToolFormat:
     """The mark after calls. Text may follow this mark. None if an answer ends with its calls."""
     is_bare: bool = False
     """Whether an answer may also begin with a call that has no mark `begin` before it."""
+    is_named: bool = False
+    """Whether a call may also be a name and an object with the arguments, instead of an object with
+    both."""
 
     @cached_property
     def before_object(self) -> re.Pattern[str]:
         """The text before an object."""
-        return re.compile(rf"(?:{re.escape(self.begin)}|[{_SEPARATORS}])*(?=\{{)")
+        name = r"(?P<name>[\w.-]{1,64})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s*"
+        return re.compile(
+            rf"(?:{re.escape(self.begin)}|[{_SEPARATORS}])*"
+            rf"(?:{name if self.is_named else ''})?(?=\{{)"
+        )
 
     @cached_property
     def after_calls(self) -> re.Pattern[str]:
@@ -301,6 +310,7 @@ class ToolFormat:
 
 HERMES = ToolFormat("<tool_call>", "</tool_call>")
 LLAMA3_JSON = ToolFormat("<|python_tag|>", is_bare=True)
+MISTRAL = ToolFormat("[TOOL_CALLS]", is_named=True)
 FORCED = ToolFormat("[", is_bare=True)
 """The format of calls that `tool_grammar` forces: an object, or a list of objects."""
 
@@ -309,7 +319,9 @@ def format_of(template: str) -> ToolFormat:
     """The format that a chat template shows to the model; `hermes` if it shows none."""
     # The templates of Llama 3.2 have no mark, but contain this instruction.
     marks = (LLAMA3_JSON.begin, '{"name": function name, "parameters"')
-    return LLAMA3_JSON if any(mark in template for mark in marks) else HERMES
+    if any(mark in template for mark in marks):
+        return LLAMA3_JSON
+    return MISTRAL if MISTRAL.begin in template else HERMES
 
 
 @dataclass
@@ -393,8 +405,10 @@ class ToolCallReader:
         # A request could not contain an object that is refused here, for example one with NaN, with
         # half of a surrogate pair, or with too many levels.
         content = from_json(text, allow_inf_nan=False)
-        name = content.get("name")
-        given = content.get("arguments", content.get("parameters", {}))
+        name, given = before.groupdict().get("name"), content
+        if name is None:
+            name = content.get("name")
+            given = content.get("arguments", content.get("parameters", {}))
         if isinstance(given, str):  # some models write the arguments as JSON text already
             given = from_json(given, allow_inf_nan=False)
         is_bare = self._may_be_bare and not self._held[: before.end()].strip()

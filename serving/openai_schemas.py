@@ -15,6 +15,7 @@ type needs no limit, because none of its values is wrong.
 
 import functools
 import json
+import logging
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from serving.engine import EngineError, GenerationRefused, Grammar, GrammarKind
+
+logger = logging.getLogger(__name__)
 
 MAX_ITEMS = 2**14
 MAX_TOKEN_IDS = 2**19
@@ -92,6 +95,11 @@ faults may be equal, or about the same field."""
 MAX_SHOWN = 60
 """An error contains the wrong value itself only if the value has at most this many characters. A
 prompt, for example, would be too long for an error."""
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""The keywords of a JSON schema whose values are objects with names that the author chose."""
+_DATA = ("const", "enum", "default", "examples")
+"""The keywords of a JSON schema whose values are no schemas."""
+
 FewItems = Field(max_length=MAX_ITEMS, fail_fast=True)
 TokenId = Annotated[int, Field(ge=0)]
 BiasedToken = Annotated[int, Field(strict=False, ge=0)]
@@ -207,6 +215,8 @@ class StructuredOutputs(Part):
     """If true, JSON has no whitespace between its values."""
     whitespace_pattern: str | None = None
     """A regular expression for the whitespace between the values of JSON."""
+    disable_additional_properties: Literal[False] = False
+    structural_tag: None = None
 
     @model_validator(mode="after")
     def _has_one_constraint(self) -> Self:
@@ -243,7 +253,32 @@ def schema_text(schema: str | Schema, **options: Any) -> str:
         schema = from_json(schema)
     if not isinstance(schema, dict):
         raise ValueError("a JSON schema is an object")
-    return json.dumps({**schema, "x-guidance": options} if options else schema)
+    checked = _without_unique_items(schema)
+    if checked != schema:
+        _warn_of_unique_items()
+    return json.dumps({**checked, "x-guidance": options} if options else checked)
+
+
+def _without_unique_items(schema: Any) -> Any:
+    """`schema` without `uniqueItems`, which no engine can check. pydantic writes this keyword for
+    each `set`."""
+    if isinstance(schema, list):
+        return [_without_unique_items(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for name, value in schema.items():
+        if name in _MAPS and isinstance(value, dict):
+            found[name] = {key: _without_unique_items(each) for key, each in value.items()}
+        elif name != "uniqueItems":
+            found[name] = value if name in _DATA else _without_unique_items(value)
+    return found
+
+
+@functools.cache
+def _warn_of_unique_items() -> None:
+    """Writes to the log, once."""
+    logger.warning("uniqueItems in a JSON schema is ignored: an answer may repeat items of a list")
 
 
 def _marked(grammar: str) -> str:

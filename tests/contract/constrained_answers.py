@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 
 from serving.weights.release import Release
 from tests.contract.test_torch_engine_conformance import torch_release
@@ -40,6 +40,21 @@ class Box(BaseModel):
     colour: Literal["red", "blue"]
     count: int
     is_full: bool
+
+
+class Bag(BaseModel):
+    """Its schema has `uniqueItems`, as a keyword, as the name of a property and inside data."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    things: set[Literal["a", "b"]] = Field(max_length=3)
+    uniqueItems: bool
+    kind: Literal["uniqueItems"]
+
+    @classmethod
+    def response_format(cls) -> dict[str, Any]:
+        schema = {"name": "bag", "schema": cls.model_json_schema(), "strict": True}
+        return {"type": "json_schema", "json_schema": schema}
 
 
 class Paint(BaseModel):
@@ -104,6 +119,8 @@ CONSTRAINTS: list[tuple[dict[str, Any], Any]] = [
     ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, is_compact),
     ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": ""}}, is_compact),
     ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "_"}}, is_underscored),
+    ({"structured_outputs": {"json": Bag.model_json_schema()}}, Bag.model_validate_json),
+    ({"response_format": Bag.response_format()}, Bag.model_validate_json),
 ]
 
 

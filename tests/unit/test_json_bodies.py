@@ -19,6 +19,7 @@ from serving.openai_schemas import (
     MAX_SHOWN,
     CompletionRequest,
     from_validation,
+    schema_text,
 )
 
 BODIES: dict[str, TypeAdapter[Any]] = {
@@ -147,3 +148,15 @@ def test_a_large_body_is_validated_in_a_thread(is_large: bool) -> None:
             many = b'{"text": "a", "other": [' + b"1," * MAX_COMMAS + b"1]}"
             assert "commas" in client.post("/", content=many, headers=JSON).json()["detail"]
         assert client.post("/", content=b"", headers=JSON).status_code == 422
+
+
+def test_unique_items_are_left_out_as_a_keyword_only() -> None:
+    data = {"uniqueItems": True, "a": 1}
+    schema = {
+        "type": "object",
+        "properties": {"uniqueItems": True, "list": {"type": "array", "uniqueItems": True}},
+        "default": data,
+        "enum": [data],
+    }
+    expected = {**schema, "properties": {"uniqueItems": True, "list": {"type": "array"}}}
+    assert json.loads(schema_text(schema)) == expected

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.chat import HERMES, LLAMA3_JSON, Found, ToolCallReader, ToolFormat, format_of
+from serving.chat import HERMES, LLAMA3_JSON, MISTRAL, Found, ToolCallReader, ToolFormat, format_of
 
 TOOLS = {"add", "get_weather"}
 ADD = ("add", {"a": 1, "b": [2, {"c": '} "\\ {'}]})
@@ -71,6 +71,18 @@ ANSWERS: list[tuple[ToolFormat, str, str, list[tuple[str, object]]]] = [
     (LLAMA3_JSON, f"{LLAMA_A}; Done.", "Done.", [ADD]),
     (LLAMA3_JSON, f"Like {LLAMA_A}", f"Like {LLAMA_A}", []),
     (LLAMA3_JSON, "  \n", "  \n", []),
+    (MISTRAL, f"[TOOL_CALLS] [{A}, {W}]", "", [ADD, WEATHER]),
+    (MISTRAL, f"I see.[TOOL_CALLS][{W}]", "I see.", [WEATHER]),
+    (MISTRAL, f"[TOOL_CALLS] is it. [TOOL_CALLS][{W}]", "[TOOL_CALLS] is it. ", [WEATHER]),
+    (MISTRAL, f"[TOOL_CALLS]add[ARGS]{json.dumps(ADD[1])}", "", [ADD]),
+    (MISTRAL, f"[TOOL_CALLS]add[ARGS] \n{json.dumps(ADD[1])}", "", [ADD]),
+    (
+        MISTRAL,
+        f"[TOOL_CALLS]add[CALL_ID]x1[ARGS]{json.dumps(ADD[1])}"
+        f'[TOOL_CALLS]get_weather{{"city": "Köln"}}',
+        "",
+        [ADD, WEATHER],
+    ),
 ]
 
 
