@@ -175,6 +175,7 @@ def test_arguments_are_the_text_of_an_object(answer: str, arguments: str) -> Non
         ('return a json object within <tool_call></tool_call>: <tool_call>{"name": …', HERMES),
         ("{{- '<|python_tag|>' + tool_call.name }}", LLAMA3_JSON),
         ('Respond in the format {"name": function name, "parameters": …}.', LLAMA3_JSON),
+        ("{{- '[TOOL_CALLS] [' }}", MISTRAL),
         ("{{ message.content }}", HERMES),
     ],
 )
