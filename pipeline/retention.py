@@ -11,7 +11,7 @@ from pathlib import Path
 from jobs.folder import STALE, is_temporary_file
 from jobs.job import Job
 from jobs.store import JobStore
-from pipeline.hub.webhooks.store import jobs_of_webhooks
+from pipeline.hub.webhooks import jobs_of_webhooks
 from pipeline.paths import Home
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
 from pipeline.settings import Settings

@@ -16,7 +16,7 @@ from huggingface_hub._commit_api import _upload_files
 from huggingface_hub.errors import HfHubHTTPError
 
 from pipeline.hub.cipher import GRANT_SECONDS, Cipher
-from pipeline.hub.large_files.store import LargeFiles
+from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.routes.lfs import sign
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
 
@@ -48,7 +48,7 @@ def no_xet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def files_of(hub: RunningHub, name: str) -> LargeFiles:
-    return LargeFiles(hub.root / "repos" / "datasets" / f"{name}.git")
+    return LargeFiles(hub.folder(name))
 
 
 def upload(hub: RunningHub, name: str, *contents: Any) -> None:

@@ -23,7 +23,7 @@ from pipeline import retention
 from pipeline.after_jobs import _prune_hourly, after_jobs
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import open_database
-from pipeline.hub.webhooks.store import HubWatchedItem, WebhookRequest, create_webhook
+from pipeline.hub.webhooks import HubWatchedItem, WebhookRequest, create_webhook
 from pipeline.job_store import open_job_store
 from pipeline.logs import JsonFormatter
 from pipeline.paths import Home

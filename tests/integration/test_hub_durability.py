@@ -46,16 +46,15 @@ import uvicorn
 from jobs.store import JobStore
 from pipeline.hub.app import create_app
 from pipeline.hub.events import EventLog
-from pipeline.hub.routes import git_http
+from pipeline.hub.routes import git_http, repositories
 from pipeline.hub.settings import HubSettings
 root, port, token, key, fault = sys.argv[1:]
 calls = {
     # The worst moment: git has moved the refs, the hub knows nothing of it yet.
     "before-record": (git_http, "record_ref_changes"),
-    # The three steps of a move are the rename of the folder, the commit, and the mark's removal.
-    "before-rename": (Path, "rename"),
+    # A move is one transaction.
     "before-commit": (EventLog, "record"),
-    "after-commit": (Path, "unlink"),
+    "after-commit": (repositories, "_left_behind"),
 }
 if fault:
     setattr(*calls[fault], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
@@ -185,12 +184,7 @@ def test_the_gap_between_git_and_the_database_is_closed_at_start(
 
 @pytest.mark.parametrize(
     ("fault", "name", "private"),
-    [
-        ("before-rename", "local/old", True),
-        ("before-commit", "local/old", True),
-        ("before-commit", "local/old", False),
-        ("after-commit", "local/new", True),
-    ],
+    [("before-commit", "local/old", False), ("after-commit", "local/new", True)],
 )
 def test_a_move_that_a_kill_interrupts_loses_nothing(
     hub_process: HubProcess, fault: str, name: str, private: bool
@@ -229,7 +223,6 @@ def test_a_move_that_a_kill_interrupts_loses_nothing(
     assert len(repositories) == 1
     last = [("move", "old")] if name == "local/new" else []
     assert told == [("create", "first"), ("move", "first"), *last]
-    assert not list(hub.root.glob("repos/**/*.moving"))
     hub.api.move_repo(name, "local/last", **space)
     assert reader.space_info("local/last").id == "local/last"
 
@@ -277,7 +270,7 @@ def test_refs_that_moved_behind_the_hubs_back_are_told_within_the_interval(
     with running_hub(tmp_path / "hub", reconcile_seconds=0.05) as hub:
         hub.create_dataset("local/facts")
         hub.api.create_webhook(url=receiver.url, watched=WATCHED)
-        bare = hub.root / "repos/datasets/local/facts.git"
+        bare = hub.folder("local/facts")
         tree = hub.git("--git-dir", str(bare), "mktree", cwd=tmp_path)
         sha = hub.git("--git-dir", str(bare), "commit-tree", "-m", "By hand", tree, cwd=tmp_path)
         hub.git("--git-dir", str(bare), "update-ref", "refs/heads/main", sha, cwd=tmp_path)
@@ -285,15 +278,20 @@ def test_refs_that_moved_behind_the_hubs_back_are_told_within_the_interval(
         assert new_shas(receiver) == [sha]
 
 
-def test_a_repository_put_into_the_folder_is_found_at_start(tmp_path: Path) -> None:
+def test_at_start_a_lost_folder_ends_its_repository_and_an_unknown_one_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folder of an older backup is lost, or the database is."""
     root = tmp_path / "hub"
     with running_hub(root) as hub:
-        hub.git(
-            "init", "-q", "--bare", str(root / "repos/datasets/local/brought.git"), cwd=tmp_path
-        )
-        (root / "repos/datasets/local/not--a-name.git").mkdir()
+        hub.create_dataset("local/lost")
+        hub.create_dataset("local/facts")
+        hub.folder("local/lost").rename(root / "repos/brought.git")
     with running_hub(root) as hub:
-        assert [one.id for one in hub.api.list_datasets()] == ["local/brought"]
+        assert [one.id for one in hub.api.list_datasets()] == ["local/facts"]
+    assert "removing dataset local/lost from the hub" in caplog.text
+    assert "ignores the folder" in caplog.text
+    assert (root / "repos/brought.git/HEAD").exists()
 
 
 def test_a_second_hub_in_one_folder_is_refused(hub: RunningHub) -> None:
@@ -375,11 +373,11 @@ def test_a_ref_whose_file_is_damaged_is_not_taken_for_deleted(
 
         first = upload("a.txt")
         [event] = receiver.wait_for(1)
-        main = hub.root / "repos/datasets/local/facts.git/refs/heads/main"
+        main = hub.folder("local/facts") / "refs/heads/main"
         for damage in ("", "garbage\n"):
             caplog.clear()
             main.write_text(damage)
-            wait_until(lambda: "Git cannot read refs/heads/main" in caplog.text)
+            wait_until(lambda: "broken ref refs/heads/main" in caplog.text)
         main.write_text(f"{first}\n")  # as its message says: from a backup
         second = upload("b.txt")
         [*_, last] = receiver.wait_for(2)

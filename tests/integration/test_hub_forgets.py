@@ -7,8 +7,8 @@ import pytest
 from huggingface_hub import constants
 from sqlalchemy import delete
 
-from pipeline.hub import schema
-from pipeline.hub.large_files.store import LargeFiles
+from pipeline.hub import database as schema
+from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.state_folder import stopped_hub
 from serving.weights import release_removal
 from tests.hub_fixtures import commit_file, running_hub, wait_until

@@ -129,7 +129,7 @@ def test_a_push_cannot_change_what_a_sha_means(hub: RunningHub, worktree: Path) 
     assert "[remote rejected]" in said
 
     # One that is there nevertheless, from an earlier hub or by hand.
-    folder = hub.root / "repos/datasets/local/facts.git"
+    folder = hub.folder("local/facts")
     git_dir = ("--git-dir", str(folder))
     run_git(*git_dir, "update-ref", f"refs/replace/{first}", second, cwd=worktree, env=hub.git_env)
     assert hub.request("GET", f"/datasets/local/facts/resolve/{first}/a.txt").text == "honest"
@@ -152,7 +152,7 @@ def test_a_commit_that_is_gone_keeps_no_later_one_out(
 ) -> None:
     gone = commit_file(hub, worktree, "a.txt", "1")
     hub.git("push", "-q", "origin", "main", cwd=worktree)
-    folder = hub.root / "repos/datasets/local/facts.git"
+    folder = hub.folder("local/facts")
     (folder / "refs/heads/main").unlink()
     (folder / "objects" / gone[:2] / gone[2:]).unlink()
     hub.git("commit", "-q", "--amend", "-m", "Other", cwd=worktree)

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 
-from pipeline.hub.large_files.store import LargeFiles
+from pipeline.hub.large_files import LargeFiles
 from pipeline.pointers import Pointer
 from tests.hub_fixtures import RunningHub, commit_file, running_hub
 
@@ -59,7 +59,7 @@ def files_of(hub: RunningHub, name: str = "local/facts") -> LargeFiles:
 
 
 def folder_of(hub: RunningHub, name: str = "local/facts") -> Path:
-    return hub.root / "repos" / "datasets" / f"{name}.git"
+    return hub.folder(name)
 
 
 def oid(content: bytes) -> str:

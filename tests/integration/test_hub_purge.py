@@ -50,10 +50,10 @@ class Place:
 
     def __init__(self, root: Path) -> None:
         self.root, self.home = root, Home(root / "state")
-        self.folder = self.home.hub_dir / "repos/datasets/local/facts.git"
         self.worktree = root / "clone"
         with self.hub() as hub:
             url = hub.create_dataset("local/facts")
+            self.folder = hub.folder("local/facts")
             hub.git("init", "-q", str(self.worktree), cwd=root)
             hub.git("remote", "add", "origin", url, cwd=self.worktree)
             self.good = self.push(hub, "rows.jsonl", "good")

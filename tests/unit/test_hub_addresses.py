@@ -18,11 +18,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import ValidationError
 
-from pipeline.hub.webhooks import posting
-from pipeline.hub.webhooks.addresses import Unreachable, is_forbidden, resolve
-from pipeline.hub.webhooks.outbox import Attempt, Due
-from pipeline.hub.webhooks.posting import headers
-from pipeline.hub.webhooks.store import WebhookRequest
+from pipeline.hub import deliveries
+from pipeline.hub.deliveries import headers
+from pipeline.hub.outbox import Attempt, Due
+from pipeline.hub.webhooks import Unreachable, WebhookRequest, is_forbidden, resolve
 from tests.hub_fixtures import recording_receiver
 from tests.ports import free_port
 
@@ -74,7 +73,7 @@ def test_a_spelling_hides_no_address(host: str) -> None:
 
 
 def post(url: str, secret: str | None = None) -> Attempt:
-    return asyncio.run(posting.post(DUE, url, secret, timeout_seconds=5))
+    return asyncio.run(deliveries.post(DUE, url, secret, timeout_seconds=5))
 
 
 class Names:
@@ -231,7 +230,7 @@ def test_the_certificate_must_be_for_the_name_in_the_url(
 ) -> None:
     Names(monkeypatch, receiver=["127.0.0.1"], impostor=["127.0.0.1"])
     with tls_receiver(tmp_path, "receiver.test") as (port, trusting):
-        monkeypatch.setattr(posting, "_certificates", lambda: trusting)
+        monkeypatch.setattr(deliveries, "_certificates", lambda: trusting)
         assert post(f"https://receiver.test:{port}/").response_status == 204
         attempt = post(f"https://impostor.test:{port}/")
         assert attempt.error is not None and "mismatch" in attempt.error

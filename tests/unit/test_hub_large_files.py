@@ -15,9 +15,9 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message, Scope
 
+from pipeline.hub import large_files
 from pipeline.hub.errors import BadRequest, Conflict
-from pipeline.hub.large_files import store
-from pipeline.hub.large_files.store import CHUNK_BYTES, LargeFiles
+from pipeline.hub.large_files import CHUNK_BYTES, LargeFiles
 from pipeline.hub.routes.file_answers import answer
 from pipeline.pointers import MAX_POINTER_BYTES, MIN_POINTER_BYTES, Pointer
 
@@ -128,7 +128,7 @@ def test_a_full_disk_stores_nothing(files: LargeFiles, monkeypatch: pytest.Monke
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store.os, "fsync", full)
+    monkeypatch.setattr(large_files.os, "fsync", full)
     with pytest.raises(OSError, match="No space left on device"):
         receive(files, CONTENT)
     assert files.size(OID) is None

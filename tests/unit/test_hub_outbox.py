@@ -11,19 +11,17 @@ import pytest
 from cryptography.fernet import Fernet
 from sqlalchemy import Row, func, select, update
 
-from pipeline.hub import schema
+from pipeline.hub import database as schema
+from pipeline.hub import outbox
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import Database, open_database
+from pipeline.hub.deliveries import MAX_RETRY_AFTER_SECONDS, Deliverer, _retry_after_seconds
 from pipeline.hub.events import Event, EventLog
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.repositories.names import RepositoryName
-from pipeline.hub.repositories.store import Repositories
+from pipeline.hub.outbox import Attempt, replay
+from pipeline.hub.repositories import RepositoryName
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks import outbox
-from pipeline.hub.webhooks.deliveries import Deliverer
-from pipeline.hub.webhooks.outbox import Attempt, replay
-from pipeline.hub.webhooks.posting import MAX_RETRY_AFTER_SECONDS, _retry_after_seconds
-from pipeline.hub.webhooks.store import (
+from pipeline.hub.webhooks import (
     HubWatchedItem,
     StoredWebhook,
     WebhookRequest,
@@ -31,6 +29,7 @@ from pipeline.hub.webhooks.store import (
     get_webhook,
 )
 from receiver.settings import ReceiverSettings
+from tests.hub_fixtures import add_row
 
 DAY = 86400.0
 
@@ -91,7 +90,7 @@ class Kept:
         watched = (HubWatchedItem(type="dataset", name="local/facts"),)
         request = WebhookRequest(url="http://127.0.0.1:9/", watched=watched)
         with self.database.write() as connection:
-            self._repository = Repositories(folder).adopt(connection, name, private=True)
+            self._repository = add_row(connection, folder, name)
             self._id = create_webhook(connection, request, Cipher(Fernet.generate_key())).id
         self.record()
 
@@ -204,7 +203,7 @@ def test_a_replay_during_the_last_attempt_makes_it_pending(
     due, webhook = found
     with kept.database.write() as connection:
         replay(connection, due.id)
-    with caplog.at_level("INFO", "pipeline.hub.webhooks.deliveries"):
+    with caplog.at_level("INFO", "pipeline.hub.deliveries"):
         deliverer._settle(due, webhook, attempt)
     [stored] = kept.deliveries()
     assert (stored.status, stored.attempt, stored.last_attempt_at) == ("pending", 0, None)

@@ -17,9 +17,8 @@ from starlette.responses import JSONResponse, Response
 from pipeline.hub.cipher import GRANT_SECONDS, Cipher
 from pipeline.hub.errors import Forbidden, NotFound
 from pipeline.hub.http_json import Json, chunks, hub_url, json_body
-from pipeline.hub.large_files.store import LargeFiles
-from pipeline.hub.repositories.names import RepositoryType
-from pipeline.hub.repositories.store import Repository
+from pipeline.hub.large_files import LargeFiles
+from pipeline.hub.repositories import Repository, RepositoryType
 from pipeline.hub.routes import file_answers
 from pipeline.hub.routes.access import API, FILES, Readable, Who, Writer
 from pipeline.hub.service import Hub, HubOf

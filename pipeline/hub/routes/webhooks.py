@@ -11,13 +11,13 @@ from sqlalchemy import Connection
 from starlette.responses import JSONResponse
 
 from jobs.errors import JobNotFound
+from pipeline.hub import outbox
 from pipeline.hub.errors import BadRequest, Forbidden
 from pipeline.hub.http_json import Json, client_warning, json_body
-from pipeline.hub.repositories.names import REPOSITORY_TYPES, RepositoryName
+from pipeline.hub.repositories import REPOSITORY_TYPES, RepositoryName
 from pipeline.hub.routes.access import Who, person
 from pipeline.hub.service import Hub, HubOf
-from pipeline.hub.webhooks import outbox
-from pipeline.hub.webhooks.store import (
+from pipeline.hub.webhooks import (
     HubWatchedItem,
     StoredWebhook,
     WebhookRequest,

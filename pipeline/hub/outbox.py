@@ -21,13 +21,12 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, delete, exists, insert, select, text, update
 
-from pipeline.hub.database import Database
+from pipeline.hub.database import Database, events, webhooks
+from pipeline.hub.database import deliveries as table
 from pipeline.hub.errors import NotFound
 from pipeline.hub.http_json import Json, iso_time
-from pipeline.hub.schema import deliveries as table
-from pipeline.hub.schema import events, webhooks
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks.store import (
+from pipeline.hub.webhooks import (
     StoredWebhook,
     change_webhook,
     find_webhook,

@@ -201,8 +201,7 @@ def publish(file: BinaryIO, path: Path, *, below: Path) -> None:
 
 def make_folder(folder: Path, *, below: Path) -> None:
     """Makes the missing folders between `below` and `folder`. Raises Conflict if `below` does not
-    exist any more: if this made the repository's folder again, the hub would take it for a
-    repository."""
+    exist any more."""
     with _still_there():
         for each in reversed([each for each in (folder, *folder.parents) if below in each.parents]):
             with contextlib.suppress(FileExistsError):
@@ -217,6 +216,5 @@ def _still_there() -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise Conflict(
-            "The repository was moved or removed meanwhile: check its name, then send the file "
-            "again."
+            "The repository was removed meanwhile: create it again, then send the file again."
         ) from None
