@@ -137,7 +137,7 @@ def remembered_days(settings: Settings) -> float:
     The store must also keep a delivery for as long as the hub may retry it or a person may replay
     it. Otherwise the receiver would take the repeated delivery for a new one.
     """
-    schedule = sum(settings.hub.delivery_schedule_seconds) * (1 + settings.hub.delivery_jitter)
+    schedule = sum(settings.hub.delivery_schedule_seconds)
     return max(
         KEEP_JOBS_DAYS,
         settings.jobs.keep_days,

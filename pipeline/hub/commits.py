@@ -13,7 +13,7 @@ import base64
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Literal, TypeVar
@@ -99,8 +99,6 @@ class _Line(BaseModel):
 class Operation:
     kind: Kind
     path: str
-    size_bytes: int = 0
-    """The size of the content of a `file`; 0 for every other kind."""
     oid: str = ""
     """The sha256 of an `lfsFile`; empty for every other kind."""
     offset: int = 0
@@ -123,7 +121,8 @@ class CommitBody:
         self.operations = [self._operation(offset, line) for offset, line in lines]
 
     def content(self, operation: Operation) -> bytes:
-        """The content of an operation of the kind `file`, read from the body again."""
+        """The content of an operation of the kind `file`, read from the body again. Raises
+        BadRequest if it is wrongly encoded."""
         self._file.seek(operation.offset)
         return _read(_Line, self._file.readline()).value.decoded()
 
@@ -156,13 +155,7 @@ class CommitBody:
         checked = new_file_path(path) if kind in ("file", "lfsFile") else changed_path(path)
         if kind == "lfsFile" and not found.oid:
             raise BadRequest(f"The large file {path!r} has no oid: give its sha256.")
-        return Operation(
-            kind=kind,
-            path=checked,
-            size_bytes=len(found.decoded()),
-            oid=found.oid,
-            offset=offset,
-        )
+        return Operation(kind=kind, path=checked, oid=found.oid, offset=offset)
 
 
 def _read(model: type[Model], line: bytes) -> Model:
@@ -179,8 +172,8 @@ def _read(model: type[Model], line: bytes) -> Model:
 
 
 MAX_GIT_BYTES = 10 * 1024 * 1024
-"""A file with more bytes is stored as a large file, even if `.gitattributes` does not list it."""
-_MAX_LINE_BYTES = 2048
+"""A client sends a file with more bytes as a large file, even if `.gitattributes` does not list
+it."""
 # `huggingface_hub` looks for these words in the error, and then explains how to delete a folder.
 _NOT_THERE = "A file with this name doesn't exist"
 
@@ -209,30 +202,31 @@ def planned_changes(repository: Repository, head: str | None, body: CommitBody) 
     """
     tree = read_tree(repository, head)
     after = _files_after(tree, head, body)
-    kept = {path: oid for path, oid in attributes_files(tree).items() if path in after}
-    attributes = kept | _store_attributes(repository, body, after)
-    added = {path: operation for path, operation in after.items() if operation is not None}
-    tracked = large_file_paths(repository, attributes, added)
-
-    # Deletions first: `added` has only the files that the commit does not delete again.
-    changes = [Change(action="delete", path=each.path) for each in body.operations if each.deletes]
-    untracked = []
     files = LargeFiles(repository.folder)
-    for path, operation in added.items():
-        if operation.kind == "lfsFile" and not files.keep(operation.oid):
-            raise BadRequest(
-                f"{path!r} is the large file {operation.oid}, which the hub does not have: "
-                "upload the file before the commit."
-            )
+    # Deletions first: `after` has only the files that the commit does not delete again.
+    changes = [Change(action="delete", path=each.path) for each in body.operations if each.deletes]
+    large = []
+    for path, operation in after.items():
+        if operation is None:
+            continue
         read = partial(body.content, operation)
-        if _becomes_large(operation, tracked):
-            read = partial(_render_pointer, files, body, operation)
-            if path not in tracked:
-                untracked.append(path)
+        if operation.kind == "lfsFile":
+            size = files.size(operation.oid) if files.keep(operation.oid) else None
+            if size is None:
+                raise BadRequest(
+                    f"{path!r} is the large file {operation.oid}, which the hub does not have: "
+                    "upload the file before the commit."
+                )
+            read = Pointer(oid=operation.oid, size=size).render
+            large.append(path)
         is_executable = path in tree and tree[path].is_executable
         changes.append(Change(action="add", path=path, read=read, is_executable=is_executable))
-    if untracked:
-        changes.append(_tracking(repository, attributes.get(ATTRIBUTES_FILE), untracked))
+    if large:
+        kept = {path: oid for path, oid in attributes_files(tree).items() if path in after}
+        attributes = kept | _store_attributes(repository, body, after)
+        tracked = large_file_paths(repository, attributes, large)
+        if untracked := [path for path in large if path not in tracked]:
+            changes.append(_tracking(repository, attributes.get(ATTRIBUTES_FILE), untracked))
     return changes
 
 
@@ -265,25 +259,6 @@ def _files_after(tree: Mapping[str, Entry], head: str | None, body: CommitBody) 
     return after
 
 
-def _becomes_large(operation: Operation, tracked: Collection[str]) -> bool:
-    if operation.kind == "lfsFile":
-        return True
-    is_tracked = operation.path in tracked and operation.size_bytes > 0
-    return is_tracked or operation.size_bytes > MAX_GIT_BYTES
-
-
-def _render_pointer(files: LargeFiles, body: CommitBody, operation: Operation) -> bytes:
-    if operation.kind == "lfsFile":
-        size = files.size(operation.oid)
-        assert size is not None
-        return Pointer(oid=operation.oid, size=size).render()
-    content = body.content(operation)
-    if Pointer.parse(content) is not None:
-        return content
-    oid = files.store([content], None, len(content))
-    return Pointer(oid=oid, size=len(content)).render()
-
-
 def _tracking(repository: Repository, blob: str | None, paths: Iterable[str]) -> Change:
     """The change that adds a line for each path to the `.gitattributes` in the root. Without these
     lines, a clone would have the pointers instead of the files."""
@@ -304,17 +279,12 @@ def attributes_files(tree: Mapping[str, Entry]) -> dict[str, str]:
 
 
 def _store_attributes(repository: Repository, body: CommitBody, after: Files) -> dict[str, str]:
-    """Stores the content of each added `.gitattributes`, and maps its path to the sha of its blob.
-    Raises BadRequest for a line that git would refuse in a push."""
+    """Stores the content of each added `.gitattributes`, and maps its path to the sha of its
+    blob."""
     blobs: dict[str, str] = {}
     for path, operation in after.items():
         if operation and operation.kind == "file" and path.rpartition("/")[2] == ATTRIBUTES_FILE:
             content = body.content(operation)
-            if any(len(line) > _MAX_LINE_BYTES for line in content.split(b"\n")):
-                raise BadRequest(
-                    f"{path!r} has a line of more than {_MAX_LINE_BYTES} bytes, which git "
-                    "refuses: shorten it."
-                )
             stored = git(repository.folder, "hash-object", "-w", "--stdin", stdin=content)
             blobs[path] = stored.decode().strip()
     return blobs

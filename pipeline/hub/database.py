@@ -196,7 +196,7 @@ class Database:
         # The writers of this process wait for this lock. If they waited in SQLite, each would sleep
         # and try again, which takes longer.
         self._turn = threading.Lock()
-        self.after_write: Callable[[], None] = lambda: None
+        self.after_write: Callable[[], object] = lambda: None
         """Tells the deliverer that there may be something to send. Any thread may call it."""
 
     @contextmanager

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -40,36 +39,24 @@ from receiver.payload import PING, WebhookPayload
 from receiver.verify import is_signing_secret, signer
 from receiver.webhooks import WebhookStatus
 
-MAX_RETRY_AFTER_SECONDS = 3600.0
 
-
-class Refused(HubError):
-    """The receiver is on this machine, and no program listens at its address."""
-
-
-async def post(due: Due, url: str, secret: str | None, *, timeout_seconds: float) -> Attempt:
-    """Posts the delivery. Does not raise an error of the receiver or the network. Such an error
-    becomes the `error` of the attempt."""
-    started_at, clock = time.time(), time.perf_counter()
+async def post(due: Due, url: str, secret: str | None, *, timeout_seconds: float) -> dict[str, Any]:
+    """Posts the delivery. Returns how this ended, as fields of an `Attempt`. Raises HubError if no
+    webhook may call the host."""
     try:
         async with asyncio.timeout(timeout_seconds):
-            ending = await _answer(due, httpx.URL(url), secret)
+            return await _answer(due, httpx.URL(url), secret)
     except TimeoutError:
-        ending = {"error": f"no answer within {timeout_seconds:g} s"}
-    except (httpx.HTTPError, httpx.InvalidURL, HubError) as failure:
-        error = str(failure) or type(failure).__name__
-        ending = {"error": error, "refused": isinstance(failure, Refused)}
-    milliseconds = 1000 * (time.perf_counter() - clock)
-    return Attempt(started_at=started_at, milliseconds=milliseconds, **ending)
+        return {"error": f"no answer within {timeout_seconds:g} s"}
+    except (httpx.HTTPError, httpx.InvalidURL) as failure:
+        return {"error": str(failure) or type(failure).__name__}
 
 
 async def _answer(due: Due, target: httpx.URL, secret: str | None) -> dict[str, Any]:
-    """The receiver's answer, as fields of an `Attempt`. Tries the addresses of the host in order,
-    and posts the delivery to the first one that accepts a connection. Raises Refused and the errors
-    of httpx."""
+    """Tries the addresses of the host in order, and posts the delivery to the first one that
+    accepts a connection."""
     port = target.port or (443 if target.scheme == "https" else 80)
-    failures: list[httpx.ConnectError] = []
-    is_refused = True
+    error, is_refused = "", True
     # The URLs for httpx have the address, not the host's name. A client of its own for each
     # delivery keeps httpx from using an open connection again for another host at the same address,
     # whose certificate nobody has checked. `trust_env=False`: a proxy from the environment would
@@ -81,18 +68,15 @@ async def _answer(due: Due, target: httpx.URL, secret: str | None) -> dict[str, 
                     _request(client, target, address, due, secret), stream=True
                 )
             except httpx.ConnectError as failure:
-                failures.append(failure)
+                error = str(failure)
                 is_refused = is_refused and address.is_loopback and _is_refusal(failure)
                 continue
             async with aclosing(response):
                 return {
                     "response_status": response.status_code,
                     "response_head": await _head(response),
-                    "retry_after_seconds": _retry_after_seconds(
-                        response.headers.get("retry-after")
-                    ),
                 }
-    raise Refused(str(failures[-1])) if is_refused else failures[-1]
+    return {"error": error or "ConnectError", "refused": is_refused}
 
 
 def _is_refusal(failure: httpx.ConnectError) -> bool:
@@ -159,21 +143,6 @@ async def _head(response: httpx.Response) -> str:
     return body.decode(errors="replace")[: outbox.HEAD_CHARACTERS]
 
 
-def _retry_after_seconds(value: str | None) -> float | None:
-    """The seconds that the header `Retry-After` asks for, at most an hour. The header has a number
-    of seconds or an HTTP date (RFC 9110, 10.2.3). None if it has neither."""
-    if value is None:
-        return None
-    try:
-        if value.isascii() and value.isdigit():
-            seconds = float(value)
-        else:
-            seconds = (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds()
-    except (ValueError, TypeError, OverflowError):
-        return None
-    return min(max(seconds, 0.0), MAX_RETRY_AFTER_SECONDS)
-
-
 @dataclass(frozen=True, kw_only=True)
 class JobLauncher:
     store: JobStore
@@ -194,12 +163,11 @@ class JobLauncher:
             "timeout": spec.resources.timeout_seconds,
         }
 
-    def launch(self, due: Due, webhook: StoredWebhook) -> Attempt:
-        """Submits the copy. The result looks like an answer of a receiver: 202 with the copy's id.
-        For a repeated delivery, this is the id of the copy that was submitted first. Raises
-        JobError and HubError."""
+    def launch(self, due: Due, webhook: StoredWebhook) -> dict[str, Any]:
+        """Submits the copy. The result looks like that of `post`: 202 with the copy's id. For a
+        repeated delivery, this is the id of the copy that was submitted first. Raises JobError and
+        HubError."""
         assert webhook.job_id is not None
-        started_at, clock = time.time(), time.perf_counter()
         source = self.store.get(webhook.job_id).spec
         payload = WebhookPayload.model_validate_json(due.payload)
         answer: dict[str, object] = {"pong": True}
@@ -216,12 +184,7 @@ class JobLauncher:
             delivery = Delivery(source=f"webhook/{webhook.id}", id=due.id)
             submitted = self.store.submit(copy, payload=json.loads(due.payload), delivery=delivery)
             answer = {"job": submitted.job.id}
-        return Attempt(
-            started_at=started_at,
-            milliseconds=1000 * (time.perf_counter() - clock),
-            response_status=202,
-            response_head=json.dumps(answer),
-        )
+        return {"response_status": 202, "response_head": json.dumps(answer)}
 
     def _sealed_env(self, source: JobSpec, webhook: StoredWebhook) -> str | None:
         """The encrypted secrets of the copy: those of the source and those of the webhook. If both
@@ -279,7 +242,6 @@ class Deliverer:
     cipher: Cipher
     metrics: HubMetrics
     launcher: JobLauncher
-    _loop: asyncio.AbstractEventLoop | None = None
     _dispatcher: asyncio.Task[None] | None = None
     _more: asyncio.Event = field(default_factory=asyncio.Event)
     _sending: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -288,18 +250,14 @@ class Deliverer:
     def start(self) -> None:
         """The caller is in the event loop. First sends the deliveries that an earlier run of the
         hub left pending."""
-        self._loop = asyncio.get_running_loop()
-        self.database.after_write = self._wake
+        loop = asyncio.get_running_loop()
+        self.database.after_write = lambda: loop.call_soon_threadsafe(self._more.set)
         self._dispatcher = asyncio.create_task(self._dispatch())
-
-    def _wake(self) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._more.set)
 
     async def stop(self) -> None:
         """Breaks off the unfinished attempts. The states of their deliveries do not change, so the
         next run of the hub sends these deliveries again."""
-        self._loop = None
+        self.database.after_write = lambda: None
         tasks = [*self._sending.values(), *([self._dispatcher] if self._dispatcher else [])]
         for task in tasks:
             task.cancel()
@@ -386,14 +344,16 @@ class Deliverer:
 
     async def _attempt(self, due: Due, webhook: StoredWebhook) -> Attempt:
         """Makes one attempt. Never raises: any error becomes the `error` of the attempt."""
+        started_at, clock = time.time(), time.perf_counter()
         try:
             if webhook.url is not None:
                 secret = self.cipher.decrypt(webhook.encrypted_secret)
                 timeout_seconds = self.settings.delivery_timeout_seconds
-                return await post(due, webhook.url, secret, timeout_seconds=timeout_seconds)
-            return await asyncio.to_thread(self.launcher.launch, due, webhook)
+                ending = await post(due, webhook.url, secret, timeout_seconds=timeout_seconds)
+            else:
+                ending = await asyncio.to_thread(self.launcher.launch, due, webhook)
         except (HubError, JobError) as failure:
-            error = str(failure)
+            ending = {"error": str(failure)}
         except Exception as failure:
             # The hub has an error. If this raised the error, the attempt would have no end.
             self.metrics.worker_failures.labels(worker="attempt").inc()
@@ -402,5 +362,7 @@ class Deliverer:
                 *(due.id, webhook.target),
                 extra={"delivery_id": due.id},
             )
-            error = f"the hub failed ({type(failure).__name__}); its log says where"
-        return Attempt(started_at=time.time(), milliseconds=0, error=error)
+            name = type(failure).__name__
+            ending = {"error": f"the hub failed ({name}); its log says where"}
+        milliseconds = 1000 * (time.perf_counter() - clock)
+        return Attempt(started_at=started_at, milliseconds=milliseconds, **ending)

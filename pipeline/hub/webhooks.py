@@ -51,10 +51,6 @@ _resolvers = ThreadPoolExecutor(64, thread_name_prefix="resolve")
 _NAT64 = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
 
 
-class Unreachable(HubError):
-    """The host of a webhook's URL has no address, or an address that no webhook may call."""
-
-
 def is_forbidden(address: Address) -> bool:
     """Whether no webhook may call this address. An IPv6 address is also forbidden if it contains
     a forbidden IPv4 address."""
@@ -82,18 +78,18 @@ def check_literal(host: str) -> None:
 async def resolve(host: str, port: int) -> tuple[Address, ...]:
     """All addresses of `host`, which may also be an address, in the order in which to try them.
 
-    Raises Unreachable if `host` has no address, or if any of its addresses is forbidden. A name
+    Raises HubError if `host` has no address, or if any of its addresses is forbidden. A name
     that has a forbidden address cannot be trusted, even if its other addresses are allowed.
     """
     look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     try:
         answers = await asyncio.get_running_loop().run_in_executor(_resolvers, look_up)
     except (OSError, UnicodeError) as error:
-        raise Unreachable(f"{host!r} has no address ({error}): check the URL.") from None
+        raise HubError(f"{host!r} has no address ({error}): check the URL.") from None
     found = tuple(ipaddress.ip_address(answer[4][0]) for answer in answers)
     for address in found:
         if is_forbidden(address):
-            raise Unreachable(_refusal(host, address))
+            raise HubError(_refusal(host, address))
     return found
 
 
