@@ -91,20 +91,6 @@ class LargeFiles:
             )
         publish(draft.file, path, below=self._folder)
 
-    def link(self, other: "LargeFiles", oid: str) -> bool:
-        """Takes the file from another repository, as a hard link. Returns whether this repository
-        has the file now.
-
-        Both repositories can share the bytes on disk, because a large file never changes.
-        """
-        if not self.keep(oid) and other.keep(oid):
-            path = self.path(oid)
-            make_folder(path.parent, below=self._folder)
-            with contextlib.suppress(FileExistsError):
-                os.link(other.path(oid), path)
-            fsync_dir(path.parent)
-        return self.keep(oid)
-
     async def read(self, oid: str, *, start: int, length: int) -> AsyncIterator[bytes]:
         """Gives `length` bytes from the offset `start`, in pieces. Raises FileNotFoundError."""
         # A reader that goes away does not end `run_in_threadpool` early, so the opened file always

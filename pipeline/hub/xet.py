@@ -61,14 +61,17 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class XetFile:
-    """A file that a shard describes. Its terms begin at the offset `place` of the shard. They are
-    not held in memory, because there may be very many; `read_terms` reads them."""
+    """A file that a shard describes."""
 
-    place: int
-    num_terms: int
-    size: int
+    terms: bytes
+    """The records of its parts, in their order: chunks of one xorb, from the first to the last
+    (exclusive). Not unpacked, because there may be very many."""
     sha256: str | None
     """None if the client did not send the sha256."""
+
+    @property
+    def size(self) -> int:
+        return sum(num_bytes for _, _, num_bytes, _, _ in _RECORD.iter_unpack(self.terms))
 
 
 def hash_text(value: bytes) -> str:
@@ -123,34 +126,20 @@ def read_shard(shard: BinaryIO) -> Iterator[XetFile]:
         raise BadRequest(
             "The body is not a shard of version 2: it does not begin with the tag of such shards."
         )
-    while (record := _record(shard))[0] != _END:
-        _, flags, num_terms, *_ = record
-        place = shard.tell()
-        size = sum(_record(shard)[2] for _ in range(num_terms))
+    while (record := _records(shard, 1))[:32] != _END:
+        _, flags, num_terms, _, _ = _RECORD.unpack(record)
+        terms = _records(shard, num_terms)
         if flags & _HAS_VERIFICATION:
-            for _ in range(num_terms):
-                _record(shard)
-        sha256 = hash_text(_record(shard)[0]) if flags & _HAS_SHA256 else None
-        after = shard.tell()
-        yield XetFile(place=place, num_terms=num_terms, size=size, sha256=sha256)
-        shard.seek(after)
+            _records(shard, num_terms)
+        sha256 = hash_text(_records(shard, 1)[:32]) if flags & _HAS_SHA256 else None
+        yield XetFile(terms=terms, sha256=sha256)
 
 
-def read_terms(shard: BinaryIO, file: XetFile) -> Iterator[tuple[str, int, int]]:
-    """The parts of `file`, in their order: chunks of one xorb, from the first to the last
-    (exclusive)."""
-    shard.seek(file.place)
-    for _ in range(file.num_terms):
-        xorb, _, _, start, end = _record(shard)
-        yield hash_text(xorb), start, end
-
-
-def _record(shard: BinaryIO) -> tuple[bytes, int, int, int, int]:
-    data = shard.read(_RECORD.size)
-    if len(data) < _RECORD.size:
+def _records(shard: BinaryIO, number: int) -> bytes:
+    data = shard.read(number * _RECORD.size)
+    if len(data) < number * _RECORD.size:
         raise BadRequest("The shard ends early: send it again.")
-    record: tuple[bytes, int, int, int, int] = _RECORD.unpack(data)
-    return record
+    return data
 
 
 def _unpack(content: bytes, num_bytes: int) -> bytes:
@@ -223,23 +212,22 @@ class XetStore:
         async with self._draft(body) as file:
 
             def rebuild() -> None:
-                for each in read_shard(file):
-                    if each.size > max_file_bytes:
-                        raise TooLarge(
-                            f"A file may have {max_file_bytes} bytes at most: "
-                            "raise [hub] max_push_bytes."
-                        )
-                # The first loop has read the complete shard, so no file of an invalid shard is
-                # stored.
-                for each in read_shard(file):
+                # Completely, so that no file of an invalid shard is stored.
+                found = list(read_shard(file))
+                if any(each.size > max_file_bytes for each in found):
+                    raise TooLarge(
+                        f"A file may have {max_file_bytes} bytes at most: "
+                        "raise [hub] max_push_bytes."
+                    )
+                for each in found:
                     if each.sha256 is None or not self._files.keep(each.sha256):
-                        self._make(file, each)
+                        self._make(each)
 
             await run_in_threadpool(rebuild)
 
-    def _make(self, shard: BinaryIO, file: XetFile) -> None:
+    def _make(self, file: XetFile) -> None:
         try:
-            self._files.store(self._content(shard, file), file.sha256, file.size)
+            self._files.store(self._content(file), file.sha256, file.size)
         except BadRequest:
             # The hub was restored from a backup, for example. The client remembers the xorbs that
             # it has sent, and sends them again only to the URL of another store. The present store
@@ -248,9 +236,10 @@ class XetStore:
                 _begin(self._folder)
             raise
 
-    def _content(self, shard: BinaryIO, file: XetFile) -> Iterator[bytes]:
+    def _content(self, file: XetFile) -> Iterator[bytes]:
         chunks = lru_cache(maxsize=16)(self._chunks)
-        for hash, start, end in read_terms(shard, file):
+        for xorb_hash, _, _, start, end in _RECORD.iter_unpack(file.terms):
+            hash = hash_text(xorb_hash)
             with self._open(hash) as xorb:
                 for chunk in chunks(hash)[start:end]:
                     yield read_chunk(xorb, chunk)

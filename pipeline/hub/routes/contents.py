@@ -81,18 +81,9 @@ async def _form(request: Request) -> dict[str, list[str]]:
 def paths_info(
     form: Annotated[dict[str, list[str]], Depends(_form)], repository: Readable, revision: str
 ) -> JSONResponse:
-    expand = form.get("expand", [""])[0].lower() in ("1", "true")
     commit = resolve_revision(repository, revision)
     entries = find_paths(repository, commit, form.get("paths", []))
-    items = [_entry(entry) for entry in entries]
-    for entry, item in zip(entries, items, strict=True):
-        if entry.lfs is not None and not expand:
-            # `huggingface_hub` copies a large file to another repository only if the file has a Xet
-            # hash. The client neither checks nor uses this hash, so the sha256 is enough. A copy
-            # asks without `expand`. Only `HfFileSystem` asks with it, and would download a file
-            # with a Xet hash over Xet, which this hub does not have.
-            item["xetHash"] = entry.lfs.oid
-    return JSONResponse(items)
+    return JSONResponse([_entry(entry) for entry in entries])
 
 
 @api.get("/commits/{revision:rest}")
