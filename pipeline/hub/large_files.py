@@ -121,12 +121,8 @@ class LargeFiles:
 
     def remove_others(self, named: Collection[str], *, grace_seconds: float) -> int:
         """Deletes the files that are not in `named` and came more than `grace_seconds` ago. Returns
-        how many bytes they had. Also deletes unfinished files that did not grow for this time."""
+        how many bytes they had."""
         before = time.time() - grace_seconds
-        for path in self.incoming.glob("*"):
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_mtime < before:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
         others = [oid for oid in self.oids() if oid not in named]
         return self.remove(oid for oid in others if self.path(oid).stat().st_mtime < before)
 

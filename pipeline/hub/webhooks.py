@@ -19,8 +19,16 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 from urllib.parse import urlsplit
 
-import httpx
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import (
+    AfterValidator,
+    AnyHttpUrl,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+)
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from pipeline.hub.cipher import Cipher
@@ -65,16 +73,6 @@ def is_forbidden(address: Address) -> bool:
     return address.is_link_local or address.is_multicast or address in _METADATA
 
 
-def check_literal(host: str) -> None:
-    """Raises ValueError if `host` is an address, not a name, and no webhook may call it."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return
-    if is_forbidden(address):
-        raise ValueError(_refusal(host, address))
-
-
 async def resolve(host: str, port: int) -> tuple[Address, ...]:
     """All addresses of `host`, which may also be an address, in the order in which to try them.
 
@@ -89,26 +87,22 @@ async def resolve(host: str, port: int) -> tuple[Address, ...]:
     found = tuple(ipaddress.ip_address(answer[4][0]) for answer in answers)
     for address in found:
         if is_forbidden(address):
-            raise HubError(_refusal(host, address))
+            leads = "is" if host == str(address) else f"leads to {address},"
+            raise HubError(
+                f"{host} {leads} a link-local, multicast or metadata address: no webhook may call "
+                "it."
+            )
     return found
 
 
-def _refusal(host: str, address: Address) -> str:
-    leads = "is" if host == str(address) else f"leads to {address},"
-    return f"{host} {leads} a link-local, multicast or metadata address: no webhook may call it"
+_URL = TypeAdapter(AnyHttpUrl)
 
 
 def _is_http(url: str) -> str:
     try:
-        parsed = httpx.URL(url)
-        host = parsed.host  # raises an error if it is not a valid name
-    except (ValueError, httpx.InvalidURL) as error:
-        raise ValueError(f"{url!r} is not a valid URL: {error}") from None
-    if parsed.scheme not in ("http", "https") or not host:
-        raise ValueError(f"{url!r} must start with http:// or https:// and name a host")
-    if parsed.port is not None and not 0 < parsed.port < 65536:
-        raise ValueError(f"{url!r}: {parsed.port} is no port")
-    check_literal(host)
+        _URL.validate_python(url)
+    except ValidationError as error:
+        raise ValueError(f"{url!r}: {error.errors()[0]['msg']}") from None
     return url
 
 

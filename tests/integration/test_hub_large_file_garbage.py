@@ -62,7 +62,6 @@ def test_gc_keeps_what_a_commit_names_and_what_has_just_come(place: Place) -> No
     place.push("a.bin", b"second")
     place.store(b"nobody's")
     place.files.store([b"just come"], None, 9)
-    (place.files.incoming / "half").write_bytes(b"half")
     store = XetStore.current(place.files.incoming.parents[1])
     answer = place.hub.request("POST", "/api/settings/gc").json()
     assert answer == {"released": 0, "large_bytes": len(b"nobody's")}
