@@ -5,13 +5,11 @@ import os
 import random
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -45,19 +43,12 @@ from pathlib import Path
 import uvicorn
 from jobs.store import JobStore
 from pipeline.hub.app import create_app
-from pipeline.hub.events import EventLog
-from pipeline.hub.routes import git_http, repositories
+from pipeline.hub.routes import git_http
 from pipeline.hub.settings import HubSettings
 root, port, token, key, fault = sys.argv[1:]
-calls = {
-    # The worst moment: git has moved the refs, the hub knows nothing of it yet.
-    "before-record": (git_http, "record_ref_changes"),
-    # A move is one transaction.
-    "before-commit": (EventLog, "record"),
-    "after-commit": (repositories, "_left_behind"),
-}
 if fault:
-    setattr(*calls[fault], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    # The worst moment: git has moved the refs, the hub knows nothing of it yet.
+    git_http.record_ref_changes = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 settings = HubSettings(
     port=int(port), delivery_schedule_seconds=(0,) + (0.05,) * 50,
     refused_min_seconds=0.05, refused_max_seconds=0.1,
@@ -92,11 +83,6 @@ class HubProcess:
         assert self.process is not None
         self.process.kill()
         self.process.wait()
-
-    def post(self, path: str, **options: Any) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {TOKEN}"}
-        answer = httpx.post(f"{self.url}{path}", headers=headers, verify=False, **options)
-        return answer.raise_for_status()
 
     def git(self, *arguments: str, cwd: Path, check: bool = True) -> str:
         return run_git(*arguments, cwd=cwd, env=self.env, check=check)
@@ -180,51 +166,6 @@ def test_the_gap_between_git_and_the_database_is_closed_at_start(
     receiver.wait_for(1)
     assert new_shas(receiver) == [sha]
     assert hub.git("push", "origin", "main", cwd=worktree) == "Everything up-to-date"
-
-
-@pytest.mark.parametrize(
-    ("fault", "name", "private"),
-    [("before-commit", "local/old", False), ("after-commit", "local/new", True)],
-)
-def test_a_move_that_a_kill_interrupts_loses_nothing(
-    hub_process: HubProcess, fault: str, name: str, private: bool
-) -> None:
-    hub = hub_process
-    space: dict[str, Any] = {"repo_type": "space"}
-    hub.api.create_repo("local/first", private=private, space_sdk="gradio", **space)
-    hub.api.add_space_secret("local/first", "KEY", "s3cret")
-    sha = hub.api.space_info("local/first").sha
-    hub.api.create_discussion("local/first", "Talk", **space)
-    hub.api.create_pull_request("local/first", "Pull", **space)
-    limits = {"role": "read", "repository": "space:local/first"}
-    made = hub.post("/api/settings/tokens/limited", params=limits)
-    hub.api.move_repo("local/first", "local/old", **space)
-    hub.kill()
-    hub.start(fault)
-    with pytest.raises(httpx.TransportError):
-        body = {"fromRepo": "local/old", "toRepo": "local/new", "type": "space"}
-        hub.post("/api/repos/move", json=body)
-    assert hub.process is not None
-    assert hub.process.wait(timeout=30) == -signal.SIGKILL
-
-    hub.start()
-    [found] = hub.api.list_spaces()
-    assert (found.id, found.private, found.sha) == (name, private, sha)
-    assert {one.title for one in hub.api.get_repo_discussions(name, **space)} == {"Talk", "Pull"}
-    refs = hub.api.list_repo_refs(name, include_pull_requests=True, **space)
-    assert [one.ref for one in refs.pull_requests or ()] == ["refs/pr/2"]
-    assert list(hub.api.get_space_secrets(name)) == ["KEY"]
-    reader = HfApi(endpoint=hub.url, token=made.json()["token"])
-    assert reader.space_info(name).id == name
-    with contextlib.closing(sqlite3.connect(hub.root / "hub.sqlite")) as database:
-        repositories = database.execute("SELECT DISTINCT repository_id FROM events").fetchall()
-        query = "SELECT action, name FROM events WHERE scope = 'repo' ORDER BY seq"
-        told = database.execute(query).fetchall()
-    assert len(repositories) == 1
-    last = [("move", "old")] if name == "local/new" else []
-    assert told == [("create", "first"), ("move", "first"), *last]
-    hub.api.move_repo(name, "local/last", **space)
-    assert reader.space_info("local/last").id == "local/last"
 
 
 def test_kills_at_random_moments_lose_nothing_acknowledged(

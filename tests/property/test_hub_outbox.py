@@ -7,7 +7,8 @@ from unittest import mock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.hub import events, outbox, schema
+from pipeline.hub import database as tables
+from pipeline.hub import events, outbox
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import open_database
 from pipeline.hub.events import EventLog, record_ref_changes
@@ -82,7 +83,7 @@ def test_every_ref_change_is_delivered_or_dead_and_in_order(
         # Followed from nothing, the events lead from each state to the next, dead ones included.
         with database.read() as connection:
             rows = connection.execute(
-                schema.deliveries.select().order_by(schema.deliveries.c.event_seq)
+                tables.deliveries.select().order_by(tables.deliveries.c.event_seq)
             ).all()
         replayed: dict[str, str] = {}
         for row in rows:

@@ -10,7 +10,7 @@ import pytest
 from cryptography.fernet import Fernet
 from sqlalchemy import Row, func, select, update
 
-from pipeline.hub import database as schema
+from pipeline.hub import database as tables
 from pipeline.hub import outbox
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import Database, open_database
@@ -62,7 +62,7 @@ class Kept:
 
     def change(self, **columns: object) -> None:
         with self.database.write() as connection:
-            connection.execute(update(schema.deliveries).values(**columns))
+            connection.execute(update(tables.deliveries).values(**columns))
 
     def webhook(self) -> StoredWebhook:
         with self.database.read() as connection:
@@ -86,7 +86,7 @@ class Kept:
 
     def deliveries(self) -> list[Row[Any]]:
         """Newest first."""
-        newest_first = select(schema.deliveries).order_by(schema.deliveries.c.event_seq.desc())
+        newest_first = select(tables.deliveries).order_by(tables.deliveries.c.event_seq.desc())
         with self.database.read() as connection:
             return list(connection.execute(newest_first))
 
@@ -230,10 +230,10 @@ def test_events_go_with_their_deliveries(kept: Kept) -> None:
     kept.change(status="delivered", created_at=OLD, queued_at=OLD, last_attempt_at=OLD)
     kept.record()
     with kept.database.write() as connection:
-        connection.execute(update(schema.events).values(created_at=OLD))
+        connection.execute(update(tables.events).values(created_at=OLD))
     outbox.prune(kept.database, 30)
     with kept.database.read() as connection:
-        assert connection.scalar(select(func.count()).select_from(schema.events)) == 1
+        assert connection.scalar(select(func.count()).select_from(tables.events)) == 1
     assert [one.status for one in kept.deliveries()] == ["pending"]
 
 
