@@ -89,7 +89,7 @@ def gc() -> None:
                 present = [one for one in repositories.all(connection) if one.folder.exists()]
             needed = partial(needed_commits, home, store)
             found = (collect_garbage(one, database, needed) for one in present)
-            return sum(found, Counter())
+            return sum(found, Counter[str]())
 
     home = project_home()
     removed = _on_hub(collect, "POST", "gc")

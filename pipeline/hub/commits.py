@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import IO, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
@@ -118,7 +119,12 @@ class CommitBody:
         lines = self._lines()
         _, first = next(lines, (0, b""))
         self.header = _read(_FirstLine, first).value
-        self.operations = [self._operation(offset, line) for offset, line in lines]
+        first_lines = islice(lines, MAX_OPERATIONS + 1)
+        self.operations = [self._operation(offset, line) for offset, line in first_lines]
+        if len(self.operations) > MAX_OPERATIONS:
+            raise BadRequest(
+                f"A commit may have {MAX_OPERATIONS} operations at most: send several commits."
+            )
 
     def content(self, operation: Operation) -> bytes:
         """The content of an operation of the kind `file`, read from the body again. Raises
@@ -127,24 +133,14 @@ class CommitBody:
         return _read(_Line, self._file.readline()).value.decoded()
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
-        offset = num_lines = 0
-        while True:
-            self._file.seek(offset)
-            line = self._file.readline(MAX_LINE_BYTES + 1)
+        offset = self._file.seek(0)
+        while line := self._file.readline(MAX_LINE_BYTES + 1):
             if len(line) > MAX_LINE_BYTES:
                 raise BadRequest(
                     f"One line of the commit has more than {MAX_LINE_BYTES} bytes: send this file "
                     "as a large file."
                 )
-            if not line:
-                return
             if line.strip():
-                num_lines += 1
-                if num_lines > MAX_OPERATIONS + 1:
-                    raise BadRequest(
-                        f"A commit may have {MAX_OPERATIONS} operations at most: send several "
-                        "commits."
-                    )
                 yield offset, line
             offset += len(line)
 
@@ -185,10 +181,10 @@ Files = Mapping[str, Operation | None]
 class Change:
     """One file or folder of a commit. The changes of a commit apply in their order."""
 
-    action: Literal["add", "delete"]
     path: str
-    read: Callable[[], bytes] = bytes
-    """Returns what git stores for an added file: its content, or the pointer to a large file."""
+    read: Callable[[], bytes] | None
+    """Returns what git stores for an added file: its content, or the pointer to a large file. None
+    deletes the path."""
     is_executable: bool = False
     """A client of the API cannot set this. A changed file stays executable."""
 
@@ -204,12 +200,12 @@ def planned_changes(repository: Repository, head: str | None, body: CommitBody) 
     after = _files_after(tree, head, body)
     files = LargeFiles(repository.folder)
     # Deletions first: `after` has only the files that the commit does not delete again.
-    changes = [Change(action="delete", path=each.path) for each in body.operations if each.deletes]
+    changes = [Change(path=each.path, read=None) for each in body.operations if each.deletes]
     large = []
     for path, operation in after.items():
         if operation is None:
             continue
-        read = partial(body.content, operation)
+        read: Callable[[], bytes] = partial(body.content, operation)
         if operation.kind == "lfsFile":
             size = files.size(operation.oid) if files.keep(operation.oid) else None
             if size is None:
@@ -220,7 +216,7 @@ def planned_changes(repository: Repository, head: str | None, body: CommitBody) 
             read = Pointer(oid=operation.oid, size=size).render
             large.append(path)
         is_executable = path in tree and tree[path].is_executable
-        changes.append(Change(action="add", path=path, read=read, is_executable=is_executable))
+        changes.append(Change(path=path, read=read, is_executable=is_executable))
     if large:
         kept = {path: oid for path, oid in attributes_files(tree).items() if path in after}
         attributes = kept | _store_attributes(repository, body, after)
@@ -266,7 +262,7 @@ def _tracking(repository: Repository, blob: str | None, paths: Iterable[str]) ->
     if before and not before.endswith(b"\n"):
         before += b"\n"
     content = before + "".join(map(tracking_line, paths)).encode()
-    return Change(action="add", path=ATTRIBUTES_FILE, read=lambda: content)
+    return Change(path=ATTRIBUTES_FILE, read=lambda: content)
 
 
 def attributes_files(tree: Mapping[str, Entry]) -> dict[str, str]:
@@ -329,7 +325,7 @@ def make_commit(
 def first_commit(repository: Repository, author: Signature) -> RefChange:
     """Makes the first commit of a new repository, which has only a `.gitattributes`. Every new
     repository on the Hugging Face Hub begins with such a commit."""
-    attributes = Change(action="add", path=ATTRIBUTES_FILE, read=NEW_REPOSITORY.encode)
+    attributes = Change(path=ATTRIBUTES_FILE, read=NEW_REPOSITORY.encode)
     sha = import_commit(repository, None, "initial commit\n", author, [attributes])
     git(repository.folder, "update-ref", DEFAULT_BRANCH, sha, NO_REF)
     return RefChange(ref=DEFAULT_BRANCH, old_sha=None, new_sha=sha)
@@ -386,7 +382,7 @@ def _stream(
         yield f"from {parent}\n".encode()
     for change in changes:
         path = _quoted(change.path)
-        if change.action == "add":
+        if change.read is not None:
             content = change.read()
             mode = b"100755" if change.is_executable else b"100644"
             yield b"M %s inline %s\ndata %d\n" % (mode, path, len(content))

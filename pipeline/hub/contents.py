@@ -417,9 +417,8 @@ class Card:
     """The metadata in YAML at the beginning of a README."""
 
     metadata: Mapping[str, object] = field(default_factory=dict)
-    """In the types of JSON."""
-    errors: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    """In the types of JSON. Empty if there is an error."""
+    error: str | None = None
 
     def texts(self, key: str) -> list[str]:
         """The texts that the key has: one, several or none."""
@@ -429,29 +428,18 @@ class Card:
 
 
 def parse_card(content: str) -> Card:
-    """Reads the card from the text of a README."""
+    """Reads the card from the text of a README. A long head is not read, because it takes seconds;
+    it is not an error, because it may be right, for example if it lists many labels."""
     found = HEAD.match(content)
-    if found is None or not found[2].strip():
-        return Card(warnings=("empty or missing yaml metadata in repo card",))
-    if len(found[2]) > MAX_HEAD_CHARACTERS:
-        # Not an error: the metadata may be right, for example if it lists many labels.
-        reason = (
-            f"the metadata has more than {MAX_HEAD_CHARACTERS} characters, so this hub does not "
-            "read it: lists show the repository without its tags"
-        )
-        return Card(warnings=(reason,))
+    if found is None or not found[2].strip() or len(found[2]) > MAX_HEAD_CHARACTERS:
+        return Card()
     # The line feeds are there so that an error names the line of the README.
     text = "\n" * len(found[1].splitlines()) + found[2]
     try:
         metadata = to_jsonable_python(yaml.load(text, HeadLoader), inf_nan_mode="null")
-    except RecursionError:
-        return Card(errors=("the metadata is nested too deeply",))
-    except yaml.MarkedYAMLError as error:
-        line = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
-        return Card(errors=(f"the metadata is no YAML: {error.problem}{line}",))
-    except (yaml.YAMLError, ValueError) as error:
-        # An explicit `!!int` before a word raises ValueError, for example.
-        return Card(errors=(f"the metadata is no YAML: {error}",))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # An explicit `!!int` before a word raises ValueError, and deep nesting RecursionError.
+        return Card(error=f"the metadata is no YAML: {' '.join(str(error).split())}")
     if not isinstance(metadata, dict):
-        return Card(errors=("the metadata must be a mapping, `key: value` lines",))
+        return Card(error="the metadata must be a mapping, `key: value` lines")
     return Card(metadata=metadata)

@@ -19,7 +19,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, TypeVar
 
 import httpx
 
@@ -229,7 +229,6 @@ _STATUS_CHANGE_LOGS: dict[WebhookStatus, str] = {
 }
 
 Answer = TypeVar("Answer")
-Arguments = TypeVarTuple("Arguments")
 
 
 @dataclass
@@ -293,7 +292,7 @@ class Deliverer:
             self._more.set()
 
     async def _until_it_works(
-        self, worker: str, act: Callable[[*Arguments], Answer], *arguments: *Arguments
+        self, worker: str, act: Callable[..., Answer], *arguments: object
     ) -> Answer:
         """Calls `act` in a thread, and after an error calls it again. The disk may be full, the
         database may be locked or damaged, or the hub has an error. The deliveries are still stored,

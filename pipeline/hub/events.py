@@ -151,8 +151,9 @@ class EventLog:
     ) -> list[str]:
         """Stores the event in the caller's transaction, and a delivery for each of `webhooks`, by
         default for all that want it. Returns the ids of the deliveries."""
-        inserted = connection.execute(
-            insert(table).values(
+        stored = connection.execute(
+            insert(table)
+            .values(
                 repository_id=repository.id,
                 type=repository.name.type,
                 owner=repository.name.owner,
@@ -162,9 +163,9 @@ class EventLog:
                 updated_refs=[asdict(change) for change in event.changes],
                 created_at=time.time(),
             )
+            .returning(table.c.seq)
         )
-        assert inserted.inserted_primary_key is not None
-        [seq] = inserted.inserted_primary_key
+        seq = stored.scalar_one()
         if webhooks is None:
             domain: Domain = "repo" if event.discussion is None else "discussion"
             webhooks = [

@@ -27,8 +27,9 @@ def test_a_failure_at_an_old_url_holds_up_nothing_at_the_new_one(
 ) -> None:
     receiver.answers = [(503, {})]
     receiver.hang.set()
-    settings = {"delivery_timeout_seconds": 60, "delivery_schedule_seconds": (0, 36_000)}
-    with running_hub(tmp_path / "hub", **settings) as hub:
+    with running_hub(
+        tmp_path / "hub", delivery_timeout_seconds=60, delivery_schedule_seconds=(0, 36_000)
+    ) as hub:
         id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
         hub.create_dataset("local/facts")
         receiver.wait_for(1)

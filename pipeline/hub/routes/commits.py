@@ -88,17 +88,11 @@ router = APIRouter()
 async def validate_yaml(
     hub: HubOf, body: Annotated[Readme, json_body(Readme, max_bytes=MAX_README_BYTES)]
 ) -> JSONResponse:
-    """Answers 400 if the README has errors, so that the client does not commit it. With warnings
-    only, the client may commit it."""
+    """Answers 400 if the README has an error, so that the client does not commit it."""
     async with hub.card_slots:
         card = await run_in_threadpool(parse_card, body.content)
-    return JSONResponse(
-        {
-            "errors": [{"message": message} for message in card.errors],
-            "warnings": [{"message": message} for message in card.warnings],
-        },
-        status_code=400 if card.errors else 200,
-    )
+    errors = [] if card.error is None else [{"message": card.error}]
+    return JSONResponse({"errors": errors, "warnings": []}, status_code=400 if errors else 200)
 
 
 @router.post(f"{API}/preupload/{{revision:rest}}")
