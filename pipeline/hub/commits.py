@@ -286,12 +286,6 @@ def _store_attributes(repository: Repository, body: CommitBody, after: Files) ->
     return blobs
 
 
-_MOVED_ON = (
-    "The branch was updated since you opened this page. Please refresh and try again: {branch} is "
-    "at {head}, and the commit was made for {parent}."
-)
-
-
 def make_commit(
     repository: Repository, ref: str, head: str | None, body: CommitBody, author: Signature
 ) -> str:
@@ -308,7 +302,8 @@ def make_commit(
     try:
         if parent is not None and not (head or "").startswith(parent):
             raise PreconditionFailed(
-                _MOVED_ON.format(branch=ref, head=head or "no commit yet", parent=parent)
+                "The branch was updated since you opened this page. Please refresh and try again: "
+                f"{ref} is at {head or 'no commit yet'}, and the commit was made for {parent}."
             )
         changes = planned_changes(repository, head, body)
     except (PreconditionFailed, EntryNotFound, BadRequest):
