@@ -150,7 +150,6 @@ webhooks = Table(
     # Null for a webhook that starts a copy of the job `job_id`.
     Column("url", String),
     Column("job_id", String),
-    Column("encrypted_secrets", LargeBinary),
     Column("watched", JSON, nullable=False),
     Column("domains", JSON, nullable=False),
     Column("encrypted_secret", LargeBinary),

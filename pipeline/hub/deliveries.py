@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import httpx
 
 from jobs.errors import JobError
-from jobs.sealed import seal, unseal
+from jobs.sealed import seal
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import Delivery, JobStore
 from pipeline.hub import outbox
@@ -34,7 +34,7 @@ from pipeline.hub.errors import HubError
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.outbox import Attempt, Due
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks import Address, StoredWebhook, resolve, variables_of
+from pipeline.hub.webhooks import Address, StoredWebhook, resolve
 from receiver.payload import PING, WebhookPayload
 from receiver.verify import is_signing_secret, signer
 from receiver.webhooks import WebhookStatus
@@ -148,8 +148,8 @@ class JobLauncher:
     store: JobStore
     cipher: Cipher
     secret_key: bytes
-    """The runner that starts the copies has the same Fernet key, so it can decrypt their
-    secrets."""
+    """The runner that starts the copies has the same Fernet key, so it can decrypt the webhook's
+    secret, which they get as `WEBHOOK_SECRET`."""
 
     def describe(self, job_id: str) -> dict[str, object]:
         """Describes the job to copy, in the form that `huggingface_hub` parses. Raises
@@ -172,9 +172,10 @@ class JobLauncher:
         payload = WebhookPayload.model_validate_json(due.payload)
         answer: dict[str, object] = {"pong": True}
         if payload.event.scope != PING:
+            secret = self.cipher.decrypt(webhook.encrypted_secret)
             copy = source.model_copy(
                 update={
-                    "sealed_env": self._sealed_env(source, webhook),
+                    "sealed_env": secret and seal({"WEBHOOK_SECRET": secret}, self.secret_key),
                     "revisions": _revisions(source, payload),
                     "labels": {**source.labels, "webhook": webhook.id, "copy-of": webhook.job_id},
                 }
@@ -185,18 +186,6 @@ class JobLauncher:
             submitted = self.store.submit(copy, payload=json.loads(due.payload), delivery=delivery)
             answer = {"job": submitted.job.id}
         return {"response_status": 202, "response_head": json.dumps(answer)}
-
-    def _sealed_env(self, source: JobSpec, webhook: StoredWebhook) -> str | None:
-        """The encrypted secrets of the copy: those of the source and those of the webhook. If both
-        have the same variable, the webhook's value counts."""
-        variables = variables_of(webhook, self.cipher)
-        if (secret := self.cipher.decrypt(webhook.encrypted_secret)) is not None:
-            variables["WEBHOOK_SECRET"] = secret
-        if not variables:
-            return source.sealed_env
-        if source.sealed_env is not None:
-            variables = unseal(source.sealed_env, self.secret_key) | variables
-        return seal(variables, self.secret_key)
 
 
 def _revisions(source: JobSpec, payload: WebhookPayload) -> RevisionRange | None:

@@ -8,7 +8,6 @@ usually there.
 
 import asyncio
 import ipaddress
-import json
 import secrets
 import socket
 import time
@@ -107,7 +106,6 @@ def _is_http(url: str) -> str:
 
 
 HttpUrl = Annotated[str, AfterValidator(_is_http)]
-Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=128)]
 # Visible ASCII, because the secret is sent in a header, where other characters may be changed.
 Secret = Annotated[
     str,
@@ -153,9 +151,8 @@ class WebhookRequest(BaseModel):
     domains: Annotated[tuple[Domain, ...], Field(min_length=1)] | None = None
     secret: Secret | Literal[""] | None = None
     """The secret that the receiver checks. Empty removes it."""
-    secrets: dict[Variable, str] | None = None
-    """Secret environment variables of the copies of the job. A variable is added or replaced; with
-    an empty value, it is removed. Variables that are not named stay."""
+    secrets: object = None
+    """The Hugging Face Hub gives them to the copies of the job; this hub refuses them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +164,6 @@ class StoredWebhook:
     watched: tuple[HubWatchedItem, ...]
     domains: tuple[Domain, ...]
     encrypted_secret: bytes | None
-    encrypted_secrets: bytes | None
     disabled: bool
     failing_since: float | None
     """The time of the first failed attempt since the last successful one. None if there is none."""
@@ -198,13 +194,6 @@ class StoredWebhook:
             and domain in self.domains
             and any(item.covers(repository) for item in self.watched)
         )
-
-
-def variables_of(webhook: StoredWebhook, cipher: Cipher) -> dict[str, str]:
-    """The secret environment variables of the jobs that the webhook starts. Raises HubError if they
-    were encrypted with another key."""
-    variables: dict[str, str] = json.loads(cipher.decrypt(webhook.encrypted_secrets) or "{}")
-    return variables
 
 
 def list_webhooks(connection: Connection) -> list[StoredWebhook]:
@@ -238,7 +227,7 @@ def get_enabled_webhook(connection: Connection, id: str) -> StoredWebhook:
 def create_webhook(
     connection: Connection, request: WebhookRequest, cipher: Cipher
 ) -> StoredWebhook:
-    """Raises the errors of `update_webhook`, and BadRequest if a field is missing."""
+    """Raises BadRequest if a field is missing."""
     if not request.watched:
         raise BadRequest("watched: a webhook must watch something.")
     if request.url is None and request.jobSourceId is None:
@@ -252,24 +241,13 @@ def create_webhook(
 def update_webhook(
     connection: Connection, id: str, request: WebhookRequest, cipher: Cipher
 ) -> StoredWebhook:
-    """Changes the fields that the request names. If it has `secrets`, and the stored `secrets` were
-    encrypted with another key, the new ones replace all stored ones. Raises BadRequest for
-    `secrets` of a webhook that calls a URL."""
+    """Changes the fields that the request names. Raises NotFound."""
     webhook = get_webhook(connection, id)
     changes: dict[str, object] = {}
     if request.url is not None:
-        changes |= {"url": request.url, "job_id": None, "encrypted_secrets": None}
+        changes |= {"url": request.url, "job_id": None}
     elif request.jobSourceId is not None:
         changes |= {"url": None, "job_id": request.jobSourceId}
-    if request.secrets is not None:
-        if changes.get("job_id", webhook.job_id) is None:
-            raise BadRequest("secrets: only a webhook that starts a job has any: leave them out.")
-        try:
-            known = variables_of(webhook, cipher)
-        except HubError:
-            known = {}
-        merged = {name: value for name, value in (known | request.secrets).items() if value}
-        changes["encrypted_secrets"] = cipher.encrypt(json.dumps(merged))
     if request.watched:
         changes["watched"] = [item.model_dump() for item in request.watched]
     if request.domains is not None:
