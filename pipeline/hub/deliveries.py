@@ -39,6 +39,8 @@ from receiver.payload import PING, WebhookPayload
 from receiver.verify import is_signing_secret, signer
 from receiver.webhooks import WebhookStatus
 
+logger = logging.getLogger(__name__)
+
 
 async def post(due: Due, url: str, secret: str | None, *, timeout_seconds: float) -> dict[str, Any]:
     """Posts the delivery. Returns how this ended, as fields of an `Attempt`. Raises HubError if no
@@ -203,8 +205,6 @@ def _revisions(source: JobSpec, payload: WebhookPayload) -> RevisionRange | None
             )
     return None
 
-
-logger = logging.getLogger(__name__)
 
 BROKEN_OFF_SECONDS = 1.0
 

@@ -3,7 +3,6 @@ look-up and removal, and the refs, where git has them now and where they were at
 callers store the events."""
 
 import asyncio
-import logging
 import re
 import secrets
 import shutil
@@ -148,8 +147,6 @@ def is_path(path: str) -> bool:
     """Whether a client can ask for a file with this path."""
     return not _NOT_IN_PATH.search(path) and {"", ".", ".."}.isdisjoint(path.split("/"))
 
-
-logger = logging.getLogger(__name__)
 
 # gc, autogc: git collects no garbage during a push, so that the push does not take longer. Commits
 # that no ref leads to are removed only by `garbage.py`.
