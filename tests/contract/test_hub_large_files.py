@@ -246,9 +246,10 @@ def test_a_repository_that_is_moved_takes_its_files_along(hub: RunningHub, name:
     url = href(hub, name)
     assert put(url).status_code == 200
     hub.api.move_repo(name, f"{name}-moved", repo_type="dataset")
-    assert files_of(hub, f"{name}-moved").size(OID) == len(CONTENT)
+    files = files_of(hub, f"{name}-moved")
+    assert files.size(OID) == len(CONTENT)
     # The URL names the repository by its id, which stays.
     assert put(url).status_code == 200
     hub.api.delete_repo(f"{name}-moved", repo_type="dataset")
     assert put(url).status_code == 404
-    assert not files_of(hub, f"{name}-moved").path(OID).exists()
+    assert not files.path(OID).exists()
