@@ -72,6 +72,16 @@ def is_forbidden(address: Address) -> bool:
     return address.is_link_local or address.is_multicast or address in _METADATA
 
 
+def check_literal(host: str) -> None:
+    """Raises ValueError if `host` is an address, not a name, and no webhook may call it."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return
+    if is_forbidden(address):
+        raise ValueError(_refusal(host, address))
+
+
 async def resolve(host: str, port: int) -> tuple[Address, ...]:
     """All addresses of `host`, which may also be an address, in the order in which to try them.
 
@@ -86,12 +96,13 @@ async def resolve(host: str, port: int) -> tuple[Address, ...]:
     found = tuple(ipaddress.ip_address(answer[4][0]) for answer in answers)
     for address in found:
         if is_forbidden(address):
-            leads = "is" if host == str(address) else f"leads to {address},"
-            raise HubError(
-                f"{host} {leads} a link-local, multicast or metadata address: no webhook may call "
-                "it."
-            )
+            raise HubError(_refusal(host, address))
     return found
+
+
+def _refusal(host: str, address: Address) -> str:
+    leads = "is" if host == str(address) else f"leads to {address},"
+    return f"{host} {leads} a link-local, multicast or metadata address: no webhook may call it"
 
 
 _URL = TypeAdapter(AnyHttpUrl)
@@ -99,9 +110,10 @@ _URL = TypeAdapter(AnyHttpUrl)
 
 def _is_http(url: str) -> str:
     try:
-        _URL.validate_python(url)
+        parsed = _URL.validate_python(url)
     except ValidationError as error:
         raise ValueError(f"{url!r}: {error.errors()[0]['msg']}") from None
+    check_literal((parsed.host or "").strip("[]"))
     return url
 
 
