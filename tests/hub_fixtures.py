@@ -22,12 +22,16 @@ from unittest import mock
 import httpx
 from cryptography.fernet import Fernet
 from huggingface_hub import HfApi
+from sqlalchemy import Connection, insert
 from starlette.types import ASGIApp
 
 from jobs.store import JobStore
 from pipeline.hub.app import create_app
+from pipeline.hub.database import repositories as table
+from pipeline.hub.repositories import Repositories, Repository, RepositoryName, repository_name
 from pipeline.hub.service import Remarks
 from pipeline.hub.settings import HubSettings
+from pipeline.hub.state_folder import folder_of
 from serving.http.server import Limits, Server, http_config
 
 TOKEN = "hub-token-for-tests"
@@ -64,9 +68,12 @@ class RunningHub:
         create_empty(self.url, name)
         return f"{self.url}/datasets/{name}"
 
+    def folder(self, id: str, type: str = "dataset") -> Path:
+        return repository_folder(self.root, id, type)
+
     def fsck(self) -> None:
         """git and git-lfs find nothing wrong with any repository."""
-        for folder in self.root.glob("repos/*/*/*.git"):
+        for folder in self.root.glob("repos/*.git"):
             git = f"--git-dir={folder}"
             run_git(git, "fsck", "--strict", "--full", cwd=folder, env=self.git_env)
             if shutil.which("git-lfs") is not None and (folder / "lfs" / "objects").exists():
@@ -76,6 +83,19 @@ class RunningHub:
         answer = self.request("GET", f"/api/settings/webhooks/{webhook_id}/deliveries")
         found: list[dict[str, Any]] = answer.json()
         return found
+
+
+def repository_folder(root: Path, id: str, type: str = "dataset") -> Path:
+    found = folder_of(root, repository_name(type, *id.split("/")))
+    assert found is not None
+    return found
+
+
+def add_row(connection: Connection, root: Path, name: RepositoryName) -> Repository:
+    """A repository without a folder, for tests of what the database does."""
+    kinds = {"type": name.type, "owner": name.owner, "name": name.name}
+    connection.execute(insert(table).values(id="1", private=True, created_at=0, **kinds))
+    return Repositories(root).find(connection, name)
 
 
 def create_empty(url: str, name: str) -> None:

@@ -38,7 +38,7 @@ class Repo:
         self.id = f"local/{name}"
         self.on: dict[str, Any] = {"repo_id": self.id, "repo_type": type}
         self.api.create_repo(**self.on)
-        self.folder = hub.root / "repos" / f"{type}s" / f"{self.id}.git"
+        self.folder = hub.folder(self.id, type)
         self.path = self.id if type == "model" else f"{type}s/{self.id}"
 
     @property

@@ -4,6 +4,7 @@ a commit that was pushed by mistake."""
 import json
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -17,10 +18,9 @@ from pipeline.errors import PipelineError
 from pipeline.hub.database import Database
 from pipeline.hub.discussions import open_refs
 from pipeline.hub.errors import HubInUse
-from pipeline.hub.repositories.garbage import Purge, collect_garbage, in_total, plan_purge
-from pipeline.hub.repositories.garbage import purge as purge_repository
-from pipeline.hub.repositories.names import RepositoryName, repository_name
-from pipeline.hub.repositories.store import Repositories
+from pipeline.hub.garbage import Purge, collect_garbage, plan_purge
+from pipeline.hub.garbage import purge as purge_repository
+from pipeline.hub.repositories import Repositories, RepositoryName, repository_name
 from pipeline.hub.state_folder import stopped_hub
 from pipeline.hub.tokens import check_name, create_token, list_tokens, revoke_token
 from pipeline.logs import log_to_stderr
@@ -82,12 +82,13 @@ def gc() -> None:
     repository waits while this command works on the repository.
     """
 
-    def collect(database: Database, repositories: Repositories) -> dict[str, int]:
+    def collect(database: Database, repositories: Repositories) -> Counter[str]:
         with open_job_store(load_settings(), home) as store:
             with database.read() as connection:
                 present = [one for one in repositories.all(connection) if one.folder.exists()]
             needed = partial(needed_commits, home, store)
-            return in_total([collect_garbage(one, database, needed) for one in present])
+            found = (collect_garbage(one, database, needed) for one in present)
+            return sum(found, Counter[str]())
 
     home = project_home()
     removed = _on_hub(collect, "POST", "gc")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import PipelineError
 from pipeline.formats import Pointer, may_be_pointer
-from pipeline.hub.repositories.names import repository_name
-from pipeline.hub.repositories.store import Repositories
+from pipeline.hub.repositories import repository_name
+from pipeline.hub.state_folder import folder_of
 from pipeline.paths import Home
 from pipeline.retrain.base_model import (
     CONTEXT,
@@ -182,8 +182,8 @@ def _address(home: Home, pipeline: PipelineSettings) -> str:
     if is_git_url(pipeline.dataset):
         return pipeline.dataset
     name = repository_name("dataset", *pipeline.dataset.split("/"))
-    repository = Repositories(home.hub_dir).folder(name)
-    if not repository.is_dir():
+    repository = folder_of(home.hub_dir, name)
+    if repository is None:
         raise PipelineError(
             f"there is no dataset {pipeline.dataset} in {home.hub_dir}; name a folder to check, or "
             "start the stack once: pipeline up"

@@ -12,11 +12,9 @@ from pathlib import Path
 from pipeline.doctor.data_check import tokenizer_folder
 from pipeline.errors import PipelineError
 from pipeline.formats import MAX_HEAD_CHARACTERS, Pointer, may_be_pointer
-from pipeline.hub.contents.trees import changed_files, find_paths, list_paths, read_file
-from pipeline.hub.large_files.store import LargeFiles
-from pipeline.hub.repositories.objects import read_blobs
-from pipeline.hub.repositories.refs import RefChange
-from pipeline.hub.repositories.store import Repository
+from pipeline.hub.contents import changed_files, find_paths, read_blobs, read_file, read_tree
+from pipeline.hub.large_files import LargeFiles
+from pipeline.hub.repositories import RefChange, Repository
 from pipeline.paths import Home
 from pipeline.retrain.base_model import CHAT_TEMPLATE, PRESETS
 from pipeline.retrain.data import grouped
@@ -156,7 +154,8 @@ def _paths_and_card(repository: Repository, commit: str) -> tuple[Sequence[str],
         read_file(repository, entry).decode(errors="replace")
         for entry in find_paths(repository, commit, [CARD])
     )
-    return list_paths(repository, commit), card
+    tree = read_tree(repository, commit)
+    return [path for path, entry in tree.items() if entry.type == "file"], card
 
 
 def _refused(rows: Iterable[Row], pipeline: PipelineSettings, home: Home) -> Iterator[DataError]:

@@ -17,15 +17,16 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jobs.store import JobStore
-from pipeline.hub import http_json
+from pipeline.hub import http_json, outbox
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import check_schema, open_database
+from pipeline.hub.deliveries import Deliverer, JobLauncher
 from pipeline.hub.errors import HubError, NotFound, NotSupported
 from pipeline.hub.events import EventLog, reconcile, reconcile_at_start
+from pipeline.hub.garbage import NeededCommits
 from pipeline.hub.http_json import Json
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.repositories.garbage import NeededCommits
-from pipeline.hub.repositories.store import Repositories
+from pipeline.hub.repositories import Repositories
 from pipeline.hub.routes import (
     activity,
     commits,
@@ -48,9 +49,6 @@ from pipeline.hub.service import Hub, HubOf, Remarks
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.state_folder import database_path, only_hub_in
 from pipeline.hub.tokens import Guard
-from pipeline.hub.webhooks import outbox
-from pipeline.hub.webhooks.deliveries import Deliverer
-from pipeline.hub.webhooks.job_copies import JobLauncher
 from serving.http.requests import BodiesInFlight
 
 logger = logging.getLogger(__name__)
@@ -108,7 +106,7 @@ def create_app(
                 run_in_threadpool, outbox.prune, database, settings.keep_deliveries_days
             )
             await prune()
-            reconcile_at_start(repositories, log)
+            await reconcile_at_start(repositories, log)
             deliverer.start()
             background = [
                 asyncio.create_task(

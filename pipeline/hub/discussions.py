@@ -14,11 +14,11 @@ from typing import Literal
 
 from sqlalchemy import Connection, func, insert, select, update
 
+from pipeline.hub.database import discussion_events as events
+from pipeline.hub.database import discussions as table
 from pipeline.hub.errors import BadRequest, Conflict, NotFound
-from pipeline.hub.git.process import PULL_REQUEST_PREFIX
-from pipeline.hub.repositories.store import Repository
-from pipeline.hub.schema import discussion_events as events
-from pipeline.hub.schema import discussions as table
+from pipeline.hub.git import PULL_REQUEST_PREFIX
+from pipeline.hub.repositories import Repository
 
 Status = Literal["draft", "open", "closed", "merged"]
 EventType = Literal["comment", "status-change"]

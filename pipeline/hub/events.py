@@ -14,35 +14,33 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 
 from sqlalchemy import Connection, insert
 
 from jobs.job import COMMITTER_DOMAIN
-from pipeline.hub import schema
+from pipeline.hub import outbox
 from pipeline.hub.database import Database
+from pipeline.hub.database import events as table
 from pipeline.hub.discussions import Discussion, DiscussionEvent
 from pipeline.hub.errors import HubError
-from pipeline.hub.git.process import git, lines_of
-from pipeline.hub.repositories.names import DEFAULT_BRANCH, RepositoryName
-from pipeline.hub.repositories.refs import (
+from pipeline.hub.git import git, lines_of
+from pipeline.hub.repositories import (
+    DEFAULT_BRANCH,
     RefChange,
+    Repositories,
+    Repository,
+    RepositoryName,
     known_refs,
     read_refs,
     ref_changes,
     remember,
 )
-from pipeline.hub.repositories.store import Repositories, Repository
-from pipeline.hub.webhooks import outbox
-from pipeline.hub.webhooks.store import StoredWebhook, list_webhooks
+from pipeline.hub.webhooks import StoredWebhook, list_webhooks
 from receiver import payload as wire
 from receiver.webhooks import Domain
 
 logger = logging.getLogger(__name__)
-
-_NUM_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +151,9 @@ class EventLog:
     ) -> list[str]:
         """Stores the event in the caller's transaction, and a delivery for each of `webhooks`, by
         default for all that want it. Returns the ids of the deliveries."""
-        inserted = connection.execute(
-            insert(schema.events).values(
+        stored = connection.execute(
+            insert(table)
+            .values(
                 repository_id=repository.id,
                 type=repository.name.type,
                 owner=repository.name.owner,
@@ -164,9 +163,9 @@ class EventLog:
                 updated_refs=[asdict(change) for change in event.changes],
                 created_at=time.time(),
             )
+            .returning(table.c.seq)
         )
-        assert inserted.inserted_primary_key is not None
-        [seq] = inserted.inserted_primary_key
+        seq = stored.scalar_one()
         if webhooks is None:
             domain: Domain = "repo" if event.discussion is None else "discussion"
             webhooks = [
@@ -230,44 +229,38 @@ def _made_by_jobs(
     return True
 
 
-def reconcile_at_start(repositories: Repositories, log: EventLog) -> None:
-    """Finishes the moves that a kill interrupted. Then adds a row to the database for each new
-    folder, and deletes the rows of missing folders. Stores events for the changes of refs that have
-    none.
-
-    It takes no locks, so it must end before the hub answers its first request.
-    """
+async def reconcile_at_start(repositories: Repositories, log: EventLog) -> None:
+    """Removes what a killed hub left unfinished, and the rows of repositories whose folder is
+    missing. Then calls `reconcile`. It must end before the hub answers its first request."""
     repositories.remove_incomplete()
     with log.database.write() as connection:
-        repositories.finish_moves(connection)
-        known = {repository.name: repository for repository in repositories.all(connection)}
-        on_disk = set(repositories.on_disk())
-        for name, repository in known.items():
-            if name not in on_disk:
+        known, on_disk = repositories.all(connection), repositories.on_disk()
+        for repository in known:
+            if repository.folder not in on_disk:
                 logger.warning(
-                    "removing %s from the hub: its folder %s is missing", name, repository.folder
+                    "removing %s from the hub: its folder %s is missing",
+                    *(repository.name, repository.folder),
                 )
                 log.record(connection, repository, Event(action="delete"))
                 repositories.forget(connection, repository)
-        for name in sorted(on_disk - known.keys(), key=str):
-            logger.warning("adding %s to the hub: its folder had no row in the database", name)
-            adopted = repositories.adopt(connection, name, private=True)
-            log.record(connection, adopted, Event(action="create"))
-        present = repositories.all(connection)
-    # In threads, because each repository waits for a git process.
-    with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        list(threads.map(partial(_record_or_complain, log=log), present))
+    for folder in on_disk.difference(repository.folder for repository in known):
+        logger.warning("the hub ignores the folder %s: its database does not have it", folder)
+    await reconcile(repositories, log)
 
 
 async def reconcile(repositories: Repositories, log: EventLog) -> None:
     """Stores events for the changes of refs that did not come through the hub. Such changes are
     made by a person in a repository's folder, or by a git process whose hub was killed."""
-    await repositories.for_each(log.database, partial(_record_or_complain, log=log))
 
+    def record_or_complain(repository: Repository) -> None:
+        try:
+            record_ref_changes(repository, log)
+        except HubError as error:
+            # Only logged, because the hub must serve the other repositories.
+            logger.error(
+                "the refs of %s cannot be read (restore the files of damaged refs from a backup): "
+                "%s",
+                *(repository.name, error),
+            )
 
-def _record_or_complain(repository: Repository, log: EventLog) -> None:
-    # Errors are only logged, because the hub must serve the other repositories.
-    try:
-        record_ref_changes(repository, log)
-    except HubError as error:
-        logger.error("the refs of %s cannot be read: %s", repository.name, error)
+    await repositories.for_each(log.database, record_or_complain)

@@ -12,17 +12,21 @@ from starlette.requests import Request
 
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import Database
+from pipeline.hub.deliveries import JobLauncher
 from pipeline.hub.discussions import open_bases
 from pipeline.hub.errors import RepositoryNotFound
 from pipeline.hub.events import EventLog
+from pipeline.hub.garbage import NeededCommits
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.repositories.garbage import NeededCommits
-from pipeline.hub.repositories.names import RepositoryName, RepositoryType
-from pipeline.hub.repositories.refs import RefChange
-from pipeline.hub.repositories.store import Repositories, Repository
+from pipeline.hub.repositories import (
+    RefChange,
+    Repositories,
+    Repository,
+    RepositoryName,
+    RepositoryType,
+)
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.tokens import Guard, Identity
-from pipeline.hub.webhooks.job_copies import JobLauncher
 
 Remarks = Callable[[Repository, Mapping[str, str], Sequence[RefChange]], Sequence[str]]
 """Makes the lines that git prints after a push. The arguments are the repository, the open pull

@@ -30,8 +30,6 @@ class HubSettings(BaseModel):
     """The wait before each attempt of a delivery, including the first. Later deliveries of the
     webhook wait too. A delivery is dead when its last attempt has failed, after about a day; then
     the next one follows."""
-    delivery_jitter: float = Field(default=0.2, ge=0, lt=1)
-    """Each wait is lengthened or shortened by up to this share, so that retries spread out."""
     delivery_timeout_seconds: float = Field(default=15, gt=0)
     """The time limit of an attempt, from the look-up of the host until the beginning of the answer
     is read."""

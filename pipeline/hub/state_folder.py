@@ -7,13 +7,24 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from pipeline.hub.database import Database, open_database
+from pipeline.hub.database import Database, open_database, read_only
 from pipeline.hub.errors import HubInUse
-from pipeline.hub.repositories.store import Repositories
+from pipeline.hub.repositories import Repositories, RepositoryName
 
 
 def database_path(root: Path) -> Path:
     return root.absolute() / "hub.sqlite"
+
+
+def folder_of(root: Path, name: RepositoryName) -> Path | None:
+    """The folder of a repository of a hub, which may run in another process. None if the hub does
+    not have the repository. Raises HubError."""
+    if not database_path(root).exists():
+        return None
+    named = "SELECT id FROM repositories WHERE type = ? AND owner = ? AND name = ?"
+    with read_only(database_path(root)) as connection:
+        row = connection.execute(named, (name.type, name.owner, name.name)).fetchone()
+    return None if row is None else Repositories(root).folder(row[0])
 
 
 @contextlib.contextmanager

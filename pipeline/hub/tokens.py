@@ -25,6 +25,7 @@ from starlette.types import Scope
 from jobs.job import COMMITTER_DOMAIN, PREFIX, job_of_token
 from jobs.store import JobStore
 from pipeline.hub.database import Database
+from pipeline.hub.database import tokens as table
 from pipeline.hub.errors import (
     BadRequest,
     Conflict,
@@ -35,9 +36,7 @@ from pipeline.hub.errors import (
     Unauthorized,
 )
 from pipeline.hub.http_json import Json, iso_time
-from pipeline.hub.repositories.names import RepositoryName, repository_name
-from pipeline.hub.repositories.store import Repositories, Repository
-from pipeline.hub.schema import tokens as table
+from pipeline.hub.repositories import Repositories, Repository, RepositoryName, repository_name
 from pipeline.hub.settings import HubSettings
 from serving.http.requests import other_host, other_site
 

@@ -28,7 +28,7 @@ from jobs.folder import STALE, is_temporary_file
 from jobs.job import Job
 from jobs.store import JobStore
 from pipeline.hub.errors import HubError
-from pipeline.hub.webhooks.store import jobs_of_webhooks
+from pipeline.hub.webhooks import jobs_of_webhooks
 from pipeline.paths import Home
 from pipeline.retrain.job import CHECKPOINTS_DIR
 from pipeline.runner.job_store import open_job_store
@@ -390,7 +390,7 @@ def remembered_days(settings: Settings) -> float:
     The store must also keep a delivery for as long as the hub may retry it or a person may replay
     it. Otherwise the receiver would take the repeated delivery for a new one.
     """
-    schedule = sum(settings.hub.delivery_schedule_seconds) * (1 + settings.hub.delivery_jitter)
+    schedule = sum(settings.hub.delivery_schedule_seconds)
     return max(
         KEEP_JOBS_DAYS,
         settings.jobs.keep_days,

@@ -167,7 +167,7 @@ def test_refs_are_listed_made_and_deleted_as_events(
     hub.api.create_tag("local/facts", tag="v1", repo_type="dataset")
     message = "# Second\n\n\n# text"
     hub.api.create_tag("local/facts", tag="v2", tag_message=message, repo_type="dataset")
-    folder = hub.root / "repos" / "datasets" / "local" / "facts.git"
+    folder = hub.folder("local/facts")
     told = hub.git("for-each-ref", "--format=%(contents)", "refs/tags/v2", cwd=folder)
     assert told == message
     refs = hub.api.list_repo_refs("local/facts", repo_type="dataset")

@@ -77,7 +77,7 @@ class Dataset:
 
     @property
     def folder(self) -> Path:
-        return self.hub.root / "repos" / "datasets" / f"{self.id}.git"
+        return self.hub.folder(self.id)
 
     def check_refs(self) -> None:
         """No ref is left that a commit needed while it was made."""

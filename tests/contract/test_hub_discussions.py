@@ -19,7 +19,7 @@ from starlette.requests import Request
 from pipeline.hub import discussions as store
 from pipeline.hub.actions import discussions
 from pipeline.hub.errors import Conflict
-from pipeline.hub.git.process import git
+from pipeline.hub.git import git
 from pipeline.hub.routes import git_http
 from tests.hub_fixtures import (
     Receiver,

@@ -180,7 +180,7 @@ def test_a_repository_may_have_many_refs(odd: Odd, tmp_path: Path) -> None:
     # git stores each ref of a push in a file of its own and waits for the disk: 10,000 of them take
     # minutes. So these come as `git pack-refs` would have left them.
     packed = "".join(f"{commit} refs/tags/u{number:05}\n" for number in range(9_700))
-    stored = odd.hub.root / "repos" / "datasets" / f"{odd.id}.git"
+    stored = odd.hub.folder(odd.id)
     (stored / "packed-refs").write_text(f"# pack-refs with: peeled fully-peeled sorted \n{packed}")
     _, refs, _ = read(odd, tmp_path)
     assert len(refs.tags) == 10_000

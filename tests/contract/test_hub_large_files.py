@@ -16,7 +16,7 @@ from huggingface_hub._commit_api import _upload_files
 from huggingface_hub.errors import HfHubHTTPError
 
 from pipeline.hub.cipher import GRANT_SECONDS, Cipher
-from pipeline.hub.large_files.store import LargeFiles
+from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.routes.lfs import sign
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
 
@@ -48,7 +48,7 @@ def no_xet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def files_of(hub: RunningHub, name: str) -> LargeFiles:
-    return LargeFiles(hub.root / "repos" / "datasets" / f"{name}.git")
+    return LargeFiles(hub.folder(name))
 
 
 def upload(hub: RunningHub, name: str, *contents: Any) -> None:
@@ -246,9 +246,10 @@ def test_a_repository_that_is_moved_takes_its_files_along(hub: RunningHub, name:
     url = href(hub, name)
     assert put(url).status_code == 200
     hub.api.move_repo(name, f"{name}-moved", repo_type="dataset")
-    assert files_of(hub, f"{name}-moved").size(OID) == len(CONTENT)
+    files = files_of(hub, f"{name}-moved")
+    assert files.size(OID) == len(CONTENT)
     # The URL names the repository by its id, which stays.
     assert put(url).status_code == 200
     hub.api.delete_repo(f"{name}-moved", repo_type="dataset")
     assert put(url).status_code == 404
-    assert not files_of(hub, f"{name}-moved").path(OID).exists()
+    assert not files.path(OID).exists()

@@ -55,7 +55,7 @@ def test_a_failing_webhook_is_suspended_and_resumes_without_a_loss(
     hub = quick_hub
     receiver.answers = [DOWN] * 10_000
     id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
-    with caplog.at_level(logging.ERROR, "pipeline.hub.webhooks.deliveries"):
+    with caplog.at_level(logging.ERROR, "pipeline.hub.deliveries"):
         hub.create_dataset("local/a")
         wait_until(lambda: status(hub, id) == "suspended")
         assert not hub.api.get_webhook(id).disabled  # the client has no word for it

@@ -16,10 +16,10 @@ from huggingface_hub import CommitOperationAdd
 from huggingface_hub._commit_api import _upload_files
 from huggingface_hub.utils import _xet
 
+from pipeline.hub import xet
 from pipeline.hub.cipher import GRANT_SECONDS, Cipher
-from pipeline.hub.large_files import xet_store
-from pipeline.hub.large_files.store import LargeFiles
-from pipeline.hub.large_files.xet_format import list_chunks
+from pipeline.hub.large_files import LargeFiles
+from pipeline.hub.xet import list_chunks
 from tests.hub_fixtures import RunningHub, running_hub
 
 MAX_FILE_BYTES = 200_000_000
@@ -46,7 +46,7 @@ def name(hub: RunningHub, request: pytest.FixtureRequest) -> str:
 
 
 def folder_of(hub: RunningHub, name: str) -> Path:
-    return hub.root / "repos" / "datasets" / f"{name}.git"
+    return hub.folder(name)
 
 
 def files_of(hub: RunningHub, name: str) -> LargeFiles:
@@ -156,9 +156,9 @@ def test_a_client_sends_again_what_the_hub_has_emptied(hub: RunningHub, name: st
     before, _ = access(hub, name)
     files = files_of(hub, name)
     files.remove(files.oids())
-    xet_store.empty(folder_of(hub, name), grace_seconds=3600)
+    xet.empty(folder_of(hub, name), grace_seconds=3600)
     assert access(hub, name)[0] == before, "an upload may have begun"
-    xet_store.empty(folder_of(hub, name), grace_seconds=0)
+    xet.empty(folder_of(hub, name), grace_seconds=0)
     assert xorbs_of(hub, name) == {}
     assert access(hub, name)[0] != before
     upload(hub, name, content)
@@ -175,19 +175,6 @@ def test_a_hub_that_lost_a_xorb_gets_it_by_the_next_upload(hub: RunningHub, name
     with pytest.raises(ConnectionError, match="400 Bad Request"):
         upload(hub, name, content)
     upload(hub, name, content)
-
-
-def test_a_shard_that_names_a_missing_xorb_disturbs_no_other_upload(
-    hub: RunningHub, name: str
-) -> None:
-    url, headers = access(hub, name)
-    assert post(f"{url}/v1/xorbs/default/{HASH}", XORB, headers).status_code == 200
-    refused = send_shard(hub, name, shard([("ab" * 32, 10, 0, 1)], None))
-    assert refused.status_code == 400 and "does not have the xorb" in refused.text
-    assert access(hub, name)[0] != url, "the client of that shard sends everything to this one"
-    terms = [(HASH, 100_000, 0, 2)]
-    assert post(f"{url}/v1/shards", shard(terms, OID), headers).json() == {"result": 1}
-    assert files_of(hub, name).path(OID).read_bytes() == CONTENT
 
 
 @pytest.mark.slow
@@ -349,7 +336,7 @@ def test_what_else_a_client_asks_is_not_there(hub: RunningHub, name: str) -> Non
 
 def test_a_store_that_was_emptied_meanwhile_is_told(hub: RunningHub, name: str) -> None:
     url, headers = access(hub, name)
-    xet_store.empty(folder_of(hub, name), grace_seconds=0)
+    xet.empty(folder_of(hub, name), grace_seconds=0)
     for path in (f"/v1/xorbs/default/{HASH}", "/v1/shards"):
         answer = post(f"{url}{path}", XORB, headers)
         assert (answer.status_code, "start the upload again" in answer.text) == (400, True)

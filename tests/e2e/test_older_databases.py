@@ -71,20 +71,25 @@ def all_bytes(folder: Path) -> dict[str, bytes]:
 
 
 def bring_repository(hub_folder: Path) -> str:
-    """Makes the folder of a dataset with one commit, which the hub finds at its start. Returns the
-    sha."""
-    repository = hub_folder / "repos" / "datasets" / "local" / "facts.git"
-    repository.parent.mkdir(parents=True)
+    """Makes a dataset with one commit, which the hub finds at its start. Returns the sha."""
+    from pipeline.hub.actions.repositories import create
+    from pipeline.hub.events import EventLog
+    from pipeline.hub.repositories import RepositoryName
+    from pipeline.hub.state_folder import stopped_hub
+
+    with stopped_hub(hub_folder) as (database, repositories):
+        log = EventLog(database=database, hub_url="http://hub")
+        name = RepositoryName(type="dataset", owner="local", name="facts")
+        repository = create(log, repositories, name, private=True, author=None).folder
     stream = (
         "commit refs/heads/main\ncommitter Ada <ada@example.org> 1700000000 +0000\n"
         "data <<END\nFirst\nEND\nM 644 inline README.md\ndata <<END\n# Facts\nEND\n"
     )
-    for arguments, text in ((["init", "--bare", "--template="], ""), (["fast-import"], stream)):
-        subprocess.run(
-            ["git", "--git-dir", str(repository), *arguments, "--quiet"],
-            input=text.encode(),
-            check=True,
-        )
+    subprocess.run(
+        ["git", "--git-dir", str(repository), "fast-import", "--quiet"],
+        input=stream.encode(),
+        check=True,
+    )
     return (repository / "refs/heads/main").read_text().strip()
 
 

@@ -22,7 +22,7 @@ from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import open_database
-from pipeline.hub.webhooks.store import HubWatchedItem, WebhookRequest, create_webhook
+from pipeline.hub.webhooks import HubWatchedItem, WebhookRequest, create_webhook
 from pipeline.logs import JsonFormatter
 from pipeline.paths import Home
 from pipeline.runner import after_jobs as module

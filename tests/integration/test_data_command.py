@@ -10,6 +10,10 @@ from typer.testing import CliRunner
 
 from pipeline.cli.main import app
 from pipeline.errors import PipelineError
+from pipeline.hub.actions.repositories import create
+from pipeline.hub.events import EventLog
+from pipeline.hub.repositories import repository_name
+from pipeline.hub.state_folder import stopped_hub
 
 FILES = {
     "faq.jsonl": (
@@ -266,9 +270,12 @@ def test_the_url_of_the_stacks_own_hub_is_that_hub(
     settings.write_text(settings.read_text().replace(address, own))
     refused = CliRunner().invoke(app, ["data", "check"])
     assert "there is no dataset local/faq in" in str(refused.exception)
-    folder = settings.parent / ".pipeline" / "hub" / "repos" / "datasets" / "local"
-    folder.mkdir(parents=True)
-    git(folder, "clone", "--bare", address, "faq.git")
+    with stopped_hub(settings.parent / ".pipeline" / "hub") as (database, repositories):
+        log = EventLog(database=database, hub_url="http://hub")
+        faq = create(
+            log, repositories, repository_name("dataset", "local", "faq"), private=True, author=None
+        )
+    git(faq.folder, "fetch", address, "main:main")
     assert CliRunner().invoke(app, ["data", "check"]).output == EXPECTED
 
 

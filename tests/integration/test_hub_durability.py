@@ -5,13 +5,11 @@ import os
 import random
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -45,20 +43,12 @@ from pathlib import Path
 import uvicorn
 from jobs.store import JobStore
 from pipeline.hub.app import create_app
-from pipeline.hub.events import EventLog
 from pipeline.hub.routes import git_http
 from pipeline.hub.settings import HubSettings
 root, port, token, key, fault = sys.argv[1:]
-calls = {
-    # The worst moment: git has moved the refs, the hub knows nothing of it yet.
-    "before-record": (git_http, "record_ref_changes"),
-    # The three steps of a move are the rename of the folder, the commit, and the mark's removal.
-    "before-rename": (Path, "rename"),
-    "before-commit": (EventLog, "record"),
-    "after-commit": (Path, "unlink"),
-}
 if fault:
-    setattr(*calls[fault], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    # The worst moment: git has moved the refs, the hub knows nothing of it yet.
+    git_http.record_ref_changes = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 settings = HubSettings(
     port=int(port), delivery_schedule_seconds=(0,) + (0.05,) * 50,
     refused_min_seconds=0.05, refused_max_seconds=0.1,
@@ -93,11 +83,6 @@ class HubProcess:
         assert self.process is not None
         self.process.kill()
         self.process.wait()
-
-    def post(self, path: str, **options: Any) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {TOKEN}"}
-        answer = httpx.post(f"{self.url}{path}", headers=headers, verify=False, **options)
-        return answer.raise_for_status()
 
     def git(self, *arguments: str, cwd: Path, check: bool = True) -> str:
         return run_git(*arguments, cwd=cwd, env=self.env, check=check)
@@ -183,57 +168,6 @@ def test_the_gap_between_git_and_the_database_is_closed_at_start(
     assert hub.git("push", "origin", "main", cwd=worktree) == "Everything up-to-date"
 
 
-@pytest.mark.parametrize(
-    ("fault", "name", "private"),
-    [
-        ("before-rename", "local/old", True),
-        ("before-commit", "local/old", True),
-        ("before-commit", "local/old", False),
-        ("after-commit", "local/new", True),
-    ],
-)
-def test_a_move_that_a_kill_interrupts_loses_nothing(
-    hub_process: HubProcess, fault: str, name: str, private: bool
-) -> None:
-    hub = hub_process
-    space: dict[str, Any] = {"repo_type": "space"}
-    hub.api.create_repo("local/first", private=private, space_sdk="gradio", **space)
-    hub.api.add_space_secret("local/first", "KEY", "s3cret")
-    sha = hub.api.space_info("local/first").sha
-    hub.api.create_discussion("local/first", "Talk", **space)
-    hub.api.create_pull_request("local/first", "Pull", **space)
-    limits = {"role": "read", "repository": "space:local/first"}
-    made = hub.post("/api/settings/tokens/limited", params=limits)
-    hub.api.move_repo("local/first", "local/old", **space)
-    hub.kill()
-    hub.start(fault)
-    with pytest.raises(httpx.TransportError):
-        body = {"fromRepo": "local/old", "toRepo": "local/new", "type": "space"}
-        hub.post("/api/repos/move", json=body)
-    assert hub.process is not None
-    assert hub.process.wait(timeout=30) == -signal.SIGKILL
-
-    hub.start()
-    [found] = hub.api.list_spaces()
-    assert (found.id, found.private, found.sha) == (name, private, sha)
-    assert {one.title for one in hub.api.get_repo_discussions(name, **space)} == {"Talk", "Pull"}
-    refs = hub.api.list_repo_refs(name, include_pull_requests=True, **space)
-    assert [one.ref for one in refs.pull_requests or ()] == ["refs/pr/2"]
-    assert list(hub.api.get_space_secrets(name)) == ["KEY"]
-    reader = HfApi(endpoint=hub.url, token=made.json()["token"])
-    assert reader.space_info(name).id == name
-    with contextlib.closing(sqlite3.connect(hub.root / "hub.sqlite")) as database:
-        repositories = database.execute("SELECT DISTINCT repository_id FROM events").fetchall()
-        query = "SELECT action, name FROM events WHERE scope = 'repo' ORDER BY seq"
-        told = database.execute(query).fetchall()
-    assert len(repositories) == 1
-    last = [("move", "old")] if name == "local/new" else []
-    assert told == [("create", "first"), ("move", "first"), *last]
-    assert not list(hub.root.glob("repos/**/*.moving"))
-    hub.api.move_repo(name, "local/last", **space)
-    assert reader.space_info("local/last").id == "local/last"
-
-
 def test_kills_at_random_moments_lose_nothing_acknowledged(
     hub_process: HubProcess, receiver: Receiver, tmp_path: Path
 ) -> None:
@@ -277,7 +211,7 @@ def test_refs_that_moved_behind_the_hubs_back_are_told_within_the_interval(
     with running_hub(tmp_path / "hub", reconcile_seconds=0.05) as hub:
         hub.create_dataset("local/facts")
         hub.api.create_webhook(url=receiver.url, watched=WATCHED)
-        bare = hub.root / "repos/datasets/local/facts.git"
+        bare = hub.folder("local/facts")
         tree = hub.git("--git-dir", str(bare), "mktree", cwd=tmp_path)
         sha = hub.git("--git-dir", str(bare), "commit-tree", "-m", "By hand", tree, cwd=tmp_path)
         hub.git("--git-dir", str(bare), "update-ref", "refs/heads/main", sha, cwd=tmp_path)
@@ -285,15 +219,20 @@ def test_refs_that_moved_behind_the_hubs_back_are_told_within_the_interval(
         assert new_shas(receiver) == [sha]
 
 
-def test_a_repository_put_into_the_folder_is_found_at_start(tmp_path: Path) -> None:
+def test_at_start_a_lost_folder_ends_its_repository_and_an_unknown_one_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folder of an older backup is lost, or the database is."""
     root = tmp_path / "hub"
     with running_hub(root) as hub:
-        hub.git(
-            "init", "-q", "--bare", str(root / "repos/datasets/local/brought.git"), cwd=tmp_path
-        )
-        (root / "repos/datasets/local/not--a-name.git").mkdir()
+        hub.create_dataset("local/lost")
+        hub.create_dataset("local/facts")
+        hub.folder("local/lost").rename(root / "repos/brought.git")
     with running_hub(root) as hub:
-        assert [one.id for one in hub.api.list_datasets()] == ["local/brought"]
+        assert [one.id for one in hub.api.list_datasets()] == ["local/facts"]
+    assert "removing dataset local/lost from the hub" in caplog.text
+    assert "ignores the folder" in caplog.text
+    assert (root / "repos/brought.git/HEAD").exists()
 
 
 def test_a_second_hub_in_one_folder_is_refused(hub: RunningHub) -> None:
@@ -375,11 +314,11 @@ def test_a_ref_whose_file_is_damaged_is_not_taken_for_deleted(
 
         first = upload("a.txt")
         [event] = receiver.wait_for(1)
-        main = hub.root / "repos/datasets/local/facts.git/refs/heads/main"
+        main = hub.folder("local/facts") / "refs/heads/main"
         for damage in ("", "garbage\n"):
             caplog.clear()
             main.write_text(damage)
-            wait_until(lambda: "Git cannot read refs/heads/main" in caplog.text)
+            wait_until(lambda: "broken ref refs/heads/main" in caplog.text)
         main.write_text(f"{first}\n")  # as its message says: from a backup
         second = upload("b.txt")
         [*_, last] = receiver.wait_for(2)

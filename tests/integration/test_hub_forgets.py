@@ -7,8 +7,8 @@ import pytest
 from huggingface_hub import constants
 from sqlalchemy import delete
 
-from pipeline.hub import schema
-from pipeline.hub.large_files.store import LargeFiles
+from pipeline.hub import database as tables
+from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.state_folder import stopped_hub
 from serving.weights import release_store
 from tests.hub_fixtures import commit_file, running_hub, wait_until
@@ -50,7 +50,7 @@ def test_the_hub_forgets_old_events_and_a_collection_the_commits_that_only_they_
 def forget_events(place: Place) -> None:
     """As the hub does when they are old."""
     with stopped_hub(place.home.hub_dir) as (database, _), database.write() as connection:
-        connection.execute(delete(schema.events))
+        connection.execute(delete(tables.events))
 
 
 @pytest.mark.parametrize("is_up", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -55,7 +55,7 @@ def test_what_finds_no_room_is_answered_507_and_leaves_nothing(hub: RunningHub, 
             assert answer.status_code in (200, 507), answer.text
             refused += answer.status_code == 507
     assert refused >= 10
-    packs = hub.root / "repos/datasets/local/facts.git/objects/pack"
+    packs = hub.folder("local/facts") / "objects/pack"
     assert list(packs.glob("tmp_*")) == []
 
     (disk / "filler").unlink()

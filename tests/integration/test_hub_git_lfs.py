@@ -4,7 +4,6 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 
 from pipeline.formats import Pointer
-from pipeline.hub.large_files.store import LargeFiles
+from pipeline.hub.large_files import LargeFiles
 from tests.hub_fixtures import RunningHub, commit_file, running_hub
 
 ROWS = "".join(f'{{"text": "row {number}"}}\n' for number in range(5000))
@@ -55,11 +54,7 @@ def new_clone(hub: RunningHub, folder: Path, name: str) -> Path:
 
 
 def files_of(hub: RunningHub, name: str = "local/facts") -> LargeFiles:
-    return LargeFiles(folder_of(hub, name))
-
-
-def folder_of(hub: RunningHub, name: str = "local/facts") -> Path:
-    return hub.root / "repos" / "datasets" / f"{name}.git"
+    return LargeFiles(hub.folder(name))
 
 
 def oid(content: bytes) -> str:
@@ -73,7 +68,7 @@ def test_a_clone_has_the_content(hub: RunningHub, pushed: str, tmp_path: Path) -
     assert (tmp_path / "clone" / "data" / "train.jsonl").read_text() == ROWS
     assert hub.git("lfs", "fsck", cwd=tmp_path / "clone").endswith("Git LFS fsck OK")
     hub.git("fsck", "--strict", cwd=tmp_path / "clone")
-    hub.git("fsck", "--strict", cwd=folder_of(hub))
+    hub.git("fsck", "--strict", cwd=hub.folder("local/facts"))
 
 
 def test_locks_are_not_there_and_keep_no_push_out(hub: RunningHub, tmp_path: Path) -> None:
@@ -131,26 +126,6 @@ def test_the_head_of_a_large_file(hub: RunningHub, pushed: str) -> None:
     assert not [name for name in head.headers if name.startswith("x-xet")]
     part = hub.request("GET", path, headers={"Range": "bytes=-5"})
     assert (part.status_code, part.content) == (206, NOISE[-5:])
-
-
-def test_rows_of_a_large_file_are_loaded_whole_and_as_a_stream(
-    hub: RunningHub, pushed: str, tmp_path: Path
-) -> None:
-    program = (
-        "import datasets;"
-        "load = lambda **how: datasets.load_dataset('local/facts', split='train', **how);"
-        "print(load()['text'][4999], list(load(streaming=True))[4999]['text'])"
-    )
-    env = {
-        "PATH": os.environ["PATH"],
-        "HF_ENDPOINT": hub.url,
-        "HF_TOKEN": hub.token,
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-    }
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
-    assert done.stdout.strip() == "row 4999 row 4999", done.stderr
 
 
 def test_a_large_file_that_never_came_is_told(hub: RunningHub, tmp_path: Path) -> None:

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from jobs.process import IS_LINUX
-from pipeline.hub.git import backend
-from pipeline.hub.git.process import PLACE, git, git_environment
+from pipeline.hub import git as hub_git
+from pipeline.hub.git import PLACE, clear_repository, git, git_environment
 from tests.hub_fixtures import RunningHub, commit_file, run_git, running_hub, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]
-
-FOLDER = Path("repos/datasets/local/facts.git")
 
 HANGING_HOOK = """\
 #!/bin/sh
@@ -53,7 +51,7 @@ def test_what_a_killed_git_left_is_gone_when_the_hub_is_up_again(tmp_path: Path)
         hub.git("init", "-q", str(worktree), cwd=tmp_path)
         hub.git("remote", "add", "origin", url, cwd=worktree)
         push(hub, worktree)
-    repository = root / FOLDER
+    repository = hub.folder("local/facts")
     left = [
         repository / name
         for name in (
@@ -83,7 +81,7 @@ def test_a_git_that_outlived_its_hub_is_ended_before_the_next_one_starts(tmp_pat
         hub.git("init", "-q", str(worktree), cwd=tmp_path)
         hub.git("remote", "add", "origin", url, cwd=worktree)
         sha = push(hub, worktree)
-    repository = root / FOLDER
+    repository = hub.folder("local/facts")
     git_that_hangs = subprocess.Popen(
         ["git", f"--git-dir={repository}", "update-ref", "--stdin"],
         stdin=subprocess.PIPE,
@@ -107,7 +105,7 @@ def test_a_push_whose_git_was_killed_fails_and_the_next_one_does_not(
     hub: RunningHub, worktree: Path, tmp_path: Path
 ) -> None:
     push(hub, worktree)
-    repository, marker = hub.root / FOLDER, tmp_path / "marker"
+    repository, marker = hub.folder("local/facts"), tmp_path / "marker"
     hook = hang_in_transactions(repository, marker)
     commit_file(hub, worktree, "a.txt", "never acknowledged")
     pushing = subprocess.Popen(
@@ -126,11 +124,11 @@ def test_a_push_whose_git_was_killed_fails_and_the_next_one_does_not(
     assert hub.api.dataset_info("local/facts").sha == sha
 
 
-def test_a_push_that_is_broken_off_takes_its_locks_away(
+def test_a_push_that_is_broken_off_leaves_no_lock_that_stays(
     hub: RunningHub, worktree: Path, tmp_path: Path
 ) -> None:
     sha = push(hub, worktree)
-    repository, marker = hub.root / FOLDER, tmp_path / "marker"
+    repository, marker = hub.folder("local/facts"), tmp_path / "marker"
     hang_in_transactions(repository, marker)
     command = f"{sha} {'0' * 40} refs/heads/main\0report-status\n".encode()
     body = b"%04x%s0000" % (len(command) + 4, command)
@@ -153,7 +151,7 @@ def test_a_push_that_is_broken_off_takes_its_locks_away(
         with tempfile.TemporaryFile() as file:
             file.write(body)
             file.seek(0)
-            push = asyncio.create_task(backend.run(environment, file))
+            push = asyncio.create_task(hub_git.run(environment, file))
             while not marker.exists():
                 await asyncio.sleep(0.01)
             assert locks(repository)
@@ -162,6 +160,7 @@ def test_a_push_that_is_broken_off_takes_its_locks_away(
                 await push
 
     asyncio.run(begin_and_break_off())
+    clear_repository(repository)
     assert not locks(repository)
     assert git(repository, "rev-parse", "main").decode().strip() == sha
     assert run_git("status", "--short", cwd=worktree, env=hub.git_env) == ""

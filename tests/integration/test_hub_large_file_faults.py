@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from pipeline.hub.cipher import Cipher
-from pipeline.hub.large_files.store import LargeFiles
+from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.routes.lfs import sign
 from serving.http.server import Limits
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub, wait_until
@@ -38,7 +38,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
 @pytest.fixture
 def files(hub: RunningHub) -> Iterator[LargeFiles]:
     """Empty before and after."""
-    files = LargeFiles(hub.root / "repos/datasets/local/facts.git")
+    files = LargeFiles(hub.folder("local/facts"))
     yield files
     files.remove(list(files.oids()))
 
@@ -130,7 +130,7 @@ def test_a_forged_url_is_refused_before_its_body_is_read(hub: RunningHub) -> Non
 PROGRAM = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from pipeline.hub.large_files.store import LargeFiles
+from pipeline.hub.large_files import LargeFiles
 folder, oid, size, moment = sys.argv[1:]
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -148,7 +148,7 @@ asyncio.run(LargeFiles(Path(folder)).receive(body(), oid, int(size)))
 def test_a_hub_that_is_killed_clears_what_it_left(tmp_path: Path, moment: str) -> None:
     with running_hub(tmp_path / "hub", reconcile_seconds=3600) as hub:
         hub.create_dataset("local/facts")
-    folder = hub.root / "repos/datasets/local/facts.git"
+    folder = hub.folder("local/facts")
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(folder), OID, str(len(CONTENT)), moment], input=CONTENT
     )
@@ -163,18 +163,14 @@ def test_a_hub_that_is_killed_clears_what_it_left(tmp_path: Path, moment: str) -
     assert files.path(OID).read_bytes() == CONTENT
 
 
-@pytest.mark.parametrize("way", ["lfs", "xet"])
-def test_what_comes_for_a_repository_that_is_removed_makes_none(hub: RunningHub, way: str) -> None:
-    """Its row is still there for a moment, and a folder of its name would be a new repository."""
-    name = f"local/removed-{way}"
-    hub.create_dataset(name)
-    folder = hub.root / "repos" / "datasets" / f"{name}.git"
-    id = hub.request("GET", f"/api/datasets/{name}").json()["_id"]
-    folder.rename(hub.root / "removed" / way)
-    if way == "xet":
-        answer = hub.request("GET", f"/api/datasets/{name}/xet-write-token/main")
-    else:
-        signed = sign(Cipher(SECRET_KEY), "PUT", f"/api/lfs/{id}/objects/{OID}", 1)
-        answer = httpx.put(f"{hub.url}{signed}", content=b"x", verify=False)
-    assert (answer.status_code, "was moved or removed" in answer.text) == (409, True)
+def test_what_comes_for_a_repository_that_is_removed_makes_no_folder(hub: RunningHub) -> None:
+    """Its row is still there for a moment."""
+    hub.create_dataset("local/removed")
+    folder = hub.folder("local/removed")
+    id = hub.request("GET", "/api/datasets/local/removed").json()["_id"]
+    folder.rename(hub.root / "removed" / "aside")
+    signed = sign(Cipher(SECRET_KEY), "PUT", f"/api/lfs/{id}/objects/{OID}", 1)
+    assert httpx.put(f"{hub.url}{signed}", content=b"x", verify=False).status_code == 409
+    answer = hub.request("GET", "/api/datasets/local/removed/xet-write-token/main")
+    assert (answer.status_code, "was removed" in answer.text) == (409, True)
     assert not folder.exists()

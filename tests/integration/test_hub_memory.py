@@ -26,6 +26,7 @@ from tests.hub_fixtures import (
     TOKEN,
     create_empty,
     git_env,
+    repository_folder,
     run_git,
     wait_until,
 )
@@ -215,7 +216,7 @@ def test_a_file_of_git_itself(hub: MeasuredHub, worktree: Path, noise: tuple[Pat
     assert httpx.post(
         f"{hub.url}/api/settings/gc", headers=hub.headers, timeout=600, verify=False
     ).is_success
-    assert list((hub.root / "repos/datasets/local/facts.git/objects/pack").glob("*.pack"))
+    assert list((repository_folder(hub.root, "local/facts") / "objects/pack").glob("*.pack"))
     assert hub.sha256("noise.bin") == sha256
     env = git_env(hub.url, TOKEN)
     run_git("clone", "-q", f"{hub.url}/datasets/local/facts", "clone", cwd=worktree.parent, env=env)

@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.hub.actions.repositories import create
-from pipeline.hub.commits import fast_import
-from pipeline.hub.database import open_database
+from pipeline.hub import commits, repositories
+from pipeline.hub.actions.repositories import create, move
+from pipeline.hub.database import events, open_database
 from pipeline.hub.events import EventLog, reconcile, record_ref_changes
-from pipeline.hub.git.process import git
-from pipeline.hub.repositories import store
-from pipeline.hub.repositories.names import RepositoryName
-from pipeline.hub.repositories.store import Repositories, Repository
-from pipeline.hub.schema import events
+from pipeline.hub.git import git
+from pipeline.hub.repositories import Repositories, Repository, RepositoryName
 from pipeline.hub.tokens import Identity, signature
 from tests.hub_fixtures import RunningHub, commit_file
 
@@ -48,12 +45,7 @@ class Folder:
         record_ref_changes(self.first, self.log)
 
     def create(self, name: RepositoryName) -> Repository:
-        with (
-            self.repositories.prepared(name) as prepared,
-            self.repositories.placed(prepared.folder, name),
-            self.database.write() as connection,
-        ):
-            return self.repositories.adopt(connection, name, private=True)
+        return create(self.log, self.repositories, name, private=True, author=None)
 
     def find(self, name: RepositoryName = FACTS) -> Repository:
         with self.database.read() as connection:
@@ -61,8 +53,7 @@ class Folder:
 
     def replace(self) -> Repository:
         """Moves `local/facts` away, and creates an empty one in its place."""
-        with self.repositories.moving(self.first, OLD), self.database.write() as connection:
-            self.repositories.rename(connection, self.first, OLD)
+        move(self.log, self.repositories, self.first, OLD)
         return self.create(FACTS)
 
     async def is_waited_for(self) -> None:
@@ -130,8 +121,8 @@ def test_git_makes_a_repository_while_others_may_write(
         called.append(arguments[0])
         return git(place, *arguments, **options)
 
-    monkeypatch.setattr(store, "git", watched)
-    monkeypatch.setattr(fast_import, "git", watched)
+    monkeypatch.setattr(repositories, "git", watched)
+    monkeypatch.setattr(commits, "git", watched)
     author = signature(Identity(user="Ada", role="write", token_name="hub"))
     create(folder.log, folder.repositories, OLD, private=True, author=author)
     assert "init" in called and "update-ref" in called
@@ -153,7 +144,7 @@ def test_a_failed_commit_creates_nothing(hub: RunningHub) -> None:
     with commits_fail(hub):
         body = {"name": "facts", "type": "dataset"}
         assert hub.request("POST", "/api/repos/create", json=body).status_code == 500
-        assert not list(hub.root.glob("repos/*/*/*"))
+        assert not list(hub.root.glob("repos/*"))
         assert not list((hub.root / "incoming").iterdir())
     hub.create_dataset("local/facts")
 

@@ -50,10 +50,10 @@ class Place:
 
     def __init__(self, root: Path) -> None:
         self.root, self.home = root, Home(root / "state")
-        self.folder = self.home.hub_dir / "repos/datasets/local/facts.git"
         self.worktree = root / "clone"
         with self.hub() as hub:
             url = hub.create_dataset("local/facts")
+            self.folder = hub.folder("local/facts")
             hub.git("init", "-q", str(self.worktree), cwd=root)
             hub.git("remote", "add", "origin", url, cwd=self.worktree)
             self.good = self.push(hub, "rows.jsonl", "good")
@@ -309,25 +309,31 @@ def test_a_copy_that_stood_in_the_place_of_a_link_goes(place: Place) -> None:
     assert release_store.release_ids(folder) == ids
 
 
-def test_a_purge_that_is_killed_while_it_removes_a_release_finds_the_rest(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moment", ["within", "after"])
+def test_a_purge_that_is_killed_at_a_release_finds_the_rest(
+    place: Place, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    id = place.release(2, place.bad)
+    ids = [place.release(1, place.bad)]
+    ids.append(place.release(2, place.good, ids[0]))
     folder = place.home.releases_dir / "facts"
-    (folder / id / "weights").write_text(SECRET)
+    (folder / ids[1] / "weights").write_text(SECRET)
     with place.hub() as hub:
         place.push_away(hub)
-    with monkeypatch.context() as patch:
 
-        def killed(folder: Path) -> None:
+    def killed(folder: Path) -> None:
+        if moment == "after":
+            shutil.rmtree(folder)
+        else:
             (folder / RELEASE_FILE).unlink()
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
+    with monkeypatch.context() as patch:
         patch.setattr(release_store, "shutil", SimpleNamespace(rmtree=killed))
         assert pipeline("purge", "local/facts", place.bad, "--yes", "--releases").exit_code != 0
-    assert not (folder / id).exists() and any(folder.rglob("weights"))
+    assert release_store.release_ids(folder) == ids[:1]
+    assert any(folder.rglob("weights")) == (moment == "within")
     purged(place.bad, "--releases")
-    assert not any(folder.rglob("weights"))
+    assert release_store.release_ids(folder) == []
     assert place.holds_the_secret() == []
 
 
@@ -344,27 +350,6 @@ def test_a_release_is_found_although_the_one_before_it_is_gone(place: Place) -> 
     assert f"release {ids[1]} of facts {words}\n" in purged(place.bad)
     purged(place.bad, "--releases")
     assert release_store.release_ids(folder) == ids[2:]
-
-
-def test_a_purge_that_is_killed_between_two_releases_finds_the_rest(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids = [place.release(1, place.bad)]
-    ids.append(place.release(2, place.good, ids[0]))
-    folder = place.home.releases_dir / "facts"
-    with place.hub() as hub:
-        place.push_away(hub)
-
-    def killed_after(folder: Path) -> None:
-        shutil.rmtree(folder)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(release_store, "shutil", SimpleNamespace(rmtree=killed_after))
-        assert pipeline("purge", "local/facts", place.bad, "--yes", "--releases").exit_code != 0
-    assert release_store.release_ids(folder) == ids[:1]
-    purged(place.bad, "--releases")
-    assert release_store.release_ids(folder) == []
 
 
 def test_what_has_a_damaged_manifest_is_named(place: Place) -> None:

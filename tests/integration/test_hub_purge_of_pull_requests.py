@@ -9,8 +9,7 @@ __all__ = ["place"]
 ON = {"repo_id": "local/facts", "repo_type": "dataset"}
 
 
-@pytest.mark.parametrize("is_up", [True, False], ids=["running", "stopped"])
-@pytest.mark.parametrize("ending", ["closed", "merged"])
+@pytest.mark.parametrize(("ending", "is_up"), [("closed", True), ("merged", False)])
 def test_the_commit_of_a_pull_request_is_purged_when_it_has_ended(
     place: Place, ending: str, is_up: bool
 ) -> None:

@@ -13,17 +13,16 @@ from typing import Any
 
 import pytest
 
+from pipeline.hub import deliveries
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import open_database
+from pipeline.hub.deliveries import Deliverer
 from pipeline.hub.events import Event, EventLog
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.repositories.names import RepositoryName
-from pipeline.hub.repositories.store import Repositories
+from pipeline.hub.repositories import RepositoryName
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks import deliveries
-from pipeline.hub.webhooks.deliveries import Deliverer
-from pipeline.hub.webhooks.store import HubWatchedItem, WebhookRequest, create_webhook
-from tests.hub_fixtures import SECRET_KEY, Receiver, recording_receiver
+from pipeline.hub.webhooks import HubWatchedItem, WebhookRequest, create_webhook
+from tests.hub_fixtures import SECRET_KEY, Receiver, add_row, recording_receiver
 
 NAME = RepositoryName(type="dataset", owner="local", name="facts")
 
@@ -43,7 +42,7 @@ class Outbox:
         log = EventLog(database=self.database, hub_url="http://hub")
         watched = (HubWatchedItem(type="user", name="local"),)
         with self.database.write() as connection:
-            repository = Repositories(folder).adopt(connection, NAME, private=True)
+            repository = add_row(connection, folder, NAME)
             self.ids = [
                 create_webhook(
                     connection,
@@ -108,7 +107,7 @@ def test_a_dispatcher_that_meets_a_damaged_file_goes_on_when_it_is_repaired(
         whole = connection.exec_driver_sql(index).scalar_one()
     change = "UPDATE sqlite_schema SET sql = ? WHERE name = 'deliveries_pending'"
     outbox.sql(change, "CREATE INDEX nonsense")
-    with caplog.at_level(logging.ERROR, "pipeline.hub.webhooks.deliveries"):
+    with caplog.at_level(logging.ERROR, "pipeline.hub.deliveries"):
         outbox.deliver(
             lambda: outbox.failures("dispatcher") >= 2,
             lambda: all(len(each.received) == 1 for each in receivers),
@@ -122,7 +121,7 @@ def test_a_worker_that_meets_a_damaged_row_goes_on_and_holds_up_no_other(
 ) -> None:
     change = "UPDATE webhooks SET watched = ? WHERE id = ?"
     outbox.sql(change, '[{"type": "nonsense"}]', outbox.ids[0])
-    with caplog.at_level(logging.ERROR, "pipeline.hub.webhooks.deliveries"):
+    with caplog.at_level(logging.ERROR, "pipeline.hub.deliveries"):
         outbox.deliver(
             lambda: outbox.failures("webhook") >= 2 and len(receivers[1].received) == 1,
             lambda: len(receivers[0].received) == 1,

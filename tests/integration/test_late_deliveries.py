@@ -99,7 +99,7 @@ def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
         debounce_seconds=0,
         command=(sys.executable, "-c", TRAINER),
     )
-    schedule = {"delivery_schedule_seconds": (0, *[0.1] * 300), "delivery_jitter": 0.0}
+    schedule = {"delivery_schedule_seconds": (0, *[0.1] * 300)}
     with (
         running_hub(tmp_path / "hub", **schedule) as hub,
         open_job_store(load_settings(), home) as store,

@@ -61,12 +61,9 @@ def test_a_webhooks_life(at: dict[str, str]) -> None:
 
 def test_a_webhook_that_starts_a_job(at: dict[str, str], store: JobStore) -> None:
     job = store.submit(JobSpec(command=("true",))).job
-    made = webhooks.create_webhook(
-        job_id=job.id, watched=["user:ann"], secrets={"API_KEY": "k3y"}, **at
-    )
+    made = webhooks.create_webhook(job_id=job.id, watched=["user:ann"], **at)
     assert made.url is None
     assert made.job is not None and made.job["sourceId"] == job.id
-    assert "k3y" not in repr(made)
 
 
 def test_a_suspension_is_told_and_ended(

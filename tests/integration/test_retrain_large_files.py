@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.formats import Pointer
-from pipeline.hub.large_files.store import LargeFiles
+from pipeline.hub.large_files import LargeFiles
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.sources import DatasetHub, GitDataset
 from tests.hub_fixtures import TOKEN, RunningHub, git_env, run_git, running_hub
@@ -32,7 +32,7 @@ class Remote:
         self.hub, self.name, self.worktree = hub, name, worktree
         hub.create_dataset(name)
         hub.git("init", "-q", str(worktree), cwd=worktree.parent)
-        self.files = LargeFiles(hub.root / "repos" / "datasets" / f"{name}.git")
+        self.files = LargeFiles(hub.folder(name))
         (worktree / ".gitattributes").write_text(LFS)
         # Wherever the repository itself sends its clients, no job goes.
         (worktree / ".lfsconfig").write_text("[lfs]\n\turl = http://127.0.0.1:9/elsewhere\n")

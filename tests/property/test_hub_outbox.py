@@ -7,18 +7,17 @@ from unittest import mock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.hub import events, schema
+from pipeline.hub import database as tables
+from pipeline.hub import events, outbox
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import open_database
 from pipeline.hub.events import EventLog, record_ref_changes
-from pipeline.hub.repositories.names import RepositoryName
-from pipeline.hub.repositories.store import Repositories
+from pipeline.hub.outbox import Attempt
+from pipeline.hub.repositories import RepositoryName
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks import outbox
-from pipeline.hub.webhooks.outbox import Attempt
-from pipeline.hub.webhooks.store import HubWatchedItem, WebhookRequest, create_webhook
+from pipeline.hub.webhooks import HubWatchedItem, WebhookRequest, create_webhook
 from receiver.payload import WebhookPayload
-from tests.hub_fixtures import SECRET_KEY
+from tests.hub_fixtures import SECRET_KEY, add_row
 
 SETTINGS = HubSettings(delivery_schedule_seconds=(0, 0, 0))
 NAME = RepositoryName(type="dataset", owner="local", name="facts")
@@ -38,10 +37,9 @@ def test_every_ref_change_is_delivered_or_dead_and_in_order(
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         database = open_database(root / "hub.sqlite")
-        repositories = Repositories(root)
         log = EventLog(database=database, hub_url="http://hub")
         with database.write() as connection:
-            repository = repositories.adopt(connection, NAME, private=True)
+            repository = add_row(connection, root, NAME)
             webhook = create_webhook(
                 connection,
                 WebhookRequest(
@@ -85,7 +83,7 @@ def test_every_ref_change_is_delivered_or_dead_and_in_order(
         # Followed from nothing, the events lead from each state to the next, dead ones included.
         with database.read() as connection:
             rows = connection.execute(
-                schema.deliveries.select().order_by(schema.deliveries.c.event_seq)
+                tables.deliveries.select().order_by(tables.deliveries.c.event_seq)
             ).all()
         replayed: dict[str, str] = {}
         for row in rows:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.hub.contents.attributes import tracking_line
+from pipeline.hub.contents import tracking_line
 
 
 @pytest.mark.parametrize(

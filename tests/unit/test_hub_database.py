@@ -8,8 +8,7 @@ import pytest
 
 from pipeline.hub.database import open_database
 from pipeline.hub.errors import HubError
-from pipeline.hub.repositories.names import RepositoryName
-from pipeline.hub.repositories.store import Repositories, Repository
+from pipeline.hub.repositories import Repositories, Repository, RepositoryName
 
 
 def test_commits_are_on_disk_where_events_are_stored(tmp_path: Path) -> None:
@@ -38,7 +37,7 @@ def test_a_removal_that_fails_says_why_and_leaves_the_folder_as_it_was(
     repositories = Repositories(tmp_path)
     repositories.remove_incomplete()
     name = RepositoryName(type="dataset", owner="local", name="facts")
-    folder = repositories.folder(name)
+    folder = repositories.folder("1")
     if is_there:
         folder.mkdir(parents=True)
     facts = Repository(id="1", name=name, private=True, created_at=0, folder=folder)

@@ -8,9 +8,8 @@ import pytest
 
 from pipeline.hub.actions.discussions import difference
 from pipeline.hub.errors import TooSlow
-from pipeline.hub.git.process import git
-from pipeline.hub.repositories.names import RepositoryName
-from pipeline.hub.repositories.store import Repository
+from pipeline.hub.git import git
+from pipeline.hub.repositories import Repository, RepositoryName
 
 
 @pytest.fixture

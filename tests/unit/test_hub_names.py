@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeline.hub.errors import BadRequest
-from pipeline.hub.repositories.names import (
+from pipeline.hub.repositories import (
     changed_path,
     is_ref_name,
     new_file_path,

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,17 @@ import pytest
 from cryptography.fernet import Fernet
 from sqlalchemy import Row, func, select, update
 
-from pipeline.hub import schema
+from pipeline.hub import database as tables
+from pipeline.hub import outbox
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import Database, open_database
+from pipeline.hub.deliveries import Deliverer
 from pipeline.hub.events import Event, EventLog
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.repositories.names import RepositoryName
-from pipeline.hub.repositories.store import Repositories
+from pipeline.hub.outbox import Attempt, replay
+from pipeline.hub.repositories import RepositoryName
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks import outbox
-from pipeline.hub.webhooks.deliveries import Deliverer
-from pipeline.hub.webhooks.outbox import Attempt, replay
-from pipeline.hub.webhooks.posting import MAX_RETRY_AFTER_SECONDS, _retry_after_seconds
-from pipeline.hub.webhooks.store import (
+from pipeline.hub.webhooks import (
     HubWatchedItem,
     StoredWebhook,
     WebhookRequest,
@@ -31,46 +28,9 @@ from pipeline.hub.webhooks.store import (
     get_webhook,
 )
 from receiver.settings import ReceiverSettings
+from tests.hub_fixtures import add_row
 
 DAY = 86400.0
-
-
-SCHEDULE = (5, 30, 120, 600, 1800, *[3600] * 24)
-
-
-def waits(made: int, failed: Attempt) -> list[float]:
-    """The wait after the `made`-th attempt failed, many times over."""
-    return [outbox._wait_seconds(failed, made, 0, False, HubSettings()) for _ in range(500)]
-
-
-@pytest.mark.parametrize(("made", "seconds"), list(enumerate(SCHEDULE, start=1)))
-def test_each_wait_is_the_schedules_with_a_fifth_more_or_less(made: int, seconds: int) -> None:
-    found = waits(made, Attempt(started_at=0, milliseconds=1, response_status=500))
-    assert 0.8 * seconds <= min(found) < 0.85 * seconds
-    assert 1.15 * seconds < max(found) <= 1.2 * seconds + 1
-
-
-def test_a_receiver_may_ask_for_a_longer_wait_and_not_for_a_shorter_one() -> None:
-    asked = Attempt(started_at=0, milliseconds=1, response_status=503, retry_after_seconds=100)
-    assert min(waits(1, asked)) >= 100
-    assert min(waits(4, asked)) >= 480
-
-
-@pytest.mark.parametrize(
-    ("value", "seconds"),
-    [
-        ("17", 17),
-        ("0", 0),
-        ("999999", MAX_RETRY_AFTER_SECONDS),
-        ("-5", None),
-        ("soon", None),
-        ("Mon, 01 Jan 99999999999 00:00:00 GMT", None),
-        pytest.param(formatdate(time.time() - 3600, usegmt=True), 0, id="an hour ago"),
-        pytest.param(formatdate(time.time() + 86400, usegmt=True), 3600, id="tomorrow"),
-    ],
-)
-def test_retry_after_in_seconds_and_as_a_date(value: str, seconds: float | None) -> None:
-    assert _retry_after_seconds(value) == seconds
 
 
 def test_the_promised_times_are_the_defaults() -> None:
@@ -91,7 +51,7 @@ class Kept:
         watched = (HubWatchedItem(type="dataset", name="local/facts"),)
         request = WebhookRequest(url="http://127.0.0.1:9/", watched=watched)
         with self.database.write() as connection:
-            self._repository = Repositories(folder).adopt(connection, name, private=True)
+            self._repository = add_row(connection, folder, name)
             self._id = create_webhook(connection, request, Cipher(Fernet.generate_key())).id
         self.record()
 
@@ -102,7 +62,7 @@ class Kept:
 
     def change(self, **columns: object) -> None:
         with self.database.write() as connection:
-            connection.execute(update(schema.deliveries).values(**columns))
+            connection.execute(update(tables.deliveries).values(**columns))
 
     def webhook(self) -> StoredWebhook:
         with self.database.read() as connection:
@@ -126,7 +86,7 @@ class Kept:
 
     def deliveries(self) -> list[Row[Any]]:
         """Newest first."""
-        newest_first = select(schema.deliveries).order_by(schema.deliveries.c.event_seq.desc())
+        newest_first = select(tables.deliveries).order_by(tables.deliveries.c.event_seq.desc())
         with self.database.read() as connection:
             return list(connection.execute(newest_first))
 
@@ -141,21 +101,6 @@ def kept(tmp_path: Path) -> Iterator[Kept]:
     kept = Kept(tmp_path)
     yield kept
     kept.database.close()
-
-
-def asks_for(seconds: float) -> Attempt:
-    return Attempt(
-        started_at=time.time(), milliseconds=1, response_status=429, retry_after_seconds=seconds
-    )
-
-
-def test_a_pause_that_a_receiver_asks_for_is_one_from_what_is_still_to_come_too(kept: Kept) -> None:
-    webhook = kept.send(asks_for(3600))
-    kept.record()
-    assert webhook.status == "enabled" and webhook.retry_at is not None
-    assert 3500 < webhook.retry_at - time.time() <= 3600
-    with kept.database.read() as connection:
-        assert outbox.queues(connection) == {webhook.id: webhook.retry_at}
 
 
 REFUSED = Attempt(started_at=time.time(), milliseconds=1, error="refused", refused=True)
@@ -204,7 +149,7 @@ def test_a_replay_during_the_last_attempt_makes_it_pending(
     due, webhook = found
     with kept.database.write() as connection:
         replay(connection, due.id)
-    with caplog.at_level("INFO", "pipeline.hub.webhooks.deliveries"):
+    with caplog.at_level("INFO", "pipeline.hub.deliveries"):
         deliverer._settle(due, webhook, attempt)
     [stored] = kept.deliveries()
     assert (stored.status, stored.attempt, stored.last_attempt_at) == ("pending", 0, None)
@@ -212,6 +157,15 @@ def test_a_replay_during_the_last_attempt_makes_it_pending(
     assert (counted, said in caplog.text, "given up" in caplog.text) == (1, True, False)
     with kept.database.read() as connection:
         assert get_webhook(connection, webhook.id).status == "enabled"
+
+
+def test_each_wait_is_the_schedules(kept: Kept) -> None:
+    for number, seconds in enumerate((5, 30, 120, 600, 1800, *[3600] * 24)):
+        webhook = kept.send(failed(number))
+        assert webhook.retry_at is not None
+        assert webhook.retry_at - time.time() == pytest.approx(seconds, abs=0.3)
+    with kept.database.read() as connection:
+        assert outbox.queues(connection) == {webhook.id: webhook.retry_at}
 
 
 def test_the_head_dies_alone_and_the_next_follows(kept: Kept) -> None:
@@ -276,10 +230,10 @@ def test_events_go_with_their_deliveries(kept: Kept) -> None:
     kept.change(status="delivered", created_at=OLD, queued_at=OLD, last_attempt_at=OLD)
     kept.record()
     with kept.database.write() as connection:
-        connection.execute(update(schema.events).values(created_at=OLD))
+        connection.execute(update(tables.events).values(created_at=OLD))
     outbox.prune(kept.database, 30)
     with kept.database.read() as connection:
-        assert connection.scalar(select(func.count()).select_from(schema.events)) == 1
+        assert connection.scalar(select(func.count()).select_from(tables.events)) == 1
     assert [one.status for one in kept.deliveries()] == ["pending"]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection
 
-from pipeline.hub.contents.history import Commit, list_commits, read_commit
+from pipeline.hub.contents import Commit, list_commits, read_commit
 from pipeline.hub.discussions import (
     OPEN,
     Discussion,
@@ -20,9 +20,8 @@ from pipeline.hub.discussions import (
 )
 from pipeline.hub.errors import BadRequest, Conflict, HubError, RequestError
 from pipeline.hub.events import Event, EventLog, record_ref_changes
-from pipeline.hub.git.process import NO_REF, PULL_REQUEST_PREFIX, git
-from pipeline.hub.repositories.refs import read_refs
-from pipeline.hub.repositories.store import Repository
+from pipeline.hub.git import NO_REF, PULL_REQUEST_PREFIX, git
+from pipeline.hub.repositories import Repository, read_refs
 from pipeline.hub.tokens import Identity, Signature, signature
 
 logger = logging.getLogger(__name__)

@@ -4,11 +4,9 @@ stores the event of each change.
 Except for `create`, the caller holds the repository's lock.
 """
 
-from pipeline.hub.commits.fast_import import first_commit
+from pipeline.hub.commits import first_commit
 from pipeline.hub.events import Event, EventLog
-from pipeline.hub.repositories.names import RepositoryName
-from pipeline.hub.repositories.refs import remember
-from pipeline.hub.repositories.store import Repositories, Repository
+from pipeline.hub.repositories import Repositories, Repository, RepositoryName, remember
 from pipeline.hub.tokens import Signature
 
 
@@ -23,10 +21,10 @@ def create(
     """The repository begins with a commit of `author`, or without a commit if `author` is None.
     Raises Conflict if the name is taken."""
     # Git works before the transaction, because no push can be stored during it.
-    with repositories.prepared(name) as prepared:
+    with repositories.prepared(name, private=private) as prepared:
         first = [] if author is None else [first_commit(prepared, author)]
-        with repositories.placed(prepared.folder, name), log.database.write() as connection:
-            repository = repositories.adopt(connection, name, private=private)
+        with log.database.write() as connection:
+            repository = repositories.add(connection, prepared)
             if first:
                 remember(connection, repository, first)
             log.record(connection, repository, Event(action="create"))
@@ -43,7 +41,7 @@ def move(
     log: EventLog, repositories: Repositories, repository: Repository, to: RepositoryName
 ) -> None:
     """Raises Conflict if the name `to` is taken."""
-    with repositories.moving(repository, to), log.database.write() as connection:
+    with log.database.write() as connection:
         repositories.rename(connection, repository, to)
         log.record(connection, repository, Event(action="move", moved_to=to))
 

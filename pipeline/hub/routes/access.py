@@ -15,8 +15,7 @@ from starlette.convertors import Convertor, register_url_convertor
 from starlette.requests import Request
 
 from pipeline.hub.errors import Forbidden
-from pipeline.hub.repositories.names import REPOSITORY_TYPES, RepositoryName, RepositoryType
-from pipeline.hub.repositories.store import Repository
+from pipeline.hub.repositories import REPOSITORY_TYPES, Repository, RepositoryName, RepositoryType
 from pipeline.hub.service import HubOf
 from pipeline.hub.tokens import READING, Identity, check_site
 

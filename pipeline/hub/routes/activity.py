@@ -7,15 +7,14 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query
 from sqlalchemy import Connection
 
+from pipeline.hub import outbox
 from pipeline.hub.events import Event
 from pipeline.hub.http_json import Json
-from pipeline.hub.repositories.names import RepositoryName
-from pipeline.hub.repositories.store import Repository
+from pipeline.hub.outbox import DeliveryStatus
+from pipeline.hub.repositories import Repository, RepositoryName
 from pipeline.hub.routes.access import person
 from pipeline.hub.service import Hub, HubOf
-from pipeline.hub.webhooks import outbox
-from pipeline.hub.webhooks.outbox import DeliveryStatus
-from pipeline.hub.webhooks.store import (
+from pipeline.hub.webhooks import (
     StoredWebhook,
     change_webhook,
     get_enabled_webhook,

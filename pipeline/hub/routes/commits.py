@@ -13,17 +13,30 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from pipeline.hub.actions.discussions import Discussions, check_takes_commits
-from pipeline.hub.commits.body import CommitBody
-from pipeline.hub.commits.changes import MAX_GIT_BYTES, attributes_files, planned_changes
-from pipeline.hub.commits.fast_import import first_commit, import_commit, make_commit
-from pipeline.hub.contents.attributes import IGNORE_FILE, ignored_paths, large_file_paths
-from pipeline.hub.contents.cards import parse_card
-from pipeline.hub.contents.history import read_commit, resolve_revision
-from pipeline.hub.contents.trees import Entry, find_paths, read_tree
+from pipeline.hub.commits import (
+    MAX_GIT_BYTES,
+    CommitBody,
+    attributes_files,
+    first_commit,
+    import_commit,
+    make_commit,
+    planned_changes,
+)
+from pipeline.hub.contents import (
+    IGNORE_FILE,
+    Entry,
+    find_paths,
+    ignored_paths,
+    large_file_paths,
+    parse_card,
+    read_commit,
+    read_tree,
+    resolve_revision,
+)
 from pipeline.hub.discussions import MAX_TITLE, OPEN, list_discussions
 from pipeline.hub.errors import RevisionNotFound
 from pipeline.hub.events import EventLog, record_ref_changes
-from pipeline.hub.git.process import PULL_REQUEST_PREFIX, git
+from pipeline.hub.git import PULL_REQUEST_PREFIX, git
 from pipeline.hub.http_json import (
     MAX_BODY_BYTES,
     Json,
@@ -32,9 +45,14 @@ from pipeline.hub.http_json import (
     json_body,
     receive_into,
 )
-from pipeline.hub.repositories.names import DEFAULT_BRANCH, new_file_path
-from pipeline.hub.repositories.refs import RefChange, read_refs, remember
-from pipeline.hub.repositories.store import Repository
+from pipeline.hub.repositories import (
+    DEFAULT_BRANCH,
+    RefChange,
+    Repository,
+    new_file_path,
+    read_refs,
+    remember,
+)
 from pipeline.hub.routes.access import API, Named, Writer, readable
 from pipeline.hub.service import HubOf
 from pipeline.hub.tokens import Identity, signature
@@ -70,17 +88,11 @@ router = APIRouter()
 async def validate_yaml(
     hub: HubOf, body: Annotated[Readme, json_body(Readme, max_bytes=MAX_README_BYTES)]
 ) -> JSONResponse:
-    """Answers 400 if the README has errors, so that the client does not commit it. With warnings
-    only, the client may commit it."""
+    """Answers 400 if the README has an error, so that the client does not commit it."""
     async with hub.card_slots:
         card = await run_in_threadpool(parse_card, body.content)
-    return JSONResponse(
-        {
-            "errors": [{"message": message} for message in card.errors],
-            "warnings": [{"message": message} for message in card.warnings],
-        },
-        status_code=400 if card.errors else 200,
-    )
+    errors = [] if card.error is None else [{"message": card.error}]
+    return JSONResponse({"errors": errors, "warnings": []}, status_code=400 if errors else 200)
 
 
 @router.post(f"{API}/preupload/{{revision:rest}}")

@@ -11,20 +11,23 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pipeline.formats import Pointer
-from pipeline.hub.contents.cards import README, Card, parse_card
-from pipeline.hub.contents.history import last_commits, list_commits, resolve_revision
-from pipeline.hub.contents.trees import (
+from pipeline.hub.contents import (
+    README,
     SMALL_FILE_BYTES,
+    Card,
     Entry,
     find_paths,
+    list_commits,
     list_tree,
+    parse_card,
     read_file,
+    resolve_revision,
     stream_file,
 )
 from pipeline.hub.errors import BadRequest, EntryNotFound, NotFound, RevisionNotFound
 from pipeline.hub.http_json import Json, iso_time, next_page, read_body
-from pipeline.hub.large_files.store import LargeFiles
-from pipeline.hub.repositories.store import Repository
+from pipeline.hub.large_files import LargeFiles
+from pipeline.hub.repositories import Repository
 from pipeline.hub.routes import file_answers
 from pipeline.hub.routes.access import API, FILES, Readable
 
@@ -59,11 +62,10 @@ def tree(
     revision: str,
     path: str = "",
     recursive: bool = False,
-    expand: bool = False,
 ) -> JSONResponse:
     commit = resolve_revision(repository, revision)
     entries = list_tree(repository, commit, path, recursive=recursive)
-    return JSONResponse(_entries(repository, commit, entries, expand=expand))
+    return JSONResponse([_entry(entry) for entry in entries])
 
 
 async def _form(request: Request) -> dict[str, list[str]]:
@@ -79,18 +81,9 @@ async def _form(request: Request) -> dict[str, list[str]]:
 def paths_info(
     form: Annotated[dict[str, list[str]], Depends(_form)], repository: Readable, revision: str
 ) -> JSONResponse:
-    expand = form.get("expand", [""])[0].lower() in ("1", "true")
     commit = resolve_revision(repository, revision)
     entries = find_paths(repository, commit, form.get("paths", []))
-    items = _entries(repository, commit, entries, expand=expand)
-    for entry, item in zip(entries, items, strict=True):
-        if entry.lfs is not None and not expand:
-            # `huggingface_hub` copies a large file to another repository only if the file has a Xet
-            # hash. The client neither checks nor uses this hash, so the sha256 is enough. A copy
-            # asks without `expand`. Only `HfFileSystem` asks with it, and would download a file
-            # with a Xet hash over Xet, which this hub does not have.
-            item["xetHash"] = entry.lfs.oid
-    return JSONResponse(items)
+    return JSONResponse([_entry(entry) for entry in entries])
 
 
 @api.get("/commits/{revision:rest}")
@@ -204,19 +197,6 @@ def siblings_at(repository: Repository, commit: str, with_sizes: bool = False) -
     """The files of the commit."""
     entries = list_tree(repository, commit, recursive=True)
     return [_sibling(entry, with_sizes) for entry in entries if entry.type == "file"]
-
-
-def _entries(
-    repository: Repository, commit: str, entries: Sequence[Entry], *, expand: bool
-) -> list[Json]:
-    items = [_entry(entry) for entry in entries]
-    if expand:
-        found = last_commits(repository, commit, [entry.path for entry in entries])
-        for entry, item in zip(entries, items, strict=True):
-            if (last := found.get(entry.path)) is not None:
-                date = iso_time(last.committed_at)
-                item["lastCommit"] = {"id": last.sha, "title": last.title, "date": date}
-    return items
 
 
 def _entry(entry: Entry) -> Json:

@@ -20,9 +20,7 @@ from pipeline.hub.discussions import (
 )
 from pipeline.hub.errors import HubError
 from pipeline.hub.http_json import Json, hub_url, iso_time, json_body
-from pipeline.hub.repositories.names import DEFAULT_BRANCH
-from pipeline.hub.repositories.refs import read_refs
-from pipeline.hub.repositories.store import Repository
+from pipeline.hub.repositories import DEFAULT_BRANCH, Repository, read_refs
 from pipeline.hub.routes.access import API, Locked, Readable, Writer, writer
 from pipeline.hub.service import HubOf
 

@@ -19,13 +19,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from pipeline.hub import git
 from pipeline.hub.discussions import open_refs
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.events import record_ref_changes
-from pipeline.hub.git import backend
-from pipeline.hub.git.process import clear_repository
+from pipeline.hub.git import clear_repository
 from pipeline.hub.http_json import GIT_SERVICES, receive_into
-from pipeline.hub.repositories.store import Repository
+from pipeline.hub.repositories import Repository
 from pipeline.hub.routes.access import FILES, Named, Readable, Who
 from pipeline.hub.service import Hub, HubOf
 
@@ -65,7 +65,7 @@ Body = Annotated[IO[bytes], Depends(_body)]
 async def list_refs(request: Request, hub: HubOf, repository: Readable, body: Body) -> Response:
     async with hub.git_slots["list"]:
         variables = await run_in_threadpool(_environment, hub, request, repository, body)
-        status, headers, answer = backend.parse_answer(await backend.run(variables, body))
+        status, headers, answer = git.parse_answer(await git.run(variables, body))
     return _with_headers(Response(answer, status), headers)
 
 
@@ -75,7 +75,7 @@ async def clone(request: Request, hub: HubOf, repository: Readable, body: Body) 
         return await list_refs(request, hub, repository, body)
     variables = await run_in_threadpool(_environment, hub, request, repository, body)
     pieces = _clone(hub, variables, body)
-    status, headers = backend.parse_head(await anext(pieces))
+    status, headers = git.parse_head(await anext(pieces))
     # A client that stops reading leaves the generator before its end.
     closing = BackgroundTask(pieces.aclose)
     return _with_headers(StreamingResponse(pieces, status, background=closing), headers)
@@ -85,7 +85,7 @@ async def _clone(
     hub: Hub, variables: dict[str, str], body: IO[bytes]
 ) -> AsyncGenerator[bytes, None]:
     """Git's answer to a clone, while git writes it. Has a slot until the client has read it."""
-    async with hub.git_slots["clone"], aclosing(backend.stream(variables, body)) as pieces:
+    async with hub.git_slots["clone"], aclosing(git.stream(variables, body)) as pieces:
         async for piece in pieces:
             yield piece
 
@@ -99,14 +99,14 @@ async def push(request: Request, hub: HubOf, identity: Who, name: Named, body: B
     async with hub.locked(name, identity) as repository, hub.git_slots["push"]:
         variables = await run_in_threadpool(_environment, hub, request, repository, body)
         # Git runs to its end even if the client goes away, because it may have moved refs already.
-        done = await backend.run(variables, body)
+        done = await git.run(variables, body)
         if done.returncode != 0:  # git may have left locks
             await run_in_threadpool(clear_repository, repository.folder)
         # The event must be on disk before the client gets git's "ok".
         changes = await run_in_threadpool(record_ref_changes, repository, hub.log)
-        status, headers, answer = backend.parse_answer(done)
+        status, headers, answer = git.parse_answer(done)
         remarks = await run_in_threadpool(hub.remarks, repository, changes)
-    return _with_headers(Response(backend.with_remarks(answer, remarks), status), headers)
+    return _with_headers(Response(git.with_remarks(answer, remarks), status), headers)
 
 
 def _environment(
@@ -114,10 +114,10 @@ def _environment(
 ) -> dict[str, str]:
     with hub.database.read() as connection:
         refs = open_refs(connection, repository)
-    return backend.cgi_environment(request, repository.folder, body, refs)
+    return git.cgi_environment(request, repository.folder, body, refs)
 
 
-def _with_headers(answer: Response, headers: backend.Headers) -> Response:
+def _with_headers(answer: Response, headers: git.Headers) -> Response:
     answer.raw_headers = headers
     return answer
 

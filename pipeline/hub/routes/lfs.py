@@ -18,11 +18,10 @@ from pipeline.formats import OID
 from pipeline.hub.cipher import GRANT_SECONDS, Cipher
 from pipeline.hub.errors import Forbidden, NotFound
 from pipeline.hub.http_json import Json, chunks, hub_url, json_body
-from pipeline.hub.large_files.store import LargeFiles
-from pipeline.hub.repositories.names import RepositoryType
-from pipeline.hub.repositories.store import Repository
+from pipeline.hub.large_files import LargeFiles
+from pipeline.hub.repositories import Repository
 from pipeline.hub.routes import file_answers
-from pipeline.hub.routes.access import API, FILES, Readable, Who, Writer
+from pipeline.hub.routes.access import FILES, Readable, Who
 from pipeline.hub.service import Hub, HubOf
 
 _MAX_OBJECTS = 10_000
@@ -61,43 +60,6 @@ def offer(
         {"transfer": "basic", "objects": objects, "hash_algo": "sha256"},
         media_type="application/vnd.git-lfs+json",
     )
-
-
-class Target(BaseModel):
-    type: RepositoryType
-    name: str
-
-
-class FileToCopy(BaseModel):
-    sha256: str
-
-
-class Duplicate(BaseModel):
-    target: Target
-    files: tuple[FileToCopy, ...] = Field(max_length=_MAX_OBJECTS)
-
-
-@router.post(f"{API}/lfs-files/duplicate")
-def duplicate(
-    hub: HubOf,
-    identity: Writer,
-    body: Annotated[Duplicate, json_body(Duplicate)],
-    source: Readable,
-) -> Json:
-    """Copies large files of this repository to another one. The client calls this before it commits
-    the pointers in the other repository."""
-    target = hub.find_reached(hub.name_of(body.target.type, body.target.name), identity)
-    files, copies = LargeFiles(source.folder), LargeFiles(target.folder)
-    missing = [each.sha256 for each in body.files if not copies.link(files, each.sha256)]
-    return {
-        "failed": [
-            {
-                "sha256": oid,
-                "error": f"The {source.name} does not have this large file: push it there first.",
-            }
-            for oid in missing
-        ]
-    }
 
 
 def _answer(hub: Hub, repository: Repository, url: str, batch: Batch, wanted: LargeObject) -> Json:

@@ -10,13 +10,12 @@ from sqlalchemy import select
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from pipeline.hub.database import refs
 from pipeline.hub.errors import NotSupported
 from pipeline.hub.http_json import Json
-from pipeline.hub.repositories.names import DEFAULT_BRANCH
-from pipeline.hub.repositories.store import Repository
+from pipeline.hub.repositories import DEFAULT_BRANCH, Repository
 from pipeline.hub.routes.access import TYPES, Who, with_token
 from pipeline.hub.routes.contents import described, siblings_at
-from pipeline.hub.schema import refs
 from pipeline.hub.service import Hub, HubOf
 from pipeline.hub.tokens import Identity
 

@@ -1,20 +1,19 @@
 """API routes for the commands `pipeline hub gc` and `pipeline hub purge` while the hub runs."""
 
+from collections import Counter
 from collections.abc import Callable, Collection
 
 from fastapi import APIRouter, Depends
 
 from pipeline.hub.discussions import open_refs
-from pipeline.hub.http_json import Json
-from pipeline.hub.repositories.garbage import (
-    Collected,
+from pipeline.hub.garbage import (
     Purge,
     collect_garbage,
-    in_total,
     plan_purge,
     purge,
 )
-from pipeline.hub.repositories.store import Repository
+from pipeline.hub.http_json import Json
+from pipeline.hub.repositories import Repository
 from pipeline.hub.routes.access import Locked, hubs_own
 from pipeline.hub.routes.contents import described
 from pipeline.hub.service import Hub, HubOf
@@ -29,13 +28,13 @@ async def gc(hub: HubOf) -> Json:
     """Cleans all repositories: removes the commits that are on no branch any more and that no
     release, job or stored event needs, and the large files that no commit names. Pushes to a
     repository wait while it is cleaned."""
-    collected = list[Collected]()
+    removed = Counter(released=0, large_bytes=0)
 
     def collect(repository: Repository) -> None:
-        collected.append(collect_garbage(repository, hub.database, hub.needed_commits))
+        removed.update(collect_garbage(repository, hub.database, hub.needed_commits))
 
     await hub.repositories.for_each(hub.database, collect)
-    return {**in_total(collected)}
+    return {**removed}
 
 
 @router.get(_PURGE)

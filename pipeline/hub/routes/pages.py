@@ -21,12 +21,12 @@ from starlette.templating import Jinja2Templates
 
 from pipeline.hub.errors import Forbidden, RequestError, Unauthorized
 from pipeline.hub.http_json import iso_time, read_body
+from pipeline.hub.outbox import list_deliveries
 from pipeline.hub.routes import activity
 from pipeline.hub.routes.access import everywhere, person
 from pipeline.hub.service import HubOf
 from pipeline.hub.tokens import Identity, check_site
-from pipeline.hub.webhooks.outbox import list_deliveries
-from pipeline.hub.webhooks.store import get_webhook, list_webhooks
+from pipeline.hub.webhooks import get_webhook, list_webhooks
 
 PAGES = "/settings/webhooks"
 LOGIN = "/settings/login"

@@ -6,14 +6,19 @@ from typing import Annotated
 from fastapi import APIRouter
 from pydantic import BaseModel, StringConstraints
 
-from pipeline.hub.contents.history import resolve_revision
+from pipeline.hub.contents import resolve_revision
 from pipeline.hub.errors import BadRequest, Conflict, RevisionNotFound
 from pipeline.hub.events import record_ref_changes
-from pipeline.hub.git.process import NO_REF, PULL_REQUEST_PREFIX, git
+from pipeline.hub.git import NO_REF, PULL_REQUEST_PREFIX, git
 from pipeline.hub.http_json import Json, json_body
-from pipeline.hub.repositories.names import DEFAULT_BRANCH, SHA, is_ref_name
-from pipeline.hub.repositories.refs import peeled_refs, read_refs
-from pipeline.hub.repositories.store import Repository
+from pipeline.hub.repositories import (
+    DEFAULT_BRANCH,
+    SHA,
+    Repository,
+    is_ref_name,
+    peeled_refs,
+    read_refs,
+)
 from pipeline.hub.routes.access import API, Locked, Readable, Writer
 from pipeline.hub.service import Hub, HubOf
 from pipeline.hub.tokens import signature

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 from pipeline.hub.actions import repositories as acts
 from pipeline.hub.errors import BadRequest, Conflict, NotSupported
 from pipeline.hub.http_json import Json, client_warning, hub_url, json_body
-from pipeline.hub.repositories.names import (
+from pipeline.hub.repositories import (
     RESERVED_OWNERS,
     RepositoryName,
     RepositoryType,
@@ -29,7 +29,7 @@ from pipeline.hub.routes.access import (
 )
 from pipeline.hub.service import Hub, HubOf
 from pipeline.hub.tokens import Identity, signature
-from pipeline.hub.webhooks.store import list_webhooks
+from pipeline.hub.webhooks import list_webhooks
 
 _RESERVED_NAMES = frozenset({"auth-check", "discussions", "refs"})
 """In the URLs of the API, these words after a name ask something of the repository."""

@@ -10,12 +10,12 @@ from sqlalchemy import select
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection
 
+from pipeline.hub.database import space_secrets as table
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.events import Event
 from pipeline.hub.http_json import Json, iso_time, json_body
-from pipeline.hub.repositories.store import Repository
+from pipeline.hub.repositories import Repository
 from pipeline.hub.routes.access import API, Locked, Readable, Writer
-from pipeline.hub.schema import space_secrets as table
 from pipeline.hub.service import HubOf
 from pipeline.hub.tokens import Identity
 

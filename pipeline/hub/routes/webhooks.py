@@ -11,13 +11,13 @@ from sqlalchemy import Connection
 from starlette.responses import JSONResponse
 
 from jobs.errors import JobNotFound
-from pipeline.hub.errors import BadRequest, Forbidden
+from pipeline.hub import outbox
+from pipeline.hub.errors import BadRequest, NotSupported
 from pipeline.hub.http_json import Json, client_warning, json_body
-from pipeline.hub.repositories.names import REPOSITORY_TYPES, RepositoryName
-from pipeline.hub.routes.access import Who, person
+from pipeline.hub.repositories import REPOSITORY_TYPES, RepositoryName
+from pipeline.hub.routes.access import person
 from pipeline.hub.service import Hub, HubOf
-from pipeline.hub.webhooks import outbox
-from pipeline.hub.webhooks.store import (
+from pipeline.hub.webhooks import (
     HubWatchedItem,
     StoredWebhook,
     WebhookRequest,
@@ -44,21 +44,15 @@ def show(hub: HubOf, id: str) -> Json:
 
 
 def _checked(
-    hub: HubOf, identity: Who, body: Annotated[WebhookRequest, json_body(WebhookRequest)]
+    hub: HubOf, body: Annotated[WebhookRequest, json_body(WebhookRequest)]
 ) -> WebhookRequest:
     """The request. What it watches without an owner is the hub's owner's, as in every other
-    request. Raises BadRequest if it names a job that a webhook cannot start, and Forbidden if it
-    has secrets and its token is not the hub's own.
-
-    The secrets become environment variables of a job. Many variables make a program run other code
-    (`BASH_ENV`, `LD_PRELOAD`, `PYTHONWARNINGS`, …), and others send its requests, with its tokens,
-    to another server. No list of such names is complete. A job runs as the user who started the
-    stack, so only this user may set its variables.
-    """
-    if body.secrets and not identity.owns_hub:
-        raise Forbidden(
-            "secrets: they become environment variables of a job, and so may change what the job "
-            "runs. Only the hub's own token, which `pipeline env` prints, may set them."
+    request. Raises BadRequest if it names a job that a webhook cannot start, and NotSupported if it
+    has secrets."""
+    if body.secrets:
+        raise NotSupported(
+            "secrets of a webhook: not supported by this hub. A job gets the environment of the "
+            "stack: set the variables there, and start the stack again."
         )
     if body.jobSourceId is not None:
         if body.url is not None:

@@ -15,10 +15,9 @@ from starlette.responses import JSONResponse
 from pipeline.hub.cipher import GRANT_SECONDS
 from pipeline.hub.errors import Unauthorized
 from pipeline.hub.http_json import Json, chunks, hub_url
-from pipeline.hub.large_files.xet_format import MAX_SHARD_BYTES, MAX_XORB_BYTES
-from pipeline.hub.large_files.xet_store import XetStore
 from pipeline.hub.routes.access import API, Readable, writer
 from pipeline.hub.service import HubOf
+from pipeline.hub.xet import MAX_SHARD_BYTES, MAX_XORB_BYTES, XetStore
 
 PREFIX = "/api/xet/"
 """The beginning of the routes that need no token of the hub. Each first checks the Xet access

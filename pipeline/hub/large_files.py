@@ -91,20 +91,6 @@ class LargeFiles:
             )
         publish(draft.file, path, below=self._folder)
 
-    def link(self, other: "LargeFiles", oid: str) -> bool:
-        """Takes the file from another repository, as a hard link. Returns whether this repository
-        has the file now.
-
-        Both repositories can share the bytes on disk, because a large file never changes.
-        """
-        if not self.keep(oid) and other.keep(oid):
-            path = self.path(oid)
-            make_folder(path.parent, below=self._folder)
-            with contextlib.suppress(FileExistsError):
-                os.link(other.path(oid), path)
-            fsync_dir(path.parent)
-        return self.keep(oid)
-
     async def read(self, oid: str, *, start: int, length: int) -> AsyncIterator[bytes]:
         """Gives `length` bytes from the offset `start`, in pieces. Raises FileNotFoundError."""
         # A reader that goes away does not end `run_in_threadpool` early, so the opened file always
@@ -135,12 +121,8 @@ class LargeFiles:
 
     def remove_others(self, named: Collection[str], *, grace_seconds: float) -> int:
         """Deletes the files that are not in `named` and came more than `grace_seconds` ago. Returns
-        how many bytes they had. Also deletes unfinished files that did not grow for this time."""
+        how many bytes they had."""
         before = time.time() - grace_seconds
-        for path in self.incoming.glob("*"):
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_mtime < before:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
         others = [oid for oid in self.oids() if oid not in named]
         return self.remove(oid for oid in others if self.path(oid).stat().st_mtime < before)
 
@@ -201,8 +183,7 @@ def publish(file: BinaryIO, path: Path, *, below: Path) -> None:
 
 def make_folder(folder: Path, *, below: Path) -> None:
     """Makes the missing folders between `below` and `folder`. Raises Conflict if `below` does not
-    exist any more: if this made the repository's folder again, the hub would take it for a
-    repository."""
+    exist any more."""
     with _still_there():
         for each in reversed([each for each in (folder, *folder.parents) if below in each.parents]):
             with contextlib.suppress(FileExistsError):
@@ -217,6 +198,5 @@ def _still_there() -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise Conflict(
-            "The repository was moved or removed meanwhile: check its name, then send the file "
-            "again."
+            "The repository was removed meanwhile: create it again, then send the file again."
         ) from None

@@ -13,7 +13,6 @@ The database does not say which delivery is being sent. So if the hub is killed 
 it sends the delivery again after its restart. A receiver gets each delivery at least once.
 """
 
-import random
 import time
 import uuid
 from dataclasses import dataclass
@@ -21,13 +20,12 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, delete, exists, insert, select, text, update
 
-from pipeline.hub.database import Database
+from pipeline.hub.database import Database, events, webhooks
+from pipeline.hub.database import deliveries as table
 from pipeline.hub.errors import NotFound
 from pipeline.hub.http_json import Json, iso_time
-from pipeline.hub.schema import deliveries as table
-from pipeline.hub.schema import events, webhooks
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks.store import (
+from pipeline.hub.webhooks import (
     StoredWebhook,
     change_webhook,
     find_webhook,
@@ -64,7 +62,6 @@ class Attempt:
     milliseconds: float
     response_status: int | None = None
     response_head: str | None = None
-    retry_after_seconds: float | None = None
     error: str | None = None
     refused: bool = False
     """Whether the receiver is on this machine and refused the connection. It may be starting."""
@@ -152,7 +149,13 @@ def settle(
     else:
         now, since = time.time(), before.failing_since or attempt.started_at
         failing_seconds = attempt.started_at - since
-        wait = _wait_seconds(attempt, made, failing_seconds, is_last, settings)
+        if attempt.refused:
+            # The receiver is probably starting. Wait as long as it has refused: the wait doubles.
+            shortest, longest = settings.refused_min_seconds, settings.refused_max_seconds
+            wait = min(max(failing_seconds, shortest), longest)
+        else:
+            # After the last attempt of the head, the next delivery follows at once.
+            wait = 0 if is_last else settings.delivery_schedule_seconds[made]
         changes = {"failing_since": since, "retry_at": now + wait}
         if failing_seconds >= settings.suspend_after_seconds and before.suspended_at is None:
             changes["suspended_at"] = now
@@ -160,22 +163,6 @@ def settle(
     after = find_webhook(connection, webhook.id)
     assert after is not None
     return stored, None if after.status == before.status else after.status
-
-
-def _wait_seconds(
-    attempt: Attempt, made: int, failing_seconds: float, is_last: bool, settings: HubSettings
-) -> float:
-    """How long the queue waits after a failed attempt. After the last attempt of the head, the next
-    delivery follows at once."""
-    if attempt.refused:
-        # The receiver is probably starting. Wait as long as it has refused, so the wait doubles.
-        shortest, longest = settings.refused_min_seconds, settings.refused_max_seconds
-        return min(max(failing_seconds, shortest), longest)
-    asked = attempt.retry_after_seconds or 0
-    if is_last:
-        return asked
-    jitter = random.uniform(1 - settings.delivery_jitter, 1 + settings.delivery_jitter)
-    return max(settings.delivery_schedule_seconds[made] * jitter, asked)
 
 
 def restart(connection: Connection, webhook: StoredWebhook, **also: bool) -> None:

@@ -7,45 +7,27 @@ step may be repeated. So if one is killed, it can be started again.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TypedDict
 
 from sqlalchemy import select
 
-from pipeline.hub.database import Database
+from pipeline.hub import xet
+from pipeline.hub.contents import all_commits, all_objects, look_up, pointers_of
+from pipeline.hub.database import Database, events
 from pipeline.hub.errors import BadRequest, Conflict, HubError
-from pipeline.hub.git.process import KEEP_PREFIX, PUSHED_PREFIXES, git, lines_of
-from pipeline.hub.large_files import xet_store
-from pipeline.hub.large_files.store import GRACE_SECONDS, LargeFiles
-from pipeline.hub.repositories.names import SHA
-from pipeline.hub.repositories.objects import all_commits, all_objects, look_up, pointers_of
-from pipeline.hub.repositories.store import Repository
-from pipeline.hub.schema import events
+from pipeline.hub.git import KEEP_PREFIX, PUSHED_PREFIXES, git, lines_of
+from pipeline.hub.large_files import GRACE_SECONDS, LargeFiles
+from pipeline.hub.repositories import SHA, Repository
 
 NeededCommits = Callable[[], Collection[str]]
 _MAX_NAMED = 5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Collected:
-    num_commits: int
-    """The number of commits that were removed."""
-    large_bytes: int
-    """The total size of the large files that were removed."""
-
-
-def in_total(collected: Collection[Collected]) -> dict[str, int]:
-    """What was removed from several repositories, as the command `pipeline hub gc` reads it."""
-    return {
-        "released": sum(each.num_commits for each in collected),
-        "large_bytes": sum(each.large_bytes for each in collected),
-    }
-
-
 def collect_garbage(
     repository: Repository, database: Database, needed_commits: NeededCommits | None
-) -> Collected:
+) -> Counter[str]:
     """Removes the commits that are on no branch any more, and that neither `needed_commits` nor a
     stored event names. If `needed_commits` is None, it is not known what is needed, and no commit
     is removed. Also removes the large files that no commit names.
@@ -53,6 +35,7 @@ def collect_garbage(
     The chunks that `hf_xet` has sent are removed too, if no upload began in the last
     `GRACE_SECONDS`. `hf_xet` sends them again when it needs them.
 
+    Counts what was removed: the commits (`released`), and the bytes of large files (`large_bytes`).
     The caller holds the repository's lock. Otherwise this would remove the objects of a push that
     is under way, because they have no ref yet.
     """
@@ -68,9 +51,9 @@ def collect_garbage(
             }
         needed = {*needed_commits(), *named} - {None}
     large_bytes = sweep(repository, needed)
-    xet_store.empty(repository.folder, grace_seconds=GRACE_SECONDS)
+    xet.empty(repository.folder, grace_seconds=GRACE_SECONDS)
     num_commits = len(before) - len(all_commits(repository))
-    return Collected(num_commits=num_commits, large_bytes=large_bytes)
+    return Counter(released=num_commits, large_bytes=large_bytes)
 
 
 def sweep(repository: Repository, needed: Iterable[str], *, new_files_stay: bool = True) -> int:
@@ -173,7 +156,7 @@ def purge(repository: Repository, sha: str, open_refs: Collection[str]) -> Purge
     git(repository.folder, "update-ref", "--stdin", stdin=commands.encode())
     needed = set(all_commits(repository)).difference(planned["commits"])
     sweep(repository, needed, new_files_stay=False)
-    xet_store.empty(repository.folder, grace_seconds=0)
+    xet.empty(repository.folder, grace_seconds=0)
     if look_up(repository, [sha]) != [None]:
         raise HubError(
             f"{sha} is still in {repository.folder}: something that is not a ref leads to it, such "

@@ -1,43 +1,123 @@
-"""Stores the webhooks, with their secrets encrypted, and checks what clients send about them."""
+"""Stores the webhooks, with their secrets encrypted, and checks what clients send about them.
+Resolves the host of a webhook's URL, and refuses link-local, multicast and metadata addresses.
 
-import json
+A metadata service gives the credentials of this machine to every process on it, so no webhook may
+call one. Addresses of loopback and of private networks are allowed, because the receivers are
+usually there.
+"""
+
+import asyncio
+import ipaddress
 import secrets
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 from urllib.parse import urlsplit
 
-import httpx
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import (
+    AfterValidator,
+    AnyHttpUrl,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+)
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import read_only
+from pipeline.hub.database import webhooks as table
 from pipeline.hub.errors import BadRequest, HubError, NotFound
-from pipeline.hub.repositories.names import RepositoryName
-from pipeline.hub.schema import webhooks as table
-from pipeline.hub.webhooks.addresses import check_literal
+from pipeline.hub.repositories import RepositoryName
 from receiver.verify import check_signing_secret
 from receiver.webhooks import Domain, WatchedItem, WebhookStatus
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+# Addresses of cloud metadata services that are not link-local.
+_METADATA = frozenset(
+    ipaddress.ip_address(text)
+    for text in (
+        "fd00:ec2::254",  # Amazon
+        "fd00:ec2::23",  # Amazon, for pods of EKS
+        "fd20:ce::254",  # Google
+        "100.100.100.200",  # Alibaba
+        "168.63.129.16",  # Azure
+        "192.0.0.192",  # Oracle
+    )
+)
+# Names are looked up in separate threads, because a name server that does not answer blocks a
+# thread for half a minute.
+_resolvers = ThreadPoolExecutor(64, thread_name_prefix="resolve")
+_NAT64 = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
+
+
+def is_forbidden(address: Address) -> bool:
+    """Whether no webhook may call this address. An IPv6 address is also forbidden if it contains
+    a forbidden IPv4 address."""
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+        if any(address in network for network in _NAT64):
+            inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if any(each is not None and is_forbidden(each) for each in inner):
+            return True
+        # Remove the zone (`%eth0`): an address with a zone equals none in `_METADATA`.
+        address = ipaddress.IPv6Address(int(address))
+    return address.is_link_local or address.is_multicast or address in _METADATA
+
+
+def check_literal(host: str) -> None:
+    """Raises ValueError if `host` is an address, not a name, and no webhook may call it."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return
+    if is_forbidden(address):
+        raise ValueError(_refusal(host, address))
+
+
+async def resolve(host: str, port: int) -> tuple[Address, ...]:
+    """All addresses of `host`, which may also be an address, in the order in which to try them.
+
+    Raises HubError if `host` has no address, or if any of its addresses is forbidden. A name
+    that has a forbidden address cannot be trusted, even if its other addresses are allowed.
+    """
+    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    try:
+        answers = await asyncio.get_running_loop().run_in_executor(_resolvers, look_up)
+    except (OSError, UnicodeError) as error:
+        raise HubError(f"{host!r} has no address ({error}): check the URL.") from None
+    found = tuple(ipaddress.ip_address(answer[4][0]) for answer in answers)
+    for address in found:
+        if is_forbidden(address):
+            raise HubError(_refusal(host, address))
+    return found
+
+
+def _refusal(host: str, address: Address) -> str:
+    leads = "is" if host == str(address) else f"leads to {address},"
+    return f"{host} {leads} a link-local, multicast or metadata address: no webhook may call it"
+
+
+_URL = TypeAdapter(AnyHttpUrl)
 
 
 def _is_http(url: str) -> str:
     try:
-        parsed = httpx.URL(url)
-        host = parsed.host  # raises an error if it is not a valid name
-    except (ValueError, httpx.InvalidURL) as error:
-        raise ValueError(f"{url!r} is not a valid URL: {error}") from None
-    if parsed.scheme not in ("http", "https") or not host:
-        raise ValueError(f"{url!r} must start with http:// or https:// and name a host")
-    if parsed.port is not None and not 0 < parsed.port < 65536:
-        raise ValueError(f"{url!r}: {parsed.port} is no port")
-    check_literal(host)
+        parsed = _URL.validate_python(url)
+    except ValidationError as error:
+        raise ValueError(f"{url!r}: {error.errors()[0]['msg']}") from None
+    check_literal((parsed.host or "").strip("[]"))
     return url
 
 
 HttpUrl = Annotated[str, AfterValidator(_is_http)]
-Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=128)]
 # Visible ASCII, because the secret is sent in a header, where other characters may be changed.
 Secret = Annotated[
     str,
@@ -83,9 +163,8 @@ class WebhookRequest(BaseModel):
     domains: Annotated[tuple[Domain, ...], Field(min_length=1)] | None = None
     secret: Secret | Literal[""] | None = None
     """The secret that the receiver checks. Empty removes it."""
-    secrets: dict[Variable, str] | None = None
-    """Secret environment variables of the copies of the job. A variable is added or replaced; with
-    an empty value, it is removed. Variables that are not named stay."""
+    secrets: object = None
+    """The Hugging Face Hub gives them to the copies of the job; this hub refuses them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +176,6 @@ class StoredWebhook:
     watched: tuple[HubWatchedItem, ...]
     domains: tuple[Domain, ...]
     encrypted_secret: bytes | None
-    encrypted_secrets: bytes | None
     disabled: bool
     failing_since: float | None
     """The time of the first failed attempt since the last successful one. None if there is none."""
@@ -128,13 +206,6 @@ class StoredWebhook:
             and domain in self.domains
             and any(item.covers(repository) for item in self.watched)
         )
-
-
-def variables_of(webhook: StoredWebhook, cipher: Cipher) -> dict[str, str]:
-    """The secret environment variables of the jobs that the webhook starts. Raises HubError if they
-    were encrypted with another key."""
-    variables: dict[str, str] = json.loads(cipher.decrypt(webhook.encrypted_secrets) or "{}")
-    return variables
 
 
 def list_webhooks(connection: Connection) -> list[StoredWebhook]:
@@ -168,7 +239,7 @@ def get_enabled_webhook(connection: Connection, id: str) -> StoredWebhook:
 def create_webhook(
     connection: Connection, request: WebhookRequest, cipher: Cipher
 ) -> StoredWebhook:
-    """Raises the errors of `update_webhook`, and BadRequest if a field is missing."""
+    """Raises BadRequest if a field is missing."""
     if not request.watched:
         raise BadRequest("watched: a webhook must watch something.")
     if request.url is None and request.jobSourceId is None:
@@ -182,24 +253,13 @@ def create_webhook(
 def update_webhook(
     connection: Connection, id: str, request: WebhookRequest, cipher: Cipher
 ) -> StoredWebhook:
-    """Changes the fields that the request names. If it has `secrets`, and the stored `secrets` were
-    encrypted with another key, the new ones replace all stored ones. Raises BadRequest for
-    `secrets` of a webhook that calls a URL."""
+    """Changes the fields that the request names. Raises NotFound."""
     webhook = get_webhook(connection, id)
     changes: dict[str, object] = {}
     if request.url is not None:
-        changes |= {"url": request.url, "job_id": None, "encrypted_secrets": None}
+        changes |= {"url": request.url, "job_id": None}
     elif request.jobSourceId is not None:
         changes |= {"url": None, "job_id": request.jobSourceId}
-    if request.secrets is not None:
-        if changes.get("job_id", webhook.job_id) is None:
-            raise BadRequest("secrets: only a webhook that starts a job has any: leave them out.")
-        try:
-            known = variables_of(webhook, cipher)
-        except HubError:
-            known = {}
-        merged = {name: value for name, value in (known | request.secrets).items() if value}
-        changes["encrypted_secrets"] = cipher.encrypt(json.dumps(merged))
     if request.watched:
         changes["watched"] = [item.model_dump() for item in request.watched]
     if request.domains is not None:
