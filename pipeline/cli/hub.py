@@ -21,7 +21,7 @@ from pipeline.hub.repositories.garbage import Purge, collect_garbage, in_total, 
 from pipeline.hub.repositories.garbage import purge as purge_repository
 from pipeline.hub.repositories.names import RepositoryName, repository_name
 from pipeline.hub.repositories.store import Repositories
-from pipeline.hub.state_folder import stopped_hub
+from pipeline.hub.service import stopped_hub
 from pipeline.hub.tokens import check_name, create_token, list_tokens, revoke_token
 from pipeline.job_store import open_job_store
 from pipeline.logs import log_to_stderr
@@ -47,8 +47,7 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The name of t
 def hub(context: typer.Context, host: HostOption = None, port: PortOption = None) -> None:
     if context.invoked_subcommand is not None:
         return
-    from pipeline.hub.app import create_app
-    from pipeline.hub.server import serve
+    from pipeline.hub.app import create_app, serve
     from pipeline.push_remarks import PushRemarks
 
     home, settings = Home.find(), load_settings()
@@ -271,7 +270,7 @@ def create(
 
 @tokens.command(name="ls")
 def list_(as_json: JsonOption = False) -> None:
-    """List the tokens: their names, what they may do, and when they were last used."""
+    """List the tokens: their names, what they may do, and when they were created."""
     found = _on_hub(list_tokens, "GET", "tokens")
     if as_json:
         print(json.dumps(found, indent=2))
@@ -282,11 +281,10 @@ def list_(as_json: JsonOption = False) -> None:
             each["role"],
             "all" if each["repositories"] is None else ", ".join(each["repositories"]),
             each["createdAt"][:16],
-            (each["lastUsedAt"] or "never")[:16],
         )
         for each in found
     ]
-    headings = ("NAME", "ROLE", "REPOSITORIES", "CREATED", "LAST USED")
+    headings = ("NAME", "ROLE", "REPOSITORIES", "CREATED")
     print_table(headings, rows, empty="No token yet; create one: pipeline hub tokens create NAME")
 
 

@@ -19,11 +19,6 @@ class HubSettings(BaseModel):
     owner: OwnerName = "local"
     """The user name that `whoami` answers. A repository name without an owner means a repository of
     this user."""
-    orgs: tuple[OwnerName, ...] = ()
-    """The organizations that `whoami` answers. A repository may have any other owner too."""
-    public_reads: bool = False
-    """Whether anybody who reaches this address may read public repositories without a token. A
-    request to a private repository always needs a token."""
     delivery_schedule_seconds: tuple[float, ...] = Field(
         default=(0, 5, 30, 120, 600, 1800, *[3600] * 24), min_length=1
     )

@@ -37,11 +37,9 @@ def test_discussions(hub: RunningHub, tmp_path: Path) -> None:
 
 def test_repositories(hub: RunningHub, tmp_path: Path) -> None:
     repo = Repo(hub, "old", tmp_path)
-    repo.hf("repos", "settings", repo.id, "--public", *DATASET)
     repo.hf("repos", "move", repo.id, "local/new", *DATASET)
     repo.hf("repos", "create", "local/made", *DATASET)
-    told = {each["id"]: each["visibility"] for each in listed(repo, "repos", "ls")}
-    assert (told["local/new"], told["local/made"]) == ("public", "private")
-    assert repo.id not in told
+    told = {each["id"] for each in listed(repo, "datasets", "ls", "--author", "local")}
+    assert {"local/new", "local/made"} <= told and repo.id not in told
     repo.hf("repos", "delete", "local/made", "--yes", *DATASET)
     assert not hub.api.repo_exists("local/made", repo_type="dataset")

@@ -17,7 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from pipeline.hub.cipher import GRANT_SECONDS, Cipher
 from pipeline.hub.large_files.store import LargeFiles
-from pipeline.hub.routes.lfs import sign
+from pipeline.hub.routes.large_files import sign
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
 
 # What the client itself does when it sends a file without Xet.

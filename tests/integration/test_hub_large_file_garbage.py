@@ -12,7 +12,7 @@ from pipeline.hub.large_files.store import LargeFiles
 from pipeline.hub.large_files.xet_store import XetStore
 from pipeline.hub.repositories.garbage import purge
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.state_folder import stopped_hub
+from pipeline.hub.service import stopped_hub
 from pipeline.pointers import Pointer
 from tests.hub_fixtures import RunningHub, commit_file, running_hub
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.hub.actions.discussions import difference
 from pipeline.hub.errors import TooSlow
 from pipeline.hub.git.process import git
 from pipeline.hub.repositories.names import RepositoryName
 from pipeline.hub.repositories.store import Repository
+from pipeline.hub.routes.discussions import difference
 
 
 @pytest.fixture

@@ -12,15 +12,14 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from pipeline.hub.actions.discussions import Discussions, check_takes_commits
 from pipeline.hub.commits.body import CommitBody
 from pipeline.hub.commits.changes import MAX_GIT_BYTES, attributes_files, planned_changes
 from pipeline.hub.commits.fast_import import first_commit, import_commit, make_commit
 from pipeline.hub.contents.attributes import IGNORE_FILE, ignored_paths, large_file_paths
 from pipeline.hub.contents.cards import parse_card
-from pipeline.hub.contents.history import read_commit, resolve_revision
+from pipeline.hub.contents.history import resolve_revision
 from pipeline.hub.contents.trees import Entry, find_paths, read_tree
-from pipeline.hub.discussions import MAX_TITLE, OPEN, list_discussions
+from pipeline.hub.discussions import MAX_TITLE
 from pipeline.hub.errors import RevisionNotFound
 from pipeline.hub.events import EventLog, record_ref_changes
 from pipeline.hub.git.process import PULL_REQUEST_PREFIX, git
@@ -35,8 +34,8 @@ from pipeline.hub.http_json import (
 from pipeline.hub.repositories.names import DEFAULT_BRANCH, new_file_path
 from pipeline.hub.repositories.refs import RefChange, read_refs, remember
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.routes.access import API, Named, Writer, readable
-from pipeline.hub.service import HubOf
+from pipeline.hub.routes.discussions import check_takes_commits, open_discussion
+from pipeline.hub.service import API, HubOf, Named, Writer, readable
 from pipeline.hub.tokens import Identity, signature
 
 MAX_README_BYTES = 4 * MAX_BODY_BYTES
@@ -64,14 +63,18 @@ Made = tuple[str, Sequence[RefChange], int | None]
 number of the pull request that it opened."""
 
 router = APIRouter()
+checks = APIRouter()
 
 
-@router.post("/api/validate-yaml")
+@checks.post("/api/validate-yaml")
 async def validate_yaml(
     hub: HubOf, body: Annotated[Readme, json_body(Readme, max_bytes=MAX_README_BYTES)]
 ) -> JSONResponse:
     """Answers 400 if the README has errors, so that the client does not commit it. With warnings
-    only, the client may commit it."""
+    only, the client may commit it.
+
+    It needs no token, because its answer depends only on the body, and `metadata_update` and
+    `DatasetCard.push_to_hub` of `huggingface_hub` call it without a token."""
     async with hub.card_slots:
         card = await run_in_threadpool(parse_card, body.content)
     return JSONResponse(
@@ -207,33 +210,16 @@ def commit_to_pull_request(
     start = head if parent is None else resolve_revision(repository, parent)
     changes = planned_changes(repository, start, body)
     sha = import_commit(repository, start, body.header.message, signature(identity), changes)
-    earlier = _opened_before(log, repository, identity, base, sha)
-    if earlier is not None:
-        return earlier
-    opened = Discussions(log=log, repository=repository, identity=identity).open(
+    opened = open_discussion(
+        log,
+        repository,
+        identity,
         title=body.header.summary[:MAX_TITLE],
         text=body.header.description or body.header.summary,
         base=base,
         head=sha,
     )
     return sha, [RefChange(ref=opened.ref, old_sha=start, new_sha=sha)], opened.num
-
-
-def _opened_before(
-    log: EventLog, repository: Repository, identity: Identity, base: str, sha: str
-) -> Made | None:
-    """The pull request that an earlier try of the same request has opened. A client that lost the
-    answer sends the request again. The commits then differ only in their time."""
-    with log.database.read() as connection:
-        present = list_discussions(connection, repository, OPEN)
-    heads, wanted = read_refs(repository), read_commit(repository, sha)
-    for each in present:
-        if each.base != base or each.author != identity.user:
-            continue
-        head = heads.get(each.ref)
-        if head is not None and read_commit(repository, head) == wanted:
-            return head, (), each.num
-    return None
 
 
 def find_branch(

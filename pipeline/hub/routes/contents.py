@@ -1,17 +1,17 @@
-"""API routes that read a repository: its description, trees, commits and files."""
+"""API routes that list repositories, and describe one, its trees, commits and files."""
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from html import escape
 from typing import Annotated
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, Depends, Query
+from sqlalchemy import select
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pipeline.hub.contents.cards import README, Card, parse_card
-from pipeline.hub.contents.history import last_commits, list_commits, resolve_revision
+from pipeline.hub.contents.history import list_commits, resolve_revision
 from pipeline.hub.contents.trees import (
     SMALL_FILE_BYTES,
     Entry,
@@ -20,19 +20,66 @@ from pipeline.hub.contents.trees import (
     read_file,
     stream_file,
 )
-from pipeline.hub.errors import BadRequest, EntryNotFound, NotFound, RevisionNotFound
-from pipeline.hub.http_json import Json, iso_time, next_page, read_body
+from pipeline.hub.errors import (
+    BadRequest,
+    EntryNotFound,
+    NotFound,
+    NotSupported,
+    RevisionNotFound,
+)
+from pipeline.hub.http_json import Json, file_answer, iso_time, read_body
 from pipeline.hub.large_files.store import LargeFiles
+from pipeline.hub.repositories.names import DEFAULT_BRANCH
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.routes import file_answers
-from pipeline.hub.routes.access import API, FILES, Readable
+from pipeline.hub.schema import refs
+from pipeline.hub.service import API, FILES, TYPES, HubOf, Readable, Who
 from pipeline.pointers import Pointer
 
-COMMITS_PER_PAGE = 1000
 MAX_PATHS = 10_000
+_QUERY = frozenset(
+    {"author", "search", "pipeline_tag", "limit", "full", "cardData", "config", "expand"}
+)
 
+lists = APIRouter()
 api = APIRouter(prefix=API)
 files = APIRouter(prefix=FILES)
+
+
+def list_repositories(
+    request: Request,
+    hub: HubOf,
+    identity: Who,
+    author: str = "",
+    search: Annotated[Sequence[str], Query()] = (),
+    pipeline_tag: str = "",
+    limit: Annotated[int | None, Query(ge=1)] = None,
+) -> JSONResponse:
+    """The repositories of one type, the newest first. Raises NotSupported for a filter or an order
+    that this hub does not have, because without it the list would be wrong."""
+    if unknown := sorted(request.query_params.keys() - _QUERY):
+        raise NotSupported(
+            f"Lists by {', '.join(unknown)}: not supported by this hub. It lists by author, "
+            "search, pipeline_tag and limit, the newest first."
+        )
+    type = TYPES[request.url.path.removeprefix("/api/")]
+    with hub.database.read() as connection:
+        newest = select(refs.c.repository_id, refs.c.sha).where(refs.c.ref == DEFAULT_BRANCH)
+        heads = {row.repository_id: row.sha for row in connection.execute(newest)}
+        present = hub.repositories.all(connection)
+    found = [
+        described(repository, heads.get(repository.id))
+        for repository in sorted(present, key=lambda each: each.created_at, reverse=True)
+        if repository.name.type == type
+        and identity.may_see(repository)
+        and author.lower() in ("", repository.name.owner.lower())
+        and all(text.lower() in repository.name.id.lower() for text in search)
+    ]
+    shown = [each for each in found if pipeline_tag in ("", each.get("pipeline_tag"))]
+    return JSONResponse(shown[:limit])
+
+
+for _plural in TYPES:
+    lists.get(f"/api/{_plural}")(list_repositories)
 
 
 @api.get("")
@@ -47,7 +94,8 @@ def describe_newest(repository: Readable, blobs: bool = False) -> JSONResponse:
 @api.get("/revision/{revision:rest}")
 def describe(repository: Readable, revision: str, blobs: bool = False) -> JSONResponse:
     commit = resolve_revision(repository, revision)
-    siblings = siblings_at(repository, commit, blobs)
+    entries = list_tree(repository, commit, recursive=True)
+    siblings = [_sibling(entry, blobs) for entry in entries if entry.type == "file"]
     return JSONResponse({**described(repository, commit), "siblings": siblings})
 
 
@@ -55,15 +103,11 @@ def describe(repository: Readable, revision: str, blobs: bool = False) -> JSONRe
 @api.get("/tree/{revision:part}/{path:rest}")
 @api.get("/tree/{revision:part}")
 def tree(
-    repository: Readable,
-    revision: str,
-    path: str = "",
-    recursive: bool = False,
-    expand: bool = False,
+    repository: Readable, revision: str, path: str = "", recursive: bool = False
 ) -> JSONResponse:
     commit = resolve_revision(repository, revision)
     entries = list_tree(repository, commit, path, recursive=recursive)
-    return JSONResponse(_entries(repository, commit, entries, expand=expand))
+    return JSONResponse([_entry(entry) for entry in entries])
 
 
 async def _form(request: Request) -> dict[str, list[str]]:
@@ -79,51 +123,26 @@ async def _form(request: Request) -> dict[str, list[str]]:
 def paths_info(
     form: Annotated[dict[str, list[str]], Depends(_form)], repository: Readable, revision: str
 ) -> JSONResponse:
-    expand = form.get("expand", [""])[0].lower() in ("1", "true")
     commit = resolve_revision(repository, revision)
     entries = find_paths(repository, commit, form.get("paths", []))
-    items = _entries(repository, commit, entries, expand=expand)
-    for entry, item in zip(entries, items, strict=True):
-        if entry.lfs is not None and not expand:
-            # `huggingface_hub` copies a large file to another repository only if the file has a Xet
-            # hash. The client neither checks nor uses this hash, so the sha256 is enough. A copy
-            # asks without `expand`. Only `HfFileSystem` asks with it, and would download a file
-            # with a Xet hash over Xet, which this hub does not have.
-            item["xetHash"] = entry.lfs.oid
-    return JSONResponse(items)
+    return JSONResponse([_entry(entry) for entry in entries])
 
 
 @api.get("/commits/{revision:rest}")
-def commits(
-    request: Request,
-    repository: Readable,
-    revision: str,
-    p: Annotated[int, Query(ge=0, lt=10**6)] = 0,
-    limit: Annotated[int, Query(ge=1)] = COMMITS_PER_PAGE,
-    at: str | None = None,
-    expand: Annotated[Sequence[str], Query(alias="expand[]")] = (),
-) -> JSONResponse:
-    """The commits, newest first. `p` is the number of the page, from 0. The link to the next page
-    also has the sha of the newest commit on the first page (`at`). So a push between two pages does
-    not change which commits are on which page."""
-    limit = min(limit, COMMITS_PER_PAGE)
-    commit = resolve_revision(repository, at or revision)
-    found = list_commits(repository, commit, skip=p * limit, limit=limit + 1)
-    items: list[Json] = []
-    for one in found[:limit]:
-        item: Json = {
-            "id": one.sha,
-            "title": one.title,
-            "message": one.message,
-            "date": iso_time(one.committed_at),
-            "authors": [{"user": one.author}],
-        }
-        if "formatted" in expand:
-            item["formatted"] = {"title": escape(one.title), "message": escape(one.message)}
-        items.append(item)
-    more = len(found) > limit
+def commits(repository: Readable, revision: str) -> JSONResponse:
+    """All commits, newest first."""
+    commit = resolve_revision(repository, revision)
     return JSONResponse(
-        items, headers=next_page(request, {"p": p + 1, "at": commit}) if more else None
+        [
+            {
+                "id": one.sha,
+                "title": one.title,
+                "message": one.message,
+                "date": iso_time(one.committed_at),
+                "authors": [{"user": one.author}],
+            }
+            for one in list_commits(repository, commit, skip=0, limit=-1)
+        ]
     )
 
 
@@ -143,7 +162,7 @@ def resolve(request: Request, repository: Readable, revision: str, path: str = "
     headers = {"X-Repo-Commit": commit, "ETag": f'"{file.oid}"'}
     is_small = request.method == "GET" and file.size_bytes <= SMALL_FILE_BYTES
     content = read_file(repository, file) if is_small else partial(stream_file, repository, file)
-    return file_answers.answer(request, file.size_bytes, headers, content)
+    return file_answer(request, file.size_bytes, headers, content)
 
 
 def _large_file(
@@ -158,14 +177,8 @@ def _large_file(
             "`git lfs push --all <this hub>`.",
             headers={"X-Repo-Commit": commit},
         )
-    tag = f'"{pointer.oid}"'
-    headers = {
-        "X-Repo-Commit": commit,
-        "ETag": tag,
-        "X-Linked-Etag": tag,
-        "X-Linked-Size": str(size),
-    }
-    return file_answers.answer(request, size, headers, partial(large.read, pointer.oid))
+    headers = {"X-Repo-Commit": commit, "ETag": f'"{pointer.oid}"'}
+    return file_answer(request, size, headers, partial(large.read, pointer.oid))
 
 
 @lru_cache(maxsize=10_000)
@@ -198,25 +211,6 @@ def described(repository: Repository, commit: str | None) -> Json:
     if repository.name.type == "model":
         facts |= {key: text for key in ("pipeline_tag", "library_name") for text in card.texts(key)}
     return facts
-
-
-def siblings_at(repository: Repository, commit: str, with_sizes: bool = False) -> list[Json]:
-    """The files of the commit."""
-    entries = list_tree(repository, commit, recursive=True)
-    return [_sibling(entry, with_sizes) for entry in entries if entry.type == "file"]
-
-
-def _entries(
-    repository: Repository, commit: str, entries: Sequence[Entry], *, expand: bool
-) -> list[Json]:
-    items = [_entry(entry) for entry in entries]
-    if expand:
-        found = last_commits(repository, commit, [entry.path for entry in entries])
-        for entry, item in zip(entries, items, strict=True):
-            if (last := found.get(entry.path)) is not None:
-                date = iso_time(last.committed_at)
-                item["lastCommit"] = {"id": last.sha, "title": last.title, "date": date}
-    return items
 
 
 def _entry(entry: Entry) -> Json:

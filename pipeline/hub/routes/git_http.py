@@ -26,8 +26,7 @@ from pipeline.hub.git import backend
 from pipeline.hub.git.process import clear_repository
 from pipeline.hub.http_json import GIT_SERVICES, receive_into
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.routes.access import FILES, Named, Readable, Who
-from pipeline.hub.service import Hub, HubOf
+from pipeline.hub.service import FILES, Hub, HubOf, Named, Readable, Who
 
 _LS_REFS = b"0014command=ls-refs"
 

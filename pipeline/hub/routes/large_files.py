@@ -1,11 +1,16 @@
-"""The batch API of Git LFS. It tells a client which files to send or fetch, and at which URLs.
+"""Receives and sends large files.
 
+The batch API of Git LFS tells a client which files to send or fetch, and at which URLs.
 `huggingface_hub` sends no token with a file, so the signature of the URL replaces the token. A
 signature is valid for some hours, and only for one method, repository, file and size.
-
 https://github.com/git-lfs/git-lfs/blob/main/docs/api/README.md
+
+`hf_xet` sends files by a part of the Xet API: it cuts files into chunks. A xorb holds many chunks,
+and a shard says which chunks make each file. Clients do not read files over Xet: the route
+`resolve` answers without a Xet hash, so clients fetch the files over plain HTTP.
 """
 
+import time
 from functools import partial
 from typing import Annotated, Literal
 
@@ -15,23 +20,26 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pipeline.hub.cipher import GRANT_SECONDS, Cipher
-from pipeline.hub.errors import Forbidden, NotFound
-from pipeline.hub.http_json import Json, chunks, hub_url, json_body
+from pipeline.hub.errors import Forbidden, NotFound, Unauthorized
+from pipeline.hub.http_json import Json, chunks, file_answer, hub_url, json_body
 from pipeline.hub.large_files.store import LargeFiles
-from pipeline.hub.repositories.names import RepositoryType
+from pipeline.hub.large_files.xet_format import MAX_SHARD_BYTES, MAX_XORB_BYTES
+from pipeline.hub.large_files.xet_store import XetStore
 from pipeline.hub.repositories.store import Repository
-from pipeline.hub.routes import file_answers
-from pipeline.hub.routes.access import API, FILES, Readable, Who, Writer
-from pipeline.hub.service import Hub, HubOf
+from pipeline.hub.service import API, FILES, Hub, HubOf, Readable, Who, writer
 from pipeline.pointers import OID
 
 _MAX_OBJECTS = 10_000
 
 _TRANSFERS = "/api/lfs/{repository_id}/objects/{oid}"
+_XET = "/api/xet/"
 
 router = APIRouter()
 transfers = APIRouter(prefix=_TRANSFERS)
 """The routes of the signed URLs. Each first checks the signature; none needs a token."""
+xet = APIRouter(prefix=_XET + "{repository_id}/{store_id}")
+"""The routes that need no token of the hub. Each first checks the Xet access token. It is valid for
+one store, a folder in which a repository keeps the xorbs that clients sent."""
 
 
 class LargeObject(BaseModel):
@@ -61,43 +69,6 @@ def offer(
         {"transfer": "basic", "objects": objects, "hash_algo": "sha256"},
         media_type="application/vnd.git-lfs+json",
     )
-
-
-class Target(BaseModel):
-    type: RepositoryType
-    name: str
-
-
-class FileToCopy(BaseModel):
-    sha256: str
-
-
-class Duplicate(BaseModel):
-    target: Target
-    files: tuple[FileToCopy, ...] = Field(max_length=_MAX_OBJECTS)
-
-
-@router.post(f"{API}/lfs-files/duplicate")
-def duplicate(
-    hub: HubOf,
-    identity: Writer,
-    body: Annotated[Duplicate, json_body(Duplicate)],
-    source: Readable,
-) -> Json:
-    """Copies large files of this repository to another one. The client calls this before it commits
-    the pointers in the other repository."""
-    target = hub.find_reached(hub.name_of(body.target.type, body.target.name), identity)
-    files, copies = LargeFiles(source.folder), LargeFiles(target.folder)
-    missing = [each.sha256 for each in body.files if not copies.link(files, each.sha256)]
-    return {
-        "failed": [
-            {
-                "sha256": oid,
-                "error": f"The {source.name} does not have this large file: push it there first.",
-            }
-            for oid in missing
-        ]
-    }
 
 
 def _answer(hub: Hub, repository: Repository, url: str, batch: Batch, wanted: LargeObject) -> Json:
@@ -159,7 +130,7 @@ def fetch(request: Request, signed: Signed, oid: str) -> Response:
             f"The hub does not have the large file {oid} any more: push it from a clone that has "
             "it."
         )
-    return file_answers.answer(request, size, {"ETag": f'"{oid}"'}, partial(files.read, oid))
+    return file_answer(request, size, {"ETag": f'"{oid}"'}, partial(files.read, oid))
 
 
 @transfers.put("")
@@ -167,3 +138,50 @@ async def send(request: Request, signed: Signed, oid: str) -> Response:
     files, size = signed
     await files.receive(chunks(request), oid, size)
     return Response(headers={"ETag": f'"{oid}"'})
+
+
+@router.get(f"{API}/xet-write-token/{{revision:rest}}", dependencies=[Depends(writer)])
+def write_token(request: Request, hub: HubOf, repository: Readable) -> Json:
+    """The URL to which `hf_xet` sends files for this repository, and the access token for it."""
+    store = XetStore.current(repository.folder)
+    return {
+        "casUrl": f"{hub_url(request)}{_XET}{repository.id}/{store.id}",
+        "accessToken": hub.cipher.grant("xet", repository.id, store.id),
+        "exp": int(time.time()) + GRANT_SECONDS,
+    }
+
+
+def _store(request: Request, hub: HubOf, repository_id: str, store_id: str) -> XetStore:
+    """The store for which the token is valid. Raises Unauthorized, and RepositoryNotFound if the
+    repository does not exist any more."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    granted = hub.cipher.read_grant(token)
+    if scheme.lower() != "bearer" or granted != ["xet", repository_id, store_id]:
+        raise Unauthorized(  # after which the client asks for a new token
+            "This is not an access token of this hub for this Xet store, or it has expired: ask "
+            "for a new one."
+        )
+    return XetStore(hub.find_by_id(repository_id).folder, store_id)
+
+
+Store = Annotated[XetStore, Depends(_store)]
+
+
+@xet.post("/v1/xorbs/{prefix}/{hash}")
+async def receive_xorb(request: Request, store: Store, hash: str) -> Json:
+    await store.receive_xorb(chunks(request, max_bytes=MAX_XORB_BYTES), hash)
+    return {"was_inserted": True}
+
+
+@xet.post("/v1/shards")
+async def receive_shard(request: Request, hub: HubOf, store: Store) -> Json:
+    limit = hub.settings.max_push_bytes
+    await store.receive_shard(chunks(request, max_bytes=MAX_SHARD_BYTES), max_file_bytes=limit)
+    return {"result": 1}
+
+
+@xet.api_route("/{rest:rest}", methods=["GET", "POST"])
+def answer_nothing(_: Store) -> JSONResponse:
+    """Answers 404 for the rest of the Xet API, such as the search for chunks of other repositories.
+    Clients can send files without these requests."""
+    return JSONResponse({"error": "This hub only takes xorbs and shards."}, status_code=404)
