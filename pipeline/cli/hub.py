@@ -15,7 +15,7 @@ from pipeline.cli.terminal import HostOption, JsonOption, PortOption, print_tabl
 from pipeline.cli.webhooks import hub_access
 from pipeline.errors import PipelineError
 from pipeline.hub.database import Database
-from pipeline.hub.discussions import open_refs
+from pipeline.hub.discussions import open_bases
 from pipeline.hub.errors import HubInUse
 from pipeline.hub.repositories.garbage import Purge, collect_garbage, in_total, plan_purge
 from pipeline.hub.repositories.garbage import purge as purge_repository
@@ -169,7 +169,7 @@ def _purge(method: Literal["GET", "POST"], name: RepositoryName, sha: str) -> An
     def act(database: Database, repositories: Repositories) -> Purge:
         with database.read() as connection:
             found = repositories.find(connection, name)
-            refs = open_refs(connection, found)
+            refs = open_bases(connection, found)
         return (plan_purge if method == "GET" else purge_repository)(found, sha, refs)
 
     return _on_hub(act, method, f"purge/{name.type}s/{name.id}/{sha}")

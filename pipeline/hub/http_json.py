@@ -3,9 +3,9 @@ git and git-lfs read."""
 
 import errno
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, TypeVar
 
 from fastapi import Depends
 from fastapi.exceptions import RequestValidationError
@@ -199,15 +199,15 @@ def iso_time(seconds: float) -> str:
     return f"{time:%Y-%m-%dT%H:%M:%S}.{time.microsecond // 1000:03d}Z"
 
 
-class Read(Protocol):
-    def __call__(self, *, start: int, length: int) -> AsyncIterator[bytes]: ...
-
-
 def file_answer(
-    request: Request, size: int, headers: Mapping[str, str], content: Read | bytes
+    request: Request,
+    size: int,
+    headers: Mapping[str, str],
+    content: bytes | Callable[..., AsyncIterator[bytes]],
 ) -> Response:
-    """The answer with a file of `size` bytes: its `content`, or a function that gives it. Then the
-    bytes are streamed, so only one chunk is in memory at a time. Raises RangeNotSatisfiable."""
+    """The answer with a file of `size` bytes: its `content`, or a function of `start` and `length`
+    that gives it. Then the bytes are streamed, so only one chunk is in memory at a time. Raises
+    RangeNotSatisfiable."""
     start, end = _requested_range(request, size)
     is_part = (start, end) != (0, size)
     status = 206 if is_part else 200

@@ -1,12 +1,8 @@
 """The settings of the embedded hub."""
 
-from typing import Annotated
-
 from pydantic import BaseModel, ConfigDict, Field
 
 GIB = 1024**3
-
-OwnerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")]
 
 
 class HubSettings(BaseModel):
@@ -16,7 +12,7 @@ class HubSettings(BaseModel):
     """The address to listen on. It is also the host in the URLs of events and of `pipeline env`."""
     port: int = Field(default=8070, ge=1, le=65535)
     """The port to listen on."""
-    owner: OwnerName = "local"
+    owner: str = Field(default="local", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")
     """The user name that `whoami` answers. A repository name without an owner means a repository of
     this user."""
     delivery_schedule_seconds: tuple[float, ...] = Field(

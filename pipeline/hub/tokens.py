@@ -7,6 +7,7 @@ only read, or read and write, and is valid for all repositories or only for some
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import re
 import secrets
@@ -126,7 +127,13 @@ def sent_token(scope: Scope) -> bytes:
         raise Unauthorized(
             "This hub needs a token: set HF_TOKEN, or run the commands that `pipeline env` prints."
         )
-    return _token(given[0]) if len(given) == 1 else b""
+    scheme, _, credentials = given[0].partition(b" ")
+    if len(given) == 1 and scheme.lower() == b"bearer":
+        return credentials.strip()
+    if len(given) == 1 and scheme.lower() == b"basic":
+        with contextlib.suppress(binascii.Error):
+            return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
+    return b""
 
 
 def identity_of_stored(database: Database, token: bytes, user: str) -> Identity:
@@ -174,18 +181,6 @@ def digest(token: bytes) -> str:
     """What the hub stores of a token. A slower hash is not needed, because a token has 160 random
     bits, and nobody can find it by trying."""
     return hashlib.sha256(token).hexdigest()
-
-
-def _token(value: bytes) -> bytes:
-    scheme, _, credentials = value.partition(b" ")
-    if scheme.lower() == b"bearer":
-        return credentials.strip()
-    if scheme.lower() == b"basic":
-        try:
-            return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
-        except binascii.Error:
-            return b""
-    return b""
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")

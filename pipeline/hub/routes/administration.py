@@ -5,7 +5,7 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from pipeline.hub.discussions import open_refs
+from pipeline.hub.discussions import open_bases
 from pipeline.hub.http_json import Json
 from pipeline.hub.repositories.garbage import (
     Collected,
@@ -67,7 +67,7 @@ def purge_commit(request: Request, hub: HubOf, repository: Locked, sha: str) -> 
     The answer is 409 if the history of a branch, a tag or an open pull request still has the
     commit."""
     with hub.database.read() as connection:
-        refs = open_refs(connection, repository)
+        refs = open_bases(connection, repository)
     act = plan_purge if request.method == "GET" else purge
     answer = act(repository, sha, refs)
     described.cache_clear()  # it may hold the card of a removed commit

@@ -48,6 +48,11 @@ class PlannedFile(BaseModel):
     sample: Base64Bytes = b""
     """The first 512 bytes of the file."""
 
+    @property
+    def is_large(self) -> bool:
+        """Whether the file is too large for git, or binary: its sample has a NUL byte."""
+        return self.size > MAX_GIT_BYTES or b"\0" in self.sample
+
 
 class Preupload(BaseModel):
     files: tuple[PlannedFile, ...]
@@ -120,7 +125,7 @@ async def preupload(
         return [
             {
                 "path": file.path,
-                "uploadMode": "lfs" if path in tracked or _is_large(file) else "regular",
+                "uploadMode": "lfs" if path in tracked or file.is_large else "regular",
                 "shouldIgnore": path in ignored,
                 "oid": there.get(path),
             }
@@ -171,12 +176,6 @@ def _ignored(
     if there is None or there.type != "file":
         return set()
     return ignored_paths(repository, git(repository.folder, "cat-file", "blob", there.oid), paths)
-
-
-def _is_large(file: PlannedFile) -> bool:
-    """Whether the file is too large for git, or binary. A file is binary if its sample has a NUL
-    byte."""
-    return file.size > MAX_GIT_BYTES or b"\0" in file.sample
 
 
 def begin(log: EventLog, repository: Repository, identity: Identity) -> None:

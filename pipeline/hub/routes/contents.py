@@ -187,14 +187,10 @@ def described(repository: Repository, commit: str | None) -> Json:
     Hugging Face Hub also infers the task and the library of a model from its files; this hub takes
     them from the card only."""
     facts: Json = {
-        "_id": repository.id,
         "id": repository.name.id,
         "author": repository.name.owner,
         "private": repository.private,
-        "gated": False,
         "tags": [],
-        "downloads": 0,
-        "likes": 0,
         "createdAt": iso_time(repository.created_at),
         "lastModified": iso_time(repository.created_at),
         "sha": commit,
@@ -214,21 +210,21 @@ def described(repository: Repository, commit: str | None) -> Json:
 
 
 def _entry(entry: Entry) -> Json:
-    facts: Json = {"type": entry.type, "path": entry.path, "oid": entry.oid}
-    facts["size"] = entry.content_bytes if entry.type == "file" else 0
-    if entry.lfs is not None:
-        facts["lfs"] = {"oid": entry.lfs.oid, **_sizes(entry, entry.lfs)}
-    return facts
+    size = entry.content_bytes if entry.type == "file" else 0
+    facts: Json = {"type": entry.type, "path": entry.path, "oid": entry.oid, "size": size}
+    return facts | _large(entry, "oid")
 
 
 def _sibling(entry: Entry, with_sizes: bool) -> Json:
-    if not with_sizes:
-        return {"rfilename": entry.path}
-    facts: Json = {"rfilename": entry.path, "size": entry.content_bytes, "blobId": entry.oid}
-    if entry.lfs is not None:
-        facts["lfs"] = {"sha256": entry.lfs.oid, **_sizes(entry, entry.lfs)}
+    facts: Json = {"rfilename": entry.path}
+    if with_sizes:
+        facts |= {"size": entry.content_bytes, "blobId": entry.oid, **_large(entry, "sha256")}
     return facts
 
 
-def _sizes(entry: Entry, pointer: Pointer) -> Json:
-    return {"size": pointer.size, "pointerSize": entry.size_bytes}
+def _large(entry: Entry, name: str) -> Json:
+    """What is told of a large file. `name` is what its sha256 is called."""
+    if entry.lfs is None:
+        return {}
+    sizes = {"size": entry.lfs.size, "pointerSize": entry.size_bytes}
+    return {"lfs": {name: entry.lfs.oid, **sizes}}

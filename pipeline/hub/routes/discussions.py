@@ -5,12 +5,14 @@ Each change is stored together with its event.
 
 import logging
 import tempfile
+import time
 from html import escape
+from secrets import token_hex
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path
 from pydantic import BaseModel
-from sqlalchemy import Connection
+from sqlalchemy import Connection, func, insert, select, update
 from starlette.requests import Request
 
 from pipeline.hub.contents.history import read_commit
@@ -21,8 +23,8 @@ from pipeline.hub.discussions import (
     DiscussionEvent,
     Status,
     add_comment,
-    add_discussion,
-    change_status,
+    add_event,
+    checked_title,
     find_discussion,
     list_discussions,
     list_events,
@@ -34,6 +36,7 @@ from pipeline.hub.http_json import Json, hub_url, iso_time, json_body
 from pipeline.hub.repositories.names import DEFAULT_BRANCH
 from pipeline.hub.repositories.refs import read_refs
 from pipeline.hub.repositories.store import Repository
+from pipeline.hub.schema import discussions as table
 from pipeline.hub.service import API, HubOf, Locked, Readable, Writer
 from pipeline.hub.tokens import Identity, Signature, signature
 
@@ -218,15 +221,22 @@ def open_discussion(
     # and would keep its commits from being purged. If the hub is killed or git fails before the ref
     # exists, the pull request has no commits: a person can push commits to it, or close it.
     with log.database.write() as connection:
-        found, first = add_discussion(
-            connection,
-            repository,
-            title=title,
-            text=text,
-            author=identity.user,
-            base=base,
-            status=status,
+        last = select(func.max(table.c.num)).where(table.c.repository_id == repository.id)
+        num = (connection.scalar(last) or 0) + 1
+        connection.execute(
+            insert(table).values(
+                id=token_hex(12),
+                repository_id=repository.id,
+                num=num,
+                title=checked_title(title),
+                author=identity.user,
+                status=status,
+                base=base,
+                created_at=time.time(),
+            )
         )
+        found = find_discussion(connection, repository, num)
+        first = add_comment(connection, found, author=identity.user, text=text)
         event = Event(action="create", scope="discussion", discussion=found, comment=first)
         log.record(connection, repository, event)
     if base is not None:
@@ -261,13 +271,20 @@ def _set_status(
     merge_commit: str | None = None,
 ) -> DiscussionEvent:
     """Changes the status, and adds the comment `text`. The comment is an event of its own, so that
-    a webhook which reads comments gets this one too."""
+    a webhook which reads comments gets this one too. Raises Conflict if the pull request is merged,
+    or the discussion has this status already."""
     if text:
         _comment(connection, log, repository, identity, num, text)
     found = find_discussion(connection, repository, num)
-    changed = change_status(
-        connection, found, author=identity.user, status=status, merge_commit=merge_commit
-    )
+    if found.status == "merged":
+        raise Conflict(
+            f"Pull request {num} is merged, so its status cannot change: open a new pull request."
+        )
+    if found.status == status:
+        raise Conflict(f"Discussion {num} is {status} already.")
+    values = {"status": status, "merge_commit": merge_commit}
+    connection.execute(update(table).where(table.c.id == found.id).values(values))
+    changed = add_event(connection, found, "status-change", identity.user, status)
     after = find_discussion(connection, repository, num)
     log.record(connection, repository, Event(action="update", scope="discussion", discussion=after))
     return changed

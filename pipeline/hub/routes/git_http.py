@@ -19,7 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from pipeline.hub.discussions import open_refs
+from pipeline.hub.discussions import open_bases
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.events import record_ref_changes
 from pipeline.hub.git import backend
@@ -112,7 +112,7 @@ def _environment(
     hub: Hub, request: Request, repository: Repository, body: IO[bytes]
 ) -> dict[str, str]:
     with hub.database.read() as connection:
-        refs = open_refs(connection, repository)
+        refs = open_bases(connection, repository)
     return backend.cgi_environment(request, repository.folder, body, refs)
 
 

@@ -74,28 +74,23 @@ def offer(
 def _answer(hub: Hub, repository: Repository, url: str, batch: Batch, wanted: LargeObject) -> Json:
     """The hub's answer for one file of a batch."""
     told: Json = {"oid": wanted.oid, "size": wanted.size}
-    files = LargeFiles(repository.folder)
-    size, limit = files.size(wanted.oid), hub.settings.max_push_bytes
-    is_upload = batch.operation == "upload"
-    code, error = 422, ""
-    if size is None and not is_upload:
-        missing = f"The {repository.name} does not have this large file"
-        code, error = 404, f"{missing}: push it from a clone that has it."
-    elif size is not None and size != wanted.size:
-        error = (
-            f"The file with this sha256 has {size} bytes, and the request says {wanted.size}: "
-            "send the file's true size."
-        )
-    elif is_upload and wanted.size > limit:
-        error = f"A file may have {limit} bytes at most: raise [hub] max_push_bytes."
-    if error:
-        return {**told, "error": {"code": code, "message": error}}
-    if is_upload and files.keep(wanted.oid):
-        return told
+    files, limit = LargeFiles(repository.folder), hub.settings.max_push_bytes
+    if batch.operation == "upload":
+        method = "PUT"
+        if files.keep(wanted.oid):
+            return told
+        if wanted.size > limit:
+            message = f"A file may have {limit} bytes at most: raise [hub] max_push_bytes."
+            return {**told, "error": {"code": 422, "message": message}}
+    else:
+        method = "GET"
+        if files.size(wanted.oid) is None:
+            missing = f"The {repository.name} does not have this large file"
+            message = f"{missing}: push it from a clone that has it."
+            return {**told, "error": {"code": 404, "message": message}}
     path = _TRANSFERS.format(repository_id=repository.id, oid=wanted.oid)
-    signed = sign(hub.cipher, "PUT" if is_upload else "GET", path, wanted.size)
-    action = {"href": f"{url}{signed}", "expires_in": GRANT_SECONDS}
-    actions = {"upload" if is_upload else "download": action}
+    href = f"{url}{sign(hub.cipher, method, path, wanted.size)}"
+    actions = {batch.operation: {"href": href, "expires_in": GRANT_SECONDS}}
     # "authenticated" says that the client needs no token for these URLs. They are signed.
     return {**told, "authenticated": True, "actions": actions}
 

@@ -6,7 +6,7 @@ import difflib
 import time
 from collections.abc import Collection, Iterator
 from secrets import token_hex
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query
 from sqlalchemy import Connection
@@ -178,19 +178,17 @@ def enable_or_disable(hub: HubOf, id: str, act: Literal["enable", "disable"]) ->
         return {"webhook": _described(hub, connection, get_webhook(connection, id))}
 
 
-def _changed(webhook: Json) -> JSONResponse:
+def _changed(webhook: dict[str, Any]) -> JSONResponse:
     # Each answer has a topic of its own, because a client prints one warning for each topic.
-    warnings = webhook.get("warnings", ())
-    assert isinstance(warnings, (list, tuple))
-    headers = client_warning(f"webhook {token_hex(8)}", warnings)
+    headers = client_warning(f"webhook {token_hex(8)}", webhook.get("warnings", ()))
     return JSONResponse({"webhook": webhook}, headers=headers)
 
 
-def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> Json:
+def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> dict[str, Any]:
     """The webhook in the form that `huggingface_hub` parses, with `status` and `warnings` in
     addition. The secret is left out. Only the answer to the request that creates a webhook has it.
     """
-    described: Json = {
+    described: dict[str, Any] = {
         "id": webhook.id,
         "watched": [item.model_dump() for item in webhook.watched],
         "domains": list(webhook.domains),
