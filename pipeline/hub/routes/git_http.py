@@ -34,8 +34,8 @@ router = APIRouter(prefix=FILES)
 
 
 async def _check(request: Request, identity: Who) -> None:
-    """Raises BadRequest if the request is not git's. Raises Unauthorized or Forbidden if it belongs
-    to a push, and the token may not write."""
+    """Raises BadRequest if the request is not git's. Raises Forbidden if it belongs to a push, and
+    the token may not write."""
     service = request.url.path.rpartition("/")[2]
     is_git = request.headers.get("content-type") == f"application/x-{service}-request"
     if service == "refs":
