@@ -39,6 +39,9 @@ from pipeline.hub.schema import tokens as table
 from serving.http.cross_site import other_site
 
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
+# The paths of repositories. As on the Hugging Face Hub, a client without a token is told there that
+# the repository is missing.
+_OF_A_REPOSITORY = re.compile(r"/api/(?:model|dataset|space)s/.|/.+/resolve/.")
 
 Role = Literal["read", "write"]
 
@@ -117,16 +120,16 @@ def signature(identity: Identity) -> Signature:
 
 
 def sent_token(scope: Scope) -> bytes:
-    """The token that the request sends; empty if it is sent wrongly.
-
-    Raises Unauthorized if there is none: at the address of a repository, `huggingface_hub` then
-    reports that it is missing.
-    """
-    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    """The token that the request sends; empty if it is sent wrongly. Raises Unauthorized if there
+    is none."""
+    given: list[bytes] = [value for name, value in scope["headers"] if name == b"authorization"]
     if not given:
-        raise Unauthorized(
+        missing = Unauthorized(
             "This hub needs a token: set HF_TOKEN, or run the commands that `pipeline env` prints."
         )
+        if _OF_A_REPOSITORY.match(scope["path"]):
+            missing.code = RepositoryNotFound.code
+        raise missing
     scheme, _, credentials = given[0].partition(b" ")
     if len(given) == 1 and scheme.lower() == b"bearer":
         return credentials.strip()
