@@ -187,6 +187,7 @@ def described(repository: Repository, commit: str | None) -> Json:
     Hugging Face Hub also infers the task and the library of a model from its files; this hub takes
     them from the card only."""
     facts: Json = {
+        "_id": repository.id,
         "id": repository.name.id,
         "author": repository.name.owner,
         "private": repository.private,
